@@ -122,7 +122,7 @@ def package() -> bytes:
     paths = {SOURCE / "__init__.py": "phalanx/__init__.py"}
     for name in PACKAGES:
         for path in sorted((SOURCE / name).rglob("*")):
-            if path.is_file() and path.suffix in (".py", ".toml", ".html", ".js"):
+            if path.is_file() and path.suffix in (".py", ".toml", ".html", ".css", ".js"):
                 paths[path] = f"phalanx/{path.relative_to(SOURCE)}"
     paths |= {HERE / name: name for name in ("formula.py", "play.py")}
     made = io.BytesIO()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from phalanx.layout import Layout, Shape
 from phalanx.parallel import Precision, build_model, microbatches
 from phalanx.parallel.local import build_local
 from phalanx.train.checkpoint import Saver
-from phalanx.train.checkpoint_format import Progress
-from phalanx.train.checkpoint_load import load
+from phalanx.train.checkpoint_format import Progress, raw_bytes, read_manifest
+from phalanx.train.checkpoint_load import TensorReader, load
 from phalanx.train.executor import Executor
 from phalanx.train.muon import Muon
 from phalanx.train.optimizer import AdamW, Sgd
@@ -128,4 +129,15 @@ def saved_twice(folder: Path) -> Path:
     return folder
 
 
-__all__ = ["SHAPE", "Run", "resaved", "run", "saved_twice", "trained"]
+def hash_tensors(path: Path) -> dict[str, str]:
+    """The SHA-256 of every whole tensor, by title: equal for equal tensors, however they are cut."""
+    manifest, sums = read_manifest(path), {}
+    with TensorReader(path, manifest) as reader:
+        for tensor in manifest.tensors:
+            digest = hashlib.sha256(f"{tensor.dtype}{list(tensor.shape)}".encode())
+            digest.update(raw_bytes(reader.whole(tensor)))
+            sums[tensor.title] = digest.hexdigest()
+    return dict(sorted(sums.items()))
+
+
+__all__ = ["SHAPE", "Run", "hash_tensors", "resaved", "run", "saved_twice", "trained"]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from checkpoint_worlds import hash_tensors
+
 from phalanx.comm import launch
 from phalanx.layout import Layout
 from phalanx.layout.journal import Record, read_journal
 from phalanx.layout.run import Run
 from phalanx.plan import Machine, Rate
-from phalanx.train.checkpoint_load import hash_tensors
 from phalanx.train.loop import Outcome, train
 
 # A peak from a file: measuring one takes a moment in each run and is not what is tested.

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from checkpoint_worlds import hash_tensors
 
 from phalanx.comm import World, launch
 from phalanx.hang.positions import Positions
 from phalanx.layout import Layout, Run
 from phalanx.train.checkpoint import Saver
 from phalanx.train.checkpoint_format import verify_checkpoint
-from phalanx.train.checkpoint_load import hash_tensors
 from phalanx.train.loop import _Loop
 from phalanx.train.rank import Rank
 from phalanx.verify.compare import EXACT

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import xxhash
-from checkpoint_worlds import Run, run, saved_twice
+from checkpoint_worlds import Run, hash_tensors, run, saved_twice
 
 from phalanx.train import checkpoint
 from phalanx.train.checkpoint import Saved, steps
@@ -28,7 +28,6 @@ from phalanx.train.checkpoint_format import (
     verify_checkpoint,
     write_file,
 )
-from phalanx.train.checkpoint_load import hash_tensors
 
 FIRST = "rank-00000.safetensors"
 

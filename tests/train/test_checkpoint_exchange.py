@@ -13,7 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from checkpoint_worlds import trained
+from checkpoint_worlds import hash_tensors, trained
 from torch import Tensor, nn
 
 from phalanx.cli.checkpoint import run as command
@@ -34,7 +34,7 @@ from phalanx.train.checkpoint_format import (
     verify_checkpoint,
     write_file,
 )
-from phalanx.train.checkpoint_load import TensorReader, hash_tensors, table_of
+from phalanx.train.checkpoint_load import TensorReader, table_of
 from phalanx.train.rank import batches_of
 from phalanx.verify import SHAPES
 

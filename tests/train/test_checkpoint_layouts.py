@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_worlds import SHAPE, WIDE, Run, resaved, run, trained
+from checkpoint_worlds import SHAPE, WIDE, Run, hash_tensors, resaved, run, trained
 
 from phalanx.parallel import build_model, start
 from phalanx.train import checkpoint_load
@@ -23,7 +23,7 @@ from phalanx.train.checkpoint_format import (
     read_manifest,
     verify_checkpoint,
 )
-from phalanx.train.checkpoint_load import TensorReader, hash_tensors
+from phalanx.train.checkpoint_load import TensorReader
 from phalanx.train.muon import Muon
 from phalanx.train.optimizer import AdamW, Sgd
 from phalanx.verify import SHAPES

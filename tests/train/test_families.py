@@ -15,6 +15,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from checkpoint_worlds import hash_tensors
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -32,7 +33,6 @@ from phalanx.parallel import build_model, load_model, transformers_code
 from phalanx.train import checkpoint_exchange, checkpoint_load
 from phalanx.train.checkpoint_exchange import HubReader, export_weights, import_weights
 from phalanx.train.checkpoint_format import CheckpointError, read_manifest, verify_checkpoint
-from phalanx.train.checkpoint_load import hash_tensors
 from phalanx.train.data.token_files import open_prepared
 from phalanx.train.loop import train
 from phalanx.train.rank import batches_of

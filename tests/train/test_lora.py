@@ -10,6 +10,7 @@ import peft
 import pytest
 import torch
 import transformers
+from checkpoint_worlds import hash_tensors
 from test_families import VOCAB, saved, theirs, widened
 from torch import Tensor, nn
 
@@ -19,7 +20,6 @@ from phalanx.parallel import build_model, start
 from phalanx.parallel.model import is_lora
 from phalanx.train.checkpoint_exchange import export_adapter, export_weights, import_weights
 from phalanx.train.checkpoint_format import CheckpointError, read_manifest
-from phalanx.train.checkpoint_load import hash_tensors
 from phalanx.train.loop import train
 from phalanx.train.rank import batches_of
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from checkpoint_worlds import Run as Small
+from checkpoint_worlds import hash_tensors
 from checkpoint_worlds import run as ranks
 from loop_worlds import losses, records, small, trained, weights
 
@@ -29,7 +30,6 @@ from phalanx.layout.run import Run, RunError
 from phalanx.train import checkpoint, loop
 from phalanx.train.checkpoint import steps
 from phalanx.train.checkpoint_format import CheckpointError, read_manifest, verify_checkpoint
-from phalanx.train.checkpoint_load import hash_tensors
 from phalanx.train.data.token_files import DataError
 from phalanx.train.log import Journal, JournalError
 from phalanx.train.rank import Rank, batches_of

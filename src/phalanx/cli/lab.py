@@ -10,17 +10,10 @@ ranks and checked, or written as a page.
 Exit code 0: every claim holds; 1: one does not, or a rank failed; 2: wrong usage.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from ..lab.catalogue import NAMES, Size, experiment, listing
 from ..layout.choices import GLOO, THREADS
 from .before import refuse_large
 from .usage import Parser, UsageError, print_json, result, save, say, whole
-
-if TYPE_CHECKING:
-    from ..lab.trial import LabTrial
 
 
 def run(argv: list[str]) -> int:
@@ -52,7 +45,7 @@ def run(argv: list[str]) -> int:
     from ..lab.show import as_json, claims_text, lab_page, lab_text
     from ..lab.trial import conduct
 
-    trials: list[LabTrial] = []
+    trials = []
     for trial in conduct(names, size, ranks=args.ranks, backend=args.backend):
         trials.append(trial)
         if args.json:

@@ -5,6 +5,7 @@ Every page and every picture of phalanx is made of these; no other file writes a
 
 from collections.abc import Iterable, Sequence
 from html import escape
+from pathlib import Path
 from typing import NamedTuple
 
 from .words import wrapped
@@ -16,31 +17,7 @@ LETTER = 6.3  # the width of an average character at 11 px
 WIDE, PHONE = 860.0, 352.0  # pixels of a picture on a page, and on a screen of 400
 
 # The colours of the page; those of operations are the same on a light and a dark page.
-_STYLE = """
-  .page { fill: #ffffff; stroke: #d0d7de }
-  .idle { fill: #eef1f4 }
-  .grid { stroke: #d0d7de; stroke-width: 1 }
-  .mark { stroke: #59636e; stroke-dasharray: 4 3 }
-  .area { fill: #b6d7ec }
-  text { fill: #1f2328; font: 11px ui-sans-serif, system-ui, 'Segoe UI', Helvetica, Arial, sans-serif }
-  .title { font-size: 15px; font-weight: 600 }
-  .soft { fill: #59636e }
-  .cell { text-anchor: middle; font-variant-numeric: tabular-nums; pointer-events: none }
-  .mid { text-anchor: middle }
-  .end { text-anchor: end }
-  .op:hover, .on { stroke: #1f2328; stroke-width: 1.5 }
-  .large { stroke: #1f2328; stroke-width: 1.5 }
-  @media (prefers-color-scheme: dark) {
-    .page { fill: #0d1117; stroke: #3d444d }
-    .idle { fill: #1b222c }
-    .grid { stroke: #3d444d }
-    .mark { stroke: #9198a1 }
-    .area { fill: #1f4a66 }
-    text { fill: #e6edf3 }
-    .soft { fill: #9198a1 }
-    .op:hover, .on, .large { stroke: #ffffff }
-  }
-"""
+_STYLE = Path(__file__).with_name("picture.css").read_text(encoding="utf-8")
 
 
 class Html(str):

@@ -18,6 +18,7 @@ _HERE = Path(__file__).parent
 _DATA = tomllib.loads((_HERE / "chapters.toml").read_text(encoding="utf-8"))
 NAMES = tuple(_DATA["chapters"])
 PAPERS: dict[str, str] = _DATA["papers"]
+INTRODUCTION: list[str] = _DATA["introduction"]
 
 
 class LabError(ValueError):

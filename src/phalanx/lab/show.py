@@ -8,7 +8,7 @@ from textwrap import dedent, fill, indent
 
 from ..draw import Bar, Html, Row, bytes_text, frame, gantt, paragraphs, table, tag, text_table
 from ..draw.svg import Area
-from .catalogue import PAPERS
+from .catalogue import INTRODUCTION, PAPERS
 from .lab import Lab
 from .mlp import gradients_of
 from .record import Interval, LabStep
@@ -135,17 +135,6 @@ def value_rows(steps: Steps) -> list[tuple[str, ...]]:
 
 # ---- a page
 
-_INTRODUCTION = (
-    "Every strategy for training on many ranks, from bare collectives. Each chapter was just run: what"
-    " it says, the code that does it, and what every rank had before and after, step by step. Then"
-    " follow a timeline with the bytes of each rank's tensors and the bytes from rank to rank. All"
-    " results were compared with one process.",
-    "Hashes are of all bytes of a tensor; the coloured square is the hash, so the same colour is the"
-    " same content. Bytes are counted as if everyone sent to the receiver directly; a ring sends as"
-    " many. Bars: blue forward, orange backward, yellow update, green other work; messages grey for"
-    " send and receive, red for reduce and reduce-scatter, dark blue for other collectives. Point at"
-    " a bar to see its name.",
-)
 _WORK = {"F": "#56b4e9", "B": "#e69f00", "U": "#f0e442"}
 _MESSAGE = dict.fromkeys(("send", "receive"), "#b0b0b0")
 _MESSAGE |= dict.fromkeys(("reduce", "reduce_scatter"), "#d55e00")
@@ -163,7 +152,7 @@ def lab_page(trials: Sequence[LabTrial]) -> str:
         rows.append((_chapter("strategies"), "", title))
         names.append("strategies")
     contents = table(("chapter", "check", "idea"), rows, left=True)
-    words = paragraphs([*(f"{conditions(trial)}." for trial in trials[:1]), *_INTRODUCTION])
+    words = paragraphs([*(f"{conditions(trial)}." for trial in trials[:1]), *INTRODUCTION])
     # The pass through all layers that most chapters change, and the training around it.
     sources = [_code(getsource(each).split("\n")) for each in (gradients_of, Lab.train)]
     model = _folded("the model that most chapters train, and its training", *sources)

@@ -34,19 +34,10 @@ ATTENTION = "phalanx"  # in their table of attention functions
 _ATTENTION_OF_ITS_OWN = "its attention does not go through ALL_ATTENTION_FUNCTIONS"
 # What they call attention with, beside what `_attend` reads, that changes nothing here: there is no
 # cache, nothing is dropped, and who attends to whom follows from the documents.
-_NOTHING = {
-    "dropout",
-    "is_causal",
-    "position_ids",
-    "use_cache",
-    "cache_position",
-    "position_embeddings",
-    "output_attentions",
-    "output_hidden_states",
-    "return_dict",
-    "layer_idx",
-    "past_key_values",
-}
+_NOTHING = (
+    "dropout is_causal position_ids use_cache cache_position position_embeddings output_attentions"
+    " output_hidden_states return_dict layer_idx past_key_values"
+)
 _BY_LENGTH = {"dynamic", "longrope"}
 _RUN = 8  # tokens of the sequences with which a model is tried on meta
 
@@ -225,7 +216,7 @@ def _attend(
     """What stands in their table of attention functions: the module's child `core`, which its first
     call makes."""
     if "core" not in module._modules:
-        unknown = sorted(k for k, x in more.items() if k not in _NOTHING and _is_set(x))
+        unknown = sorted(k for k, x in more.items() if k not in _NOTHING.split() and _is_set(x))
         _refuse(
             {
                 f"its attention takes {', '.join(unknown)}": unknown,

@@ -473,14 +473,3 @@ class TensorReader(ExitStack):
 def _slices(box: Box, outer: Box) -> tuple[slice, ...]:
     """Where a box lies in one around it."""
     return tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(box, outer, strict=True))
-
-
-def hash_tensors(path: Path) -> dict[str, str]:
-    """The SHA-256 of every whole tensor, by title: equal for equal tensors, however they are cut."""
-    manifest, sums = stored.read_manifest(path), {}
-    with TensorReader(path, manifest) as reader:
-        for tensor in manifest.tensors:
-            digest = hashlib.sha256(f"{tensor.dtype}{list(tensor.shape)}".encode())
-            digest.update(stored.raw_bytes(reader.whole(tensor)))
-            sums[tensor.title] = digest.hexdigest()
-    return dict(sorted(sums.items()))
