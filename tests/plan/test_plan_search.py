@@ -290,8 +290,8 @@ def test_layouts_that_share_experts_are_searched_and_their_bounds_hold() -> None
     asked = request_for(shape, hardware("h100x4"), batch=8)
     space, pricer = Space(asked, recomputes=("none",)), Pricer(asked)
     screened = Screened(space, pricer)
-    shared = [i for i in range(len(screened)) if screened.at(i)[0].grid.ep > 1]
-    assert {screened.at(i)[0].grid.ep for i in shared} == {2}  # 4 do not divide 6
+    shared = [i for i in range(len(screened)) if screened.at(i)[1].grid.ep > 1]
+    assert {screened.at(i)[1].grid.ep for i in shared} == {2}  # 4 do not divide 6
     for i in shared[::3]:
         layout = screened.layout(i)
         assert not legal(layout, shape, batch=8)
@@ -319,7 +319,7 @@ def test_bounds_hold_where_tokens_travel_beside_computing() -> None:
     asked = request_for(ROUTED, hardware("h100x4"), batch=16)
     space, pricer = Space(asked, recomputes=("none", "all")), Pricer(asked)
     screened = Screened(space, pricer)
-    routed = [i for i in range(len(screened)) if screened.at(i)[0].grid.ep > 1]
+    routed = [i for i in range(len(screened)) if screened.at(i)[1].grid.ep > 1]
     beside = {i: x for i in routed if (x := screened.layout(i)).overlap or x.schedule == DUALPIPE_V}
     assert {x.schedule for x in beside.values()} >= {"accum", "1f1b", "interleaved", DUALPIPE_V}
     for i in [*beside][:: max(1, len(beside) // 200)]:
@@ -440,8 +440,8 @@ def test_a_bound_never_exceeds_what_is_simulated_and_screening_never_loses_the_b
         if found.bytes <= asked.room:
             step[str(layout)] = found.step
     plan = search(asked, top=1)
-    if step:
-        assert plan.layouts[0].step <= min(step.values()) * (1 + 1e-9)
+    if step:  # one that could be faster by no more than 0.2 % is not looked at
+        assert plan.layouts[0].step <= min(step.values()) / 0.998
 
 
 @pytest.mark.parametrize(

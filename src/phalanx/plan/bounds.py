@@ -36,7 +36,6 @@ class Bounds:
 
     step: Array
     bytes: Array
-    ends: Array  # of the step: what units take before the first computation and after the last
     units: tuple[Units, ...]  # of each way to shard
     priced: _Unit
 
@@ -58,7 +57,7 @@ def bounds(space: Space, x: Options, pricer: Pricer, before: Bounds | None = Non
     """Of all candidates of a grid. What is not costed yet is bounded by what is: `before` are the bounds
     when less was costed. Numbers of weights, and so the times of units, are the same for all of them."""
     split = [traits(pipe.schedule).splits_backward for pipe in x.pipelines]
-    step, held, ends = np.zeros(x.sizes), np.zeros(x.sizes), np.zeros(x.sizes)
+    step, held = np.zeros(x.sizes), np.zeros(x.sizes)
     layouts = (Layout(x.grid.mesh(z.shards), zero=z.stage, offload=space.offload) for z in x.zeros)
     hardware, profile = space.request.hardware, space.request.profile
     units = before.units if before else tuple(Units(x, hardware, profile) for x in layouts)
@@ -76,14 +75,11 @@ def bounds(space: Space, x: Options, pricer: Pricer, before: Bounds | None = Non
         mine = [p for p, parted in enumerate(split) if parted == way]
         pipes = [x.pipelines[p] for p in mine]
         stages = _stages(space.request.shape, x.grid.pp, tuple(pipes))
-        ends[:, :, mine] = _ends(space, x, stages, priced, split=way)
-        step[:, :, mine] = _time(
-            space, x, pipes, stages, numbers, priced, ends[:, :, mine], split=way
-        )
+        step[:, :, mine] = _time(space, x, pipes, stages, numbers, priced, split=way)
         flight = _flights(space.request.shape, x.grid.pp, x.counts, tuple(pipes))
         held[:, :, mine] = _memory(space, x, stages, numbers, flight, units)
     assert priced
-    return Bounds(step, held, ends, units, priced)
+    return Bounds(step, held, units, priced)
 
 
 def _least(
@@ -132,9 +128,7 @@ class _Numbers:
         self.weights = [float(_number(three[0][0][kind], "weights")) for kind in range(3)]
         self.frozen = [float(_number(three[0][0][kind], "frozen")) for kind in range(3)]
         for kind in {kind_of(piece, shape) for piece in shape.frozen}:
-            self.frozen[kind] = self.weights[
-                kind
-            ]  # of blocks some hold less than others: the least
+            self.frozen[kind] = self.weights[kind]  # of blocks some hold less: the least
         self.trained = [w - still for w, still in zip(self.weights, self.frozen, strict=True)]
         experts = (float(_number(three[0][0][kind], "experts")) for kind in range(3))
         self.experts = [e * (not still) for e, still in zip(experts, self.frozen, strict=True)]
@@ -198,7 +192,6 @@ def _time(
     s: _Stages,
     n: _Numbers,
     u: _Unit,
-    around: Array,
     *,
     split: bool,
 ) -> Array:
@@ -211,9 +204,8 @@ def _time(
     # A segment that ends in the head is not recomputed: its forward was just now.
     spared = (n.segment - 1) * n.again
     work = s.blocks * one - np.minimum(s.head * spared, s.blocks * n.again)
-    work = (
-        work + s.embed * (ef + eb) + s.head * (hf + hb)
-    )  # (microbatches, pipelines, inners, ranks)
+    # (microbatches, pipelines, inners, ranks).
+    work = work + s.embed * (ef + eb) + s.head * (hf + hb)
     rolls = space.request.profile.rolls  # then no stage waits for others to begin or to end
     later = ((s.before > 0) | (s.embed == 0)) & (not rolls)
     head = np.where(later, ef + s.before * bf, 0.0)
@@ -223,7 +215,7 @@ def _time(
     update = _of_units(u.update, s).max(axis=-1)[:, None, :, None]
     sums = _of_units(u.reduce, s).max(axis=-1)[:, None, :, None]
     stage = np.array([zero.stage for zero in x.zeros])
-    step = path + around
+    step = path + _ends(space, x, s, u, split=split)
     often = (stage >= 2)[:, None, None, None]  # summed after every microbatch
     m = m[..., 0]
     lane = m * _of_units(u.lane, s)[:, None]
@@ -326,12 +318,14 @@ def _stage_nodes(
     return tuple(nodes), tuple(keys)
 
 
-def followed(space: Space, x: Options, at: tuple[int, int, int, int], pricer: Pricer) -> float:
-    """Seconds that the schedule of one candidate takes by itself, without what concerns units: no
+def followed(
+    space: Space, x: Options, at: tuple[int, int, int, int], pricer: Pricer, priced: _Unit
+) -> float:
+    """Seconds that one candidate takes by its own schedule, with its first gathers and its last sums: no
     program of it is faster. 0 where that is not looked at: without a pipeline, too long, with frozen
     pieces, where steps roll or two microbatches are computed in turn."""
-    (_, c, p, q), pp = at, x.grid.pp
-    pipe, inner, count = x.pipelines[p], x.inners[q], x.counts[c]
+    (z, c, p, q), pp = at, x.grid.pp
+    pipe, inner, count, zero = x.pipelines[p], x.inners[q], x.counts[c], x.zeros[z]
     request = space.request
     other = request.profile.rolls or request.hardware.cores or request.shape.frozen
     other = other or pipe.overlap or traits(pipe.schedule).forward_first
@@ -340,10 +334,15 @@ def followed(space: Space, x: Options, at: tuple[int, int, int, int], pricer: Pr
     layout = space.layout(x, *at)
     cut = space.cut(x.grid, inner, split=layout.splits_backward)
     embed, block, head = pricer.three(cut, space.rows(x.grid, count), True)
-    blocks = _blocks(space.request.shape, pp, pipe)
+    blocks = _blocks(request.shape, pp, pipe)
     again = block.again.total if inner.recompute != "none" else 0.0
     segment = _segment(inner.recompute)
     embed_, block_, head_ = (t.computed | {ops.BACKWARD: t.backward} for t in (embed, block, head))
+
+    def whole(each: Array) -> list[float]:
+        """Of the units of each stage together, by embedding, block and head."""
+        of = [n * each[1] for n in blocks]
+        return [of[0] + each[0], *of[1:-1], of[-1] + each[2]]
 
     def seconds(kind: str, stage: int) -> tuple[float, float]:
         """Of what needs no gradient, and of the rest."""
@@ -365,21 +364,43 @@ def followed(space: Space, x: Options, at: tuple[int, int, int, int], pricer: Pr
 
     nodes, keys = _stage_nodes(pipe.schedule, pp, pipe.chunks, count)
     times, tails = [seconds(*key) for key in keys], [ending(*key) for key in keys]
-    hop = space.request.hardware.network.seconds(
-        "send", block.cost.edge, pp, distance(layout, "pp")
-    )
-    if space.request.profile.scatters_sends:
-        hop = 0.0
-    ends = [0.0] * len(nodes)
-    for n, (before, value, key, sent) in enumerate(nodes[1:], 1):
-        begin, made = ends[before], ends[value]
+    far = distance(layout, "pp")
+    hop = request.hardware.network.seconds("send", block.cost.edge, pp, far)
+    hop *= not request.profile.scatters_sends
+    held = ranks_of(len(blocks), pp, pipe.schedule)
+    # When a stage's weights have been gathered, one unit after the other, if once a step.
+    there = [0.0] * len(keys)
+    if zero.stage and zero.gather == "step" and not (space.offload or inner.matmul):
+        gathers = whole(priced.gather[:, z])
+        for key, (kind, stage) in enumerate(keys):
+            if kind == ops.FORWARD:
+                before = sum(
+                    gathers[s] for mine in held if stage in mine for s in mine if s < stage
+                )
+                there[key] = before + gathers[stage]
+    ends, latest = [0.0] * len(nodes), [0.0] * len(keys)
+    ends[0] = float(priced.gather[0, z]) if zero.stage else 0.0
+    for n, (before_, value, key, sent) in enumerate(nodes[1:], 1):
+        begin, made = ends[before_], ends[value]
         if sent:
             # It is asked for beside the piece that is computed before, and not earlier.
-            made = max(made, ends[before] - tails[nodes[before].key]) + hop
+            made = max(made, ends[before_] - tails[nodes[before_].key]) + hop
         alone, rest = times[key]
-        begin += alone
-        ends[n] = (made if made > begin else begin) + rest
-    return max(ends)
+        begin = latest[key] = max(begin + alone, made)
+        ends[n] = max(begin + rest, there[key] + tails[key])
+    # A unit is summed behind its last contribution, the units of a rank one after the other.
+    sums, last = whole(priced.reduce[:, z]), max(ends)
+    summed = {
+        stage: latest[key] for key, (kind, stage) in enumerate(keys) if kind in ops.CONTRIBUTES
+    }
+    for mine in held:
+        taken = 0.0
+        for stage in sorted(mine, key=lambda s: -summed[s]):
+            taken += sums[stage]
+            last = max(last, summed[stage] + taken + priced.replicas[:, z].min())
+    return float(
+        last + max(sum(map(whole(priced.update[:, z]).__getitem__, mine)) for mine in held)
+    )
 
 
 @lru_cache(maxsize=64)
@@ -532,12 +553,7 @@ def _flights(shape: Shape, pp: int, counts: tuple[int, ...], pipes: tuple[Pipeli
 
 
 def _memory(
-    space: Space,
-    x: Options,
-    s: _Stages,
-    n: _Numbers,
-    flight: Array,
-    units: Sequence[Units],
+    space: Space, x: Options, s: _Stages, n: _Numbers, flight: Array, units: Sequence[Units]
 ) -> Array:
     """Bytes of the fullest rank, (ZeRO, microbatches, pipelines, inner choices)."""
     p, cores = space.request.profile, space.request.hardware.cores

@@ -5,8 +5,6 @@ around: few bytes, as many steps as ranks. A *tree* halves the distance: few ste
 For one group size both are the same straight line; growth with the ranks tells them apart.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

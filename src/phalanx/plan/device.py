@@ -4,8 +4,6 @@ A data file states what the maker states, with the source of each number; what f
 (peak = units x operations a cycle x clock) is computed here and typed nowhere.
 """
 
-from __future__ import annotations
-
 import difflib
 import tomllib
 from collections.abc import Mapping

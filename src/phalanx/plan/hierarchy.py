@@ -1,7 +1,5 @@
 """What a device's bytes pass on their way out: registers, caches, memory, links, network."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from .device import Device

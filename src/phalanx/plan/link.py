@@ -1,7 +1,5 @@
 """The ways between devices, with the source of each number, and clusters as levels of them."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

@@ -1,8 +1,6 @@
 """What Muon takes beside an elementwise update: products at the owner that has most of them, and the
 ways of matrices there and back. In seconds of some hardware, and in FLOPs and bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

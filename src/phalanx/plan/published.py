@@ -1,7 +1,5 @@
 """Published runs predicted: rows of tables costed, priced and simulated."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,10 +1,9 @@
 """The best layouts for a request: all are screened by lower bounds, the most promising simulated.
 
-Candidates are simulated in the order of their bounds until the next bound is no better than the
-worst of those that are asked for. A piece is costed only when a layout with it comes up.
+Candidates are simulated in the order of their bounds until the next one could be faster than the
+worst of those that are asked for by no more than 0.2 %, far less than times are right to. A piece is
+costed only when a layout with it comes up.
 """
-
-from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,6 +26,7 @@ _MISSES = 300_000  # of these while too few fit, before those that hold less are
 _ROOMS = (1.0, 0.85, 0.7, 0.55, 0.4)  # parts of the memory that bounds may fill
 _MORE = 80_000  # to say of families that lost by how much
 _EMPTIEST = 60  # tried where the fast ones do not fit
+_ALIKE = 0.998  # of a step: what could be no faster is not simulated
 _LOG = logging.getLogger(__name__)
 
 
@@ -69,28 +69,27 @@ class Screened:
     def _join(self) -> None:
         self.step = np.concatenate([b.step.ravel() for b in self.found])
         self.bytes = np.concatenate([b.bytes.ravel() for b in self.found])
-        self.ends = np.concatenate([b.ends.ravel() for b in self.found])
         for i, seconds in self.followed.items():
             self.step[i] = max(self.step[i], seconds)
 
     def __len__(self) -> int:
         return len(self.step)
 
-    def at(self, i: int) -> tuple[Options, tuple[int, int, int, int]]:
-        """The options of a candidate, and which of them it takes."""
+    def at(self, i: int) -> tuple[int, Options, tuple[int, int, int, int]]:
+        """The options of a candidate, with their number, and which of them it takes."""
         o = int(np.searchsorted(self.starts, i, side="right")) - 1
         x = self.space.options[o]
         z, c, p, q = (int(n) for n in np.unravel_index(i - self.starts[o], x.sizes))
-        return x, (z, c, p, q)
+        return o, x, (z, c, p, q)
 
     def layout(self, i: int) -> Layout:
-        x, at = self.at(i)
+        _, x, at = self.at(i)
         return self.space.layout(x, *at)
 
     def idea(self, i: int) -> tuple[object, ...]:
         """What tells one candidate from another, but how its axes are ordered, dp split into
         replicas and shards, and blocks given to stages."""
-        x, (z, c, p, q) = self.at(i)
+        _, x, (z, c, p, q) = self.at(i)
         pipe = x.pipelines[p]
         zero = x.zeros[z]._replace(shards=0)
         count = x.counts[c]
@@ -109,7 +108,7 @@ class Screened:
     def costs(self, i: int) -> bool:
         """Cost the pieces of a candidate. True if they were not known: bounds have changed."""
         layout = self.layout(i)
-        x, (_, _, _, q) = self.at(i)
+        _, x, (_, _, _, q) = self.at(i)
         cut = self.space.cut(x.grid, x.inners[q], split=layout.splits_backward)
         if cut in self.pricer.pieces:
             return False
@@ -123,7 +122,8 @@ class Screened:
     def follow(self, i: int) -> float:
         """The bound of a candidate of which the pieces are costed, by its own schedule as well."""
         if i not in self.followed:
-            self.followed[i] = followed(self.space, *self.at(i), self.pricer) + float(self.ends[i])
+            o, x, at = self.at(i)
+            self.followed[i] = followed(self.space, x, at, self.pricer, self.found[o].priced)
             self.step[i] = max(self.step[i], self.followed[i])
         return float(self.step[i])
 
@@ -164,7 +164,7 @@ class Screened:
             near = bool(closer) and (not order or closer[0][0] <= self.step[order[-1]])
             i = closer[0][1] if near else order[-1] if order else -1
             ahead = sorted(self.choices[j].step for j in ideas.values())
-            enough = len(ahead) >= top and ahead[top - 1] <= self.step[i]
+            enough = len(ahead) >= top and _ALIKE * ahead[top - 1] <= self.step[i]
             if i < 0 or enough or self.spent > _OPS:
                 return True
             if self.spent > missed and len(ahead) < top:
@@ -185,9 +185,11 @@ class Screened:
                 if order and self.follow(i) > self.step[order[-1]]:
                     heappush(closer, (self.follow(i), i))
                     continue
+            idea = self.idea(i)
+            if idea in ideas and _ALIKE * self.choices[ideas[idea]].step <= self.step[i]:
+                continue
             if self.simulate(i).bytes > room:
                 continue
-            idea = self.idea(i)
             if idea not in ideas or self.choices[i].step < self.choices[ideas[idea]].step:
                 ideas[idea] = i
 

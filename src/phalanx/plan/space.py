@@ -12,8 +12,6 @@ ep, or of ep and tp, as divide their number, each rank with whole ones; only whe
 microbatch's tokens may travel beside the computing of another. That cp shares them is never tried.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

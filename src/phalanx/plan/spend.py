@@ -5,8 +5,6 @@ checkpoint is then lost, and writing checkpoints more often costs time too. The 
 least is that of Young (1974), sqrt(2 d M / N) for a checkpoint of d seconds, refined by Daly (2006).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Neither torch nor numpy is needed. Ranks that differ only along dp, cp or tp do 
 of them stands for all, and programs that differ only in these sizes are built once.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
