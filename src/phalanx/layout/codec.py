@@ -144,6 +144,14 @@ def decode(cls: type[T], table: Mapping[str, Any], name: str, error: type[FileEr
     return value
 
 
+def decoded(cls: type[T], table: Mapping[str, Any], where: str, error: type[ValueError]) -> T:
+    """The same, where an error of this type is to have all mistakes in its text."""
+    try:
+        return decode(cls, table, where, FileError)
+    except FileError as mistakes:
+        raise error(str(mistakes)) from None
+
+
 _WRONG: Any = object()  # in place of a value with a mistake
 
 

@@ -17,7 +17,7 @@ from operator import or_
 from pathlib import Path
 from typing import Any
 
-from .codec import FileError, decode, key
+from .codec import decoded, key
 from .files import parse_json, read_text
 from .mesh import LayoutError
 from .shape import HUB, Shape
@@ -219,7 +219,8 @@ def shape_of(table: Mapping[str, Any], where: str) -> Shape:
     wide = name == "gpt2" or family is _OTHER
     if wide and table.get("intermediate_size") is None and type(table.get("hidden_size")) is int:
         table["intermediate_size"] = 4 * table["hidden_size"]
-    config = _read(table, where)
+    known = {each.name for each in fields(_Config)}
+    config = decoded(_Config, {k: x for k, x in table.items() if k in known}, where, LayoutError)
     if family is _OTHER:  # transformers' own code computes it; what else it has is known there
         return _shape(name, _sizes(config), where)
     # Rope's numbers, and those of blocks with a window, where the family has its own.
@@ -293,14 +294,6 @@ def _reasons(config: _Config, family: Family) -> dict[str, Any]:
         "it does not say how many experts it has": family.experts
         and not (config.num_experts and config.num_experts_per_tok),
     }
-
-
-def _read(table: Mapping[str, Any], where: str) -> _Config:
-    read = {each.name for each in fields(_Config)}
-    try:
-        return decode(_Config, {k: x for k, x in table.items() if k in read}, where, FileError)
-    except FileError as error:
-        raise LayoutError(str(error)) from None
 
 
 def _sizes(config: _Config) -> dict[str, Any]:

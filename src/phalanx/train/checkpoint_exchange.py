@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..layout import Shape, families
+from ..layout.codec import decoded
 from ..layout.files import write_text
 from ..layout.shape import HUB
 from ..parallel import Model, build_model, load_model
@@ -26,7 +27,7 @@ from . import checkpoint_format as stored
 from .checkpoint import SAVING, commit, make_hidden, steps, write_own
 from .checkpoint_format import DTYPES, WEIGHT, CheckpointError, read_into
 from .checkpoint_load import TensorReader, own_model
-from .folder import Folder, decoded
+from .folder import Folder
 from .lock import hold_run
 
 INDEX, ONE = "model.safetensors.index.json", "model.safetensors"

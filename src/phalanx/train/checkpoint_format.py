@@ -32,9 +32,9 @@ from torch import Tensor
 
 from ..layout import Shape
 from ..layout.choices import STORED
-from ..layout.codec import key
+from ..layout.codec import decoded, key
 from ..layout.files import parse_json
-from .folder import LARGEST, Folder, count, decoded
+from .folder import LARGEST, Folder, count
 
 # SHA-256 is as slow as a disk. It stays for older checkpoints, and where nothing can be installed.
 CHECKSUMS: dict[str, Callable[[], Any]] = {"sha256": hashlib.sha256}

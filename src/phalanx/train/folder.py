@@ -7,17 +7,15 @@ types that a dataclass of ours states. Nothing here ever runs what it reads.
 import hashlib
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, TypeVar
+from typing import Any, BinaryIO, NoReturn
 
 from ..layout import files
-from ..layout.codec import FileError, decode, key
+from ..layout.codec import key
 
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 LARGEST = (1 << 62) - 1  # no size and no count is larger
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -67,14 +65,6 @@ class Folder:
         with self.open(name) as file:
             opened: Any = file  # file_digest's own type is narrower than BinaryIO
             return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def decoded(cls: type[T], table: Mapping[str, Any], where: str, error: type[ValueError]) -> T:
-    """The value of a JSON object, as the codec reads it; all its mistakes in one error."""
-    try:
-        return decode(cls, table, where, FileError)
-    except FileError as mistakes:
-        raise error(str(mistakes)) from None
 
 
 def count(default: Any = MISSING, least: int = 0) -> Any:

@@ -27,8 +27,9 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ...layout.codec import decoded
 from ...layout.files import write_text
-from ..folder import Folder, count, decoded
+from ..folder import Folder, count
 from .rows import BadRow, Form, Rows, form_of, place, read_rows
 from .sources import BadFile, Source, SourceBlock, blocks, find_sources
 from .token_files import (

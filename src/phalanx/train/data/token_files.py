@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...layout.codec import key
-from ..folder import Folder, count, decoded
+from ...layout.codec import decoded, key
+from ..folder import Folder, count
 
 HELD_OUT = 0.05
 Tokens = NDArray[np.generic]
