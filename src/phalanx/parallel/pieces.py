@@ -286,7 +286,7 @@ class Piece:
         if not keep and selected is None:
             with torch.no_grad():
                 return past | self._call(mine, named)
-        kept = _Kept({}, torch.empty(0), past=tuple(past))
+        kept = _Kept({}, self.leaf, past=tuple(past))
         again = nullcontext() if selected is None else (giving if keep else keeping)(selected)
         self.due = kept.due if self.splits else None
         with torch.enable_grad(), self._packing(kept.boxes), again:

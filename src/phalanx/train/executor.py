@@ -574,7 +574,7 @@ def _norms(unit: Unit) -> Tensor:
         elif x.dim() < 2:
             whole = x.numel() // _SHORT * _SHORT
             parts = [x[:whole].view(-1, _SHORT), x[whole:].view(1, -1)]
-        norms += (torch.linalg.vector_norm(p, dim=-1, dtype=wide) for p in parts if p.numel())
+        norms += [torch.linalg.vector_norm(p, dim=-1, dtype=wide) for p in parts if p.numel()]
     return torch.cat([norm if norm.dim() == 1 else norm.flatten() for norm in norms])
 
 

@@ -42,6 +42,7 @@ class Scale(NamedTuple):
     factor: Tensor  # gradients are multiplied by it; float64
     divisor: Tensor  # or divided by this in the fused kernels; float32
     skip: Tensor  # 1 where the norm is not finite and nothing is updated; float32
+    done: Tensor  # 1 less that, of no dim: how many steps this is
 
     @classmethod
     def of(cls, norm: Tensor, clip: float, loss_scale: float) -> Scale:
@@ -49,7 +50,8 @@ class Scale(NamedTuple):
         if clip:
             # As torch's clip_grad_norm_ does, with its 1e-6.
             factor = factor * (clip / (norm + 1e-6)).clamp(max=1.0)
-        return cls(factor, factor.reciprocal().float(), (~norm.isfinite()).float())
+        skip = (~norm.isfinite()).float()
+        return cls(factor, factor.reciprocal().float(), skip, 1.0 - skip.view(()))
 
     def on(self, device: torch.device) -> Scale:
         return self if device == self.skip.device else Scale(*(x.to(device) for x in self))
@@ -86,9 +88,8 @@ class Update:
             if scale is not None:
                 common |= {"grad_scale": scale.divisor, "found_inf": scale.skip}
                 if own[0].dtype == torch.float64:
-                    for each in own:
-                        each *= scale.factor  # the kernels' own scale is float32
-                    del common["grad_scale"]
+                    _torch._foreach_mul_(own, scale.factor.view(()))
+                    del common["grad_scale"]  # which is float32
             if rate:
                 # By the sign alone. The optimizer, which moves nothing here, keeps zeros as its state, so
                 # that a checkpoint has of these weights what it has of others.
@@ -97,7 +98,7 @@ class Update:
                     view -= moved if scale is None else moved * (1.0 - scale.skip.to(moved.dtype))
                 own, common["lr"] = [torch.zeros_like(each) for each in own], 0.0
             states = [self.state.setdefault(view, {}) for view in views]
-            self.optimizer.kernel(states, views, own, **common)
+            self.optimizer.kernel(states, views, own, scale and scale.done, **common)
         self.unit.spend()
         self.unit.refresh()
 
@@ -128,7 +129,7 @@ class AdamW:
         return Update(unit, self)
 
     def kernel(
-        self, states: list[State], runs: list[Tensor], gradients: list[Tensor], **common: Any
+        self, states: list[State], runs: list[Tensor], own: list[Tensor], done: Any, **common: Any
     ) -> None:
         for state, run in zip(states, runs, strict=True):
             if not state:
@@ -137,11 +138,10 @@ class AdamW:
         averages, squares, steps = (
             [state[kind] for state in states] for kind in ("exp_avg", "exp_avg_sq", "step")
         )
-        skip = common.get("found_inf")
-        done = torch.ones_like(steps[0]) if skip is None else 1.0 - skip.view(())
+        done = torch.ones_like(steps[0]) if done is None else done
         _torch._foreach_add_(steps, [done] * len(steps))
         _torch._fused_adamw_(
-            runs, gradients, averages, squares, [], steps,
+            runs, own, averages, squares, [], steps,
             beta1=self.beta1, beta2=self.beta2, eps=self.eps, amsgrad=False, **common,
         )  # fmt: skip
 
@@ -159,7 +159,7 @@ class Sgd:
         return Update(unit, self)
 
     def kernel(
-        self, states: list[State], runs: list[Tensor], gradients: list[Tensor], **common: Any
+        self, states: list[State], runs: list[Tensor], own: list[Tensor], done: Any, **common: Any
     ) -> None:
         for state, run in zip(states, runs, strict=True):
             if self.momentum and not state:
@@ -167,7 +167,7 @@ class Sgd:
                 state["momentum_buffer"] = torch.zeros_like(run)
         kept = [buffer for state in states for buffer in state.values()]
         _torch._fused_sgd_(
-            runs, gradients, kept, momentum=self.momentum, dampening=0.0,
+            runs, own, kept, momentum=self.momentum, dampening=0.0,
             nesterov=False, is_first_step=False, **common,
         )  # fmt: skip
 
