@@ -16,6 +16,7 @@ from .graph import Graph, graph, group_axes, possible
 from .memory import Peak, Sizes, peaks
 from .ops import COMPUTE
 from .program import Op, Program, ProgramError, uncollected
+from .shorten import Short, shortened
 from .state import State, recomputed
 
 
@@ -32,15 +33,16 @@ class Proof:
 @uncollected()
 def check(program: Program, sizes: Sizes | None = None) -> Proof:
     """The proof that a program is right, or a ProgramError with every fault."""
-    walked = [State(program, row) for row in range(len(program.rows))]
-    problems = faults(program, walked)
+    problems, short, walked = _proved(program)
     if problems:
         raise ProgramError("\n".join(problems))
-    return Proof(
-        held(program),
-        peaks(program, Sizes.counts(program.pieces), walked),
-        peaks(program, sizes) if sizes else None,
-    )
+    left = short.program if short else program
+    counts = peaks(left, Sizes.counts(program.pieces), walked)
+    sized = peaks(left, sizes) if sizes else None
+    if short:
+        counts = short.of_whole(counts, program)
+        sized = short.of_whole(sized, program) if sized else None
+    return Proof(held(left), counts, sized)
 
 
 def held(program: Program) -> tuple[float, ...]:
@@ -54,19 +56,33 @@ def held(program: Program) -> tuple[float, ...]:
 
 
 @uncollected()
-def faults(program: Program, walked: Sequence[State] = ()) -> tuple[str, ...]:
-    """Everything that is wrong with a program; the first cause first. `walked` are the states of its
-    rows, of which none has begun."""
+def faults(program: Program) -> tuple[str, ...]:
+    """Everything that is wrong with a program; the first cause first."""
+    return _proved(program)[0]
+
+
+def _proved(program: Program) -> tuple[tuple[str, ...], Short | None, Sequence[State]]:
+    """The faults of a program, what is left of it if that proves it right, and the states of its rows,
+    walked to their ends."""
+    if short := shortened(program):
+        problems, walked, made = _faults(short.program)
+        if not problems and made and short.proves(made):
+            return (), short, walked
+    problems, walked, _ = _faults(program)
+    return problems, None, walked
+
+
+def _faults(program: Program) -> tuple[tuple[str, ...], Sequence[State], Graph | None]:
     if problems := [*_one_line(program), *_names(program), *_homes(program)]:
-        return tuple(problems)
-    states = walked or [State(program, number) for number in range(len(program.rows))]
+        return tuple(problems), (), None
+    states = [State(program, number) for number in range(len(program.rows))]
     weights = [list(_weights(program, number, now)) for number, now in enumerate(states)]
     made = graph(program, states)
     problems = [*_needs(made), *_groups(made), *_collectives(made)]
     for number in range(len(program.rows)):
         problems += [*_left_over(program, number), *weights[number]]
     problems += _ties(program)
-    return tuple(dict.fromkeys(problems)) or tuple(_deadlock(made))
+    return tuple(dict.fromkeys(problems)) or tuple(_deadlock(made)), states, made
 
 
 def _rank(program: Program, row: int) -> str:

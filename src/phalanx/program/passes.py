@@ -7,6 +7,7 @@ they are applied.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -235,22 +236,20 @@ def _receives(
 ) -> dict[int, list[Op]]:
     """Where a row receives what others send it."""
     before: dict[int, list[Op]] = defaultdict(list)
-    at, again = {op: i for i, op in enumerate(row)}, recomputed(row)
     computes = [i for i, op in enumerate(row) if op[0] in ops.COMPUTES]
-    turn = {i: n for n, i in enumerate(computes)}
+    entries = {op[1] + (1 if up else -1) for (_, up), sent in flows.items() for op in sent}
+    at = {op[:3]: i for i, op in enumerate(row) if op[1] in entries}
     for (_, forward), sent in flows.items():
-        latest = len(row)
+        latest, kinds = len(row), [ops.FORWARD] if forward else ops.PROPAGATES
         for op in reversed(sent):
-            to = op.piece + (1 if forward else -1)
-            uses = (Op(k, to, op.index) for k in ([ops.FORWARD] if forward else ops.PROPAGATES))
-            use = next((use for use in uses if use in at), None)
-            if use is None:
+            to, m = op.piece + (1 if forward else -1), op.index
+            kind = next((kind for kind in kinds if (kind, to, m) in at), None)
+            if kind is None:
                 continue  # `check` tells that what is sent is never used
-            first = at[use]
-            if not forward and (to, op.index) in again:
-                first = min(first, at[again[to, op.index]])
-            latest = min(latest, computes[max(0, turn[first] - 1)])
-            before[latest].insert(0, Op(ops.RECEIVE, to, op.index, use.kind, op.piece))
+            again = () if forward else ops.RECOMPUTES
+            first = min(at[k, to, m] for k in (kind, *again) if (k, to, m) in at)
+            latest = min(latest, computes[max(0, bisect_left(computes, first) - 1)])
+            before[latest].insert(0, Op(ops.RECEIVE, to, m, kind, op.piece))
     return before
 
 
@@ -315,10 +314,11 @@ def reduce(
         last: dict[tuple[int, int], int] = {}
         for i, op in enumerate(row):
             if op.kind in ops.CONTRIBUTES:
-                ends = (n for n in range(i, len(row) - 1) if row[n + 1].kind != ops.SEND)
-                sent = next(ends, len(row) - 1)
                 for unit in program.trained(op.piece):
-                    last[unit, op.index if each_microbatch else 0] = sent
+                    last[unit, op.index if each_microbatch else 0] = i
+        for key, i in last.items():
+            ends = (n for n in range(i, len(row) - 1) if row[n + 1].kind != ops.SEND)
+            last[key] = next(ends, len(row) - 1)
         if at_end:
             last = dict.fromkeys(sorted(last, key=last.__getitem__), len(row) - 1)
         sums: list[tuple[int, Op]] = []
@@ -336,6 +336,8 @@ def reduce(
 
 def tie(program: Program) -> Program:
     """Where two stages hold one weight, their summed gradients are added, after the last S of it."""
+    if not program.tied:
+        return program
     rows = []
     for number, row in enumerate(program.rows):
         homes = program.homes[number]
@@ -353,6 +355,8 @@ def tie(program: Program) -> Program:
 def sum_parts(program: Program, units: Collection[int]) -> Program:
     """Where ranks of tp did different work with copies of a weight, its gradients are added: of the
     shards, once a step, and after all sums, so that none of them is waited for earlier."""
+    if not units:
+        return program
     rows = []
     for row in program.rows:
         summed = {op.piece: None for op in row if op.kind in ops.REDUCTIONS and op.piece in units}
@@ -363,6 +367,8 @@ def sum_parts(program: Program, units: Collection[int]) -> Program:
 def matrices(program: Program, units: Collection[int]) -> Program:
     """For an optimizer that needs whole matrices: those of these units come to an owner before the
     unit's update, the next unit's while this one is updated, and the updates go back to the shards."""
+    if not units:
+        return program
     rows = []
     for row in program.rows:
         updates = [i for i, op in enumerate(row) if op.kind == ops.UPDATE and op.piece in units]
@@ -381,19 +387,26 @@ def finish(program: Program, *, agree: bool) -> Program:
     """The count of tokens first; all units updated after the agreement when clipping or scaling
     needs every gradient, else each one as soon as something else has waited for its reduction. An
     update right behind its reduction would make the rank wait for it, and compute nothing."""
-    rows = []
-    for number, row in enumerate(program.rows):
-        sums = (*ops.REDUCTIONS, ops.TIE, ops.SUM_PARTS)
-        last = {op.piece: i for i, op in enumerate(row) if op.kind in sums}
+    rows, short = [], []
+    sums = (*ops.REDUCTIONS, ops.TIE, ops.SUM_PARTS)
+    # Before the first reduction none is under way: of that, which gradients are begun is all that matters.
+    begins = [next((i for i, op in enumerate(r) if op[0] in sums), len(r)) for r in program.rows]
+    for row, begin in zip(program.rows, begins, strict=True):
+        firsts = {op[:2]: op for op in reversed(row[:begin])}
+        short.append((*firsts.values(), *row[begin:]))
+    few = program.with_rows(short)
+    for number, (row, begin) in enumerate(zip(program.rows, begins, strict=True)):
+        last = {op.piece: i for i, op in enumerate(row) if op[0] in sums}
         updates = {row[i]: Op(ops.UPDATE, row[i].piece) for i in sorted(last.values())}
         if agree:
             rows.append([Op(ops.COUNT), *row, Op(ops.AGREE), *updates.values()])
             continue
-        out, state = [Op(ops.COUNT)], State(program, number)
-        for op in row:
-            out.append(op)
+        out, state = [Op(ops.COUNT), *row[:begin]], State(few, number)
+        left = len(row) - begin
+        for n, op in enumerate(state.ops, left - len(state.ops)):
             waiting = list(state.under_way)
             state.apply(op, state.needs(op))
+            out += [op] * (n >= 0)
             out += [updates.pop(o) for o in waiting if o in updates and o not in state.under_way]
         rows.append([*out, *updates.values()])
     return program.with_rows(rows)

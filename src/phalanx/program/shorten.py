@@ -1,0 +1,123 @@
+"""A program without the microbatches that only repeat what those before them do: a few of them prove
+what all of them do, so that `check` need not follow a long step to its end.
+
+Of a program that repeats, every row is a list A, then so many windows X that are equal but for their
+microbatches, then C. In a window each kind of operation on a microbatch stands once for each of its
+microbatches, and nothing else stands there. Let some windows of each row be left out. If what is left
+has no fault and a point in those of every row up to which no rank waits for what is listed behind it,
+then the program has no fault: up to there the two are one, each further window leads from such a point
+to the next, and what is listed behind it waits for the same as what is left.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from operator import eq, itemgetter, sub
+from typing import NamedTuple
+
+from . import ops
+from .graph import Graph
+from .memory import Peak
+from .program import Op, Program
+
+# Windows left of the row that has fewest, and those of them that its point is behind.
+LEFT, AHEAD = 6, 4
+_KIND = itemgetter(0, 1, 3, 4)  # all of an operation but its number
+
+
+class Short(NamedTuple):
+    """What is left of a program, and where its windows are in each row: from, to, and their length."""
+
+    program: Program
+    windows: list[tuple[int, int, int]]
+    gone: int  # windows that were left out
+
+    def proves(self, made: Graph) -> bool:
+        """Whether what holds for the graph of what is left holds for all of the program."""
+        first = [0, *accumulate(map(len, self.program.rows))]
+        fewest = min(range(len(self.windows)), key=lambda n: _count(self.windows[n]))
+        start, _, length = self.windows[fewest]
+        done, reach = first[:-1], first[:-1]  # of each row: looked at, and to be looked at
+        reach[fewest] += start + AHEAD * length
+        while done != reach:
+            todo = [i for a, b in zip(done, reach, strict=True) for i in range(a, b)]
+            done = [*reach]
+            for event in {made.event[j] for i in todo for j in made.before[i]}:
+                for i in made.events[event]:
+                    reach[made.ops[i][0]] = max(reach[made.ops[i][0]], i + 1)
+        points = zip(map(sub, reach, first), self.windows, strict=True)
+        return all(a + 2 * n <= point <= b for point, (a, b, n) in points)
+
+    def of_whole(self, peaks: Sequence[Peak], program: Program) -> tuple[Peak, ...]:
+        """The peaks of what is left as those of the program, in which the windows hold the same."""
+
+        def named(row: int, op: Op) -> Op:
+            at, (_, end, length) = self.program.rows[row].index(op), self.windows[row]
+            return program.rows[row][at + self.gone * length * (at >= end)]
+
+        return tuple(
+            replace(peak, at=named(row, peak.at)) if peak.at else peak
+            for row, peak in enumerate(peaks)
+        )
+
+
+def shortened(program: Program) -> Short | None:
+    """What is left of a program when windows are left out; None where it does not repeat so often that
+    this saves half of it."""
+    for period in dict.fromkeys((1, program.mesh.of("pp"))):
+        windows = [_windows(row, period) for row in program.rows]
+        found = [each for each in windows if each]
+        gone = min(map(_count, found), default=0) - LEFT
+        if len(found) < len(windows) or 2 * gone * period < program.microbatches:
+            continue
+        rows = []
+        for row, (start, _, length) in zip(program.rows, found, strict=True):
+            at, by = start + length, gone * period
+            rest = row[at + gone * length :]
+            moved = (op._replace(index=op[2] - by) if _numbered(op) else op for op in rest)
+            rows.append((*row[:at], *moved))
+        left = [(a, b - gone * n, n) for a, b, n in found]
+        short = Short(program.with_rows(rows), left, gone)
+        return short if _in_turn(short.program) else None
+    return None
+
+
+def _count(windows: tuple[int, int, int]) -> int:
+    start, end, length = windows
+    return (end - start) // length
+
+
+def _numbered(op: Op) -> bool:
+    """Whether an operation's number is that of a microbatch."""
+    return bool(op[3]) or op[0] in ops.ON_MICROBATCH
+
+
+def _windows(row: tuple[Op, ...], period: int) -> tuple[int, int, int] | None:
+    """The windows about the middle of a row, of so many microbatches each."""
+    numbers, kinds = list(map(itemgetter(2), row)), list(map(_KIND, row))
+    known = {kind for kind in set(kinds) if kind[2] or kind[0] in ops.ON_MICROBATCH}
+    length = len(known) * period
+    again = map(eq, kinds[length:], kinds)
+    later = map(period.__eq__, map(sub, numbers[length:], numbers))
+    same = bytes(map(min, again, later))
+    middle = len(same) // 2
+    start, end = same.rfind(0, 0, middle) + 1, same.find(0, middle)
+    end = (len(same) if end < 0 else end) + length
+    each = Counter(kinds[start : start + length])
+    whole = known and end - start >= 2 * length and each == dict.fromkeys(known, period)
+    return (start, end, length) if whole else None
+
+
+def _in_turn(program: Program) -> bool:
+    """Whether each kind of operation on microbatches stands on its row once for every one, in turn."""
+    turns = list(range(program.microbatches))
+    for row in program.rows:
+        numbers: dict[tuple[object, ...], list[int]] = {}
+        for op in filter(_numbered, row):
+            numbers.setdefault(_KIND(op), []).append(op[2])
+        if any(each != turns for each in numbers.values()):
+            return False
+    return True
