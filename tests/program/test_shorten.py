@@ -29,7 +29,7 @@ OTHERS = (
 def _whole(monkeypatch: pytest.MonkeyPatch, of: Any, *args: Any) -> Any:
     """The same of the program in its full length."""
     with monkeypatch.context() as patch:
-        patch.setitem(faults.__globals__, "shortened", lambda program: None)
+        patch.setitem(faults.__wrapped__.__globals__, "shortened", lambda program: None)
         return of(*args)
 
 
