@@ -77,7 +77,7 @@ def memory_limit(run: Run, world: World) -> float:
 
 def keep_freed_memory() -> None:
     """Let the process keep what it frees, for the next step. Else the C library gives large tensors and
-    the end of its heap back, and the kernel clears their pages anew: 1 to 5 % of a pipeline's step."""
+    the end of its heap back, and the kernel clears their pages anew: 2 to 6 % of a step of 1F1B."""
     with suppress(AttributeError):  # glibc has it
         adjust = ctypes.CDLL(None).mallopt
         adjust(-1, -1)  # M_TRIM_THRESHOLD
