@@ -305,21 +305,21 @@ def test_every_class_has_a_name_of_its_own() -> None:
 # The most lines of each package. A number only falls, unless the same commit names the new
 # capability that needs the lines; all together are to become 24,000.
 LINES = {
-    "layout": 4426,
-    "program": 3396,
-    "draw": 1689,
-    "plan": 5241,
+    "layout": 4073,
+    "program": 3382,
+    "draw": 1657,
+    "plan": 5233,
     "models": 1969,
     "comm": 4628,
-    "parallel": 4573,
+    "parallel": 4564,
     "cost": 1246,
     "bench": 1112,
-    "train": 7249,
-    "verify": 2196,
-    "report": 916,
-    "lab": 3575,
-    "hang": 965,
-    "cli": 4621,
+    "train": 7218,
+    "verify": 2194,
+    "report": 914,
+    "lab": 3565,
+    "hang": 961,
+    "cli": 4610,
     "api": 1501,
 }
 

@@ -66,7 +66,7 @@ def test_a_trillion_weights_make_502_petaflops_nearly_held_out() -> None:
     row = next(line for line in table if "narayanan2021-0010" in line).split(",")
     measured, held_out = float(row[2]), float(row[3])
     assert flops / measured / 1e15 == pytest.approx(502, rel=0.01)
-    assert flops / held_out / 1e15 == pytest.approx(465.9, rel=0.005)
+    assert flops / held_out / 1e15 == pytest.approx(468.5, rel=0.005)
 
 
 @pytest.mark.slow

@@ -104,9 +104,12 @@ def test_a_block_of_tensor_parallel_sends_what_megatron_says() -> None:
     for load in (seq.forward, seq.backward):
         both = {("tp", "all_gather", size): 2, ("tp", "reduce_scatter", size): 2}
         assert messages(load) == both
+    # A rank keeps its part of what a product takes, and gathers it again.
+    selective = costed(GPT, "tp2 seq recompute:selective bf16", 3)[1]
+    assert messages(selective.again) == {("tp", "all_gather", size): 2}
 
 
-def test_selective_recomputation_repeats_no_product_and_no_message() -> None:
+def test_selective_recomputation_repeats_no_product_and_no_sum() -> None:
     selective, plain = (costed(TINY, f"tp2 {x} bf16") for x in ("recompute:selective", ""))
     block = selective[1]
     assert not block.again.products

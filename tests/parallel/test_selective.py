@@ -124,7 +124,7 @@ def test_a_block_leaves_its_input_and_what_was_dear_and_will_be_asked_for(
 ) -> None:
     """In numbers of 4 bytes for each token, of h features, on t ranks: q, k, v and attention's output
     with a sum for each head; what goes into the second norm; what comes out of the wide products.
-    With seq the stream is cut, and what was gathered for the column products is whole.
+    With seq the stream is cut, and what was gathered for the column products is gathered again.
     Nothing of a part of a sum, and nothing of what the last product adds to the stream."""
     if text == "tp4 seq" and shape.kv_heads % 4:
         shape = replace(shape, kv_heads=4)
@@ -133,8 +133,7 @@ def test_a_block_leaves_its_input_and_what_was_dear_and_will_be_asked_for(
     kv = h * shape.kv_heads // shape.heads
     wide = (2 if shape.gated else 1) * shape.ffn
     stream = 2 * (h / t if layout.seq else h)
-    gathered = 2 * h if layout.seq else 0
-    numbers = stream + gathered + (2 * h + 2 * kv + shape.heads + wide) / t
+    numbers = stream + (2 * h + 2 * kv + shape.heads + wide) / t
     times = 8 * shape.sequence
     for dropout in (0.0, 0.1):
         text = f"{layout} recompute:selective"

@@ -95,9 +95,9 @@ def test_gathers_run_ahead_by_the_prefetch_distance_and_the_pool_has_one_more(
         assert _most_gathered(program, 0) <= min(prefetch + 1, pieces)
         if m > 1 or pieces > 2:
             assert _most_gathered(program, 0) == min(prefetch + 1, pieces)
-        once = gather(_one(pieces, m), each_use=False, drop=False, prefetch=prefetch)
-        ahead = [op.kind for op in once.rows[0]].index("F")
-        assert ahead == (pieces if prefetch else 1)
+        once = step(f"dp2 zero1 accum:{m} prefetch:{prefetch}", pieces)
+        before = [op.kind for op in once.rows[0]].index("F") - 1  # the count of tokens
+        assert before == (pieces if prefetch else 1)
         assert check(program).counts[0].kinds["gathered"] == _most_gathered(program, 0)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from phalanx.comm import Group, Work, regions
 from phalanx.layout import Layout
 from phalanx.models.kernels import AttentionBlock
-from phalanx.parallel import batch, context
+from phalanx.parallel import batch, context, recompute
 from phalanx.parallel.pieces import Box, Piece
 from phalanx.program import Op, ops
 from phalanx.train.executor import Executor
@@ -268,6 +268,24 @@ def _() -> AbstractContextManager[None]:
         right(self, op)
 
     return swapped(Executor, "_again", again)
+
+
+@fault(
+    "what tp gathers again has its parts in another order",
+    "gqa",
+    "tp2 seq recompute:selective",
+    "gradient of layers.3",
+)
+def _() -> AbstractContextManager[None]:
+    right = recompute._Giving.__torch_dispatch__
+
+    def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = right(self, func, types, args, kwargs)
+        if func is recompute._region and args[1] == "gather_sum":
+            return torch.cat(out.chunk(args[3], args[4])[::-1], args[4])
+        return out
+
+    return swapped(recompute._Giving, "__torch_dispatch__", dispatch)
 
 
 @fault(

@@ -32,7 +32,7 @@ from ..layout import LayoutError
 from ..layout.choices import COMPILED
 from ..models.loss import CrossEntropy
 from .data import How, into_input, multiply
-from .recompute import COSTLY
+from .recompute import is_kept
 from .tensor import VocabularyCrossEntropy
 
 Named = Mapping[str, Tensor]
@@ -253,8 +253,8 @@ def _again(module: nn.Module, x: Tensor | None, named: Named) -> Any:
 
 
 def _policy(context: Any, op: Any, *args: Any, **more: Any) -> CheckpointPolicy:
-    costly = op in COSTLY
-    return CheckpointPolicy.MUST_SAVE if costly else CheckpointPolicy.PREFER_RECOMPUTE
+    saved = is_kept(op, args)
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def compiled_call(kind: Any, mode: str, selective: bool) -> Any:

@@ -1,14 +1,15 @@
 """What selective recomputation keeps of a forward, and gives back when it is computed again.
 
-Kept are the outputs of products, attention and groups. Of an output whose values nobody will ask for
-only the shape is kept: what runs again gets a stand-in without memory to go on with, and the
-backward of a product asks for its factors alone.
+Kept are the outputs of products, attention and groups, but what tp has gathered for a product: a rank
+keeps its own tokens, from which that is n times as large, and all ranks gather again. Of an output
+whose values nobody will ask for only the shape is kept: what runs again gets a stand-in without memory
+to go on with, and the backward of a product asks for its factors alone.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -37,11 +38,16 @@ _ATTENTION = {
     torch.ops.phalanx.attention.default,
     torch.ops.phalanx.ring.default,
 }
-COSTLY = _PRODUCTS | _ATTENTION | {_region}
+_COSTLY = _PRODUCTS | _ATTENTION | {_region}
 # Besides views and sums what ends a block is dropout: a scaling, and a choice that keeps its mask.
 _ASK_NOTHING = {
     _aten.add.Tensor, _aten._unsafe_view.default, _aten.where.self, _aten.scalar_tensor.default,
 }  # fmt: skip
+
+
+def is_kept(func: Any, args: Sequence[Any]) -> bool:
+    """Whether what an operation puts out is kept, rather than computed or gathered again."""
+    return func in _COSTLY and not (func is _region and args[1] == "gather_sum")
 
 
 class _Output(NamedTuple):
@@ -73,11 +79,11 @@ class _Keeping(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func._schema.is_mutable:
             self._refuse(out)
-        if func is _region:
+        if func is _region and is_kept(func, args):
             self._join(args[0], args[1])
         elif _asks(func, args, out):
             self.used = len(self.kept)
-        if func in COSTLY:
+        if is_kept(func, args):
             # Without its graph, which holds what is kept.
             self.kept.append(_Output(func, tree_map_only(Tensor, Tensor.detach, out)))
         if func in _ATTENTION:
@@ -114,7 +120,7 @@ class _Giving(TorchDispatchMode):
         self.kept = kept
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in COSTLY:
+        if not is_kept(func, args):
             return func(*args, **(kwargs or {}))
         op, value = self.kept.popleft()
         assert op is func, f"a forward ran {op}, and when it was run again {func}"
@@ -133,7 +139,7 @@ def keeping(selected: Selected) -> Iterator[None]:
 
 @contextmanager
 def giving(selected: Selected) -> Iterator[None]:
-    """Around the same forward run again: what was kept is not computed, and nothing is sent."""
+    """Around the same forward run again: what was kept is not computed, and not sent."""
     with regions.opaque(), _Giving(selected):
         yield
 

@@ -8,8 +8,6 @@ A fit moves the profile under the paths that it has met so far, simulates all ru
 the paths that have become the longest, until none does.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -5,8 +5,6 @@ its memory, its attention kernel) and the *cluster* (what is left of each link's
 a step). What the running software makes of them is a `SoftwareProfile`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Ranks of a CPU share its cores and its memory: curves are measured among as many
 and `simulate` shares the cores among those that are at work.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

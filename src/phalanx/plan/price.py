@@ -239,8 +239,12 @@ def piece_parts(
 ) -> PieceParts:
     """A piece as software with the profile's facts runs it; the fitted numbers are not used yet. `none`
     is the same piece without a token: what it moves are gradients of its weights."""
-    again, scores = cost.again, 0.0
+    again, scores, taken = cost.again, 0.0, list[MessageLoad]()
     selective = cut.recompute == "selective"
+    if profile.regathers and cut.seq:
+        # Kept in shards, and gathered while the gradient of a column's input is computed.
+        taken = [m for m in cost.forward.messages if (m.axis, m.op) == ("tp", "all_gather")]
+        again = replace(again, messages=tuple(m for m in again.messages if m not in taken))
     if not profile.fused_attention:
         attention = cost.forward.attention
         scores = sum(a.batch * a.heads * a.queries * a.keys for a in attention)
@@ -259,11 +263,11 @@ def piece_parts(
         width = DTYPES[cut.precision].bytes
         made = width * sum(p.batch * p.m * p.n for p in cost.forward.products)
         cost = replace(cost, selected=max(0.0, cost.selected - profile.repeats * made))
-    if profile.regathers and cut.seq:
-        # Kept in shards, and gathered while the gradient of a column's input is computed.
-        taken = [m for m in cost.forward.messages if (m.axis, m.op) == ("tp", "all_gather")]
+    if taken:
         less = sum(m.bytes for m in taken) * (1 - 1 / cut.tp)
-        cost = replace(cost, kept=cost.kept - less, selected=max(0.0, cost.selected - less))
+        # What is costed as selective keeps the shards alone.
+        selected = cost.selected if profile.fused_attention else max(0.0, cost.selected - less)
+        cost = replace(cost, kept=cost.kept - less, selected=selected)
         inputs = inputs._replace(ring=inputs.ring + sum(_messages(taken, hardware, cut)))
     if scores:
         kept = cost.kept + KEPT_SCORES * scores

@@ -4,8 +4,6 @@ Every fitted number says how far software is from what the machine could do: 1 i
 `profiles.toml` holds ours and those of published runs; `benchmarks/planner_fit.py` fits them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -50,6 +48,7 @@ class SoftwareProfile:
     recompute: str = key("none", "what it computes again where a table says nothing of it")
     fused: bool = key(False, "norms, activations and rotary are compiled, or kernels of their own")
     overlaps_data: bool = key(True, "data-parallel messages travel while the device computes")
+    gathers_at_once: bool = key(False, "at a step's start, not each before the next one's use")
     overlaps_tensor: bool = key(False, "tensor-parallel messages travel beside their products")
     overlaps_sends: bool = key(True, "sends between stages travel while the device computes")
     scatters_sends: bool = key(False, "a tensor-parallel rank sends its part to the next stage")

@@ -249,6 +249,7 @@ def _program(priced: Priced, count: int) -> _Built:
         "whole": tuple(n for n, each in matrices if any(each) and n not in frozen),
         "agree": not profile.rolls,
         "overlaps": profile.overlaps_data,
+        "at_once": profile.gathers_at_once,
     }
     few, joint = _representative(x, count), joint_lanes(x, priced.hardware)
     if not traits(x.schedule).searched and x.recompute != "fit":

@@ -1,7 +1,5 @@
 """Tables of published runs, read strictly as data: each row a case that can be predicted, or why not."""
 
-from __future__ import annotations
-
 import csv
 import math
 import re

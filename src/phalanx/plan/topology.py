@@ -1,7 +1,5 @@
 """Who is linked to whom, as `nvidia-smi topo -m` tells it: link kinds, groups, nearest NICs and CPUs."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

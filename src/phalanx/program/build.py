@@ -1,7 +1,5 @@
 """The training step of a layout: a schedule, then the passes, in this order."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
@@ -28,6 +26,7 @@ def build(
     experts: Collection[int] = (),
     whole: Collection[int] = (),
     overlaps: bool = True,
+    at_once: bool = True,
     costs: Costs | None = None,
     sizes: Sizes | None = None,
     limit: float = float("inf"),
@@ -37,7 +36,8 @@ def build(
     unit) pairs that share a weight, `parts` the units whose gradients ranks of tp have parts of, `frozen`
     those that have none, `experts` the pieces into which ranks exchange tokens, `whole` the units with
     matrices that the optimizer needs whole; without `overlaps`, gradients that are summed once a step
-    are summed when all of it is computed. `recompute:fit` needs sizes and a limit in bytes; a searched
+    are summed when all of it is computed; without `at_once`, weights that are gathered once a step are
+    gathered each before the next one's use. `recompute:fit` needs sizes and a limit in bytes; a searched
     schedule orders for these costs, each rank keeping at most `held` microbatches."""
     refuse_vast(max((stage.stop for stage in stages), default=0) * layout.microbatches)
     if traits(layout.schedule).searched:
@@ -57,7 +57,7 @@ def build(
             program = passes.overlap(program, stages, experts, forward_first=first)
         if "activations" in layout.offload:
             program = passes.offload_activations(program)
-        program = _fed(layout, program, experts)
+        program = _fed(layout, program, experts, at_once)
         at_end = not (overlaps or each)
         program = passes.reduce(program, each_microbatch=each, replicas=replicas, at_end=at_end)
         program = passes.sum_parts(passes.tie(program), parts)
@@ -73,17 +73,19 @@ def build(
     return rest(passes.recompute_to_fit(program, sizes, [limit] * len(program.rows), rest))
 
 
-def _fed(layout: Layout, program: Program, experts: Collection[int]) -> Program:
-    """What brings an operation its input and its weights: exchanges, messages and gathers."""
-    program = passes.messages(passes.exchange(program, experts))
-    if layout.zero or "weights" in layout.offload:
-        program = passes.gather(
-            program,
-            each_use=layout.gather == "micro",
-            drop=layout.zero == 3 or "weights" in layout.offload,
-            prefetch=layout.prefetch,
-            load=bool({"weights", "optimizer"} & set(layout.offload)),
-        )
+def _fed(
+    layout: Layout, program: Program, experts: Collection[int], at_once: bool = True
+) -> Program:
+    """What brings an operation its input and its weights: exchanges, messages and gathers. Weights that
+    are gathered once a step will be held together anyway: all are gathered at its start, so that no
+    stage of a pipeline waits for another's."""
+    program, away = passes.messages(passes.exchange(program, experts)), {*layout.offload}
+    if layout.zero or "weights" in away:
+        drop, load = layout.zero == 3 or "weights" in away, bool({"weights", "optimizer"} & away)
+        each = drop and layout.gather == "micro"
+        whole = at_once and layout.prefetch and not (each or load)
+        ahead = program.pieces if whole else layout.prefetch
+        program = passes.gather(program, each_use=each, drop=drop, prefetch=ahead, load=load)
     return program
 
 

@@ -4,8 +4,6 @@
 with all of it, or returns what every rank holds at most.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

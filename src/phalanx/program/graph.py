@@ -6,8 +6,6 @@ a GPU, from one stream): computations run there, and an operation that must wait
 makes the thread wait, with everything that is listed after it.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from itertools import repeat

@@ -7,8 +7,6 @@ other file names a letter. A new kind needs a row (here, or entered by `add`), a
 cost, and a handler in the executor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -90,7 +88,7 @@ _TABLE = (
          MICROBATCH, COMPUTE, (), (FACTORS,), (CONTRIBUTION,), _GREEN),
     Kind("R", "recompute", "recompute what the forward did not keep",
          MICROBATCH, COMPUTE, (), (KEPT, WEIGHTS), (KEPT,), _PINK),
-    # Products, attention and messages are not repeated: their outputs are what was kept.
+    # Products, attention and sums are not repeated: their outputs are what was kept.
     Kind("P", "recompute part", "recompute the cheap part of a forward that kept the rest",
          MICROBATCH, COMPUTE, (), (SELECTED, WEIGHTS), (KEPT,), _PINK),
     Kind("K", "count routes", "tell the ranks that share experts how many tokens come to each",

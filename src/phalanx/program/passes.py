@@ -4,8 +4,6 @@ Every pass takes a Program and returns one; none knows of another. `build.py` sa
 they are applied.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections import defaultdict
@@ -256,16 +254,16 @@ def _receives(
 def gather(
     program: Program, *, each_use: bool, drop: bool, prefetch: int = 1, load: bool = False
 ) -> Program:
-    """Weights fetched before they are used: for each use, `prefetch` units ahead; once a step, all at its
-    start, as they will be held together anyway, and no stage of a pipeline waits for another's. Uses of
-    a unit that follow each other directly are one use: the last block is not dropped between forward
-    and backward, which begins with it. `load`: from the host, so far ahead, and gathered one unit
-    later. Frozen weights that are never dropped are whole at home, as they never become stale."""
-    each_use, rows = each_use and drop, []
+    """Weights fetched before they are used: once a step or for each use, `prefetch` units ahead.
+    Uses of a unit that follow each other directly are one use: the last block is not dropped
+    between forward and backward, which begins with it. `load`: from the host, so far ahead, and
+    gathered one unit later. Frozen weights that are never dropped are whole at home, as they never
+    become stale."""
+    leads = [(prefetch, ops.LOAD)] * load + [(max(0, prefetch - load), ops.GATHER)]
+    rows = []
     for row in program.rows:
-        uses = [u for u in _uses(program, row, each_use) if drop or u[0] not in program.frozen]
-        ahead = prefetch if each_use or load or not prefetch else len(uses)
-        leads = [(ahead, ops.LOAD)] * load + [(max(0, ahead - load), ops.GATHER)]
+        uses = _uses(program, row, each_use)
+        uses = [use for use in uses if drop or use[0] not in program.frozen]
         before: dict[int, list[Op]] = defaultdict(list)
         after: dict[int, list[Op]] = defaultdict(list)
         times: dict[int, int] = defaultdict(int)

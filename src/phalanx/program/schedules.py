@@ -6,8 +6,6 @@ everything else are placed by the passes. To add one, write such a function in a
 and name it `file.py:function` where a schedule's name is expected.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any

@@ -5,8 +5,6 @@ each free rank takes its most urgent operation that memory allows. Several urgen
 the named schedules beside them, and the shortest program wins.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

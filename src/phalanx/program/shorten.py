@@ -9,8 +9,6 @@ then the program has no fault: up to there the two are one, each further window 
 to the next, and what is listed behind it waits for the same as what is left.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace

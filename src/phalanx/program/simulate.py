@@ -1,7 +1,5 @@
 """How long a program takes: every operation laid on its lane as soon as what it needs is there."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
