@@ -17,9 +17,9 @@ LONG = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A worker begins with a stretch of the list, and takes from the ends of others' when it is done:
-    each stretch has its share of the longest tests, and then of the rest, file by file, as tests of
-    one file share what is made once."""
+    """A worker begins with a stretch of the list, and takes from the ends of others' when it is done.
+    Each stretch has its share of the longest tests, and then of the rest, file by file, as tests of
+    one file share what is made once: the first has the other long files, and the others take its end."""
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     longest = [item for item in items if item.path.name in SPREAD]
     rest = [item for item in items if item.path.name not in SPREAD]
