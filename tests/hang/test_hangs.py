@@ -46,7 +46,7 @@ def test_from_outside_the_same_is_seen_while_a_run_hangs(
 
     def train() -> None:
         with pytest.raises(RankFailed):
-            launch(sleeps_in_a_backward, 2, run, "dp2", 0, backend="shm", timeout=6.0)
+            launch(sleeps_in_a_backward, 2, run, "dp2", 0, backend="shm", timeout=15.0)
 
     training = threading.Thread(target=train)
     training.start()
