@@ -310,7 +310,7 @@ LINES = {
     "draw": 1657,
     "plan": 5233,
     "models": 1969,
-    "comm": 4628,
+    "comm": 4732,
     "parallel": 4564,
     "cost": 1246,
     "bench": 1112,

@@ -5,6 +5,8 @@ import hashlib
 import os
 import random
 import resource
+import subprocess
+import sys
 import time
 
 import pytest
@@ -13,7 +15,9 @@ from group_cases import DTYPES, EXACT, KINDS, REDUCING, Step, meaningful
 from rank_threads import threads_of
 
 from phalanx.comm import OPS, CommMisuse, launch, workers
-from phalanx.comm.shm import arena
+from phalanx.comm.shm import arena, direct
+from phalanx.comm.shm.local import ShmWorld
+from phalanx.comm.shm.watch import READS
 
 SIZES = (0, 1, 7, 64, 1000, 20_000)
 
@@ -137,14 +141,17 @@ def test_ten_thousand_random_sequences_equal_those_over_threads(part, kept):
 
 
 def large(world, numel, dtype):
-    """Calls of several chunks, on ordinary tensors and on those in shared memory."""
+    """Calls of several chunks: on ordinary tensors, read by other processes or not, and on shared ones."""
     group = world.split("all", [range(world.size)])
     n, results = world.size, []
-    for made in (torch.empty, world.empty):
+    for way in (ordinary, copied, shared):
+        made = way(world)
         x, part = fill(made(numel * n, dtype=dtype), world.rank), made(numel, dtype=dtype)
         group.reduce_scatter(part, x)
         results.append(part.clone())
-        group.all_gather(x, part, still=made is world.empty)
+        group.all_gather(x, part, still=way is shared)
+        results.append(x.clone())
+        group.broadcast(x.add_(world.rank), 1)
         results.append(x.clone())
         group.all_reduce(x)
         results.append(x)
@@ -161,7 +168,7 @@ def test_calls_of_many_chunks_give_the_same_in_and_outside_of_shared_memory(name
         run(large, numel, dtype), threads_of(size)(large, numel, dtype), strict=True
     ):
         assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
-        assert all(torch.equal(x, y) for x, y in zip(got[:3], got[3:], strict=True))
+        assert all(torch.equal(x, y) for x, y in zip(got[:8], got[4:], strict=True))
 
 
 def recycled(world):
@@ -251,7 +258,15 @@ def laid_down(world, kind, made):
 
 
 def ordinary(world):
+    """Tensors of torch's, read in the memory of their process where that is allowed."""
     return lambda numel, dtype: torch.empty(numel, dtype=dtype)
+
+
+def copied(world):
+    """As where no process may read another's memory."""
+    if isinstance(world, ShmWorld):
+        world._arena.processes = []
+    return ordinary(world)
 
 
 def shared(world):
@@ -264,7 +279,37 @@ def shared(world):
 def test_what_lies_in_shared_memory_is_not_laid_down_once_more(kind):
     # New ranks each time: slots are empty only where no call was before.
     assert launch(laid_down, 2, kind, shared, backend="shm") == [0, 0]
-    assert max(launch(laid_down, 2, kind, ordinary, backend="shm")) > 0
+    assert max(launch(laid_down, 2, kind, copied, backend="shm")) > 0
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "still", "broadcast"])
+def test_what_is_only_moved_is_read_where_it_lies(kind):
+    if not all(launch(reading, 2, backend="shm")):
+        pytest.skip("processes may not read each other's memory here")
+    assert launch(laid_down, 2, kind, ordinary, backend="shm") == [0, 0]
+
+
+def reading(world):
+    return len(world._arena.processes) == world.size
+
+
+def one_refused(world):
+    """The processes that may be read where rank 1 has noted that it cannot read the others."""
+    if world.rank == 1:
+        world._arena.words[(world._arena.page(1) >> 3) + READS] = 0
+    world.split("all", [range(world.size)]).barrier()
+    return world._watch.processes()
+
+
+def test_where_one_rank_may_not_read_the_others_none_does():
+    assert launch(one_refused, 2, backend="shm") == [[], []]
+
+
+def test_the_memory_of_a_process_that_has_ended_cannot_be_read():
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    with pytest.raises(ProcessLookupError):
+        direct.read(ended.pid, 1 << 20, torch.empty(3))
 
 
 def uneven_stretches(world, made):
@@ -279,7 +324,7 @@ def uneven_stretches(world, made):
     return out.clone()
 
 
-@pytest.mark.parametrize("made", [ordinary, shared])
+@pytest.mark.parametrize("made", [ordinary, copied, shared])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_an_all_to_all_of_long_uneven_stretches_is_that_of_the_threads_group(made, ranks):
     due = launch(uneven_stretches, ranks, ordinary, backend="threads")

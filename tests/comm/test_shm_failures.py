@@ -24,7 +24,15 @@ from phalanx.comm import RankFailed, workers
 
 def of_shared_memory():
     """What of ours lies where nameless memory would not."""
-    return [name for name in os.listdir("/dev/shm") if "phalanx" in name or "psm_" in name]
+    return {name for name in os.listdir("/dev/shm") if "phalanx" in name or "psm_" in name}
+
+
+def left_since(before):
+    """What has come and stays; a test beside this one may have a file there for a moment."""
+    deadline = time.monotonic() + 10.0
+    while (left := of_shared_memory() - before) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
 
 
 def alive(pid):
@@ -72,7 +80,7 @@ def test_a_rank_that_is_killed_or_stopped_is_named_by_all_with_the_call_each_was
         assert "rank 0 was in all_reduce on tp" in sentence
         assert "rank 1 was in receive on dp" in sentence
         assert "rank 2 was in all_reduce on tp" in sentence
-    assert of_shared_memory() == before
+    assert not left_since(before)
 
 
 def test_a_rank_that_raises_comes_first_and_the_others_say_where_they_were():
@@ -170,7 +178,7 @@ def assert_all_are_down(seed):
     before = of_shared_memory()
     pids, victims, said, seconds = kill_something(seed)
     assert not [pid for pid in pids if alive(pid)], f"seed {seed}, killed {victims} of {pids}"
-    assert of_shared_memory() == before
+    assert not left_since(before)
     print(f"{seconds:.2f} s after {len(victims)} of {len(pids)} were killed")
     if len(victims) == 1 and victims != pids[:1]:
         rank = said.split("failed: the process was killed by signal 9")[0].split()[-1]

@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.base import CommMisuse
+from phalanx.comm.shm import direct
 
 PAGE = 4096
 LINE = 64
+NOWHERE = -1  # the place of a tensor that others cannot read
 # What a rank writes at once. Larger, it falls out of the caches; smaller, ranks that share cores
 # wait for each other too often: 64 MB over 2 ranks of a busy machine took 10 times as long with
 # 256 KiB, twice with 1 MiB, and 4 and 16 MiB were alike.
@@ -160,7 +162,8 @@ class Arena:
             os.close(fd)
         self.bytes = memoryview(self._map)
         self.words = self.bytes.cast("q")
-        self._base = torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
+        self.processes: list[int] = []  # of all ranks, if they can read each other's memory
+        self.base = torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
         heap = self.page(rank) + PAGE + extent.segments * extent.segment
         self.heap = Heap(heap, heap + extent.heap)
 
@@ -178,10 +181,20 @@ class Arena:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset)
 
-    def address(self, x: Tensor) -> int:
-        """The offset of a tensor that lies in the arena, else -1."""
-        offset = x.data_ptr() - self._base
-        return offset if 0 <= offset < self.extent.total else -1
+    def place(self, x: Tensor) -> int:
+        """Where others read a tensor: its offset in the arena, or else minus its address in this
+        process, if processes read each other's memory."""
+        offset = x.data_ptr() - self.base
+        if 0 <= offset < self.extent.total:
+            return offset
+        return -x.data_ptr() if self.processes else NOWHERE
+
+    def fetch(self, rank: int, place: int, into: Tensor, skip: int = 0) -> None:
+        """Fill a tensor with what lies at a place of a rank, without its first `skip` bytes."""
+        if place >= 0:
+            into.copy_(self.at(place + skip, into.numel(), into.dtype))
+        else:
+            direct.read(self.processes[rank], skip - place, into)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor that all ranks can read where it is; its room is free again when it dies.

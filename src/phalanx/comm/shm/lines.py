@@ -30,11 +30,11 @@ from torch import Tensor
 from phalanx.comm.base import CommError, Work, disagreement
 from phalanx.comm.settle import HALVES, STEPS, Call, reduce_into, signature
 from phalanx.comm.shm import rounds
-from phalanx.comm.shm.arena import LINE, PAGE, Arena, whole
+from phalanx.comm.shm.arena import LINE, NOWHERE, PAGE, Arena, whole
 
 # Words of a header: the length of its text comes first; then the text begins after the counts. Texts
 # are compared by their digest, and read when it differs.
-ADDRESS, DIGEST = 1, 2
+PLACE, DIGEST = 1, 2
 COUNTS = 3
 # Words of a message: where the next one lies, how far its receiver is with it, its tag; then a text.
 NEXT, STATE, TAG = 0, 1, 2
@@ -145,9 +145,16 @@ class Collectives(Line):
         """What rank i wrote in the round that everyone has come to."""
         return self.view(i, self.count & 1, at, numel, dtype)
 
-    def address(self, i: int) -> int:
-        """Where rank i's tensor lies in shared memory; -1 if it does not."""
-        return int(self._words[self._header(i) + ADDRESS])
+    def place(self, i: int) -> int:
+        """Where rank i's tensor can be read, as `Arena.place` says."""
+        return int(self._words[self._header(i) + PLACE])
+
+    def fetch(self, i: int, place: int, into: Tensor, skip: int = 0) -> None:
+        """Fill a tensor with what lies at a place of rank i, without its first `skip` bytes."""
+        try:
+            self.arena.fetch(self.ranks[i], place, into, skip)
+        except OSError as error:
+            raise CommError(f"rank {self.ranks[i]} is lost: {error.strerror}") from error
 
     def splits(self, i: int) -> list[int]:
         """How many rows rank i sends to each in an all-to-all, then how many it takes."""
@@ -211,7 +218,7 @@ class Collectives(Line):
             for k, count in enumerate((*call.in_splits, *call.out_splits)):
                 self._words[counts + k] = count
         readable = call.x.numel() and rounds.readable(call, self.rank)
-        self._write_header(_signature(call), self.arena.address(call.x) if readable else -1)
+        self._write_header(_signature(call), self.arena.place(call.x) if readable else NOWHERE)
         self._rounds = rounds.ROUNDS[call.kind](self, call)
         self._first = True
         self._step(self._rounds)
@@ -245,7 +252,7 @@ class Collectives(Line):
         if plan is None:
             return False
         plan.mine.copy_(x)
-        self._write_header(plan.signature, -1)
+        self._write_header(plan.signature, NOWHERE)
         self._come()
         for _ in range(20):
             if self.ready():
@@ -280,7 +287,7 @@ class Collectives(Line):
 
     # ---- what all members have to make alike
 
-    def _write_header(self, signature: tuple[bytes, int], address: int) -> None:
+    def _write_header(self, signature: tuple[bytes, int], place: int) -> None:
         """For the round that comes: which call this is, and where its tensor lies."""
         turn, word = (self.count + 1) & 1, self._header(self.rank, 1)
         if self._written[turn] is not signature:
@@ -289,7 +296,7 @@ class Collectives(Line):
             self.arena.bytes[start : start + len(text)] = text
             self._words[word] = len(text)
             self._written[turn] = signature
-        self._words[word + ADDRESS] = address
+        self._words[word + PLACE] = place
         self._digest = signature[1]
 
     def _compare(self) -> None:

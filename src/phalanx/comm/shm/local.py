@@ -136,6 +136,9 @@ class ShmWorld(World):
         if rank == 0:
             # All have mapped it: a file loses its name here, so that a kill leaves nothing.
             forget(path)
+        self._watch.try_reading()
+        self._meet(_BARRIER)
+        self._arena.processes = self._watch.processes()
 
     def _split(
         self, name: str, groups: list[tuple[int, ...]], flows: Sequence[tuple[int, int]]

@@ -2,9 +2,10 @@
 
 A round ends when everyone has come to its `yield`. Calls that fit a chunk take one round (a large
 all-reduce two); longer ones go chunk by chunk, which also keeps what is passed on in the caches. If
-everyone's tensor lies in shared memory already, the others read it there and nothing is copied:
-that ends with one more round, since it may not change before all have read it. Who has promised to
-leave it alone yields True there and does not wait.
+everyone's tensor lies in shared memory already, the others read it there and nothing is copied, and
+what is only moved is read in the memory of its process where that is allowed (see `direct.py`). That
+ends with one more round, since it may not change before all have read it. Who has promised to leave
+it alone, in shared memory, yields True there and does not wait.
 Reductions are in rank order, as in `settle.py`, and equal to its bit for bit.
 """
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.settle import Call, reduce_into
+from phalanx.comm.shm.arena import NOWHERE
 
 if TYPE_CHECKING:
     from phalanx.comm.shm.lines import Collectives
@@ -23,18 +25,24 @@ if TYPE_CHECKING:
 SMALL = 1 << 15
 
 
-def _shared(
+def _places(
     t: "Collectives", x: Tensor, sources: Iterable[int]
-) -> Generator[bool, None, dict[int, Tensor] | None]:
-    """The tensors of the sources where they lie, once all have come; None if `x` is not longer than
-    a chunk, which takes no round, or not all of them lie in shared memory."""
+) -> Generator[bool, None, dict[int, int] | None]:
+    """Where the tensors of the sources lie, once all have come; None if `x` is not longer than a
+    chunk, which takes no round, or one of them cannot be read there."""
     if x.numel() * x.itemsize <= t.chunk:
         return None
     yield False
-    addresses = {i: t.address(i) for i in sources}
-    if min(addresses.values()) < 0:
+    places = {i: t.place(i) for i in sources}
+    return None if NOWHERE in places.values() else places
+
+
+def _shared(t: "Collectives", x: Tensor) -> Generator[bool, None, list[Tensor] | None]:
+    """Everyone's tensor, if `_places` finds all of them in shared memory."""
+    places = yield from _places(t, x, range(t.size))
+    if places is None or min(places.values()) < 0:
         return None
-    return {i: t.arena.at(at, x.numel(), x.dtype) for i, at in addresses.items()}
+    return [t.arena.at(place, x.numel(), x.dtype) for place in places.values()]
 
 
 def _all_reduce(t: "Collectives", call: Call) -> Iterator[bool]:
@@ -44,11 +52,11 @@ def _all_reduce(t: "Collectives", call: Call) -> Iterator[bool]:
         yield False
         reduce_into(x, [t.theirs(i, 0, x.numel(), x.dtype) for i in range(t.size)], call.op)
         return
-    xs = yield from _shared(t, x, range(t.size))
+    xs = yield from _shared(t, x)
     if xs is None:
         yield from _reduce_chunks(t, x, call.op)
     else:
-        _reduce_in_place(list(xs.values()), t.rank, call.op)
+        _reduce_in_place(xs, t.rank, call.op)
         yield False
 
 
@@ -91,9 +99,9 @@ def _reduce_scatter(t: "Collectives", call: Call) -> Iterator[bool]:
     assert call.out is not None
     me, out, dtype, byte = t.rank, call.out.view(-1), call.x.dtype, call.x.itemsize
     rows = call.x.view(t.size, out.numel())
-    xs = yield from _shared(t, call.x, range(t.size))
+    xs = yield from _shared(t, call.x)
     if xs is not None:
-        parts = [_runs(x.view(rows.shape)[me], 1 << 16) for x in xs.values()]
+        parts = [_runs(x.view(rows.shape)[me], 1 << 16) for x in xs]
         for total, *pieces in zip(_runs(out, 1 << 16), *parts, strict=True):
             reduce_into(total, pieces, call.op)
         yield False
@@ -154,11 +162,11 @@ def _collect(
         x = x.clone() if any(overlap(x, row) for row in rows.values()) else x
         own.copy_(x)
     others = [i for i in t.others if i in rows]
-    xs = yield from _shared(t, x, sources)
-    if xs is not None:
+    places = yield from _places(t, x, sources)
+    if places is not None:
         for i in others:
-            rows[i].copy_(xs[i])
-        yield still
+            t.fetch(i, places[i], rows[i])
+        yield still and min(places.values()) >= 0
         return
     width = t.chunk // x.itemsize
     for k, part in enumerate(_runs(x, width)):
@@ -203,10 +211,10 @@ def _all_to_all(t: "Collectives", call: Call) -> Iterator[bool]:
             sent = [t.splits(i)[: t.size] for i in range(t.size)]
             apart = (n for i, to in enumerate(sent) for j, n in enumerate(to) if i != j)
             longest = row * max(apart, default=0)
-            if longest > width and min(addresses := [t.address(i) for i in range(t.size)]) >= 0:
+            places = [t.place(i) for i in range(t.size)]
+            if longest > width and NOWHERE not in places:
                 for i in t.others:
-                    at = addresses[i] + row * byte * sum(sent[i][: t.rank])
-                    taken[i].copy_(t.arena.at(at, taken[i].numel(), dtype))
+                    t.fetch(i, places[i], taken[i], skip=row * byte * sum(sent[i][: t.rank]))
                 yield False
                 return
         for i in t.others:

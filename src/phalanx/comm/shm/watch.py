@@ -10,13 +10,16 @@ import os
 import time
 from collections.abc import Callable
 
+import torch
+
 from phalanx.comm.base import CommError, named
 from phalanx.comm.devices import cores
+from phalanx.comm.shm import direct
 from phalanx.comm.shm.arena import Arena
 from phalanx.comm.shm.lines import Line
 
 # Words of a rank's page, and where the text of its failure begins.
-STATE, PID, DOING, BROKEN = 0, 1, 2, 3
+STATE, PID, DOING, BROKEN, BASE, READS = 0, 1, 2, 3, 4, 5
 ABSENT, HERE, LEFT = 0, 1, 2
 # What is broken after a failure: nothing that others wait for, its collectives, or all of its calls.
 NOTHING, COLLECTIVES, EVERYTHING = 0, 1, 2
@@ -51,8 +54,26 @@ class Watch:
         # Where ranks outnumber cores, spinning keeps away whom one waits for.
         self._spin = 20 if size <= cores() else 2
         self._standing: dict[int, float] = {}
+        direct.allow()
         self._words[self._page + PID] = os.getpid()
+        self._words[self._page + BASE] = arena.base
         self._words[self._page + STATE] = HERE
+
+    def try_reading(self) -> None:
+        """Note whether this process can read the memory of all others: the page of each."""
+        self._words[self._page + READS] = all(map(self._reads, range(self._size)))
+
+    def _reads(self, rank: int) -> bool:
+        page, seen = self._arena.page(rank), torch.zeros(1, dtype=torch.int64)
+        pid, base = self._words[(page >> 3) + PID], self._words[(page >> 3) + BASE]
+        return direct.readable(pid, base + page + 8 * PID, seen) and int(seen) == pid
+
+    def processes(self) -> list[int]:
+        """The processes of all ranks, if everyone has noted that it can read the others."""
+        pages = [self._arena.page(rank) >> 3 for rank in range(self._size)]
+        if not all(self._words[page + READS] for page in pages):
+            return []
+        return [self._words[page + PID] for page in pages]
 
     def until(
         self, kind: str, go_on: Callable[[], bool], line: Line, limit: float | None = None
