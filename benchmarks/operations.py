@@ -7,7 +7,7 @@ processor time; of all turns the 10th percentile, as others use the machine too:
 
 - loop: forward, backward, clip and fused AdamW of plain torch, reading the loss;
 - pieces: the same pieces, units and updates as a step, called one after the other without a program;
-- step: `Trainer.step` on the same batches;
+- step: `Executor.step` on the same batches;
 - list: a step whose pieces, units and updates give back at once what is ready. What is left is to go
   through the list, wait, note moments, watch for what is not finite, agree and read.
 

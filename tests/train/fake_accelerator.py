@@ -27,7 +27,7 @@ from phalanx.layout import Layout, Shape
 from phalanx.models import kernels
 from phalanx.parallel import Precision, build_model, context, local, microbatches, pieces
 from phalanx.parallel.local import build_local
-from phalanx.train.executor import Executor, Trainer
+from phalanx.train.executor import Executor
 from phalanx.train.muon import Muon
 from phalanx.train.optimizer import AdamW, Sgd
 from phalanx.train.program import program_of
@@ -58,7 +58,7 @@ class Mixing(Executor):
         self.loss = self.loss + torch.ones(1)
 
 
-EXECUTORS = {each.__name__: each for each in (Executor, Trainer, Reading, Mixing)}
+EXECUTORS = {each.__name__: each for each in (Executor, Reading, Mixing)}
 OPTIMIZERS: dict[str, Any] = {"adamw": AdamW(), "sgd": Sgd(momentum=0.9), "muon": Muon()}
 
 

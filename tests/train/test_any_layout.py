@@ -64,7 +64,7 @@ def _went(world: World, run: Run, layout: str, steps: int, copy: Path | None) ->
         own = rank.batch(step)
         tokens.append([t for m in own for t in m["tokens"].flatten().tolist()] if tells else [])
         loop._step(step)
-        losses.append(rank.trainer.total)
+        losses.append(loop.result.total)
     loop.saver.save(loop._progress(start + steps))
     loop.log.close()
     return Went(tokens, losses)

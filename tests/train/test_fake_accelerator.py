@@ -20,7 +20,7 @@ LAYOUTS = (
     "dp2 zero1 offload:optimizer", "dp2 pp2 tp2 seq zero3 1f1b:2 recompute:all",
 )  # fmt: skip
 RUNS = [
-    ("dp2 pp2 1f1b:2", precision, "Trainer", optimizer)
+    ("dp2 pp2 1f1b:2", precision, "Executor", optimizer)
     for precision in ("fp32", "fp16")
     for optimizer in ("adamw", "sgd", "muon")
 ]

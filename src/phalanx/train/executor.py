@@ -4,8 +4,6 @@ It issues operations in the order of the list, from one thread, and decides noth
 compute lane run where they stand; the others (gathers, reductions, messages) are begun where they
 stand and run beside. Before an operation starts, those on other lanes that it needs are waited for:
 these are the edges that `program/state.py` gives, the same that `simulate` reads.
-
-A run's own executor is `Trainer`: it agrees on more than the norm, and knows what was not finite first.
 """
 
 from __future__ import annotations
@@ -49,12 +47,15 @@ _SHORT = 1024  # numbers of a run whose norm is taken in float32
 @dataclass(frozen=True)
 class StepResult:
     """What a rank knows after a step. `loss` is its own sum, and zero where none is counted; `norm`
-    is None in a program that agrees on none."""
+    is None in a program that agrees on none. With it come the mean loss of all ranks, and how many
+    of them want to stop."""
 
+    timeline: Timeline
     loss: float
     count: float
-    norm: float | None
-    timeline: Timeline
+    norm: float | None = None
+    total: float = 0.0
+    stops: float = 0.0
 
     @property
     def finite(self) -> bool:
@@ -67,6 +68,8 @@ class Executor:
     Loss, count, norm and the scale of updates stay on the device; they are read once, after the last
     operation, so that a GPU is never waited for inside a step.
 
+    A loss that is not finite spoils the step as a gradient does: no rank updates anything.
+
     `checked`, for tests: after every operation, what the rank holds must be what the program says.
     """
 
@@ -74,6 +77,8 @@ class Executor:
     # Where the number of each operation is written, and that of the row's first.
     words: memoryview[int] | list[int] = [0] * WORDS
     first = 0
+    wants_to_stop: Callable[[], bool] = staticmethod(lambda: False)
+    ranges: Callable[[Op], Any] = nullcontext  # in which a profiler sees each operation
 
     def __init__(
         self,
@@ -142,6 +147,8 @@ class Executor:
         self.under_way: dict[Op, tuple[Work, Any]] = {}  # begun and not waited for, and when
         self.loss, self.count = number(0.0), number(1.0)
         self.norm: Tensor | None = None
+        self.sums: dict[str, Tensor] = {}  # over all ranks, by what the result calls them
+        self.sums_of: dict[tuple[str, int], Tensor] = {}  # of all that pieces put out, by way
         self.scale: Scale | None = None
         self.moments: list[tuple[Op, Any, Any]] = []  # when operations began and ended
         self.clock.begin()
@@ -158,13 +165,15 @@ class Executor:
         words[OP] = -1
         for group in (self.local.groups.activations, self.local.groups.gradients):
             group.flush()
-        named = self._numbers()
+        named = {"loss": self.loss, "count": self.count, **self.sums}
+        if self.norm is not None:
+            named["norm"] = self.norm
         words[WAITS] = DEVICE if self.local.pool.device.type == "cuda" else 0
-        self.read = dict(zip(named, torch.cat([*named.values()]).tolist(), strict=True))
+        read = dict(zip(named, torch.cat([*named.values()]).tolist(), strict=True))
         words[WAITS] = 0
-        at, read = self.clock.seconds, self.read
+        at = self.clock.seconds
         spans = (Span(self.rank, self.lanes[op], op, at(a), at(b)) for op, a, b in self.moments)
-        result = StepResult(read["loss"], read["count"], read.get("norm"), Timeline(tuple(spans)))
+        result = StepResult(Timeline(tuple(spans)), **read)
         if self.norm is not None and self.scaling:
             self.scaling.saw(finite=result.finite)
         return result
@@ -174,17 +183,13 @@ class Executor:
         self.words = positions.words
         self.first = positions.texts([f"{op} ({op.described(names)})" for op in self.row])
 
-    def _numbers(self) -> dict[str, Tensor]:
-        """What is read after a step, each of shape (1,)."""
-        norm = {} if self.norm is None else {"norm": self.norm}
-        return {"loss": self.loss, "count": self.count, **norm}
-
     def _perform(self, op: Op) -> None:
         try:
-            for need in self.waits[op]:
-                self._wait(need)
-            start = self.clock.moment()
-            work = self.handlers[op.kind](op)
+            with self.ranges(op):
+                for need in self.waits[op]:
+                    self._wait(need)
+                start = self.clock.moment()
+                work = self.handlers[op.kind](op)
         except CommError as error:
             # Every rank says for itself at which operation it lost the others.
             error.args = (f"{error} Rank {self.rank} was at {op}.",)
@@ -273,7 +278,8 @@ class Executor:
         self.norms = {n: _norms(u) for n, u in home.items() if u.groups.replica.rank == 0}
         none = torch.empty(0, device=self.loss.device)
         own = torch.cat((none, *self.norms.values())).double().square_().sum().view(1)
-        sums = torch.cat((own, *self._summed_too()))
+        wants = torch.full_like(self.loss, float(self.wants_to_stop()))
+        sums = torch.cat((own, self.loss, wants))
 
         def agreed() -> None:
             self.norm = sums[:1].sqrt() / self._loss_scale
@@ -282,12 +288,12 @@ class Executor:
 
         return Then(self.local.groups.everyone.all_reduce(sums, wait=False), agreed)
 
-    def _summed_too(self) -> Sequence[Tensor]:
-        """What else is summed over all ranks with the norm, each of shape (1,) and float64."""
-        return ()
-
     def _use_sums(self, sums: Tensor) -> None:
-        """The sums over all ranks of `_summed_too`."""
+        """What was summed with the norm: all losses, and how many ranks want to stop."""
+        assert self.norm is not None
+        total = sums[:1] / self.count.clamp(min=1.0)
+        self.norm = self.norm.where(total.isfinite(), math.nan)
+        self.sums = {"total": total, "stops": sums[1:]}
 
     @property
     def _loss_scale(self) -> float:
@@ -313,6 +319,7 @@ class Executor:
             self._pass_on(ops.FORWARD, p, p + 1, m, out)
 
     def _add_loss(self, y: Tensor) -> None:
+        self._watch(ops.FORWARD, self.program.pieces - 1, y)
         # Every rank of tp computes the same loss; one of them counts it.
         if self.local.groups.tp.rank == 0:
             self.loss += y
@@ -367,6 +374,8 @@ class Executor:
         return self.back.begin(partial(self.local.pieces[op.piece].come_back, op.index))
 
     def _pass_on(self, way: str, p: int, to: int, m: int, bundle: Bundle) -> None:
+        for x in bundle.values():
+            self._watch(way, p, x)
         if to in self.local.pieces:
             self.arrivals[way][to, m] = bundle
         else:
@@ -454,56 +463,13 @@ class Executor:
         units = (op.piece, op.piece + self.program.pieces)
         return [self.updates[n] for n in units if n in self.updates]
 
-
-class Trainer(Executor):
-    """An executor that trains, with the norm, the loss of all ranks and whether any wants to stop.
-
-    A loss that is not finite spoils the step as a gradient does: no rank updates anything.
-    """
-
-    wants_to_stop: Callable[[], bool] = staticmethod(lambda: False)
-    ranges: Callable[[str], Any] = nullcontext
-
-    def step(self, batches: Sequence[Batch], lr: float) -> StepResult:
-        self.sums_of: dict[tuple[str, int], Tensor] = {}  # of all that pieces put out, by way
-        self.sums: tuple[Tensor, ...] = ()
-        result = super().step(batches, lr)
-        self.total, self.stops = self.read.get("total", 0.0), bool(self.read.get("stops"))
-        return result
-
-    def _numbers(self) -> dict[str, Tensor]:
-        return super()._numbers() | dict(zip(("total", "stops"), self.sums, strict=False))
-
-    def _perform(self, op: Op) -> None:
-        if self.ranges is nullcontext:
-            super()._perform(op)
-            return
-        with self.ranges(str(op)):
-            super()._perform(op)
-
-    def _summed_too(self) -> Sequence[Tensor]:
-        return self.loss, torch.full_like(self.loss, float(self.wants_to_stop()))
-
-    def _use_sums(self, sums: Tensor) -> None:
-        total = sums[:1] / self.count.clamp(min=1.0)
-        self.sums = total, sums[1:]
-        assert self.norm is not None
-        self.norm = self.norm.where(total.isfinite(), math.nan)
-
     # ---- where numbers stopped being finite
-
-    def _pass_on(self, way: str, p: int, to: int, m: int, bundle: Bundle) -> None:
-        for x in bundle.values():
-            self._watch(way, p, x)
-        super()._pass_on(way, p, to, m, bundle)
-
-    def _add_loss(self, y: Tensor) -> None:
-        self._watch(ops.FORWARD, self.program.pieces - 1, y)
-        super()._add_loss(y)
 
     def _watch(self, way: str, piece: int, x: Tensor) -> None:
         # A sum is finite only if all its terms are. It is read after a bad step and never before: a
         # number that is bad once could not be found by computing the step again.
+        if not self.trains:
+            return
         total = x.sum(dtype=torch.promote_types(x.dtype, torch.float32))
         known = self.sums_of.get((way, piece))
         self.sums_of[way, piece] = total if known is None else known + total

@@ -245,7 +245,7 @@ class _Loop:
                     self._step(step)
                 stepped()
                 done = step + 1
-                stopped = self.trainer.stops and done < run.steps
+                stopped = self.result.stops > 0 and done < run.steps
                 self._after(done, stopped=stopped)
                 if stopped:
                     break
@@ -317,8 +317,8 @@ class _Loop:
         if step == self.looked_at:
             self.everyone.barrier()
             begun = time.perf_counter()
-        result = self.trainer.step(own, lr)
-        self.loss = self.trainer.total
+        self.result = result = self.trainer.step(own, lr)
+        self.loss = result.total
         if result.finite:
             self.bad = 0
         else:
@@ -329,7 +329,7 @@ class _Loop:
         self.own.add(ended - first, read - first, result.timeline.spans, waits)
         if step == self.looked_at:
             self._look(step, result, begun)
-        last = self.trainer.stops or step + 1 == self.run_.steps
+        last = result.stops or step + 1 == self.run_.steps
         if last or _due(step + 1, self.run_.metrics.every):
             self._log_step(step + 1, lr)
 
@@ -339,8 +339,8 @@ class _Loop:
         own = own.to(self.everyone.device)
         table = own.new_empty(self.everyone.size, len(own))  # a row for each rank
         self.everyone.all_gather(table, own)
-        norm = self.trainer.read.get("norm", math.nan)
-        numbers = {"loss": self.trainer.total, "norm": norm, "lr": lr}
+        norm = math.nan if self.result.norm is None else self.result.norm
+        numbers = {"loss": self.result.total, "norm": norm, "lr": lr}
         steps = len(self.log.seconds)
         self.log.step(done, numbers | {"memory": float(table[:, 0].max())})
         for slow in self.stragglers.look(table[:, 1:].tolist(), steps):
@@ -348,7 +348,7 @@ class _Loop:
 
     def _not_finite(self, step: int) -> None:
         """The step was skipped everywhere: name the first bad piece, and end after a few in a row."""
-        overflow = self.trainer.scaling is not None and math.isfinite(self.trainer.total)
+        overflow = self.trainer.scaling is not None and math.isfinite(self.result.total)
         if overflow:  # float16's own way of finding its scale
             self.log.event("skip", step=step + 1, why="a float16 gradient overflowed")
             return
@@ -457,7 +457,7 @@ def _profiled(rank: Rank) -> Iterator[Callable[[], None]]:
     """Call what this gives after each step: those that the run wants traced are."""
     wanted, action = rank.run.profile, torch.profiler.ProfilerAction
     if wanted.nvtx and rank.world.device.type == "cuda":
-        rank.trainer.ranges = torch.cuda.nvtx.range
+        rank.trainer.ranges = lambda op: torch.cuda.nvtx.range(str(op))
     if not wanted.steps:
         yield lambda: None
         return
@@ -472,6 +472,6 @@ def _profiled(rank: Rank) -> Iterator[Callable[[], None]]:
         folder.mkdir(parents=True, exist_ok=True)
         trace.export_chrome_trace(str(folder / f"rank-{rank.world.rank}.json"))
 
-    rank.trainer.ranges = torch.profiler.record_function
+    rank.trainer.ranges = lambda op: torch.profiler.record_function(str(op))
     with torch.profiler.profile(schedule=schedule, on_trace_ready=export) as trace:
         yield trace.step

@@ -30,7 +30,7 @@ from .agreement import facts_of
 from .checkpoint_load import ModelIdentity
 from .data.batches import Batches
 from .data.token_files import open_corpus
-from .executor import Trainer, Validator
+from .executor import Executor, Validator
 from .muon import Muon
 from .optimizer import AdamW, Optimizer, Sgd
 from .precision import LossScale, precision_of
@@ -111,7 +111,7 @@ class Rank:
         )
         self.rows = share(self.batches.size, layout.data, self.local.coordinates["data"])
         clip, scaling = run.optimizer.clip, LossScale() if layout.precision == FP16 else None
-        self.trainer = Trainer(
+        self.trainer = Executor(
             self.local, self.program, world.rank, self.optimizer, clip=clip, scaling=scaling
         )
         self.updates = self.trainer.updates
