@@ -55,8 +55,8 @@ def estimated(run: Run, shape: Shape, layout: Layout, gpus: int, *, force: bool)
     least, most = choice.range(profile)
     if not force and (least > memory if gpus else every > _CLEARLY * memory):
         raise UsageError(
-            f"{layout} needs {needs}. Each of {ranks} ranks has {bytes_text(memory)}. `phalanx plan`"
-            " finds layouts that fit; write --force to try this one."
+            f"{str(layout) or 'one rank'} needs {needs}. Each of {ranks} ranks has"
+            f" {bytes_text(memory)}. `phalanx plan` finds layouts that fit; write --force to try this one."
         )
     may = ", and may not fit" if gpus and verdict(least, most, memory) == "may not fit" else ""
     return f"memory: {needs}; each has {bytes_text(memory)}{may}"

@@ -13,10 +13,10 @@ Exit code 0: done; 2: wrong usage.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from ..cost import cached_costs
+from ..draw import text_table
 from ..plan.profile import profile
 from ..plan.published import runs_of
 from ..plan.score import FamilyScore, held_out, score
@@ -47,97 +47,69 @@ def run(argv: Sequence[str]) -> int:
     return result(args, figures, score_text(scores, each_run=args.each))
 
 
+# What each table is, and its columns.
+_ERRORS = (
+    "Median relative error of step time. 'held': with numbers fitted on all other families; 'five':"
+    "\nafter five rows of its own; 'fitted': with its profile's numbers, which have seen it.",
+    "family rows held p80 <10% five fitted",
+)
+_ORDER = (
+    "Order and loss of the first picks, held out, within groups of equal model, devices, sequence.",
+    "family groups tau top-1 top-3 top-5 rule random",
+)
+_MEMORY = (
+    "Memory has no fitted numbers. 'refused': of the runs that ran.",
+    "family memory precision recall accuracy refused",
+)
+
+
 def score_text(scores: Sequence[FamilyScore], *, each_run: bool = False) -> str:
     """Tables of errors, of order, and of memory; with `each_run` all runs after them."""
-    lines = [_table(scores)]
-    if each_run:
-        lines += [line for each in scores for line in _runs(each)]
-    return "\n".join(lines)
-
-
-def _table(found: Sequence[FamilyScore]) -> str:
-    lines = [
-        "Median relative error of step time. 'held': with numbers fitted on all other families; 'five':",
-        "after five rows of its own; 'fitted': with its profile's numbers, which have seen it.",
-        "",
-        f"{'family':14} {'rows':>5} {'held':>7} {'p80':>7} {'<10%':>6} {'five':>7} {'fitted':>7}",
-    ]
-    lines += [_error_line(each) for each in found]
-    head = ("top-1", "top-3", "top-5", "rule", "random")
-    lines += [
-        "",
-        "Order and loss of the first picks, held out, within groups of equal model, devices, sequence.",
-        "",
-        f"{'family':14} {'groups':>6} {'tau':>6} " + " ".join(f"{name:>7}" for name in head),
-    ]
-    lines += [_order(each) for each in found if each.tau is not None or each.regret]
-    lines += [
-        "",
-        "Memory has no fitted numbers. 'refused': of the runs that ran.",
-        "",
-        f"{'family':14} {'memory':>7} {'precision':>10} {'recall':>7} {'accuracy':>9} {'refused':>8}",
-    ]
-    lines += [_memory(each) for each in found if each.memory_error is not None or each.oom]
-    left = [(each.family, why, count) for each in found for why, count in each.left_out.items()]
+    ordered = [_order(each) for each in scores if each.tau is not None or each.regret]
+    remembered = [_memory(each) for each in scores if each.memory_error is not None or each.oom]
+    tables = (_ERRORS, map(_errors, scores)), (_ORDER, ordered), (_MEMORY, remembered)
+    parts = [f"{title}\n\n{text_table(head.split(), rows)}" for (title, head), rows in tables]
+    left = [(n, f"of {each.family}: {why}") for each in scores for why, n in each.left_out.items()]
     if left:
-        lines += ["", "Left out:"]
-        lines += [f"  {count:5} of {family}: {why}" for family, why, count in left]
-    return "\n".join(lines)
+        parts.append(f"Left out:\n{text_table((), left, left='rl', indent=2)}")
+    if each_run:
+        parts += map(_runs, scores)
+    return "\n".join(parts)
 
 
-def _runs(each: FamilyScore) -> Iterator[str]:
-    """Two lines a run: how far off it is, and its layout with the parts of its step."""
-    yield f"{each.family}"
-    yield f"  {'run':28} {'devices':>7} {'measured':>9} {'predicted':>9} {'off':>7} {'held out':>9}"
-    for run in each.runs:
-        row, measured = run.row, run.row.step
-        yield (
-            f"  {f'{row.model} {row.name}'[:28]:28} {row.ranks:7,}"
-            f" {f'{measured:.3g} s' if measured else '-':>9} {f'{run.step:.3g} s':>9}"
-            f" {f'{100 * (run.step / measured - 1):+.1f}%' if measured else '-':>7}"
-            f" {f'{run.held:.3g} s' if run.held else '-':>9}"
-        )
-        parts = ", ".join(f"{name} {time:.3g}" for name, time in run.parts.items() if time)
-        yield f"    {row.case.layout if row.case else ''}: {parts}"
-    yield ""
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f}%"
 
 
-def _error_line(each: FamilyScore) -> str:
-    held, five, errors = each.held_out, each.after_five, each.errors
-    return f"{each.family[:14]:14} {each.predicted:5}" + "".join(
-        _percent(value, width)
-        for value, width in (
-            (held and held.median, 8), (held and held.p80, 8), (held and held.within_10, 7),
-            (five and five.median, 8), (errors and errors.median, 8),
-        )
-    )  # fmt: skip
+def _errors(each: FamilyScore) -> list[object]:
+    held, five, fitted = each.held_out, each.after_five, each.errors
+    of_held = (held.median, held.p80, held.within_10) if held else (None, None, None)
+    errors = (*of_held, five and five.median, fitted and fitted.median)
+    return [each.family, each.predicted, *map(_percent, errors)]
 
 
-def _percent(value: Any, width: int) -> str:
-    if value is None:
-        return f"{'-':>{width}}"
-    return f"{100 * value:{width - 1}.1f}%"
-
-
-def _order(each: FamilyScore) -> str:
+def _order(each: FamilyScore) -> list[object]:
     regret, rules = each.regret or {}, dict(each.rule_regrets or {})
     random = rules.pop("random", None)
     tau = "-" if each.tau is None else f"{each.tau:.2f}"
-    best = min(rules.values()) if rules else None
-    columns = [regret.get(1), regret.get(3), regret.get(5), best, random]
-    return f"{each.family[:14]:14} {each.groups:6} {tau:>6}" + "".join(
-        _percent(x, 8) for x in columns
-    )
+    shares = (*map(regret.get, (1, 3, 5)), min(rules.values(), default=None), random)
+    return [each.family, each.groups, tau, *map(_percent, shares)]
 
 
-def _memory(each: FamilyScore) -> str:
-    oom = each.oom or {}
-    names = ("precision", "recall", "accuracy", "refused")
-    return (
-        f"{each.family[:14]:14}"
-        + _percent(each.memory_error, 8)
-        + "".join(
-            _percent(oom.get(name), width)
-            for name, width in zip(names, (11, 8, 10, 9), strict=True)
-        )
-    )
+def _memory(each: FamilyScore) -> list[object]:
+    shares = map((each.oom or {}).get, ("precision", "recall", "accuracy", "refused"))
+    return [each.family, _percent(each.memory_error), *map(_percent, shares)]
+
+
+def _runs(each: FamilyScore) -> str:
+    """All runs of a family: how far off each is, and its layout with the parts of its step."""
+    rows = []
+    for run in each.runs:
+        row, measured = run.row, run.row.step
+        seconds = (f"{time:.3g} s" if time else "-" for time in (measured, run.step, run.held))
+        off = f"{100 * (run.step / measured - 1):+.1f}%" if measured else "-"
+        parts = ", ".join(f"{name} {time:.3g}" for name, time in run.parts.items() if time)
+        step = f"{row.case.layout if row.case else ''}: {parts}"
+        rows.append((f"{row.model} {row.name}", f"{row.ranks:,}", *seconds, off, step))
+    head = ("run", "devices", "measured", "predicted", "held out", "off", "layout")
+    return f"{each.family}\n{text_table(head, rows, left='lrrrrrl', indent=2)}"
