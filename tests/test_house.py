@@ -305,7 +305,7 @@ def test_every_class_has_a_name_of_its_own() -> None:
 # The most lines of each package. A number only falls, unless the same commit names the new
 # capability that needs the lines; all together are to become 24,000.
 LINES = {
-    "layout": 4073,
+    "layout": 4064,
     "program": 3382,
     "draw": 1657,
     "plan": 5233,
@@ -314,12 +314,12 @@ LINES = {
     "parallel": 4564,
     "cost": 1246,
     "bench": 1112,
-    "train": 7218,
+    "train": 7177,
     "verify": 2194,
     "report": 914,
     "lab": 3565,
     "hang": 961,
-    "cli": 4610,
+    "cli": 4533,
     "api": 1501,
 }
 

@@ -91,7 +91,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 def ours(path: Path, tokens: Tensor) -> Tensor:
     """The logits of a plain decoder with the weights of a checkpoint."""
     manifest = read_manifest(path)
-    shape = manifest.progress.shape
+    shape = manifest.shape
     assert shape is not None
     decoder = Decoder(
         vocab=shape.vocab, hidden=shape.hidden, layers=shape.layers, heads=shape.heads,
@@ -149,7 +149,7 @@ def test_imported_weights_give_the_logits_of_transformers(family: str, tmp_path:
     model.save_pretrained(tmp_path / "hub")
     path = import_weights(tmp_path / "hub", tmp_path / "run")
     assert verify_checkpoint(path) == []
-    shape = read_manifest(path).progress.shape
+    shape = read_manifest(path).shape
     assert shape == replace(LIKE[family], name=FAMILY.get(family, family))
     tokens = torch.randint(0, 61, (2, 20), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -206,9 +206,7 @@ def test_what_is_exported_and_imported_is_the_same_to_the_bit(family: str, tmp_p
     back = import_weights(tmp_path / "hub", tmp_path / "back")
     weights = {k: v for k, v in hash_tensors(path).items() if k.startswith("weight/")}
     assert hash_tensors(back) == weights
-    assert read_manifest(back).progress.shape == replace(
-        shape, name=FAMILY.get(family, family), batch=8
-    )
+    assert read_manifest(back).shape == replace(shape, name=FAMILY.get(family, family), batch=8)
 
 
 def test_a_shape_that_is_none_of_theirs_is_refused_with_all_reasons() -> None:
@@ -374,7 +372,7 @@ def test_a_run_begins_from_imported_weights_without_their_sizes(
     words = [f"out={run}", "steps=1", "batch=2", "layout=fp32", "validation.batches=0"]
     assert train_command([*words, "optimizer.lr=1e-9"]) == 0
     assert "model: 'llama' with 3 layers" in capsys.readouterr().out
-    kept = read_manifest(Path(run, "checkpoints", "step-00000001")).progress.shape
+    kept = read_manifest(Path(run, "checkpoints", "step-00000001")).shape
     assert kept is not None
     assert replace(kept, batch=8) == replace(shape, name="llama")
     # The loss of the first step is transformers' own on the same batch.

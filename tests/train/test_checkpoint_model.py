@@ -145,7 +145,7 @@ def test_a_shape_as_a_table_reads_back() -> None:
 def test_a_manifest_without_a_shape_is_compared_by_all_of_its_weights(saved: Path) -> None:
     manifest = read_manifest(steps(saved / "checkpoints")[0])
     old = Manifest.parse(str(replace(manifest, shape=None, config={})), Path("old"))
-    shape = manifest.progress.shape
+    shape = manifest.shape
     assert shape is not None
     same = ModelIdentity.of(build_model(shape), shape)
     assert same.differences(old) == []
@@ -174,7 +174,7 @@ def test_a_run_that_names_no_model_goes_on_with_that_of_its_checkpoint(
     assert train_verb.run([*words, f"model={sizes}", "batch=6", "sequence=18", "steps=1"]) == 0
     assert train_verb.run([*words, "steps=2"]) == 0
     assert "model: 'model' with 3 layers" in capsys.readouterr().out
-    first, second = (read_manifest(path).progress.shape for path in steps(out / "checkpoints"))
+    first, second = (read_manifest(path).shape for path in steps(out / "checkpoints"))
     assert first == second
 
 

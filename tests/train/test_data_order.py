@@ -174,7 +174,7 @@ def test_a_run_that_goes_on_with_another_batch_size_takes_the_sequences_that_com
     trained(small(out, "steps=6", "batch=7", "seed=2"), "")
     total = Batches((open_library(),), 18, 1).sequences
     assert seen == order_by_hand(total, 2, 0)[: 18 + 8 + 7]
-    progress = read_manifest(out / "checkpoints" / "step-00000006").progress
+    progress = read_manifest(out / "checkpoints" / "step-00000006")
     assert (progress.step, progress.cursor) == (6, 33)
 
 

@@ -82,7 +82,7 @@ def test_only_float16_has_a_loss_scale_and_weights_are_kept_in_float32() -> None
 
 
 def kept_scale(out: Path, step: int) -> object:
-    return read_manifest(out / "checkpoints" / f"step-{step:08}").progress.state["loss_scale"]
+    return read_manifest(out / "checkpoints" / f"step-{step:08}").state["loss_scale"]
 
 
 @pytest.mark.parametrize("stop", [2, 3, 4, 5])

@@ -53,7 +53,7 @@ def test_a_seed_that_no_checkpoint_can_tell_is_refused_before_anything_starts(
     out = tmp_path / "run"
     for last in (1, 2):
         trained(small(out, f"seed={2**62 - 1}", f"steps={last}"), "")
-    assert read_manifest(steps(out / "checkpoints")[0]).progress.seed == 2**62 - 1
+    assert read_manifest(steps(out / "checkpoints")[0]).seed == 2**62 - 1
 
 
 # ---- a disk that is full
@@ -297,9 +297,7 @@ def test_a_loss_scale_off_its_default_is_gone_on_with(
     trained(small(out, "machine=", "steps=2", "optimizer.schedule=constant"), "fp16")
     trained(small(out, "machine=", "steps=4", "optimizer.schedule=constant"), "fp16")
     assert scales == [(256.0, 41), (256.0, 42), (256.0, 43), (256.0, 44)]
-    assert read_manifest(steps(out / "checkpoints")[0]).progress.state == {
-        "loss_scale": [256.0, 45]
-    }
+    assert read_manifest(steps(out / "checkpoints")[0]).state == {"loss_scale": [256.0, 45]}
     whole = tmp_path / "whole"
     trained(small(whole, "machine=", "steps=4", "optimizer.schedule=constant"), "fp16")
     assert losses(out) == losses(whole)

@@ -13,13 +13,13 @@ from ..layout.run import PYTHON
 from ..layout.source import names_source
 from ..layout.stages import program_experts
 from ..program import build, check, schedule
-from .usage import UsageError, unmakable
+from .usage import UsageError
 
 GIB = 2**30
 
 
 def refuse_before(run: Run) -> None:
-    """Raise with what is wrong with a run's schedule, its memory and its folders."""
+    """Raise with what is wrong with a run's schedule, its memory and its journal."""
     shape = None if run.own else run.shape
     layout = run.layout_of(shape)
     if layout is not None and names_source(layout.schedule):
@@ -40,7 +40,7 @@ def refuse_before(run: Run) -> None:
             wrong.append(Mistake("layout", what, "Write memory = 2.5 (GiB), or recompute:all"))
         if shape is not None and not elsewhere:
             wrong += _memory(run, shape, layout)
-    wrong = wrong or _folders(run)
+    wrong = wrong or _journal(Path(run.out, "metrics.jsonl"))
     if wrong:
         raise RunError("run", wrong)
     for path in (path for path, _ in run.sources if path != PYTHON):
@@ -104,17 +104,8 @@ def moments(run: Run) -> int:
     return {"adamw": 2, "sgd": 1 if run.optimizer.momentum else 0, "muon": 1}[run.optimizer.name]
 
 
-def _folders(run: Run) -> list[Mistake]:
-    """Try to make the run's folders and to append to its journal: a run that is refused later leaves
-    nothing behind."""
-    for name, folder in (("out", Path(run.out)), ("checkpoint.dir", run.checkpoints)):
-        if why := unmakable(folder):
-            what = f"{name} = {str(folder)!r} cannot be made: {why}"
-            return [Mistake(name, what, "Name another folder")]
-    return _journal(Path(run.out, "metrics.jsonl"))
-
-
 def _journal(path: Path) -> list[Mistake]:
+    """Why nothing can be appended to a run's journal."""
     if not os.path.lexists(path):
         return []
     try:

@@ -47,15 +47,14 @@ def _show(argv: list[str]) -> int:
     from ..train.checkpoint_format import read_manifest
 
     manifest = read_manifest(path)
-    progress = manifest.progress
     weights = [tensor.shape for tensor in manifest.tensors if tensor.kind == "weight"]
     figures: dict[str, object] = {
         "path": str(path),
-        "step": progress.step,
-        "sequences": progress.cursor,
-        "seed": progress.seed,
-        "layout": progress.layout,
-        "shape": progress.shape.name if progress.shape else None,
+        "step": manifest.step,
+        "sequences": manifest.cursor,
+        "seed": manifest.seed,
+        "layout": manifest.layout,
+        "shape": manifest.shape.name if manifest.shape else None,
         "parameters": sum(map(math.prod, weights)),
         "tensors": dict(Counter(tensor.kind for tensor in manifest.tensors)),
         "files": len(manifest.files),

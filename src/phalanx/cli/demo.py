@@ -11,7 +11,6 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,6 @@ from ..layout.choices import AUTO, FP64, GLOO
 from ..layout.journal import read_journal
 from ..layout.run import Run
 from .usage import Parser, progress, result, try_folder
-
-Show = Callable[[str], None]
 
 FIRST, THEN = "dp2 pp2 zero1 1f1b:2 fp64", "dp2 tp2 zero3 fp64"
 STEPS, SAVE, KILL = 40, 10, 25
@@ -48,33 +45,35 @@ def run(argv: list[str]) -> int:
     for old in (out, alone):
         if (old / "metrics.jsonl").is_file():  # only what an earlier demo has written
             shutil.rmtree(old)
-    figures = _play(out, alone, (lambda line: None) if args.json else progress)
+    figures = _play(out, alone)
     figures["seconds"] = round(time.monotonic() - begun, 1)
     text = f"{figures['seconds']} s. The page of the run: {figures['report']}"
     return result(args, figures, text, good=figures["agrees"] and figures["fell"])
 
 
-def _play(out: Path, alone: Path, show: Show) -> dict[str, Any]:
+def _play(out: Path, alone: Path) -> dict[str, Any]:
     from ..layout.files import write_text
     from ..report import report
     from ..report.step import step_extras
 
     shape = _run_of(out, FIRST).shape
-    show(f"A decoder of {shape.total:,} parameters learns the Python library's text.")
-    show(f"\n1. Four ranks as {FIRST}; one is killed after step {KILL}.")
-    killed = _killed(out, show)
-    show(f"   {killed}")
-    show(f"\n2. The same command, now as {THEN}: it goes on from the last checkpoint.")
-    _watch(out, show, kill=False)
+    progress(f"A decoder of {shape.total:,} parameters learns the Python library's text.")
+    progress(f"\n1. Four ranks as {FIRST}; one is killed after step {KILL}.")
+    killed = _killed(out)
+    progress(f"   {killed}")
+    progress(f"\n2. The same command, now as {THEN}: it goes on from the last checkpoint.")
+    _watch(out, kill=False)
     _train(out, THEN)
-    show("\n3. The same run on one process, never interrupted.")
+    progress("\n3. The same run on one process, never interrupted.")
     _train(alone, FP64)
     losses, truth = losses_of(out), losses_of(alone)
     off = 1.0
     if losses.keys() == truth.keys():
         off = max(abs(losses[step] / truth[step] - 1) for step in truth)
     verdict = "agree" if off < CLOSE else "DO NOT AGREE"
-    show(f"   All {len(truth)} losses {verdict}: the largest relative difference is {off:.1e}.\n")
+    progress(
+        f"   All {len(truth)} losses {verdict}: the largest relative difference is {off:.1e}.\n"
+    )
     page = out / "report.html"
     write_text(page, report(out, step_extras(out, None, None, 2)).html())
     return {
@@ -94,11 +93,11 @@ def _run_of(out: Path, layout: str) -> Run:
     return Run.parse(_RUN, "demo", (f"layout={layout}", f"out={out}"))
 
 
-def _killed(out: Path, show: Show) -> str:
+def _killed(out: Path) -> str:
     """Train until a rank is killed; what the launcher then says."""
     from ..comm import RankFailed
 
-    _watch(out, show, kill=True)
+    _watch(out, kill=True)
     try:
         _train(out, FIRST)
     except RankFailed as error:
@@ -115,7 +114,7 @@ def _train(out: Path, layout: str) -> None:
     launch(train, ranks, _run_of(out, layout), layout, True, backend=backend)
 
 
-def _watch(out: Path, show: Show, *, kill: bool) -> None:
+def _watch(out: Path, *, kill: bool) -> None:
     """Beside the run: show the loss now and then, and kill a rank when its step has come."""
     journal = out / "metrics.jsonl"
     before = len(read_journal(journal))
@@ -126,7 +125,7 @@ def _watch(out: Path, show: Show, *, kill: bool) -> None:
             records = read_journal(journal)
             for record in records[seen:]:
                 if line := _line(record):
-                    show(f"   {line}")
+                    progress(f"   {line}")
                 if record["event"] == "end":
                     return
                 if kill and record["event"] == "step" and record["step"] >= KILL:

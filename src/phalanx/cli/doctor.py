@@ -45,7 +45,7 @@ from ..plan import (
     read_topology,
 )
 from .bench import group_text, of_peak
-from .usage import Parser, UsageError, read, result, save, say, whole
+from .usage import Parser, UsageError, progress, read, result, save, whole
 
 if TYPE_CHECKING:
     from ..bench import LocalDevice
@@ -107,13 +107,9 @@ def _hang(args: argparse.Namespace) -> Shown:
 def _measure(args: argparse.Namespace, here: LocalDevice) -> int:
     from ..bench import Thoroughness, measure_machine
 
-    def measuring(line: str) -> None:
-        if not args.json:
-            say(f"measuring {line}", flush=True)
-
     ranks, host = args.ranks or 0, args.with_host
     options = Thoroughness(args.limit, ranks, args.backend, args.model, with_host=host)
-    machine = measure_machine(here, options, measuring)
+    machine = measure_machine(here, options, lambda line: progress(f"measuring {line}"))
     save(args.out, machine.text())
     lines = [*_identity(here), *_machine_lines(machine), f"wrote {args.out}"]
     return result(args, asdict(machine), "\n".join(lines))

@@ -9,6 +9,7 @@ layout needs. What a system asks for beyond this is edited in what is printed.
 """
 
 import argparse
+import json
 import re
 import shlex
 import shutil
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from textwrap import indent
 
@@ -101,6 +103,7 @@ def _values(args: argparse.Namespace) -> dict[str, object]:
     fewest = max(1, min([nodes, *needed]))
     # In a container the run file lies elsewhere; Ray's workers have folders of their own.
     mounted = ["/etc/phalanx/run.toml", *words, f"out={Path('/workspace', plan.out)}"]
+    quoted = partial(json.dumps, ensure_ascii=False)  # which YAML reads as it is
     return vars(args) | {
         "name": name or "run",
         "text": Path(files[0]).read_text(),
@@ -114,17 +117,12 @@ def _values(args: argparse.Namespace) -> dict[str, object]:
         "journal": shlex.quote(f"{plan.out}/metrics.jsonl"),
         "sbatch_gpus": f"#SBATCH --gpus-per-node={gpus}" if gpus else "",
         "elastic_nodes": nodes if fewest == nodes else f"{fewest}:{nodes}",
-        "container_words": ", ".join(map(_quoted, mounted)),
+        "container_words": ", ".join(map(quoted, mounted)),
         "resources": "resourcesPerNode" if args.system == "kubeflow" else "resources",
         "limits": f'nvidia.com/gpu: "{gpus}"' if gpus else f'cpu: "{ranks}"',
         "ray_words": repr([*words, f"out={Path(plan.out).absolute()}"]),
         "backend": NCCL if gpus else GLOO,
         "use_gpu": bool(gpus),
         "sky_devices": f"accelerators: {args.accelerator}:{gpus}" if gpus else f"cpus: {ranks}+",
-        "sky_run": _quoted(command),
+        "sky_run": quoted(command),
     }
-
-
-def _quoted(word: str) -> str:
-    """A word in YAML's double quotes."""
-    return '"' + word.replace("\\", "\\\\").replace('"', '\\"') + '"'

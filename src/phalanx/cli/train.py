@@ -33,7 +33,7 @@ from ..layout.mesh import RANKS
 from ..layout.run import PYTHON, Run, RunError, misfits
 from ..plan import Machine
 from .before import refuse_before
-from .usage import Parser, UsageError, complain, print_json, progress, say, whole
+from .usage import Parser, UsageError, complain, hush, print_json, progress, say, whole
 
 if TYPE_CHECKING:
     from ..train.loop import Outcome
@@ -163,7 +163,7 @@ def _adopted(run: Run) -> tuple[Run, str]:
             f"{path} is of the model {own!r}, and the run names none. Write model={own!r}: code is"
             " never run because a checkpoint names it."
         )
-    shape = manifest.progress.shape
+    shape = manifest.shape
     if shape is None or not differing_sizes(shape, run.shape):
         return run, ""
     text = f"model: {shape.name!r} with {shape.layers} layers, as {path} has it"
@@ -185,8 +185,8 @@ def _train(config: Run, args: argparse.Namespace, notice: str) -> int:
     named = config.layout_of()
     ranks = args.ranks or (named.ranks if named else count or 2)
     gpus = used_gpus(choose(args.backend, ranks), ranks)
-    layout = _layout_that_fits(config, ranks, gpus, notice, quiet=args.json)
-    _say_memory(config, layout, gpus, args)
+    layout = _layout_that_fits(config, ranks, gpus, notice)
+    _say_memory(config, layout, gpus, force=args.force)
     return _local(config, layout, args)
 
 
@@ -206,8 +206,9 @@ def _joined(config: Run, args: argparse.Namespace, notice: str, at: Rendezvous) 
     if at.agent:
         be_killed_with_parent()  # torchrun's ranks would go on for ever when their agent is killed
     config = config.for_ranks(at.size)
-    if not args.json and not at.rank:
-        progress(str(at))
+    if at.rank:
+        hush()
+    progress(str(at))
     world = join(
         at.size,
         backend=args.backend,
@@ -218,16 +219,15 @@ def _joined(config: Run, args: argparse.Namespace, notice: str, at: Rendezvous) 
     try:
         # What one rank refuses ends the others too, with its words.
         with agreement(world):
-            quiet = args.json or at.rank > 0
-            layout = _layout_that_fits(config, at.size, gpus, notice, quiet=quiet)
+            layout = _layout_that_fits(config, at.size, gpus, notice)
             if gpus and not at.rank:  # how many ranks share a host's memory is not known
-                _say_memory(config, layout, gpus, args)
+                _say_memory(config, layout, gpus, force=args.force)
     except Exception as error:
         if isinstance(error, ValueError) or not isinstance(error, CommError):
             world.close()  # all ranks are here
         raise
     try:
-        outcome = train(world, config, str(layout), quiet=args.json or args.quiet)
+        outcome = train(world, config, str(layout), quiet=args.quiet)
     except (RanksDiffer, PeerFailed):
         world.close()
         raise
@@ -245,7 +245,7 @@ def _joined(config: Run, args: argparse.Namespace, notice: str, at: Rendezvous) 
     return _ended(config, outcome, args.json and at.rank == 0)
 
 
-def _layout_that_fits(config: Run, ranks: int, gpus: int, notice: str, *, quiet: bool) -> Layout:
+def _layout_that_fits(config: Run, ranks: int, gpus: int, notice: str) -> Layout:
     """The run's layout. Whatever can be refused before ranks train is refused here, by each rank of a
     launcher, or once for local ranks."""
     from ..parallel import refuse_unfit
@@ -254,7 +254,7 @@ def _layout_that_fits(config: Run, ranks: int, gpus: int, notice: str, *, quiet:
     from ..train.rank import batches_of
     from .memory import auto
 
-    if notice and not quiet:
+    if notice:
         progress(notice)
     shape = shape_of(config)
     saved = newest(config.checkpoints)
@@ -265,8 +265,7 @@ def _layout_that_fits(config: Run, ranks: int, gpus: int, notice: str, *, quiet:
     if named is None:
         layout, why = auto(config, shape, ranks, gpus)
         layout = config.divided(layout, shape.batch)
-        if not quiet:
-            progress(f"auto: {str(layout) or 'one rank'}, {why}")
+        progress(f"auto: {str(layout) or 'one rank'}, {why}")
     else:
         layout = named
     if wrong := list(misfits(config, shape, layout)):  # what the file could not know
@@ -282,13 +281,11 @@ def _layout_that_fits(config: Run, ranks: int, gpus: int, notice: str, *, quiet:
     return layout
 
 
-def _say_memory(config: Run, layout: Layout, gpus: int, args: argparse.Namespace) -> None:
+def _say_memory(config: Run, layout: Layout, gpus: int, *, force: bool) -> None:
     from ..train.program import shape_of
     from .memory import estimated
 
-    line = estimated(config, shape_of(config), layout, gpus, force=args.force)
-    if not args.json:
-        progress(line)
+    progress(estimated(config, shape_of(config), layout, gpus, force=force))
 
 
 def _local(config: Run, layout: Layout, args: argparse.Namespace) -> int:
@@ -299,12 +296,11 @@ def _local(config: Run, layout: Layout, args: argparse.Namespace) -> int:
 
     with hold_run(Path(config.out), config.checkpoints), _passed_on(Path(config.out, STOP)):
         notice = remove_stale_stop(config, _BEGUN)
-        if not args.json:
-            ranks = "1 rank" if layout.ranks == 1 else f"{layout.ranks} ranks"
-            count = sum(weight.numel() for weight in maker_of(config)().weights.values())
-            progress(f"{layout}: {ranks}, {count:,} parameters".removeprefix(": "))
-            if notice:
-                progress(notice)
+        ranks = "1 rank" if layout.ranks == 1 else f"{layout.ranks} ranks"
+        count = sum(weight.numel() for weight in maker_of(config)().weights.values())
+        progress(f"{layout}: {ranks}, {count:,} parameters".removeprefix(": "))
+        if notice:
+            progress(notice)
         outcome = _until_it_ends(config, layout, args)
     return 1 if outcome is None else _ended(config, outcome, args.json)
 
@@ -327,11 +323,10 @@ def _until_it_ends(config: Run, layout: Layout, args: argparse.Namespace) -> Out
     refusals = tuple(k.__name__ for k in (*failures, RanksDiffer, LayoutError, ProgramError))
     restarts, before = config.train.restarts, None
     terms = {"backend": args.backend, "apart": restarts > 0, "timeout": call_timeout(config)}
-    quiet = args.json or args.quiet
     for left in range(restarts, -1, -1):
         begun = time.time()
         try:
-            outcomes = launch(train, layout.ranks, config, str(layout), quiet, True, **terms)
+            outcomes = launch(train, layout.ranks, config, str(layout), args.quiet, True, **terms)
             first: Outcome = outcomes[0]
             return first
         except RankFailed as error:

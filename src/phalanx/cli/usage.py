@@ -2,7 +2,6 @@
 terminal."""
 
 import argparse
-import errno
 import json
 import logging
 import math
@@ -21,12 +20,12 @@ from typing import Any, NoReturn, TypeVar
 
 from ..api import TEXT
 from ..api import UsageError as UsageError
-from ..layout.choices import AUTO, BACKENDS, DEVICES, LOCAL_RANKS, SHM, near_word
-from ..layout.files import open_regular, printable, read_text, reason
+from ..layout.choices import AUTO, BACKENDS, DEVICES, LOCAL_RANKS, near_word
+from ..layout.files import open_regular, printable, read_text, reason, unmakable
 from ..layout.layout import MICROBATCHES
 
 Drawn = TypeVar("Drawn")
-_LOG = logging.getLogger("phalanx")
+_LOG, _PROGRESS = logging.getLogger("phalanx"), logging.getLogger("phalanx.progress")
 
 
 class Described(Exception):
@@ -95,8 +94,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--seq": {"type": whole(1, 1 << 28), "help": "tokens of a sequence; default the model's"},
     "--width": {"type": whole(24, 10_000), "help": "columns; default the terminal's"},
 }  # fmt: skip
-# Spellings of earlier versions, of commands, options and values, and what to write instead.
-OLD = {"--wire": "--backend", "shared": SHM, "--stack": "--profile", "weigh": "cost"}
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
@@ -196,8 +193,9 @@ class Parser(argparse.ArgumentParser):
             self._refuse(self._wrong)
         for attempt in self._written:
             attempt(args)
-        level = logging.WARNING if args.quiet else logging.DEBUG if args.verbose else logging.INFO
-        _LOG.setLevel(level)
+        _LOG.setLevel(logging.DEBUG if args.verbose else logging.INFO)
+        args.quiet = args.quiet or getattr(args, "json", False)
+        _PROGRESS.setLevel(logging.WARNING if args.quiet else logging.INFO)
         if args.verbose:
             logging.basicConfig(format="%(name)s: %(message)s")  # on standard error
         return args
@@ -207,9 +205,6 @@ def _explained(message: str) -> str:
     """What argparse says of a mistake, as a sentence of ours."""
     message = re.sub(r"^argument ([^:]+): (?=is |names )", r"\1 ", message)
     message = message.removeprefix("argument ")
-    for old, new in OLD.items():
-        if f"invalid choice: {old!r}" in message:
-            message = f"{message.partition(':')[0]} {old} is now {new}"
     shown = message if len(message) < 400 else message[:397] + "..."
     return f"{shown.rstrip('.')}."
 
@@ -241,8 +236,6 @@ def chosen(
 
 def nearest_word(word: str, known: Collection[str], cutoff: float = 0.5) -> str:
     """A sentence that proposes what somebody may have meant."""
-    if OLD.get(word) in known:
-        return f" It is now {OLD[word]}."
     return near_word(word, known, cutoff).replace("'", "")
 
 
@@ -300,7 +293,7 @@ def try_file(path: str | None, flag: str = "--out", formats: Iterable[str] = ())
 def try_folder(path: str | None, flag: str = "--out") -> None:
     """Refuse what an option names, if there can be no folder in which files can be written."""
     if path is not None and (why := unmakable(path)):
-        raise UsageError(f"{flag}: cannot write into {path}: {why}. Name another folder.")
+        raise UsageError(f"{flag}: cannot write into {path}: it {why}. Name another folder.")
 
 
 def _unwritable(path: str | Path) -> str:
@@ -322,31 +315,6 @@ def _unwritable(path: str | Path) -> str:
     except ValueError:  # NUL, or half of a surrogate pair
         return "no file can have this name"
     return ""
-
-
-def unmakable(folder: str | Path) -> str:
-    """Why a folder cannot be made, or files in it; empty if they can. What was made is removed."""
-    # Ranks that start together try one folder, and one may remove what another has just made.
-    for _ in range(50):
-        if (why := _unmakable(Path(folder))) != os.strerror(errno.ENOENT):
-            break
-    return why
-
-
-def _unmakable(path: Path) -> str:
-    missing: list[Path] = []
-    try:
-        missing = [p for p in (path, *path.parents) if not p.exists()]
-        path.mkdir(parents=True, exist_ok=True)
-        return _unwritable(path / f".{os.getpid()}.trying")
-    except OSError as error:
-        return reason(error)
-    except ValueError:
-        return "no folder can have this name"
-    finally:
-        for made in missing:  # the innermost first
-            with suppress(OSError, ValueError):
-                made.rmdir()
 
 
 # ---- the terminal
@@ -382,14 +350,19 @@ def say(*words: object, end: str = "\n", flush: bool = False, colour: bool = Fal
 
 
 def progress(*words: object) -> None:
-    """A line on how a long command goes. Where nobody reads it any more (`| head`) the command does
-    not end: a run that was started is to be trained."""
-    if not _LOG.isEnabledFor(logging.INFO):
+    """A line on how a long command goes; none with --quiet or --json. Where nobody reads it any more
+    (`| head`) the command does not end: a run that was started is to be trained."""
+    if not _PROGRESS.isEnabledFor(logging.INFO):
         return
     try:
         say(*words, flush=True)
     except BrokenPipeError:
         silence()
+
+
+def hush() -> None:
+    """No more lines of progress: another rank prints them."""
+    _PROGRESS.setLevel(logging.WARNING)
 
 
 def silence() -> None:

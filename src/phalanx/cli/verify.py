@@ -90,7 +90,7 @@ def run(argv: list[str]) -> int:
         make,
         layouts,
         log=_log(args, shape),
-        show=lambda verdict: None if args.json else progress(verdict_text(verdict)),
+        show=lambda verdict: progress(verdict_text(verdict)),
         **{name: getattr(args, name) for name in terms.split()},
     )
     if args.out:

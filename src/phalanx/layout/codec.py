@@ -135,21 +135,15 @@ def parse(cls: type[T], text: str, file: str, error: type[FileError], **given: A
     return value
 
 
-def decode(cls: type[T], table: Mapping[str, Any], name: str, error: type[FileError]) -> T:
-    """The value of a table that no text stands behind: from JSON, or from inside another file."""
+def decode(cls: type[T], table: Mapping[str, Any], name: str, error: type[ValueError]) -> T:
+    """The value of a table that no text stands behind: from JSON, or from inside another file. An error
+    of another family than `FileError` has all mistakes in its text."""
     reader = Reader(cls)
     value: T = reader.table(cls, table)
     if reader.mistakes:
-        raise error(name, [mistake._replace(place="") for mistake in reader.mistakes])
+        wrong = FileError(name, [mistake._replace(place="") for mistake in reader.mistakes])
+        raise error(name, wrong.mistakes) if issubclass(error, FileError) else error(str(wrong))
     return value
-
-
-def decoded(cls: type[T], table: Mapping[str, Any], where: str, error: type[ValueError]) -> T:
-    """The same, where an error of this type is to have all mistakes in its text."""
-    try:
-        return decode(cls, table, where, FileError)
-    except FileError as mistakes:
-        raise error(str(mistakes)) from None
 
 
 _WRONG: Any = object()  # in place of a value with a mistake

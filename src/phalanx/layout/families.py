@@ -17,7 +17,7 @@ from operator import or_
 from pathlib import Path
 from typing import Any
 
-from .codec import decoded, key
+from .codec import decode, key
 from .files import parse_json, read_text
 from .mesh import LayoutError
 from .shape import HUB, Shape
@@ -220,7 +220,7 @@ def shape_of(table: Mapping[str, Any], where: str) -> Shape:
     if wide and table.get("intermediate_size") is None and type(table.get("hidden_size")) is int:
         table["intermediate_size"] = 4 * table["hidden_size"]
     known = {each.name for each in fields(_Config)}
-    config = decoded(_Config, {k: x for k, x in table.items() if k in known}, where, LayoutError)
+    config = decode(_Config, {k: x for k, x in table.items() if k in known}, where, LayoutError)
     if family is _OTHER:  # transformers' own code computes it; what else it has is known there
         return _shape(name, _sizes(config), where)
     # Rope's numbers, and those of blocks with a window, where the family has its own.

@@ -112,6 +112,19 @@ def write_text(path: Path, text: str, *, durable: bool = False) -> None:
         sync_folder(path.parent)
 
 
+def unmakable(folder: str | Path) -> str:
+    """Why files cannot be written into a folder that may have to be made first, as the end of a
+    sentence; empty if they can."""
+    if unwritable(str(folder)):
+        return "is a name that no folder can have"
+    whole = Path(folder)
+    path = next(each for each in (whole, *whole.parents) if os.path.lexists(each))
+    below = "" if path == whole else f"lies below {str(path)!r}, which "
+    if path.is_dir():
+        return "" if os.access(path, os.W_OK | os.X_OK) else f"{below}cannot be written to"
+    return f"{below}is {'no folder' if path.exists() else 'a link to nothing'}"
+
+
 def sync_folder(path: Path) -> None:
     """What was created, renamed or removed in a folder is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)

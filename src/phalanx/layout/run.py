@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
-import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from typing import Any
 from .choices import OPTIMIZERS, PRECISIONS, elsewhere
 from .codec import FileError, Mistake, Reader, dump, key, text_of
 from .families import code_of
-from .files import parse_toml, read_text
+from .files import parse_toml, read_text, unmakable
 from .layout import Layout
 from .legal import legal, nearest
 from .mesh import LayoutError
@@ -515,8 +514,8 @@ def _files(run: Run) -> Iterator[Mistake]:
         if "://" in folder:
             what = f"{name} = {folder!r} is a URL, and a folder of this machine belongs there"
             yield Mistake(name, what, "Write checkpoint.remote for what is uploaded")
-        else:
-            yield from _folder(name, folder)
+        elif folder and (why := unmakable(folder)):
+            yield Mistake(name, f"{name} = {folder!r} {why}", "Name another folder, or a new one")
     if run.checkpoint.remote:
         yield from _remote(run.checkpoint.remote)
     file = split_name(run.own)[0]
@@ -544,18 +543,3 @@ def _remote(url: str) -> Iterator[Mistake]:
             importlib.import_module("fsspec").get_filesystem_class(scheme)
         except (ImportError, ValueError) as error:
             yield Mistake(place, f"{what}: {str(error).rstrip('.')}", "Or another URL")
-
-
-def _folder(name: str, folder: str) -> Iterator[Mistake]:
-    """Why nothing can be written into a folder that may have to be made first."""
-    path = Path(folder)
-    while folder and not os.path.lexists(path) and path != path.parent:
-        path = path.parent
-    what = f"{name} = {folder!r}"
-    if folder and not path.is_dir():
-        below = "" if path == Path(folder) else f" lies below {str(path)!r}, which"
-        link = path.is_symlink() and not path.exists()
-        kind = "a link to nothing" if link else "no folder"
-        yield Mistake(name, f"{what}{below} is {kind}", "Name a folder, or a new one")
-    elif folder and not os.access(path, os.W_OK | os.X_OK):
-        yield Mistake(name, f"{what}: {str(path)!r} cannot be written to", "Name another folder")

@@ -41,7 +41,7 @@ def facts_of(
     table["out"] = os.path.abspath(run.out)
     if run.checkpoint.dir:
         table["checkpoint"]["dir"] = os.path.abspath(run.checkpoint.dir)
-    keys = dict(_flat(table | {"model": sizes}))
+    keys = {name: str(value) for name, value in flat(table | {"model": sizes})}
     keys |= {"layout": str(layout), "batch": str(shape.batch), "sequence": str(run.tokens(shape))}
     weights = [f"{n} {list(w.shape)} {w.dtype}" for n, w in model.weights.items()]
     return {
@@ -74,12 +74,13 @@ def _data_checksum(batches: Batches) -> str:
     return digest.hexdigest()[:DIGITS]
 
 
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of a table and of those in it, by dotted keys."""
     for key, value in table.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from flat(value, f"{prefix}{key}.")
         else:
-            yield prefix + key, str(value)
+            yield prefix + key, value
 
 
 def _file(path: str) -> str:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..layout import Shape, families
-from ..layout.codec import decoded
+from ..layout.codec import decode
 from ..layout.files import write_text
 from ..layout.shape import HUB
 from ..parallel import Model, build_model, load_model
@@ -368,7 +368,7 @@ def _tensors(folder: Folder) -> dict[str, Placed]:
     """Every tensor by name: the file it is in, what it is, and where it begins."""
     if (folder.path / INDEX).exists():
         index = folder.json(INDEX, families.LIMIT).get("weight_map")
-        index = decoded(_Index, {"weight_map": index}, str(folder.path / INDEX), folder.error)
+        index = decode(_Index, {"weight_map": index}, str(folder.path / INDEX), folder.error)
         files = sorted(set(index.weight_map.values()))
     elif (folder.path / ONE).exists():
         files = [ONE]

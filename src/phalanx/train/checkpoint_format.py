@@ -32,7 +32,7 @@ from torch import Tensor
 
 from ..layout import Shape
 from ..layout.choices import STORED
-from ..layout.codec import decoded, key
+from ..layout.codec import decode, key
 from ..layout.files import parse_json
 from .folder import LARGEST, Folder, count
 
@@ -225,10 +225,6 @@ class Manifest(Progress):
     files: tuple[StoredFile, ...] = ()
     tensors: tuple[StoredTensor, ...] = ()
 
-    @property
-    def progress(self) -> Progress:
-        return Progress(**{each.name: getattr(self, each.name) for each in fields(Progress)})
-
     def __str__(self) -> str:
         body = {"format": FORMAT, "version": VERSION, **_table(self)}
         # Without an indent: json has a fast encoder for that only, and manifests have megabytes.
@@ -258,7 +254,7 @@ class Manifest(Progress):
             )
         if body.pop("format", "") != FORMAT or body.pop("version", 0) not in (1, VERSION):
             raise CheckpointError(f"{where}: is not a {FORMAT} of version 1 or {VERSION}.")
-        return decoded(cls, body, f"{where}: body", CheckpointError)
+        return decode(cls, body, f"{where}: body", CheckpointError)
 
     @classmethod
     def merged(cls, reports: Iterable[Manifest]) -> Manifest:
@@ -464,7 +460,7 @@ def read_header(folder: Folder, name: str) -> dict[str, tuple[HeaderEntry, int]]
     for title, value in table.items():
         if not isinstance(value, dict):
             raise folder.error(f"{places[title]}: is {str(value)[:60]}; a table belongs there.")
-        entries[title] = decoded(HeaderEntry, value, places[title], folder.error)
+        entries[title] = decode(HeaderEntry, value, places[title], folder.error)
     begin, at = 8 + length, 0
     for title, entry in sorted(entries.items(), key=lambda each: each[1].data_offsets):
         if problem := next(entry.problems(at), ""):

@@ -27,6 +27,7 @@ from ..parallel import Entry, Model
 from ..parallel.local import LocalModel
 from ..parallel.model import is_lora
 from . import checkpoint_format as stored
+from .agreement import flat
 from .checkpoint import RanksFailed, Updates, box_of, kept_of, optimizer_name, steps, together
 from .checkpoint_format import (
     DTYPES,
@@ -96,7 +97,7 @@ def load(
     notices = [] if identity is None else identity.notices(manifest)
     if identity is not None and adopt:
         notices += [f"adopted: {each}" for each in identity.differences(manifest)]
-    return Loaded(manifest.progress, path, tuple(damaged), tuple(notices))
+    return Loaded(manifest, path, tuple(damaged), tuple(notices))
 
 
 def begin(source: Callable[[], TensorReader], local: LocalModel, updates: Updates) -> None:
@@ -269,19 +270,14 @@ def refuse_other(path: Path, manifest: Manifest, identity: ModelIdentity) -> Non
 def changed_settings(manifest: stored.Progress, run: Run) -> list[str]:
     """What a run trains with, where that is not as its checkpoint was: each key with both values."""
     was = manifest.config.get("run")
-    old = _flat(was if isinstance(was, dict) else {})
-    new = _flat(json.loads(json.dumps(asdict(run))))
+    old = dict(flat(was if isinstance(was, dict) else {}))
+    new = dict(flat(json.loads(json.dumps(asdict(run)))))
     return _differing(old, new, [key for key in new if key.partition(".")[0] in _SETTINGS])
 
 
 # Of the keys of a run file, those that change what is trained.
 _SETTINGS = ["batch", "microbatch", "sequence", "steps", "data", "document_masks", "packing"]
 _SETTINGS += ["z_loss", "optimizer"]
-
-
-def _flat(table: Mapping[str, Any]) -> dict[str, Any]:
-    inner = {f"{k}.{n}": x for k, v in table.items() if isinstance(v, dict) for n, x in v.items()}
-    return {k: v for k, v in table.items() if not isinstance(v, dict)} | inner
 
 
 def weight_differences(manifest: Manifest, weights: Mapping[str, tuple[int, ...]]) -> list[str]:

@@ -27,7 +27,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ...layout.codec import decoded
+from ...layout.codec import decode
 from ...layout.files import write_text
 from ..folder import Folder, count
 from .rows import BadRow, Form, Rows, form_of, place, read_rows
@@ -145,7 +145,7 @@ def _begun(out: Path, mark: str, form: str) -> Prepared:
     fresh = Prepared(mark, form)
     if (out / PROGRESS).exists():
         table = Folder(out, DataError).json(PROGRESS, LIMIT)
-        done = decoded(Prepared, table, str(out / PROGRESS), DataError)
+        done = decode(Prepared, table, str(out / PROGRESS), DataError)
         if done.key == mark:
             return done
         if done.read:

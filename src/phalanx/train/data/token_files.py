@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...layout.codec import decoded, key
+from ...layout.codec import decode, key
 from ..folder import Folder, count
 
 HELD_OUT = 0.05
@@ -248,7 +248,7 @@ def _index(folder: Folder) -> Index:
     where, table = str(folder.path / INDEX), folder.json(INDEX, LIMIT)
     if (table.get("format"), table.get("version")) != (FORMAT, VERSION):
         folder.refuse(INDEX, f"is no index that this reads: {FORMAT!r} of version {VERSION}.")
-    index = decoded(Index, table, where, DataError)
+    index = decode(Index, table, where, DataError)
     if index.vocab > 1 << 8 * DTYPES[index.dtype].itemsize:
         folder.refuse(INDEX, f"tokens of type {index.dtype} cannot name {index.vocab}.")
     return index
