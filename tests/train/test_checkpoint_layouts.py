@@ -86,7 +86,8 @@ def test_to_go_on_in_the_same_layout_is_to_have_never_stopped(
 
     def again(each: Run) -> list[str]:
         loaded = each.resume(tmp_path / "a")
-        assert loaded.progress == replace(each.progress, step=2, cursor=2 * SHAPE.batch)
+        wanted = vars(replace(each.progress, step=2, cursor=2 * SHAPE.batch))
+        assert {name: getattr(loaded.progress, name) for name in wanted} == wanted
         losses = each.steps(3)
         each.saver(tmp_path / "other").save(each.progress)
         return losses
