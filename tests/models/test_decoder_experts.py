@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from phalanx.layout import Shape
 from phalanx.layout.shape import ShapeError
@@ -153,6 +152,8 @@ def test_a_bias_changes_who_is_chosen_and_no_weight() -> None:
 @pytest.mark.parametrize("kind", ["sequence", "batch", "z"])
 def test_losses_of_a_router_have_the_gradients_of_transformers(kind: str) -> None:
     """Three sequences, the last token of each padding; transformers adds up in float32."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
     torch.manual_seed(0)
     losses: Any = {f"{kind}_loss": 0.3}
     router = Router(DecoderSizes(hidden=HIDDEN, experts=EXPERTS, top_k=TOP, **losses)).double()

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pyarrow
 import pytest
@@ -44,6 +43,12 @@ def _parquet(path: Path, **columns: Any) -> None:
     parquet.write_table(pyarrow.table(columns), path, row_group_size=9)
 
 
+def dataset(**columns: Any) -> Any:
+    import datasets  # half a second, which only a process that runs these tests takes
+
+    return datasets.Dataset.from_dict(columns)
+
+
 WRITERS: dict[str, Callable[[Path], object]] = {
     "a.jsonl": lambda path: path.write_bytes(LINES),
     "a.jsonl.gz": lambda path: path.write_bytes(
@@ -60,9 +65,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "a.parquet": lambda path: _parquet(path, n=[1] * 70, text=TEXTS),
     "large.parquet": lambda path: _parquet(path, text=pyarrow.array(TEXTS, "large_string")),
     "words.parquet": lambda path: _parquet(path, text=pyarrow.array(TEXTS).dictionary_encode()),
-    "saved": lambda path: datasets.Dataset.from_dict({"n": [1] * 70, "text": TEXTS}).save_to_disk(
-        path, num_shards=3
-    ),
+    "saved": lambda path: dataset(n=[1] * 70, text=TEXTS).save_to_disk(path, num_shards=3),
 }
 
 
@@ -95,8 +98,10 @@ def test_lines_are_read_alike_with_pyarrow_and_without(
 def test_datasets_with_splits_train_on_train_hold_out_validation_and_leave_test_alone(
     tmp_path: Path,
 ) -> None:
+    import datasets
+
     parts = {name: [f"{name} {n}" for n in range(9)] for name in ("train", "validation", "test")}
-    split = {name: datasets.Dataset.from_dict({"text": x}) for name, x in parts.items()}
+    split = {name: dataset(text=x) for name, x in parts.items()}
     datasets.DatasetDict(split).save_to_disk(tmp_path / "dict")
     corpus, _ = made(tmp_path / "dict")
     assert texts(corpus.train) == parts["train"]
@@ -253,7 +258,7 @@ def test_a_package_that_is_missing_is_named_with_what_installs_it(
 
 def test_a_saved_folder_may_not_name_files_elsewhere(tmp_path: Path) -> None:
     saved = tmp_path / "saved"
-    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(saved)
+    dataset(text=TEXTS).save_to_disk(saved)
     state = json.loads((saved / "state.json").read_text())
     for name in ("../secret.arrow", "/etc/passwd", 7):
         state["_data_files"] = [{"filename": name}]

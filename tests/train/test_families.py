@@ -18,7 +18,6 @@ import transformers
 from checkpoint_worlds import hash_tensors
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from phalanx.cli.main import main
 from phalanx.cli.train import run as main_train
@@ -233,6 +232,8 @@ def test_shapes_that_ship_have_as_many_numbers_as_theirs(name: str) -> None:
 
 
 def test_weights_in_mxfp4_are_what_transformers_makes_of_them(tmp_path: Path) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
     model = theirs("gpt_oss", intermediate_size=64)
     table = {name: x.detach() for name, x in model.state_dict().items()}
     draw, known = torch.Generator().manual_seed(4), dict[str, Tensor]()

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 import transformers
@@ -55,8 +54,17 @@ def words(folder: Path, corpus: Path, *more: str) -> tuple[str, ...]:
     )  # fmt: skip
 
 
+# `peft` loads all of `transformers`, which takes a second: only a process that runs these tests does.
+def with_adapter(base: Any, folder: Path) -> Any:
+    import peft
+
+    return peft.PeftModel.from_pretrained(base, folder)
+
+
 def their_steps(model: Any, run: Run, targets: list[str]) -> tuple[list[float], dict[str, Tensor]]:
     """Losses, and the adapters at the end, of peft under torch's AdamW on one process."""
+    import peft
+
     batches, o, plain = batches_of(run, run.shape), run.optimizer, build_model(run.shape)
     starts = {name: start(plain, name, run.seed) for name in plain.weights if is_lora(name)}
     with widened():
@@ -109,7 +117,7 @@ def test_four_steps_in_every_layout_are_those_of_peft(
         adapter, merged = tmp_path / f"adapter-{number}", tmp_path / f"merged-{number}"
         export_adapter(path, adapter)
         base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-        tuned: Any = peft.PeftModel.from_pretrained(base, adapter)
+        tuned = with_adapter(base, adapter)
         found = {n.replace(".default", ""): p for n, p in tuned.named_parameters() if "lora" in n}
         assert found.keys() == weights.keys()
         for key, weight in weights.items():
@@ -146,7 +154,7 @@ def test_an_adapter_of_packed_linears_gives_the_merged_logits(
     with torch.no_grad():
         base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
         before = base(tokens).logits
-        tuned: Any = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+        tuned = with_adapter(base, tmp_path / "adapter")
         merged = transformers.AutoModelForCausalLM.from_pretrained(
             tmp_path / "merged", dtype=torch.float64
         )
