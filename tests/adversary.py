@@ -10,19 +10,28 @@ waits, is named by an error.
 
 from __future__ import annotations
 
+import math
+import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from phalanx.comm import CommMisuse
+from phalanx.comm import CommMisuse, Group
 from phalanx.comm.base import Work
 from phalanx.comm.settle import Call
-from phalanx.comm.threads import Meeting, ThreadGroup, ThreadMembers, ThreadWorld, run_threads
+from phalanx.comm.threads import (
+    Hub,
+    Meeting,
+    ThreadGroup,
+    ThreadMembers,
+    ThreadWorld,
+    run_threads,
+)
 
 
 @dataclass(eq=False)
@@ -47,44 +56,54 @@ class Held:
         return ""
 
 
+# Tests make hundreds of thousands of calls, so what each would make again is made here.
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+WRITTEN = {
+    "all_reduce": "x", "receive": "x", "scatter": "x",
+    "all_gather": "out", "reduce_scatter": "out", "all_to_all": "out",
+}  # fmt: skip
+AT_ROOT = {"reduce": "x", "gather": "parts"}
+FIELDS = ("x", "out", "parts")
+
+
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Also where both are NaN."""
-    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.itemsize]
+    bits = BITS[a.itemsize]
     return torch.equal(a.detach().view(bits), b.detach().view(bits))
 
 
 def written(call: Call, place: int) -> str:
     """Which field of a call is written to on this place: x, out, parts or none."""
-    root = call.at == place
-    return {
-        "all_reduce": "x", "receive": "x", "scatter": "x", "reduce": "x" if root else "",
-        "broadcast": "" if root else "x", "gather": "parts" if root else "",
-        "all_gather": "out", "reduce_scatter": "out", "all_to_all": "out",
-    }.get(call.kind, "")  # fmt: skip
+    kind, root = call.kind, call.at == place
+    if kind == "broadcast":
+        return "" if root else "x"
+    return WRITTEN.get(kind, "") or (AT_ROOT.get(kind, "") if root else "")
 
 
-def tensors(call: Call, field: str) -> list[Tensor]:
+def tensors(call: Call, field: str) -> Sequence[Tensor]:
     value = getattr(call, field)
-    return [] if value is None else [value] if isinstance(value, Tensor) else list(value)
+    return () if value is None else (value,) if isinstance(value, Tensor) else value
 
 
 def private(call: Call) -> Call:
     """The call on copies of its tensors."""
-
-    def copy(x: Tensor) -> Tensor:
-        return x.detach().clone()
-
-    return replace(
-        call,
-        x=copy(call.x),
-        out=None if call.out is None else copy(call.out),
-        parts=None if call.parts is None else tuple(map(copy, call.parts)),
+    out, parts = call.out, call.parts
+    return Call(
+        call.kind,
+        call.x.detach().clone(),
+        None if out is None else out.detach().clone(),
+        None if parts is None else tuple(part.detach().clone() for part in parts),
+        call.op,
+        call.at,
+        call.in_splits,
+        call.out_splits,
+        call.still,
     )
 
 
 def poison(x: Tensor) -> None:
     if x.dtype.is_floating_point:
-        x.detach().fill_(float("nan"))
+        x.detach().fill_(math.nan)
     else:
         x.detach().fill_(1 if x.dtype == torch.bool else torch.iinfo(x.dtype).max)
 
@@ -92,19 +111,18 @@ def poison(x: Tensor) -> None:
 def build_local(where: str, call: Call, copy: Call, place: int) -> Held:
     """Poison what the call writes to, but for what of it the call also reads."""
     into = written(call, place)
-    fields = [field for field in ("x", "out", "parts") if field != into]
     reads = [
-        pair for field in fields
+        pair for field in FIELDS if field != into
         for pair in zip(tensors(call, field), tensors(copy, field), strict=True)
     ]  # fmt: skip
-    writes = tensors(call, into) if into else []
+    writes = tensors(call, into) if into else ()
     for x in writes:
         poison(x)
-    for x, before in reads:
+    for x, before in reads if writes else ():
         if not same_bits(x, before):
             x.detach().copy_(before)
     bad = [x.detach().clone() for x in writes]
-    results = tensors(copy, into) if into else []
+    results = tensors(copy, into) if into else ()
     return Held(where, call, reads, list(zip(writes, bad, results, strict=True)))
 
 
@@ -154,8 +172,10 @@ class LateWork(Work):
     def wait(self) -> None:
         if self.held.returned:
             return
-        if self._copy.kind != "send":  # a sender never waits for its peer
-            self._members.wait(self._meeting, self._place, self._copy)
+        # A sender never waits for its peer.
+        if self._copy.kind != "send" and not self._meeting.done:
+            with others_turn(self._members.hub):
+                self._members.wait(self._meeting, self._place, self._copy)
         self._members.finish(self._meeting, self.held)
 
     def done(self) -> bool:
@@ -184,14 +204,47 @@ class LateGroup(ThreadGroup):
         super().close()
 
 
+# Ranks take turns: one computes until it has to wait. Every operation of torch lets go of the
+# interpreter's lock, and handing that over each time takes as long again as what they compute.
+TURNS: weakref.WeakKeyDictionary[Hub, threading.Lock] = weakref.WeakKeyDictionary()
+
+
+@contextmanager
+def others_turn(hub: Hub) -> Iterator[None]:
+    """While this rank waits."""
+    turn = TURNS[hub]
+    turn.release()
+    try:
+        yield
+    finally:
+        turn.acquire()
+
+
 class LateWorld(ThreadWorld):
     group_type = LateGroup
     members_type = LateMembers
 
+    @property
+    def turn(self) -> threading.Lock:
+        with self._hub.lock:
+            return TURNS.setdefault(self._hub, threading.Lock())
+
+    def _split(self, *args: Any) -> Group:
+        with others_turn(self._hub):
+            return super()._split(*args)
+
 
 def late(size: int, timeout: float = 30.0) -> Callable[..., list[Any]]:
     """A run of so many ranks over such groups."""
-    return lambda fn, *args: run_threads(fn, size, args, timeout, gpus=0, kind=LateWorld)
+
+    def run(fn: Callable[..., Any], *args: Any) -> list[Any]:
+        def rank(world: LateWorld, *args: Any) -> Any:
+            with world.turn:
+                return fn(world, *args)
+
+        return run_threads(rank, size, args, timeout, gpus=0, kind=LateWorld)
+
+    return run
 
 
 @contextmanager

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from covered import covered
 from torch import Tensor
 
 from phalanx.layout import Layout, Shape
 from phalanx.parallel import Precision, Unit, build_model
-from phalanx.verify import SHAPES, Trace, compare, covering, every_layout, verify
+from phalanx.verify import SHAPES, Trace, compare, verify
 from phalanx.verify.trial import Setting
 from phalanx.verify.verify import judge, precision_named, truth_of
 from seeded import HALVES, setting_of, swapped, truth, verdict_of
@@ -79,7 +80,7 @@ def test_a_gradient_that_is_zeroed_or_flipped_is_rejected_for_every_weight_and_s
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", ["gqa", "gpt"])
 def test_clean_layouts_that_cover_the_choices_keep_the_bounds(name: str, dtype: str) -> None:
-    layouts = covering(every_layout(SHAPES[name], 8), 1)
+    layouts = covered(name, 8)
     # Spread evenly, and every one in the precision's own word as a run would have it.
     some = [replace(x, precision="fp32") for x in layouts[:: len(layouts) // 30]][:30:2]
     # In float16 the loss scale doubles after two steps.
@@ -98,8 +99,7 @@ def test_sums_over_tokens_keep_the_bounds_where_tp_cuts_what_goes_into_them() ->
 
 @pytest.mark.parametrize("name", CHOSEN)
 def test_float32_keeps_the_bounds(name: str) -> None:
-    layouts = covering(every_layout(SHAPES[name], 4), 1)[:8]
-    verdicts = verify(SHAPES[name], layouts, dtype="float32", steps=2)
+    verdicts = verify(SHAPES[name], covered(name, 4)[:8], dtype="float32", steps=2)
     assert [v for v in verdicts if not v.passed] == []
 
 

@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+from covered import covered
 from torch import Generator, Tensor
 
 from adversary import late_worlds
@@ -45,7 +46,7 @@ CHOSEN = [
 def test_layouts_that_cover_every_pair_of_choices_agree_with_one_process(
     name: str, part: int
 ) -> None:
-    layouts = covering(every_layout(SHAPES[name], RANKS.get(name, 4)), 1)
+    layouts = covered(name, RANKS.get(name, 4))
     assert len(layouts) > 60
     some = layouts[part :: COUNTS[name]]
     # Threads whose results are NaN until they are waited for, so that a missing wait shows. Two steps

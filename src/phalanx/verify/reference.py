@@ -233,7 +233,7 @@ def _install(model: Model, weights: Mapping[str, nn.Parameter]) -> None:
                     module._parameters[key] = weights[names[parameter]]
             for key, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:
-                    module._buffers[key] = torch.empty_like(buffer, device="cpu")
+                    module._buffers[key] = torch.empty(buffer.shape, dtype=buffer.dtype)
             reset = getattr(module, "reset_buffers", None)
             if callable(reset):
                 reset()

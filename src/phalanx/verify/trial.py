@@ -258,8 +258,8 @@ class _Whole:
         numbers, ranks = self.numbers[weight.box], self.rank[weight.box]
         new = mask & (ranks < 0)
         differ = mask & ~new & ~_same_bits(numbers, local)
-        numbers[new] = local[new]
-        ranks[new] = rank
+        numbers.copy_(local.where(new, numbers))  # a third of the time of an index by a mask
+        ranks.masked_fill_(new, rank)
         if self.mismatch is None and differ.any():
             at = tuple(differ.nonzero()[0].tolist())
             element = tuple(i + cut.start for i, cut in zip(at, weight.cuts, strict=True))
