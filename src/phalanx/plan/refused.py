@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from ..layout import Layout, LayoutError, legal
+from ..layout import Layout, LayoutError, legal, stage_pieces
 from ..layout.numbers import bytes_text
-from .space import divisors
+from .price import kind_of
+from .space import divisors, ranks_of
 from .step import MEMORY
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ _PARTS = {
     "pipe": "sends between stages", "bubble": "the bubble", "update": "the update",
 }  # fmt: skip
 _MISSES, _EMPTIER = 4, 0.8
+_LONG = 20_000  # operations that are not simulated: its computing tells enough
 Mask = NDArray[np.bool_]
 
 
@@ -59,6 +61,8 @@ def refusals(
             some = able[known[able]] if known[able].any() else able
             i = int(some[np.argmin(least[some])]) if len(some) else -1
             if i < 0 or i in screened.choices or screened.spent >= limit:
+                break
+            if screened.operations(i) > _LONG:
                 break
             if parts := screened.simulate(i).parts:
                 least[i] = sum(parts.values())
@@ -127,17 +131,39 @@ def _slower(family: str, screened: Screened, i: int, least: float, winner: int) 
     most. The family's best is as slow as that, or faster by a little."""
     best = screened.choices[winner]
     simulated = screened.choices.get(i)
-    parts = simulated.parts if simulated else {}
+    parts = simulated.parts if simulated else _least(screened, i)
     sure = simulated is not None and bool(parts) and simulated.step <= least
     by = least / best.step
     slower = f"{by:.2f} times the time" if by >= 2 else f"{100 * (by - 1):.1f} % slower"
     slower = "as fast" if by < 1.0005 else slower
     reason = f"{'its best is' if sure else 'at least'} {slower}"
-    more = {name: parts[name] - took for name, took in best.parts.items()} if parts else {"": 0.0}
+    more = {name: took - best.parts[name] for name, took in parts.items()} or {"": 0.0}
     part = max(more, key=more.__getitem__)
     if more[part] > 0:
         reason += f": {1e3 * more[part]:,.0f} ms more for {_PARTS[part]}"
     return Refusal(family, "slower", reason, str(screened.layout(i)), by)
+
+
+def _least(screened: Screened, i: int) -> dict[str, float]:
+    """What the blocks of a candidate's fullest rank take, and that it waits at least for the rest of its
+    bound."""
+    layout, shape = screened.layout(i), screened.space.request.shape
+    block = screened.pricer.priced(layout).three[1]
+    times = [block.forward, block.input_gradient, block.weight_gradient]
+    times += [block.again] * (layout.recompute != "none")
+    stages = stage_pieces(layout, shape)
+    blocks = [sum(kind_of(piece, shape) == 1 for piece in stage) for stage in stages]
+    most = max(
+        sum(blocks[s] for s in held) for held in ranks_of(len(stages), layout.pp, layout.schedule)
+    )
+    each = most * layout.microbatches
+    messages = each * sum(t.messages for t in times)
+    compute = each * sum(t.total for t in times) - messages
+    return {
+        "compute": compute,
+        "tensor": messages,
+        "bubble": float(screened.step[i]) - compute - messages,
+    }
 
 
 def _large(family: str, screened: Screened, i: int, room: float) -> Refusal:

@@ -27,6 +27,7 @@ _ROOMS = (1.0, 0.85, 0.7, 0.55, 0.4)  # parts of the memory that bounds may fill
 _MORE = 80_000  # to say of families that lost by how much
 _EMPTIEST = 60  # tried where the fast ones do not fit
 _ALIKE = 0.998  # of a step: what could be no faster is not simulated
+_NEARLY = 1.1  # of the memory: what other microbatches may make fit
 _LOG = logging.getLogger(__name__)
 
 
@@ -129,11 +130,14 @@ class Screened:
 
     def simulate(self, i: int) -> Choice:
         if i not in self.choices:
-            layout = self.layout(i)
-            pieces = self.pricer.request.shape.pieces
-            self.spent += 3 * pieces * min(layout.microbatches, 3 * layout.pp + 2)
-            self.choices[i] = self.pricer.choose(layout, self.space.request.room)
+            self.spent += self.operations(i)
+            self.choices[i] = self.pricer.choose(self.layout(i), self.space.request.room)
         return self.choices[i]
+
+    def operations(self, i: int) -> int:
+        """About how many a simulation has: the rest repeats them."""
+        layout = self.layout(i)
+        return 3 * self.space.request.shape.pieces * min(layout.microbatches, 3 * layout.pp + 2)
 
     def best(self, top: int, room: float) -> list[int]:
         """The best candidates that fit, each of another idea, best first.
@@ -276,12 +280,15 @@ def baselines(request: Request) -> tuple[Baseline, ...]:
     except LayoutError:
         own = []
 
-    def pick(layouts: Iterable[Layout]) -> Choice | None:
+    def pick(meshes: Iterable[Iterable[Layout]]) -> Choice | None:
         """The first that fits; else the one that needs least."""
         least: Choice | None = None
-        for x in layouts:
-            if not legal(x, r.shape, **terms):
-                choice = pricer.choose(x, r.room)
+        for each in meshes:
+            layouts = [x for x in each if not legal(x, r.shape, **terms)]
+            # The smallest microbatch holds least, or nearly: where it is far too large, all are.
+            smallest = [pricer.choose(x, r.room) for x in layouts[-1:]]
+            near = any(choice.bytes <= _NEARLY * r.room for choice in smallest)
+            for choice in (pricer.choose(x, r.room) for x in layouts) if near else smallest:
                 if choice.bytes <= r.room:
                     return choice
                 if least is None or choice.bytes < least.bytes:
@@ -289,13 +296,12 @@ def baselines(request: Request) -> tuple[Baseline, ...]:
         # Too large, so that only its memory is known.
         return least and pricer.choose(least.layout)
 
-    plain = _layouts(r, "recompute:all", dp=ranks)
     rules = {
-        "data parallel with recomputation": plain,
+        "data parallel with recomputation": [_layouts(r, "recompute:all", dp=ranks)],
         "smallest tp x pp that fits, biggest microbatch": _smallest(r),
-        "the recipe of `train --layout auto`": own,
+        "the recipe of `train --layout auto`": [own],
     }
-    picks = ((rule, pick(layouts)) for rule, layouts in rules.items())
+    picks = ((rule, pick(meshes)) for rule, meshes in rules.items())
     return tuple(Baseline(rule, c, c is not None and c.bytes <= r.room) for rule, c in picks)
 
 
@@ -307,8 +313,9 @@ def _layouts(request: Request, words: str, **sizes: int) -> Iterator[Layout]:
         yield replace(layout, microbatches=count)
 
 
-def _smallest(request: Request) -> Iterator[Layout]:
-    """The fewest ranks to a copy of the model, tensor parallel inside a server before pipelines."""
+def _smallest(request: Request) -> Iterator[Iterator[Layout]]:
+    """Meshes with the fewest ranks to a copy of the model, tensor parallel inside a server before
+    pipelines."""
     ranks, node, profile, shape = (
         request.hardware.ranks,
         request.hardware.node,
@@ -324,4 +331,4 @@ def _smallest(request: Request) -> Iterator[Layout]:
             continue
         for tp in (d for d in reversed(divisors(model)) if d <= node):
             words = f"{'seq' if tp > 1 else ''} {'zero1' if dp > 1 else ''}"
-            yield from _layouts(request, words, dp=dp, pp=model // tp, tp=tp)
+            yield _layouts(request, words, dp=dp, pp=model // tp, tp=tp)
