@@ -314,12 +314,12 @@ LINES = {
     "parallel": 4564,
     "cost": 1246,
     "bench": 1112,
-    "train": 7177,
+    "train": 7166,
     "verify": 2194,
     "report": 914,
-    "lab": 3565,
+    "lab": 3560,
     "hang": 961,
-    "cli": 4533,
+    "cli": 4525,
     "api": 1501,
 }
 

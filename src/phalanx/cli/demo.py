@@ -16,7 +16,7 @@ from typing import Any
 
 from ..layout import Layout
 from ..layout.choices import AUTO, FP64, GLOO
-from ..layout.journal import read_journal
+from ..layout.journal import JournalReader, read_journal
 from ..layout.run import Run
 from .usage import Parser, progress, result, try_folder
 
@@ -116,14 +116,12 @@ def _train(out: Path, layout: str) -> None:
 
 def _watch(out: Path, *, kill: bool) -> None:
     """Beside the run: show the loss now and then, and kill a rank when its step has come."""
-    journal = out / "metrics.jsonl"
-    before = len(read_journal(journal))
+    journal = JournalReader(out / "metrics.jsonl")
+    journal.more()  # of what was before
 
     def look() -> None:
-        seen = before
         while True:
-            records = read_journal(journal)
-            for record in records[seen:]:
+            for record in journal.more():
                 if line := _line(record):
                     progress(f"   {line}")
                 if record["event"] == "end":
@@ -133,7 +131,6 @@ def _watch(out: Path, *, kill: bool) -> None:
                     if ranks:
                         os.kill(max(ranks), signal.SIGKILL)
                     return
-            seen = len(records)
             time.sleep(0.05)
 
     threading.Thread(target=look, daemon=True).start()

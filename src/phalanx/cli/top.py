@@ -14,12 +14,12 @@ Ctrl-C ends it, and nothing else. Exit code 0: done; 2: wrong usage.
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from ..hang import RankState, ask_elsewhere, diagnose, snapshot
+from ..hang import ask_elsewhere, diagnose, snapshot
 from ..hang.positions import OVER
 from ..layout.files import printable
 from ..layout.goodput import Goodput
@@ -73,20 +73,15 @@ def _shown(watched: "_Run", width: int | None, every: float) -> None:
         say("\n".join(watched.lines(screen(width)[0])))
 
 
-@dataclass
 class _Run:
     """What there is to see of a run."""
 
-    folder: Path
-    records: list[Record] = field(default_factory=list)  # the last of each kind, and messages
-    ranks: list[RankState] = field(default_factory=list)
-    unseen: list[str] = field(default_factory=list)  # hosts whose ranks are not seen
-    timeout: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.goodput = Goodput()
-        self.last: dict[str, Record] = {}
-        self.reader = JournalReader(self.folder / "metrics.jsonl")
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.goodput = folder, Goodput()
+        self.records: list[Record] = []  # the last messages
+        self.last: dict[str, Record] = {}  # the last record of each kind
+        self.unseen: list[str] = []  # hosts whose ranks are not seen
+        self.reader = JournalReader(folder / "metrics.jsonl")
         self._read()
 
     def _read(self) -> None:
@@ -98,11 +93,11 @@ class _Run:
 
     def look(self, wait: float = 0.0) -> None:
         """See it as it is now; `wait` so long for other hosts."""
-        self.ranks, self.timeout, _ = snapshot(self.folder, 0.1, stacks=False)
-        others, self.unseen = ask_elsewhere(self.folder, [r.host for r in self.ranks], wait)
-        self.ranks = sorted([*self.ranks, *others], key=lambda r: r.rank)
+        here, timeout, _ = snapshot(self.folder, 0.1, stacks=False)
+        others, self.unseen = ask_elsewhere(self.folder, [r.host for r in here], wait)
+        self.ranks = sorted([*here, *others], key=lambda r: r.rank)
         self._read()
-        self.found = diagnose(self.ranks, self.timeout or 60.0)
+        self.found = diagnose(self.ranks, timeout or 60.0)
         if self.records[-1]["event"] in _ENDS:
             self.unseen = []
 

@@ -90,13 +90,6 @@ class Lab:
         for x in tensors:
             self.group.all_reduce(x, "average")
 
-    def from_rank_0(self, text: str) -> str:
-        """Rank 0's text on every rank: at most 256 bytes."""
-        message = torch.zeros(256, dtype=torch.uint8)
-        message[: len(text)] = torch.tensor(list(text.encode()), dtype=torch.uint8)
-        self.group.broadcast(message, root=0)
-        return bytes(message.tolist()).rstrip(b"\0").decode()
-
     def train(
         self,
         step: Callable[[int], tuple[Tensor | None, list[Tensor]]],

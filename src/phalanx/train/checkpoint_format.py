@@ -22,7 +22,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..comm.join import versions
 from ..layout import Shape
 from ..layout.choices import STORED
 from ..layout.codec import decode, key
@@ -266,7 +266,6 @@ class Manifest(Progress):
                 shards = tuple(replace(s, file=s.file + len(files)) for s in tensor.shards)
                 tensors[tensor.title] = replace(known, shards=known.shards + shards)
             files += report.files
-        python, package = platform.python_version(), version("phalanx")
         optimizers = {report.optimizer for report in reports} - {""}
         updates = {report.updates for report in reports} - {None}
         if len(updates) > 1 or len(optimizers) > 1:
@@ -278,7 +277,7 @@ class Manifest(Progress):
             reports[0],
             optimizer=next(iter(optimizers), ""),
             updates=next(iter(updates), None),
-            versions={"phalanx": package, "torch": str(torch.__version__), "python": python},
+            versions=versions() | {"python": platform.python_version()},
             files=tuple(files),
             tensors=tuple(tensors.values()),
         )

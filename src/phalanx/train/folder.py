@@ -5,7 +5,6 @@ types that a dataclass of ours states. Nothing here ever runs what it reads.
 """
 
 import hashlib
-import os
 import re
 from dataclasses import MISSING, dataclass
 from pathlib import Path
@@ -47,15 +46,8 @@ class Folder:
 
     def text(self, name: str, limit: int) -> str:
         """A file's text, if it has at most `limit` bytes."""
-        with self.open(name) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > limit:
-                self.refuse(name, f"has {size:,} bytes; at most {limit:,} can be right.")
-            content = file.read()
-        try:
-            return content.decode()
-        except UnicodeDecodeError as error:
-            self.refuse(name, f"is not text: byte {error.start} is not UTF-8.")
+        self.open(name).close()  # which refuses a name that is not plain, and a link out
+        return files.read_text(self.path / name, "file", self.error, limit)
 
     def json(self, name: str, limit: int) -> dict[str, Any]:
         """A file's JSON object, if it has at most `limit` bytes."""

@@ -18,12 +18,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
+from ..comm.join import versions
 from ..cost import StepFlops
 from ..hang import Positions
 from ..layout.files import open_regular, printable, write_text
@@ -185,9 +185,7 @@ class RunLog:
 
 
 def _versions() -> dict[str, str]:
-    return {
-        "phalanx": version("phalanx"),
-        "torch": str(torch.__version__),
+    return versions() | {
         "python": platform.python_version(),
         "machine": platform.platform(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from phalanx.comm import Work
+from phalanx.comm.agree import broadcast_text
 from phalanx.lab.catalogue import Size
 from phalanx.lab.lab import Lab, gathered, scattered
 from phalanx.lab.mlp import Adam, batch, draw, gradients_of, loss_of, one_process, start, update
@@ -229,7 +230,7 @@ def save_and_barrier(lab: Lab) -> None:
         lab.step("rank 0 saves, barrier, all load", weights=weights)
         saved = torch.zeros(1, dtype=torch.int64)
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(lab.from_rank_0(str(Path(folder) / "weights.safetensors")))
+            path = Path(broadcast_text(lab.group, str(Path(folder, "weights.safetensors"))))
             if lab.rank == 0:
                 with lab.doing("save"):
                     save_file({str(i): w for i, w in enumerate(weights)}, f"{path}.new")

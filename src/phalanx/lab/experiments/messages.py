@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from phalanx.comm import Group, World
+from phalanx.comm.agree import broadcast_text
 from phalanx.comm.launch import launch
 from phalanx.comm.tally import TallyWorld
 from phalanx.lab.catalogue import Size
@@ -211,9 +212,9 @@ def process_groups(lab: Lab) -> None:
     # still waits for it ends the peer, and a store must exist until its last reader is done.
     with tempfile.TemporaryDirectory() as folder:
         # Everyone must know rank 0's folder and port: that is the least that ranks need to meet.
-        path = lab.from_rank_0(str(Path(folder) / "store"))
+        path = broadcast_text(lab.group, str(Path(folder) / "store"))
         server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        port = int(lab.from_rank_0(str(server.port)))
+        port = int(broadcast_text(lab.group, str(server.port)))
         tcp = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=PATIENCE)
         hashed = dist.HashStore()  # nobody outside this rank can see it
         stores = (hashed, [rank]), (dist.FileStore(path, n), range(n)), (tcp, range(n))
