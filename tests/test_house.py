@@ -314,12 +314,12 @@ LINES = {
     "parallel": 4564,
     "cost": 1246,
     "bench": 1112,
-    "train": 7166,
+    "train": 7151,
     "verify": 2194,
     "report": 914,
     "lab": 3560,
     "hang": 961,
-    "cli": 4525,
+    "cli": 4512,
     "api": 1501,
 }
 

@@ -328,5 +328,5 @@ def test_the_command_prepares_and_shows(
     assert "vocabulary of 256" in capsys.readouterr().out
     with pytest.raises(UsageError, match="required: --out"):
         run(["prepare", str(books)])
-    with pytest.raises(UsageError, match="is not there"):
+    with pytest.raises(DataError, match="is not there"):
         run(["show", str(tmp_path / "nothing")])

@@ -49,13 +49,6 @@ def _parser(text: str | None) -> Parser:
     return parser
 
 
-def _read(parser: Parser, argv: list[str]) -> argparse.Namespace:
-    args = parser.read(argv)
-    if args.source != "python" and not Path(args.source).exists():
-        raise UsageError(f"{args.source} is not there. Name a file or a folder, or python to show.")
-    return args
-
-
 def _prepare(argv: list[str]) -> int:
     """`phalanx data prepare`: makes token files of text and chats."""
     parser = _parser(_prepare.__doc__)
@@ -70,7 +63,7 @@ def _prepare(argv: list[str]) -> int:
     what = "what cannot be read: leave it out and name it, or stop there"
     parser.add("--on-bad", choices=_BAD, default=_BAD[0], help=what)
     parser.add("--workers", type=whole(1, 4096), help="processes; default one a core")
-    args = _read(parser, argv)
+    args = parser.read(argv)
     from ..train.data.vocabulary import open_vocabulary
 
     vocabulary = open_vocabulary(Path(args.tokenizer) if args.tokenizer else None, args.end)
@@ -124,7 +117,7 @@ def left_out(done: Prepared) -> str:
 
 def _show(argv: list[str]) -> int:
     """`phalanx data show`: shows what is in a corpus."""
-    args = _read(_parser(_show.__doc__), argv)
+    args = _parser(_show.__doc__).read(argv)
     return _shown(args.source, args)
 
 
@@ -157,14 +150,14 @@ def _shown(source: str, args: argparse.Namespace, done: Prepared | None = None) 
 
 def _verify(argv: list[str]) -> int:
     """`phalanx data verify`: compares the checksums of a prepared corpus."""
-    args = _read(_parser(_verify.__doc__), argv)
+    args = _parser(_verify.__doc__).read(argv)
     from ..train.data.token_files import INDEX, verify_prepared
 
     path = Path(args.source)
     if not any(os.path.lexists(path / name) for name in (INDEX, "train.tokens")):
         raise UsageError(
-            f"{path} is no prepared corpus: it has no {INDEX}. `phalanx data prepare` makes one of"
-            " text; other forms have no checksums to verify."
+            f"{path} is no prepared corpus: there is no {path / INDEX}. `phalanx data prepare` makes"
+            " one of text; other forms have no checksums to verify."
         )
     faults = verify_prepared(path)
     text = "\n".join(faults) or f"{args.source}: every checksum is right"

@@ -74,7 +74,6 @@ def run(argv: list[str]) -> int:
     args = parser.read(argv)
     if code_of(args.model)[0] and args.dropout:
         raise UsageError("--dropout is for the built-in models; write the rate into your own.")
-    _try_log(args.log)
     shape, make = model_to_verify(args.model)
     if args.lora and make is not None:
         raise UsageError("--lora is for the built-in models.")
@@ -121,17 +120,9 @@ def _part(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def _try_log(file: str | None) -> None:
-    """A log is read before it is written: no pipe, no folder."""
-    if file:
-        try_folder(str(Path(file).parent), "--log")
-        if os.path.lexists(file):
-            refuse_irregular(Path(file), "Name another file.", "--log: ")
-            try_file(file, "--log")
-
-
 def _log(args: argparse.Namespace, shape: Shape) -> Path | None:
-    """The file of verdicts, in a folder that is made."""
+    """The file of verdicts, in a folder that is made. It is read before it is written: no pipe, no
+    folder."""
     if not args.log and not args.part:
         return None
     part = "{}of{}".format(*args.part or (1, 1))
@@ -139,4 +130,7 @@ def _log(args: argparse.Namespace, shape: Shape) -> Path | None:
     log = Path(args.log) if args.log else Path("runs", "verify", default)
     try_folder(str(log.parent), "--log")
     log.parent.mkdir(parents=True, exist_ok=True)
+    if os.path.lexists(log):
+        refuse_irregular(log, "Name another file.", "--log: ")
+        try_file(str(log), "--log")
     return log

@@ -76,8 +76,6 @@ class Saver:
         on_failure: Literal["stop", "go on"] = "stop",
         spare: Callable[[], Path | None] = lambda: None,
     ) -> None:
-        if keep < 1:
-            raise CheckpointError(f"keep={keep}: at least 1 checkpoint stays.")
         self.folder, self.local, self.updates = folder, local, updates
         self.keep, self.asynchronous, self.on_failure = keep, asynchronous, on_failure
         self.spare = spare

@@ -61,8 +61,6 @@ class Batches:
     origin: int = 0
 
     def __post_init__(self) -> None:
-        if self.sequence < 1 or self.size < 1:
-            raise DataError(f"sequence={self.sequence}, size={self.size}: both are 1 or more.")
         for cut in self._train:
             corpus = cut.corpus
             if corpus.train.size < 2:
@@ -129,8 +127,6 @@ class Batches:
     def batch(self, step: int, rows: slice | None = None) -> Batch:
         """The step's batch, or these rows of it: nothing else is read."""
         first = self.cursor(step)
-        if first < 0:
-            raise DataError(f"step {step} is before the first sequence.")
         taken = []
         for row in range(*(rows or slice(None)).indices(self.size)):
             which, index = shared_out(first + row, self._weights)
@@ -337,8 +333,7 @@ class Permutation:
     epoch: int
 
     def __getitem__(self, index: int) -> int:
-        if not 0 <= index < self.size:
-            raise IndexError(f"element {index} of a permutation of {self.size}")
+        assert 0 <= index < self.size
         half = max(1, ((self.size - 1).bit_length() + 1) // 2)
         mask = (1 << half) - 1
         while True:

@@ -94,7 +94,7 @@ class SourceBlock:
 def find_sources(path: Path) -> list[Source]:
     """The file, or every file below the folder by name. Links that lead out are refused."""
     if not path.exists():
-        raise DataError(f"{path} is not there.")
+        raise DataError(f"{path} is not there. Name a file or a folder.")
     sources = list(_below(path, path, None) if path.is_dir() else [_source(path, path.parent)])
     if not sources:
         raise DataError(f"{path} holds no file.")
@@ -335,13 +335,7 @@ def _batches(source: Source, columns: tuple[str, ...]) -> Iterator[tuple[Any, in
         return
     pyarrow, ipc = map(importlib.import_module, ("pyarrow", "pyarrow.ipc"))
     with pyarrow.memory_map(os.fspath(source.path)) as mapped:
-        try:
-            table = ipc.open_stream(mapped)
-        except pyarrow.ArrowInvalid:
-            mapped.seek(0)
-            file = ipc.open_file(mapped)
-            table = (file.get_batch(n) for n in range(file.num_record_batches))
-        for batch in table:
+        for batch in ipc.open_stream(mapped):  # as datasets saves it
             yield batch.select(_wanted(source, batch.schema.names, columns)), 0
 
 
