@@ -314,7 +314,7 @@ LINES = {
     "parallel": 4564,
     "cost": 1246,
     "bench": 1112,
-    "train": 7151,
+    "train": 7153,
     "verify": 2194,
     "report": 914,
     "lab": 3560,

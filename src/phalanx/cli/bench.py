@@ -378,12 +378,12 @@ def products_summary(done: Sequence[MatrixProduct], device: LocalDevice, planned
     return "\n".join(lines) + "\n"
 
 
-def of_peak(rate: float, peak: float, what: str = "the catalogue's peak") -> str:
+def of_peak(rate: float, peak: float) -> str:
     """A rate as a share of a peak; more than all of it shows that the peak is wrong, not the rate."""
     if not peak:
         return "peak unknown"
     more = ": more than all, so that peak is wrong" if rate > peak else ""
-    return f"{rate / peak:.0%} of {what}{more}"
+    return f"{rate / peak:.0%} of the catalogue's peak{more}"
 
 
 # ---- whole steps

@@ -242,9 +242,9 @@ def nearest_word(word: str, known: Collection[str], cutoff: float = 0.5) -> str:
 # ---- files
 
 
-def read(path: str, what: str, limit: int = TEXT) -> str:
+def read(path: str, what: str) -> str:
     """The text of a user's file."""
-    return read_text(path, what, UsageError, limit)
+    return read_text(path, what, UsageError, TEXT)
 
 
 def refuse_irregular(file: Path, way_out: str, what: str = "") -> None:

@@ -11,15 +11,15 @@ from ..layout.choices import TF32
 from ..parallel import Precision
 
 
-def precision_of(name: str, *, reduce: torch.dtype | None = None) -> Precision:
+def precision_of(name: str) -> Precision:
     """The precision of a layout's word. Weights are kept, and gradients added up and sent, in
-    float32 when they are computed in less, unless `reduce` says what they are sent in."""
+    float32 when they are computed in less."""
     compute = COMPUTE[name]
     if torch.cuda.is_available():
         # Process-wide, and torch's default is off: tf32 is a choice, never an accident.
         torch.set_float32_matmul_precision("high" if name == TF32 else "highest")
     wide = torch.promote_types(compute, torch.float32)
-    return Precision(compute, wide, reduce or wide)
+    return Precision(compute, wide, wide)
 
 
 @dataclass

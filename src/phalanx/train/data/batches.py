@@ -61,6 +61,8 @@ class Batches:
     origin: int = 0
 
     def __post_init__(self) -> None:
+        if self.sequence < 1 or self.size < 1:
+            raise DataError(f"sequence={self.sequence}, size={self.size}: both are 1 or more.")
         for cut in self._train:
             corpus = cut.corpus
             if corpus.train.size < 2:
