@@ -123,6 +123,20 @@ def test_every_command_explains_itself_in_eighty_columns(
     assert not [x for x in out.splitlines() if len(x) > 80 and not x.startswith("  phalanx ")]
 
 
+@pytest.mark.parametrize(
+    ("words", "now"),
+    [
+        ("train --wire gloo", "It is now --backend"),
+        ("train --backend shared", "is now shm"),
+        ("report runs --stack x", "It is now --profile"),
+        ("weigh", "It is now cost"),
+    ],
+)
+def test_an_old_spelling_is_refused_with_the_new_one(capsys: Capture, words: str, now: str) -> None:
+    assert main(words.split()) == 2
+    assert now in capsys.readouterr().err
+
+
 def test_what_the_overview_proposes_runs(capsys: Capture, tmp_path: Path) -> None:
     import shlex
 

@@ -20,7 +20,7 @@ from typing import Any, NoReturn, TypeVar
 
 from ..api import TEXT
 from ..api import UsageError as UsageError
-from ..layout.choices import AUTO, BACKENDS, DEVICES, LOCAL_RANKS, near_word
+from ..layout.choices import AUTO, BACKENDS, DEVICES, LOCAL_RANKS, SHM, near_word
 from ..layout.files import open_regular, printable, read_text, reason, unmakable
 from ..layout.layout import MICROBATCHES
 
@@ -94,6 +94,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--seq": {"type": whole(1, 1 << 28), "help": "tokens of a sequence; default the model's"},
     "--width": {"type": whole(24, 10_000), "help": "columns; default the terminal's"},
 }  # fmt: skip
+# Spellings of earlier versions, of commands, options and values, and what to write instead.
+OLD = {"--wire": "--backend", "shared": SHM, "--stack": "--profile", "weigh": "cost"}
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
@@ -205,6 +207,9 @@ def _explained(message: str) -> str:
     """What argparse says of a mistake, as a sentence of ours."""
     message = re.sub(r"^argument ([^:]+): (?=is |names )", r"\1 ", message)
     message = message.removeprefix("argument ")
+    for old, new in OLD.items():
+        if f"invalid choice: {old!r}" in message:
+            message = f"{message.partition(':')[0]} {old} is now {new}"
     shown = message if len(message) < 400 else message[:397] + "..."
     return f"{shown.rstrip('.')}."
 
@@ -236,6 +241,8 @@ def chosen(
 
 def nearest_word(word: str, known: Collection[str], cutoff: float = 0.5) -> str:
     """A sentence that proposes what somebody may have meant."""
+    if OLD.get(word) in known:
+        return f" It is now {OLD[word]}."
     return near_word(word, known, cutoff).replace("'", "")
 
 
