@@ -3,6 +3,7 @@
 import csv
 import math
 import re
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -26,50 +27,9 @@ _DEVICES = (
     (r"v5e|v5 ?lite", "tpu-v5e"), (r"v5p", "tpu-v5p"), (r"v6e|trillium", "tpu-v6e"),
     (r"trainium ?2|trn2", "trainium2"), (r"gaudi ?3", "gaudi-3"),
 )  # fmt: skip
-_NO = ("", "-", "0", "none", "no", "false", "off", "n/a")
-_YES = ("1", "yes", "true", "on")
-# What the words of a column mean; others are not guessed. They are compared in lower case, with `-`
-# for blanks, and without what is in brackets unless it is listed.
-_MEANINGS: dict[str, dict[str, tuple[str, ...]]] = {
-    "status": {
-        "ok": ("", "ok", "success", "completed", "passed"),
-        "oom": ("oom", "oom-or-crash", "out-of-memory", "cuda-oom", "cuda-out-of-memory"),
-        "failed": ("crash", "crashed", "failed", "fail", "error", "timeout", "diverged"),
-    },
-    "schedule": {
-        "1f1b": (*_NO, "1f1b", "1f1b-flexible"),
-        "interleaved": ("1f1b-i", "interleaved", "interleaved-1f1b", "1f1b-interleaved", "1f1b-vpp"),
-        "gpipe": ("gpipe", "afab", "all-forward-all-backward"),
-        "zb-h1": ("zb-1p", "zb1p", "zb-h1", "zbh1"),
-        "zb-h2": ("zb-2p", "zb2p", "zb-h2", "zbh2"),
-        "zb-v": ("zb-v", "zbv"),
-    },
-    "precision": {
-        "bf16": ("", "bf16", "bfloat16", "bf16-mixed", "mixed-bf16", "amp-bf16",
-                 # With a scale for every row products gain nothing over bf16 in what is published.
-                 "fp8-rowwise"),
-        "fp16": ("fp16", "float16", "half", "fp16-mixed", "mixed-fp16", "amp-fp16", "fp16/bf16"),
-        "fp8": ("fp8", "mxfp8", "fp8-mx", "fp8-tensorwise", "fp8-blockwise", "fp8-hybrid",
-                "fp8-cs", "fp8-ds", "bf16/fp8", "fp8/bf16", "amp-fp8"),
-        "fp4": ("fp4", "nvfp4", "mxfp4"),
-        "tf32": ("tf32",),
-        "fp32": ("fp32", "float32"),
-    },
-    "zero": {
-        "0": (*_NO, "ddp"),
-        "3": ("fsdp", "fsdp2", "full-shard"),
-        "2": ("shard-grad-op",),
-        "1": ("distributed-optimizer", "dist-opt"),
-    },
-    "act_ckpt": {
-        "none": _NO[1:],
-        "all": (*_YES, "full", "all", "full-uniform"),
-        "selective": ("selective", "selective-op", "core-attn", "core-attention"),
-        "": ("",),
-    },
-    "flag": {"": _NO, "1": (*_YES, "swiglu", "geglu")},
-    "offload": {"": _NO, "optimizer": ("optim", "optimizer", "optimizer-states")},
-}  # fmt: skip
+_MEANINGS: dict[str, dict[str, list[str]]] = tomllib.loads(
+    (Path(__file__).parent / "words.toml").read_text(encoding="utf-8")
+)
 _TIMES = ("step_time_s", "tok_s_gpu", "tflops_gpu")
 _MEASURED = (*_TIMES, "peak_mem_gb")
 _ZERO = r"(?:zero-?)?(?:stage-?)?([0-3])"
@@ -391,7 +351,8 @@ def _formula(fields: Mapping[str, str], case: Case) -> float:
 @lru_cache(maxsize=256)
 def _hardware(name: str, ranks: int, link: str, node: int) -> Hardware:
     """The cluster of a row: its device's family, with the servers and the network that it tells of."""
-    family = {"h100-sxm": "h100-efa" if "efa" in link.lower() else "h100"}.get(name, name)
+    efa = "h100-efa-fading" if "bandwidth falls" in link.lower() else "h100-efa"
+    family = {"h100-sxm": efa if "efa" in link.lower() else "h100"}.get(name, name)
     inside, port = device(name).pod or node, _port(link, node)
     whole = clusters().get(family) or joined(name, 2 * inside, node)
     near, far = whole.levels
