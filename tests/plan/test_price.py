@@ -9,11 +9,11 @@ from by_hand import pieces
 
 from phalanx.layout import Layout, Shape
 from phalanx.plan import MachineError, cluster, device
-from phalanx.plan.hardware import Roofline, hardware_of
-from phalanx.plan.price import SLOWED, Case, Priced, Three, Units, parts_of, piece_parts
+from phalanx.plan.hardware import SLOWED, Roofline, hardware_of
+from phalanx.plan.price import Case, Priced, Three, Units, parts_of, piece_parts
 from phalanx.plan.profile import SoftwareProfile, profile, profile_named, profiles
 from phalanx.plan.step import Choice, choice
-from phalanx.program import Load, Product
+from phalanx.program import AttentionLoad, Load, Product
 
 SHAPE = Shape(
     name="small", layers=8, hidden=1024, heads=16, kv_heads=16, ffn=4096, vocab=32000, sequence=2048
@@ -133,11 +133,10 @@ def test_a_tied_weight_is_summed_between_the_two_ends_of_a_pipeline(text: str, s
     assert tied.step - plain.step == pytest.approx(pair if sums else 0.0, rel=0.01, abs=1e-6)
 
 
-def test_messages_of_data_parallel_are_seen_where_nothing_is_computed_beside_them() -> None:
+def test_messages_of_data_parallel_are_seen_or_slow_what_is_computed_beside_them() -> None:
     alone, _ = _one("dp8 zero3 bf16")
     beside = replace(BARE, overlaps_data=False)
     seen, three = _one("dp8 zero3 bf16", what=beside)
-    assert seen.parts["compute"] == pytest.approx(alone.parts["compute"])
     network = hardware_of(cluster("h100x8")).network
     weights = [
         three[0].cost.weights,
@@ -145,9 +144,39 @@ def test_messages_of_data_parallel_are_seen_where_nothing_is_computed_beside_the
         three[2].cost.weights,
     ]
     # Each block is gathered twice, embedding and head once or twice, and all are summed.
-    least = sum(network.seconds("all_gather", 2 * w, 8, 1) for w in weights)
-    least += sum(network.seconds("reduce_scatter", 4 * w, 8, 1) for w in weights)
-    assert seen.parts["data"] > least > alone.parts["data"]
+    gathers = sum(network.seconds("all_gather", 2 * w, 8, 1) for w in weights)
+    sums = sum(network.seconds("reduce_scatter", 4 * w, 8, 1) for w in weights)
+    assert seen.parts["data"] > gathers + sums > alone.parts["data"]
+    lost = alone.parts["compute"] - seen.parts["compute"]
+    assert 0 < lost <= SLOWED * (2 * gathers + sums) * (1 + 1e-9)
+    # Summed once a step, a gradient slows as much, however many microbatches there are.
+    once = [_one(f"dp8 accum:{m} bf16")[0].parts["compute"] for m in (4, 8)]
+    plain = [_one(f"accum:{m} bf16")[0].parts["compute"] for m in (4, 8)]
+    assert once[0] - plain[0] == pytest.approx(once[1] - plain[1], rel=0.01)
+
+
+def test_recomputation_that_ends_early_makes_no_last_product_again() -> None:
+    whole, early = (replace(BARE, ends_early=early) for early in (False, True))
+    text = "tp2 seq bf16 recompute:all"
+    (all_of_it, _), (part, _) = (_one(text, rows=4, what=what) for what in (whole, early))
+    layout = Layout.parse(text)
+    hardware = hardware_of(cluster("h100x2"))
+    forward = pieces(SHAPE, layout, SHAPE.sequence, 4.0)[1].forward
+    last = hardware.rates.product(forward.products[-1], "bf16")
+    message = forward.messages[-1]
+    last += hardware.network.seconds(message.op, message.bytes, 2, 1)
+    assert all_of_it.step - part.step == pytest.approx(SHAPE.layers * last)
+
+
+def test_narrow_heads_cost_attention_less_before_its_third_generation() -> None:
+    rates = hardware_of(cluster("h100x8")).rates
+    narrow, wide = (AttentionLoad(1, 2048 / d, 2048 / d, 8192, 8192, d, 1, 2) for d in (64, 128))
+
+    def slower(kernel: str) -> float:
+        return rates.attention(narrow, "bf16", kernel) / rates.attention(wide, "bf16", kernel)
+
+    assert slower("flash-2") == pytest.approx(189 / 171, rel=0.01)  # Dao 2023, figure 4
+    assert slower("flash-3") > 1.2
 
 
 def test_sums_that_do_not_overlap_come_after_the_pipeline_and_not_stage_by_stage() -> None:

@@ -22,6 +22,7 @@ from ..layout import Layout, Shape
 from ..layout.choices import traits
 from ..program import KINDS, Op, ops, schedule
 from ..program.state import IN_FLIGHT
+from .hardware import OVERLAP, SLOWED
 from .price import OpTime, PieceTimes, Three, Units, distance, frozen_bytes, kind_of
 from .space import ORDERS, Grid, Inner, Options, Pipeline, Space, Zero, blocks_of, ranks_of
 from .step import Pricer, joint_lanes
@@ -210,6 +211,7 @@ def _time(
     later = ((s.before > 0) | (s.embed == 0)) & (not rolls)
     head = np.where(later, ef + s.before * bf, 0.0)
     back = 0.0 if split else np.where(later, eb + s.before * bb, 0.0)
+    work = work + s.blocks * _lost(space, x, n, u, m, split=split)
     path = (head + m * work + back).max(axis=-1)
     # Those of the units of a rank, (ZeRO, 1, pipelines, 1).
     update = _of_units(u.update, s).max(axis=-1)[:, None, :, None]
@@ -237,6 +239,19 @@ def _time(
     cores = hardware.cores * x.grid.pp / hardware.ranks if hardware.cores else np.inf
     total = m * (layers * one - spared + ends)[..., 0]
     return np.asarray(np.maximum(step, total / cores))
+
+
+def _lost(space: Space, x: Options, n: _Numbers, u: _Unit, m: Array, *, split: bool) -> Array:
+    """Seconds that a block loses to messages beside a microbatch, (ZeRO, microbatches, 1, inners, 1)."""
+    found = []
+    for z, zero in enumerate(x.zeros):
+        gather, sums = u.gather[1, z], u.reduce[1, z] + u.replicas[1, z]
+        each = zero.gather == "micro"
+        forward = np.minimum(gather / (1 if each else m), OVERLAP * n.forward[1])
+        back = gather * (each and zero.stage == 3) + sums / (1 if zero.stage > 1 else m)
+        found.append(forward + (not split) * np.minimum(back, OVERLAP * n.backward[1]))
+    r = space.request
+    return SLOWED * (r.profile.overlaps_data and not r.hardware.cores) * np.array(found)
 
 
 def _alone(

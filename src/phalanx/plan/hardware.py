@@ -30,6 +30,11 @@ _RAMP = 512.0  # keys at which causal attention has half its rate (Dao 2023, fig
 # A ring sends in chunks, the first of which has to come all the way round: bytes of a long message,
 # or a part of a short one, which NCCL cuts finer (three measured A100 servers, an H200).
 _FILL, _FILLED = 8e6, 0.25
+# How much slower attention is with narrow heads, as a power of their size beside 128: with 64 it has 171
+# TFLOP/s where 128 have 189 (Dao 2023, figure 4, A100); generation 3 loses more (Shah et al. 2024).
+_NARROW, _NARROW_3 = 0.15, 0.35
+OVERLAP = 0.9  # of computing that messages sent beside it may take
+SLOWED = 0.25  # of their time: what computing loses to them, units and memory
 _DEPTH = 80.0  # k at which a product's start and end cost as much as its middle
 
 
@@ -82,10 +87,11 @@ class Roofline:
 
     def attention(self, a: AttentionLoad, dtype: str, kernel: str) -> float:
         # The newest generation that the device has, of those up to the one that is asked for.
-        said = [rate for name, rate in self.device.attention_tflops.items() if name <= kernel]
+        known = self.device.attention_tflops
+        said = max((name for name in known if name <= kernel), default="")
         usual = BF16 if self.device.peak(BF16) else dtype
-        rate = max(said) * 1e12 if said else FLASH * self.reached(usual)
-        narrow = min(1.0, (a.head_dim / 128) ** 0.35)  # a narrow head feeds the tensor cores worse
+        rate = 1e12 * known[said] if said else FLASH * self.reached(usual)
+        narrow = min(1.0, (a.head_dim / 128) ** (_NARROW_3 if said == "flash-3" else _NARROW))
         short = _RAMP * (1.0 if a.causal else 0.5)
         return float(a.flops / (rate * narrow * a.keys / (a.keys + short)))
 

@@ -27,7 +27,7 @@ from ..program import (
     joined,
     ops,
 )
-from .hardware import Hardware
+from .hardware import OVERLAP, SLOWED, Hardware
 from .matrices import Matrices, MatrixTimes, matrix_bytes, matrix_times, program_matrices
 from .profile import SCORES, SoftwareProfile
 
@@ -37,8 +37,6 @@ _SCORES = {True: 9.0, False: 11.0}
 FUSED = 0.5  # of the bytes that operations move one by one, where neighbours are one kernel
 _ADDING = 10.0  # bytes of a gradient in 16 bits that is added to one in 32, which costs have
 _STARTS = 4.0  # operations that start as slowly as one message does
-_OVERLAP = 0.9  # of computing that messages sent beside it may take
-SLOWED = 0.25  # of their time: what computing loses to them, units and memory
 KEPT_SCORES = 5.0  # Korthikanti et al. 2022: two halves and a mask
 _SCORE_GRADIENTS = 4.0  # bytes that a backward makes of them: of the softmax, and of what it took
 _HOST = 40e9  # bytes a second of a host's memory for each of its devices: assumed, of 300 for eight
@@ -141,14 +139,14 @@ class OpParts(NamedTuple):
         """Its times, in a pipeline or without one."""
         device = self.products / profile.speed + self.attention
         moved = self.moved * (FUSED if profile.fused else 1.0) + self.added
-        device += moved * profile.traffic
+        device = (device + moved * profile.traffic) * profile.slower
         inside = 0.0 if profile.overlaps_tensor else self.messages
         beside = self.ring + self.messages - inside
-        hidden = min(beside, _OVERLAP * device)
+        hidden = min(beside, OVERLAP * device)
         seen = inside + beside - hidden + (0.0 if self.serial else SLOWED * hidden)
         slower = profile.pipe_host if piped else 1.0
-        host = self.host * profile.host * slower + self.calls * profile.call_host
-        host += self.members * profile.member_host * piped
+        calls = self.calls + self.members * piped  # in a pipeline over servers each rank is one
+        host = self.host * profile.host * profile.slower * slower + calls * profile.call_host
         return OpTime(device + host, seen) if self.serial else OpTime(device, seen, host)
 
 
@@ -245,6 +243,10 @@ def piece_parts(
         # Kept in shards, and gathered while the gradient of a column's input is computed.
         taken = [m for m in cost.forward.messages if (m.axis, m.op) == ("tp", "all_gather")]
         again = replace(again, messages=tuple(m for m in again.messages if m not in taken))
+    if profile.ends_early and not selective:
+        # Nobody asks for what a block's last product puts out, nor for its sum over tp.
+        sums = again.messages[:-1] if cut.tp > 1 else again.messages
+        again = replace(again, products=again.products[:-1], messages=sums)
     if not profile.fused_attention:
         attention = cost.forward.attention
         scores = sum(a.batch * a.heads * a.queries * a.keys for a in attention)
@@ -551,8 +553,17 @@ class Priced:
         part = x.recompute == "selective" and not ends
         whole = x.recompute in ("none", "selective")
         kept = t.cost.selected if part else t.cost.kept if whole else t.cost.input
+        beside: dict[str, float] = {}  # seconds of messages, with every microbatch or once a step
+        if self.profile.overlaps_data and not self.hardware.cores:
+            each, sums = {"micro": 1.0, "step": 1.0 / x.microbatches}, unit.reduce + unit.replicas
+            again = unit.gather * (x.gather == "micro" and x.zero == 3)
+            beside[ops.FORWARD] = unit.gather * each[x.gather]
+            beside[ops.INPUT_GRADIENT] = again + sums * each[x.reduce]
         return {
-            **{kind: time * slower for kind, time in t.computed.items()},
+            **{
+                kind: time * slower + SLOWED * min(beside.get(kind, 0.0), OVERLAP * time)
+                for kind, time in t.computed.items()
+            },
             ops.RECOMPUTE_PART: t.again.total * slower,
             ops.GATHER: unit.gather * alone,
             ops.LOAD: unit.load,

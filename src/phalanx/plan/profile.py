@@ -24,6 +24,7 @@ FITTED: dict[str, tuple[float, float]] = {
     "traffic": (0.1, 2.5),
     "host": (0.0, 9.0),
 }
+NUMBERS = (*FITTED, "slower")  # what runs tell of software
 
 
 @dataclass(frozen=True)
@@ -33,16 +34,21 @@ class SoftwareProfile:
     speed: float = key(0.845, "of the best product's rate", minimum=0)
     traffic: float = key(1.03, "of the bytes that operations move when nothing is fused", minimum=0)
     host: float = key(0.55, "of the time to start every operation on its own", minimum=0)
+    slower: float = key(1.0, "what computing takes beside that, by runs of one's own", minimum=0)
     frameworks: tuple[str, ...] = key((), "what tables call it: beginnings of names")
     attention: str = key("flash-2", "its kernel", choices=KERNELS)
     loss: str = key("wide", "what it makes of the logits", choices=LOSSES)
     regathers: bool = key(False, "with `seq`: inputs of columns are kept sharded, gathered again")
     repeats: float = key(0.0, "part of the products that `selective` computes again too")
+    ends_early: bool = key(
+        False, "`all` computes a block again up to what its last product takes, and no further"
+    )
     joint: bool = key(
         False, "one product makes query, key and value: it stays while the value does"
     )
-    call_host: float = key(0.0, "seconds to start a message")
-    member_host: float = key(0.0, "the same for each of its ranks, in a pipeline over servers")
+    call_host: float = key(
+        0.0, "seconds to start a message; in a pipeline over servers also a rank"
+    )
     pipe_host: float = key(0.55, "how much slower a pipeline starts its operations")
     strain: float = key(0.0, "part of the step that is added where memory is nearly full")
     recompute: str = key("none", "what it computes again where a table says nothing of it")
@@ -74,7 +80,7 @@ class SoftwareProfile:
     logs_gib: bool = key(False, "the GB of its log are 2^30 bytes")
     context: float = key(1.5e9, "bytes that no tensor holds: driver, communicators")
     reserve: float = key(1.04, "what an allocator holds for each byte in use")
-    error: float = key(0.17, "of step time: four of five runs that no fit saw are nearer")
+    error: float = key(0.14, "of step time: four of five runs that no fit saw are nearer")
     source: str = ""
     name: str = ""
 
