@@ -39,7 +39,7 @@ from phalanx.parallel.local import build_local
 from phalanx.plan import Machine
 from phalanx.plan.calibrate import CostedRun, Measured, calibrated, costed
 from phalanx.plan.local import hardware_of_machine, local_profile
-from phalanx.plan.profile import FITTED, SoftwareProfile
+from phalanx.plan.profile import NUMBERS, SoftwareProfile
 from phalanx.plan.step import case_of
 from phalanx.train.executor import Executor
 from phalanx.train.optimizer import AdamW
@@ -249,12 +249,12 @@ def report(
     print(f"\ntau of the first half of the steps and the second: {'; '.join(agree)}")
     if said.calibrate:
         own = [run for g in groups.values() for run in g if teaches(run.run.name)]
-        profile = calibrated(profile, own)
+        profile = calibrated(profile, own)(None)
         rest = [
             scored(key, [run for run in g if not teaches(run.run.name)], profile)
             for key, g in groups.items()
         ]
-        numbers = ", ".join(f"{name} {getattr(profile, name):g}" for name in FITTED)
+        numbers = ", ".join(f"{name} {getattr(profile, name):g}" for name in NUMBERS)
         print("\n" + table("The half that did not calibrate", rest) + f"\n\n{numbers}")
     for key, g in groups.items() if said.all else ():
         print(f"\n{key}")

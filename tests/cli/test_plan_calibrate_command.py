@@ -16,7 +16,7 @@ from phalanx.cost import cached_costs
 from phalanx.layout import Layout, Shape
 from phalanx.plan import Curve, Machine, Rate, Store
 from phalanx.plan.local import hardware_of_machine, local_profile
-from phalanx.plan.profile import FITTED, SoftwareProfile, profile
+from phalanx.plan.profile import NUMBERS, SoftwareProfile, profile
 from phalanx.plan.search import judge
 from phalanx.plan.step import Request
 
@@ -82,7 +82,7 @@ def test_runs_move_the_profile_towards_what_they_ran_with_and_a_plan_reads_its_f
     for row in args["runs"]:
         assert abs(row["after"]) < 0.1 < abs(row["before"])
     found = profile(str(out))
-    assert args["profile"] == {name: getattr(found, name) for name in FITTED}
+    assert args["profile"] == {name: getattr(found, name) for name in NUMBERS}
     # A layout that was not among the runs is told better too.
     unseen = LAYOUTS[-1]
     truth, before, after = (seconds(unseen, s) for s in (TRUTH, local_profile(), found))
@@ -104,7 +104,7 @@ def test_the_table_names_each_run_with_its_error_before_and_after(
     assert lines[1].startswith(run)
     assert f"{before:+7.0%}" in lines[1]
     assert lines[1].endswith("dp2")
-    assert [line.split()[0] for line in lines[3:6]] == list(FITTED)
+    assert [line.split()[0] for line in lines[3:7]] == list(NUMBERS)
     assert "1 runs for 3 numbers" in lines[-1]
     assert not (tmp_path / "profile.toml").exists()
 

@@ -1,5 +1,4 @@
-"""`phalanx plan calibrate`: refits the planner's profile on runs of your own, and says how far off it was
-and is.
+"""`phalanx plan calibrate`: refits the planner's profile on runs of your own, and says how far off it is.
 
   phalanx doctor --out machine.toml --backend gloo
   phalanx plan calibrate runs/a runs/b --machine machine.toml --out profile.toml
@@ -8,7 +7,7 @@ and is.
 
 A run needs two lines of steps in its metrics.jsonl or more; the first one warms up and is left out.
 A table is what `phalanx plan score` reads; its rows name their devices, and one framework is fitted.
-The numbers want runs that differ: in tp, in pp, in ZeRO. What the runs do not decide stays as it was.
+First all of computing is slower by one factor; numbers of their own want runs that differ in tp, pp, ZeRO.
 Exit code 0: done; 2: wrong usage.
 """
 
@@ -27,7 +26,7 @@ from ..draw import text_table
 from ..layout.codec import dump
 from ..plan.calibrate import CostedRun, by_model, calibrated, costed, read_run, spread_over
 from ..plan.local import profile_for
-from ..plan.profile import FITTED, SoftwareProfile, profile
+from ..plan.profile import FITTED, NUMBERS, SoftwareProfile, profile
 from ..plan.published import runs_of
 from ..plan.table import read_table
 from .usage import Parser, UsageError, result, save, whole
@@ -50,7 +49,8 @@ def run(argv: Sequence[str]) -> int:
         raise UsageError("name folders of runs or tables, not both at once.")
     before, costed_runs = _of_tables(args) if tables else _of_folders(args)
     used = spread_over(costed_runs, args.rows or 0)
-    after = calibrated(before, used)
+    like = calibrated(before, used)
+    after = like(None)
     if args.out:
         save(args.out, dump(after, short=True))
     rows: list[dict[str, Any]] = [
@@ -59,12 +59,12 @@ def run(argv: Sequence[str]) -> int:
             "layout": str(run.run.case.layout),
             "seconds": run.measured,
             "before": run.step(before) / run.measured - 1,
-            "after": run.step(after) / run.measured - 1,
+            "after": run.step(like(run)) / run.measured - 1,
             "used": run in used,
         }
         for run in costed_runs
     ]
-    figures = {"runs": rows, "profile": {name: getattr(after, name) for name in FITTED}}
+    figures = {"runs": rows, "profile": {name: getattr(after, name) for name in NUMBERS}}
     return result(args, figures, _text(rows, before, after, args.out))
 
 
@@ -107,7 +107,7 @@ def _text(
     for r in rows:
         errors = f"{r['seconds']:.4g}s", f"{r['before']:+.0%}", f"{r['after']:+.0%}"
         runs.append((r["run"], *errors, "fit" if r["used"] else "test", r["layout"]))
-    fitted = [(n, f"{getattr(before, n):.3g}", "->", f"{getattr(after, n):.3g}") for n in FITTED]
+    fitted = [(n, f"{getattr(before, n):.3g}", "->", f"{getattr(after, n):.3g}") for n in NUMBERS]
     lines = [
         text_table(("run", "step", "before", "after", "for", "layout"), runs, left="lrrrll"),
         text_table((), fitted, left="lrll").rstrip("\n"),

@@ -9,12 +9,16 @@ the paths that have become the longest, until none does.
 """
 
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ..layout import Layout, Shape, piece_layout
 from ..layout.codec import decode
@@ -23,7 +27,7 @@ from ..program import ops
 from .device import MachineError, MachineFileError
 from .hardware import Hardware
 from .price import Case, PieceParts, Priced, costed_as, kind_of, parts_of
-from .profile import FITTED, SoftwareProfile
+from .profile import FITTED, NUMBERS, SoftwareProfile
 from .step import Choice, CostFunction, case_of, choice, longest
 
 Item = TypeVar("Item")
@@ -32,8 +36,10 @@ LongestPath = Callable[[SoftwareProfile], float]
 _CLIP = 0.4  # a run that is further off than this (in log time) is pathological and pulls no more
 _HELD = 0.5  # how much one run less moves a number than many do: the weight of where it starts
 _ROUNDS = 3  # of simulating all runs
-_BIAS_STEP, _BIAS_STEPS = 0.025, 28  # of the factor's logarithm: from a half to twice
-_PRIOR = 0.25  # runs that one guess of no bias counts as
+_SMALL = 0.01  # a difference that counts as one
+# How far apart kinds of runs are, and runs of one kind: the middle of what other families want.
+_APART, _OWN = 0.04, 0.05
+_TAILS, _TURNS = 3, 20  # degrees of freedom; until nothing moves
 _FOLDS = 5  # in which runs are left out to see whether more numbers help
 LEAST = 3  # runs with which that can be seen
 _WORTH = 0.8  # of the error that is left before, if more is moved
@@ -71,7 +77,7 @@ class CostedRun:
         return self.run.seconds
 
     def priced(self, numbers: SoftwareProfile) -> Priced:
-        profile = replace(self.facts, **{name: getattr(numbers, name) for name in FITTED})
+        profile = replace(self.facts, **{name: getattr(numbers, name) for name in NUMBERS})
         piped = self.run.case.layout.pp > 1
         embed, block, head = (part.under(profile, piped) for part in self.parts)
         return Priced(self.run.case, (embed, block, head), self.hardware, profile)
@@ -196,103 +202,102 @@ def _simplex(
     f: Callable[[Sequence[float]], float], start: list[float], step: float, moves: int
 ) -> list[float]:
     """The lowest point that Nelder and Mead's walk (1965) finds from a start."""
-    points = [start]
-    for k in range(len(start)):
-        moved = list(start)
-        moved[k] += step if moved[k] + step <= 1 else -step
-        points.append(moved)
-    known = sorted((f(x), x) for x in points)
+
+    def at(x: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
+        return f(x.tolist()), x
+
+    first = np.array(start)
+    moves_out = step * np.where(first + step <= 1, np.eye(len(start)), -np.eye(len(start)))
+    known = [at(first), *(at(first + move) for move in moves_out)]
     for _ in range(moves):
+        known.sort(key=operator.itemgetter(0))
         if known[-1][0] - known[0][0] < 1e-5:
             break
-        worst = known[-1][1]
-        others = [x for _, x in known[:-1]]
-        centre = [sum(each) / len(others) for each in zip(*others, strict=True)]
-
-        def towards(part: float, c: list[float] = centre, w: list[float] = worst) -> list[float]:
-            return [a + part * (a - b) for a, b in zip(c, w, strict=True)]
-
-        mirrored = towards(1.0)
-        value = f(mirrored)
-        if value < known[0][0]:
-            further = towards(2.0)
-            new = min((f(further), further), (value, mirrored))
-        elif value < known[-2][0]:
-            new = value, mirrored
-        else:
-            nearer = towards(0.5 if value < known[-1][0] else -0.5)
-            new = f(nearer), nearer
-            if new[0] >= min(value, known[-1][0]):  # all of them towards the best
-                first = known[0][1]
-                known = [known[0]] + [
-                    (f(x), x)
-                    for x in (
-                        [a + 0.5 * (b - a) for a, b in zip(first, other, strict=True)]
-                        for _, other in known[1:]
-                    )
-                ]
-                known.sort()
-                continue
-        known = sorted([*known[:-1], new])
-    return known[0][1]
+        most, worst = known.pop()
+        centre = np.mean([x for _, x in known], axis=0)
+        new = at(centre + (centre - worst))
+        if new[0] < known[0][0]:
+            new = min(at(centre + 2 * (centre - worst)), new, key=operator.itemgetter(0))
+        elif new[0] >= known[-1][0]:
+            limit = min(new[0], most)
+            new = at(centre + (0.5 if new[0] < most else -0.5) * (centre - worst))
+            if new[0] >= limit:  # all of them towards the best
+                best = known[0][1]
+                known = [known[0], *(at(best + 0.5 * (x - best)) for _, x in known[1:])]
+                new = at(best + 0.5 * (worst - best))
+        known.append(new)
+    return [float(x) for x in min(known, key=operator.itemgetter(0))[1]]
 
 
-def calibrated(base: SoftwareProfile, runs: Sequence[CostedRun]) -> SoftwareProfile:
-    """The profile whose fitted numbers come nearest to the runs: as they are, all of computing slower
-    or faster by one factor, or each number by itself. The more is moved, the more it has to help:
-    with runs that are left out in turn. What few runs do not decide stays near where it is."""
+def calibrated(
+    base: SoftwareProfile, runs: Sequence[CostedRun]
+) -> Callable[[CostedRun | None], SoftwareProfile]:
+    """The profile after some runs, for what is like a run, or for all that they are like: computing is
+    slower or faster by one factor. With three runs or more each number may move by itself, where that
+    helps runs that are left out in turn."""
     timed = [run for run in runs if run.measured > 0]
-    if not timed:
-        return base
-    paths: dict[int, LongestPath] = {id(run): run.longest(base) for run in timed}
+    paths = {id(run): run.longest(base) for run in timed}
     met: dict[int, list[LongestPath]] = {}
 
-    def biased(some: Sequence[CostedRun]) -> SoftwareProfile:
-        return _biased(base, [(paths[id(run)], run.measured) for run in some])
+    def slower(some: Sequence[CostedRun]) -> Callable[[CostedRun | None], SoftwareProfile]:
+        factor = _slower(base, some, [paths[id(run)] for run in some])
+        return lambda like: replace(base, slower=round(base.slower * factor(like), 4))
 
-    def fitted(some: Sequence[CostedRun]) -> SoftwareProfile:
+    def fitted(some: Sequence[CostedRun]) -> Callable[[CostedRun | None], SoftwareProfile]:
         # No run of one's own is clipped: on a machine file that is twice too fast all are far off.
-        return fit(biased(some), some, clip=math.inf, moves=_MOVES, met=met)
+        found = fit(slower(some)(None), some, clip=math.inf, moves=_MOVES, met=met)
+        return lambda like: found
 
-    if len(timed) < LEAST:
-        return biased(timed)
-    folds = range(min(_FOLDS, len(timed)))
-    best, least = base, _off(base, timed, paths)
-    for way in (biased, fitted):
-        off: list[float] = []
+    def off(way: Callable[..., Callable[[CostedRun | None], SoftwareProfile]]) -> list[float]:
+        folds, found = range(min(_FOLDS, len(timed))), list[float]()
         for fold in folds:
             moved = way([run for n, run in enumerate(timed) if n % len(folds) != fold])
-            off += _off(moved, timed[fold :: len(folds)], paths)
+            for run in timed[fold :: len(folds)]:
+                found.append(abs(math.log(paths[id(run)](moved(run)) / run.measured)))
+        return found
+
+    if len(timed) >= LEAST:
+        least, more = off(slower), off(fitted)
         # Of most runs, and not of one that is far off.
-        if all(middle(off) < _WORTH * middle(least) for middle in (fmean, median)):
-            best, least = way(timed), off
-    return best
+        if all(middle(more) < _WORTH * middle(least) for middle in (fmean, median)):
+            return fitted(timed)
+    return slower(timed)
 
 
-def _off(
-    profile: SoftwareProfile, runs: Sequence[CostedRun], paths: Mapping[int, LongestPath]
-) -> list[float]:
-    """Relative errors, as logarithms."""
-    return [abs(math.log(paths[id(run)](profile) / run.measured)) for run in runs]
+def kind(run: CostedRun) -> tuple[Any, ...]:
+    """What one run has in common with others: a device, software, a model."""
+    shape, hardware = run.run.case.shape, run.hardware
+    device = hardware.memory, *sorted(hardware.peak.items())
+    return device, run.facts.name, (shape.layers, shape.hidden, shape.total)
 
 
-def _biased(base: SoftwareProfile, known: Sequence[tuple[LongestPath, float]]) -> SoftwareProfile:
-    """With the factor of computing that comes nearest, nearer to none the fewer runs say so."""
-    factors = [math.exp(_BIAS_STEP * k) for k in range(-_BIAS_STEPS, _BIAS_STEPS + 1)]
+def _slower(
+    base: SoftwareProfile, runs: Sequence[CostedRun], paths: Sequence[LongestPath]
+) -> Callable[[CostedRun | None], float]:
+    """How much slower computing is, of what is like a run: a posterior mean. Its logarithm adds what all
+    share, a device, software and a model, each around 0; each run is off by something of its own. Both
+    have the long tails of Student's distribution: a machine file may be wrong by half, as a run."""
+    if not runs:
+        return lambda like: 1.0
+    kinds, steps = [kind(run) for run in runs], [path(base) for path in paths]
+    more = replace(base, slower=base.slower * math.exp(_SMALL))
+    part = np.array([math.log(p(more) / s) / _SMALL for p, s in zip(paths, steps, strict=True)])
+    off = np.array([math.log(run.measured / s) for run, s in zip(runs, steps, strict=True)])
 
-    def off(factor: float) -> float:
-        profile = _slower(base, factor)
-        return math.fsum(abs(math.log(path(profile) / seconds)) for path, seconds in known)
+    def alike(own: tuple[Any, ...]) -> NDArray[np.float64]:
+        shared = [1 + sum(map(operator.eq, own, other)) for other in kinds]
+        return np.asarray(_APART**2 * np.array(shared) * part)
 
-    found = min(sorted(factors, key=lambda factor: abs(math.log(factor))), key=off)
-    return _slower(base, found ** (len(known) / (len(known) + _PRIOR)))
-
-
-def _slower(base: SoftwareProfile, factor: float) -> SoftwareProfile:
-    """The profile with products, memory traffic and the host slower by one factor."""
-    return replace(
-        base, speed=base.speed / factor, traffic=base.traffic * factor, host=base.host * factor
-    )
+    between = part[:, None] * np.array([alike(own) for own in kinds])
+    rest, wider = off - np.median(off), 1.0
+    for _ in range(_TURNS):
+        noise = _OWN**2 * (_TAILS + (rest / _OWN) ** 2) / (_TAILS + 1)
+        weights = np.linalg.solve(wider * between + np.diag(noise), off)
+        rest = off - wider * between @ weights
+        far = wider**2 * float(weights @ between @ weights)
+        wider = (_TAILS + far) / (_TAILS + len(set(kinds)))
+    common = float(np.mean([wider * alike(own) @ weights for own in kinds]))
+    return lambda like: math.exp(float(wider * alike(kind(like)) @ weights) if like else common)
 
 
 def spread_over(runs: Sequence[Item], count: int) -> list[Item]:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..program.program import uncollected
-from .calibrate import LEAST, calibrated, spread_over
+from .calibrate import calibrated, kind, spread_over
 from .hardware import Hardware
 from .price import Case
 from .profile import SoftwareProfile
@@ -64,24 +64,20 @@ class StepErrors:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The numbers of a family that has not been seen, and of each of its profiles, by name, after the
-    rows of it that are `seen`."""
+    """The numbers of a family that has not been seen, and of each kind of its runs after the rows of it
+    that are `seen`."""
 
     numbers: SoftwareProfile
-    after: Mapping[str, SoftwareProfile]
+    after: Mapping[Any, SoftwareProfile]
     seen: tuple[PublishedRow, ...]
 
 
 def held_out(start: SoftwareProfile, runs: Sequence[PublishedRun], count: int) -> HeldOut:
-    """Numbers that no run of a family has seen, and after so many of them: each software by its own
-    where enough are, else by all."""
+    """Numbers that no run of a family has seen, and after so many of them."""
     counted = [run for run in runs if run.counts]
     seen = spread_over(counted, count) if count else []
-    after = dict.fromkeys((run.row.profile.name for run in runs), calibrated(start, seen))
-    for name in after:
-        mine = [run for run in seen if run.row.profile.name == name]
-        if LEAST <= len(mine) < len(seen):
-            after[name] = calibrated(start, mine)
+    like = calibrated(start, seen)
+    after = {own: like(run) for own, run in {kind(run): run for run in runs}.items()}
     return HeldOut(start, after, tuple(run.row for run in seen))
 
 
@@ -202,7 +198,7 @@ def scored_row(run: PublishedRun, held: HeldOut | None) -> ScoredRow:
         return scored
     other = run.choice(held.numbers)
     seen = not held.seen or row in held.seen
-    after = 0.0 if seen else run.choice(held.after[row.profile.name]).step
+    after = 0.0 if seen else run.choice(held.after[kind(run)]).step
     return replace(scored, parts=other.parts, held=other.step, after=after)
 
 
