@@ -1,9 +1,10 @@
-"""The order of the tests, and when garbage is looked for."""
+"""The order of the tests, when garbage is looked for, and what ranks that are processes start with."""
 
 from __future__ import annotations
 
 import gc
 import os
+from multiprocessing import forkserver
 
 import pytest
 
@@ -14,6 +15,16 @@ LONG = (
     "test_ranks_agree.py", "test_make_gpu.py", "test_experiments.py", "test_common_mistakes.py",
     "test_top_command.py", "test_docs.py",
 )  # fmt: skip
+
+
+# What every rank of a test would load again, up to a second for each: the process from which they are
+# forked has it beside what it loads itself.
+LOADED = ("phalanx.verify", "phalanx.train.loop", "torch.fx.experimental.symbolic_shapes")
+
+
+def pytest_configure() -> None:
+    plain = forkserver.set_forkserver_preload
+    forkserver.set_forkserver_preload = lambda names: plain([*names, *LOADED])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
