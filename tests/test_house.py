@@ -311,7 +311,7 @@ LINES = {
     "plan": 5282,
     "models": 1969,
     "comm": 4732,
-    "parallel": 4564,
+    "parallel": 4569,
     "cost": 1246,
     "bench": 1112,
     "train": 7153,

@@ -145,10 +145,15 @@ def build_local(
             width = model.shape.hidden if model.shape else 0
             shape = edge_shape(batch, width, layout.tp if layout.seq else 1)
             like = {"x": torch.empty(shape, dtype=precision.compute, device="meta")}
-        return {name: torch.empty_like(x, device=world.device) for name, x in like.items()}
+        return {name: _real(x, world.device) for name, x in like.items()}
 
     exchange = Exchange(groups.ep, groups.routes, expert_pieces(model))
     return LocalModel(pieces, units, still, groups, exchange, pool, at, edge, draw)
+
+
+def _real(x: Tensor, device: torch.device) -> Tensor:
+    """Memory for a tensor on meta. `empty_like` of one imports sympy, which takes 0.3 s."""
+    return torch.empty(x.shape, dtype=x.dtype, device=device)
 
 
 def _stays(weights: Sequence[Weight], groups: UnitGroups) -> bool:
@@ -211,7 +216,7 @@ def _place(
                     child._parameters[key] = bound[originals[parameter]]
             buffers = {key: x for key, x in child._buffers.items() if x is not None}
             for key, x in buffers.items():
-                child._buffers[key] = torch.empty_like(x, device=device) if x.is_meta else x
+                child._buffers[key] = _real(x, device) if x.is_meta else x
             reset = getattr(child, "reset_buffers", None)
             if buffers and callable(reset):
                 reset()
