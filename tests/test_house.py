@@ -314,7 +314,7 @@ LINES = {
     "parallel": 4569,
     "cost": 1246,
     "bench": 1112,
-    "train": 7153,
+    "train": 7156,
     "verify": 2194,
     "report": 914,
     "lab": 3560,

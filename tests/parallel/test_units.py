@@ -134,7 +134,7 @@ def of_shared_memory(world: World, text: str) -> list[bool]:
     assert isinstance(world, ShmWorld)
     flat = [u.home for u in held.units.values()]
     flat += [buffer for waiting in held.pool.free.values() for buffer in waiting]
-    return [world._arena.address(buffer) >= 0 for buffer in flat]
+    return [world._arena.place(buffer) >= 0 for buffer in flat]
 
 
 @pytest.mark.parametrize("text", ["dp2", "dp2 zero1", "dp2 zero3"])

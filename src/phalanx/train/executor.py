@@ -165,9 +165,7 @@ class Executor:
         words[OP] = -1
         for group in (self.local.groups.activations, self.local.groups.gradients):
             group.flush()
-        named = {"loss": self.loss, "count": self.count, **self.sums}
-        if self.norm is not None:
-            named["norm"] = self.norm
+        named = self._numbers()
         words[WAITS] = DEVICE if self.local.pool.device.type == "cuda" else 0
         read = dict(zip(named, torch.cat([*named.values()]).tolist(), strict=True))
         words[WAITS] = 0
@@ -182,6 +180,11 @@ class Executor:
         """Write down from here on at which operation this rank is; with the names of pieces."""
         self.words = positions.words
         self.first = positions.texts([f"{op} ({op.described(names)})" for op in self.row])
+
+    def _numbers(self) -> dict[str, Tensor]:
+        """What is read after a step, each of shape (1,)."""
+        norm = {} if self.norm is None else {"norm": self.norm}
+        return {"loss": self.loss, "count": self.count, **norm, **self.sums}
 
     def _perform(self, op: Op) -> None:
         try:
