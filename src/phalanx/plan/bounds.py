@@ -124,6 +124,7 @@ class _Numbers:
 
         self.forward = [array(kind, "forward") for kind in range(3)]
         self.backward = [array(kind, "backward") for kind in range(3)]
+        self.inputs = array(1, "input_gradient")
         self.kept = array(1, "kept")
         self.temporary = np.minimum(array(1, "temporary"), array(2, "temporary"))
         self.weights = [float(_number(three[0][0][kind], "weights")) for kind in range(3)]
@@ -242,16 +243,26 @@ def _time(
 
 
 def _lost(space: Space, x: Options, n: _Numbers, u: _Unit, m: Array, *, split: bool) -> Array:
-    """Seconds that a block loses to messages beside a microbatch, (ZeRO, microbatches, 1, inners, 1)."""
-    found = []
-    for z, zero in enumerate(x.zeros):
-        gather, sums = u.gather[1, z], u.reduce[1, z] + u.replicas[1, z]
-        each = zero.gather == "micro"
-        forward = np.minimum(gather / (1 if each else m), OVERLAP * n.forward[1])
-        back = gather * (each and zero.stage == 3) + sums / (1 if zero.stage > 1 else m)
-        found.append(forward + (not split) * np.minimum(back, OVERLAP * n.backward[1]))
-    r = space.request
-    return SLOWED * (r.profile.overlaps_data and not r.hardware.cores) * np.array(found)
+    """Seconds that a block loses to messages beside a microbatch, (ZeRO, microbatches, 1, inners, 1); in
+    its forward alone where the backward is split, the parts of which are not known before they are costed."""
+    plain = np.array([not inner.matmul for inner in x.inners])[:, None]
+    both = [_beside(space, zero, u, z, 1, m) for z, zero in enumerate(x.zeros)]
+    forward, back = np.array([np.broadcast_arrays(*each, m)[:2] for each in both]).swapaxes(0, 1)
+    lost = np.minimum(forward, OVERLAP * n.forward[1])
+    lost = lost + (not split) * np.minimum(back, OVERLAP * n.inputs)
+    return np.asarray(SLOWED * plain * lost)
+
+
+def _beside(
+    space: Space, zero: Zero, u: _Unit, z: int, kind: int, count: Array | float
+) -> tuple[Array | float, Array | float]:
+    """Seconds of messages beside a forward and a backward of one of the three."""
+    if not space.request.profile.overlaps_data or space.request.hardware.cores:
+        return 0.0, 0.0
+    gather, sums = u.gather[kind, z], u.reduce[kind, z] + u.replicas[kind, z]
+    each = zero.gather == "micro"
+    again = gather * (each and zero.stage == 3)
+    return gather / (1 if each else count), again + sums / (1 if zero.stage > 1 else count)
 
 
 def _alone(
@@ -354,7 +365,17 @@ def followed(
     blocks = _blocks(request.shape, pp, pipe)
     again = block.again.total if inner.recompute != "none" else 0.0
     segment = _segment(inner.recompute)
-    embed_, block_, head_ = (t.computed | {ops.BACKWARD: t.backward} for t in (embed, block, head))
+
+    def times_of(kind: int, t: PieceTimes) -> dict[str, float]:
+        """Seconds by kind of operation, with what is lost to messages beside them."""
+        times = dict(t.computed)
+        if not inner.matmul:
+            beside = _beside(space, zero, priced, z, kind, count)
+            for op, messages in zip((ops.FORWARD, ops.INPUT_GRADIENT), beside, strict=True):
+                times[op] += SLOWED * min(float(messages), OVERLAP * times[op])
+        return times | {ops.BACKWARD: times[ops.INPUT_GRADIENT] + times[ops.WEIGHT_GRADIENT]}
+
+    embed_, block_, head_ = (times_of(*each) for each in enumerate((embed, block, head)))
 
     def whole(each: Array) -> list[float]:
         """Of the units of each stage together, by embedding, block and head."""
