@@ -308,7 +308,7 @@ LINES = {
     "layout": 4064,
     "program": 3382,
     "draw": 1657,
-    "plan": 5303,
+    "plan": 5322,
     "models": 1969,
     "comm": 4732,
     "parallel": 4569,

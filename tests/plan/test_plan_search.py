@@ -15,6 +15,7 @@ from phalanx.api.request import request_for
 from phalanx.layout import Layout, LayoutError, Shape, legal, piece_layout, stage_pieces
 from phalanx.layout.choices import DUALPIPE_V
 from phalanx.layout.stages import partial_pieces
+from phalanx.plan import refused
 from phalanx.plan.device import MachineError
 from phalanx.plan.hardware import Hardware, hardware_of
 from phalanx.plan.link import cluster
@@ -509,16 +510,39 @@ def test_a_tighter_limit_never_gives_a_faster_plan() -> None:
 
 def test_every_family_without_a_pick_has_its_reason() -> None:
     best = plan().layouts[0]
-    refused = {r.family: r for r in plan().refused}
+    lost = {r.family: r for r in plan().refused}
     for family in ("tp2", "tp4", "tp8", "pp2", "pp4", "cp2", "1f1b", "interleaved", "HSDP"):
         mine = {f"{a.name}{a.size}" for a in best.layout.mesh.axes} | {best.layout.schedule}
-        assert family in refused or family in mine or best.layout.mesh.of("dp.replicate") > 1
+        assert family in lost or family in mine or best.layout.mesh.of("dp.replicate") > 1
     kinds = ("slower", "memory", "illegal", "pruned")
-    assert all(r.reason and r.kind in kinds for r in refused.values())
-    assert refused["pp16"].kind == "illegal"
-    slower = [r for r in refused.values() if r.kind == "slower"]
+    assert all(r.reason and r.kind in kinds for r in lost.values())
+    assert lost["pp16"].kind == "illegal"
+    slower = [r for r in lost.values() if r.kind == "slower"]
     assert slower
     assert all(r.times >= 1 - 1e-6 for r in slower)
+
+
+def test_a_family_with_very_long_steps_is_told_by_its_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Nothing is simulated then for a reason: only what the search itself has seen is.
+    whole = search(request(), top=1)
+    monkeypatch.setattr(refused, "_LONG", 0)
+    short = search(request(), top=1)
+    assert short.simulated < whole.simulated
+    slower = [r for r in short.refused if r.kind == "slower"]
+    assert any(r.reason.startswith("at least") and " ms more for " in r.reason for r in slower)
+
+
+def test_what_a_rank_computes_is_known_without_a_simulation() -> None:
+    screened = _screened("h100x8", 16, 8, 0.85)
+    known = np.flatnonzero(screened.known())
+    for i in known[:: max(1, len(known) // 40)].tolist():
+        least, found = refused._least(screened, i), screened.pricer.choose(screened.layout(i))
+        # What messages beside take is not in it, and the block before the head is not computed again,
+        # which is a fourth of the work of one of a rank's blocks.
+        assert 0.9 * found.parts["compute"] < least["compute"] < 1.07 * found.parts["compute"]
+        assert sum(least.values()) == pytest.approx(screened.step[i])
 
 
 def test_what_does_not_fit_says_how_much_it_needs() -> None:

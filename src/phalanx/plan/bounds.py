@@ -346,41 +346,25 @@ def _stage_nodes(
     return tuple(nodes), tuple(keys)
 
 
-def followed(
-    space: Space, x: Options, at: tuple[int, int, int, int], pricer: Pricer, priced: _Unit
-) -> float:
-    """Seconds that one candidate takes by its own schedule, with its first gathers and its last sums: no
-    program of it is faster. 0 where that is not looked at: without a pipeline, too long, with frozen
-    pieces, where steps roll or two microbatches are computed in turn."""
-    (z, c, p, q), pp = at, x.grid.pp
-    pipe, inner, count, zero = x.pipelines[p], x.inners[q], x.counts[c], x.zeros[z]
-    request = space.request
-    other = request.profile.rolls or request.hardware.cores or request.shape.frozen
-    other = other or pipe.overlap or traits(pipe.schedule).forward_first
-    if pp == 1 or other or 3 * pp * pipe.chunks * count > _NODES:
-        return 0.0
-    layout = space.layout(x, *at)
-    cut = space.cut(x.grid, inner, split=layout.splits_backward)
-    embed, block, head = pricer.three(cut, space.rows(x.grid, count), True)
-    blocks = _blocks(request.shape, pp, pipe)
-    again = block.again.total if inner.recompute != "none" else 0.0
-    segment = _segment(inner.recompute)
+def _stage_times(
+    three: Three,
+    messages: Sequence[tuple[Array | float, Array | float]],
+    keys: Sequence[tuple[str, int]],
+    blocks: Sequence[int],
+    inner: Inner,
+) -> tuple[list[tuple[float, float]], list[float]]:
+    """Seconds of every (kind, stage): of what needs no gradient and of the rest, and of its last piece; with
+    what is lost to the messages beside a forward and a backward of each of the three."""
 
-    def times_of(kind: int, t: PieceTimes) -> dict[str, float]:
-        """Seconds by kind of operation, with what is lost to messages beside them."""
+    def slowed(t: PieceTimes, beside: tuple[Array | float, Array | float]) -> dict[str, float]:
         times = dict(t.computed)
-        if not inner.matmul:
-            beside = _beside(space, zero, priced, z, kind, count)
-            for op, messages in zip((ops.FORWARD, ops.INPUT_GRADIENT), beside, strict=True):
-                times[op] += SLOWED * min(float(messages), OVERLAP * times[op])
+        for op, took in zip((ops.FORWARD, ops.INPUT_GRADIENT), beside, strict=True):
+            times[op] += SLOWED * min(float(took), OVERLAP * times[op])
         return times | {ops.BACKWARD: times[ops.INPUT_GRADIENT] + times[ops.WEIGHT_GRADIENT]}
 
-    embed_, block_, head_ = (times_of(*each) for each in enumerate((embed, block, head)))
-
-    def whole(each: Array) -> list[float]:
-        """Of the units of each stage together, by embedding, block and head."""
-        of = [n * each[1] for n in blocks]
-        return [of[0] + each[0], *of[1:-1], of[-1] + each[2]]
+    embed_, block_, head_ = map(slowed, three, messages)
+    again = three[1].again.total if inner.recompute != "none" else 0.0
+    segment = _segment(inner.recompute)
 
     def seconds(kind: str, stage: int) -> tuple[float, float]:
         """Of what needs no gradient, and of the rest."""
@@ -400,10 +384,41 @@ def followed(
             return last[kind]
         return block_[kind] if blocks[stage] else first[kind]
 
+    return [seconds(*key) for key in keys], [ending(*key) for key in keys]
+
+
+def followed(
+    space: Space, x: Options, at: tuple[int, int, int, int], pricer: Pricer, priced: _Unit
+) -> float:
+    """Seconds that one candidate takes by its own schedule, with its first gathers and its last sums: no
+    program of it is faster. 0 where that is not looked at: without a pipeline, too long, with frozen
+    pieces, where steps roll or two microbatches are computed in turn."""
+    (z, c, p, q), pp = at, x.grid.pp
+    pipe, inner, count, zero = x.pipelines[p], x.inners[q], x.counts[c], x.zeros[z]
+    request = space.request
+    other = request.profile.rolls or request.hardware.cores or request.shape.frozen
+    other = other or pipe.overlap or traits(pipe.schedule).forward_first
+    if pp == 1 or other or 3 * pp * pipe.chunks * count > _NODES:
+        return 0.0
+    layout = space.layout(x, *at)
+    cut = space.cut(x.grid, inner, split=layout.splits_backward)
+    three = pricer.three(cut, space.rows(x.grid, count), True)
+    blocks = _blocks(request.shape, pp, pipe)
+
+    def whole(each: Array) -> list[float]:
+        """Of the units of each stage together, by embedding, block and head."""
+        of = [n * each[1] for n in blocks]
+        return [of[0] + each[0], *of[1:-1], of[-1] + each[2]]
+
     nodes, keys = _stage_nodes(pipe.schedule, pp, pipe.chunks, count)
-    times, tails = [seconds(*key) for key in keys], [ending(*key) for key in keys]
+    # Gathers in 8 bits are shorter than those of `priced`.
+    messages = [
+        (0.0, 0.0) if inner.matmul else _beside(space, zero, priced, z, kind, count)
+        for kind in range(3)
+    ]
+    times, tails = _stage_times(three, messages, keys, blocks, inner)
     far = distance(layout, "pp")
-    hop = request.hardware.network.seconds("send", block.cost.edge, pp, far)
+    hop = request.hardware.network.seconds("send", three[1].cost.edge, pp, far)
     hop *= not request.profile.scatters_sends
     held = ranks_of(len(blocks), pp, pipe.schedule)
     # When a stage's weights have been gathered, one unit after the other, if once a step.

@@ -145,25 +145,23 @@ def _slower(family: str, screened: Screened, i: int, least: float, winner: int) 
 
 
 def _least(screened: Screened, i: int) -> dict[str, float]:
-    """What the blocks of a candidate's fullest rank take, and that it waits at least for the rest of its
-    bound."""
+    """What the rank of a candidate that computes most takes for that, and for messages inside its pieces; it
+    waits at least for the rest of its bound."""
     layout, shape = screened.layout(i), screened.space.request.shape
-    block = screened.pricer.priced(layout).three[1]
-    times = [block.forward, block.input_gradient, block.weight_gradient]
-    times += [block.again] * (layout.recompute != "none")
+    each = []  # of a piece of every kind and a microbatch
+    for n, t in enumerate(screened.pricer.priced(layout).three):
+        times = [t.forward, t.input_gradient, t.weight_gradient]
+        times += [t.again] * (layout.recompute != "none" and n == 1)
+        each.append((sum(x.total for x in times), sum(x.messages for x in times)))
     stages = stage_pieces(layout, shape)
-    blocks = [sum(kind_of(piece, shape) == 1 for piece in stage) for stage in stages]
-    most = max(
-        sum(blocks[s] for s in held) for held in ranks_of(len(stages), layout.pp, layout.schedule)
-    )
-    each = most * layout.microbatches
-    messages = each * sum(t.messages for t in times)
-    compute = each * sum(t.total for t in times) - messages
-    return {
-        "compute": compute,
-        "tensor": messages,
-        "bubble": float(screened.step[i]) - compute - messages,
-    }
+    ranks = [
+        [each[kind_of(piece, shape)] for stage in held for piece in stages[stage]]
+        for held in ranks_of(len(stages), layout.pp, layout.schedule)
+    ]
+    most = max(ranks, key=lambda taken: sum(total for total, _ in taken))
+    total, messages = (layout.microbatches * sum(each) for each in zip(*most, strict=True))
+    rest = float(screened.step[i]) - total
+    return {"compute": total - messages, "tensor": messages, "bubble": rest}
 
 
 def _large(family: str, screened: Screened, i: int, room: float) -> Refusal:

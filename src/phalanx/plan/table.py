@@ -27,9 +27,15 @@ _DEVICES = (
     (r"v5e|v5 ?lite", "tpu-v5e"), (r"v5p", "tpu-v5p"), (r"v6e|trillium", "tpu-v6e"),
     (r"trainium ?2|trn2", "trainium2"), (r"gaudi ?3", "gaudi-3"),
 )  # fmt: skip
-_MEANINGS: dict[str, dict[str, list[str]]] = tomllib.loads(
-    (Path(__file__).parent / "words.toml").read_text(encoding="utf-8")
-)
+_WORDS = tomllib.loads((Path(__file__).parent / "words.toml").read_text(encoding="utf-8"))
+_COMMON = _WORDS.pop("common")
+_MEANINGS: dict[str, dict[str, list[str]]] = {
+    column: {
+        is_: [w for word in words for w in _COMMON.get(word, [word])]
+        for is_, words in known.items()
+    }
+    for column, known in _WORDS.items()
+}
 _TIMES = ("step_time_s", "tok_s_gpu", "tflops_gpu")
 _MEASURED = (*_TIMES, "peak_mem_gb")
 _ZERO = r"(?:zero-?)?(?:stage-?)?([0-3])"
