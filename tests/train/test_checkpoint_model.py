@@ -101,7 +101,7 @@ def test_other_sizes_are_adopted_if_asked_for_and_changed_settings_are_told(
     assert "optimizer.lr: 0.01 in the checkpoint, 1e-09 in the run" in settings
     # Weights of another shape are no matter of adopting.
     other = f"model={toml_value(PLAIN | {'ffn': 32})}"
-    assert train_verb.run([other, *words[1:], "steps=6", "--adopt"]) == 1
+    assert main(["train", other, *words[1:], "steps=6", "--adopt"]) == 2
     assert "cannot be loaded" in capsys.readouterr().err
 
 

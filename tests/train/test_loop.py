@@ -23,8 +23,8 @@ from phalanx.program import Sizes, Timeline, build
 from phalanx.program.build import forward_only
 from phalanx.program.memory import peaks
 from phalanx.train import loop
+from phalanx.train.checkpoint_format import CheckpointError
 from phalanx.train.log import Journal
-from phalanx.train.loop import TrainError
 from phalanx.train.optimizer import learning_rate
 from phalanx.train.rank import Rank
 
@@ -174,7 +174,7 @@ def test_a_run_goes_on_behind_what_it_has_seen_with_another_batch(tmp_path: Path
 def test_another_seed_is_refused_as_the_data_would_be_others(tmp_path: Path) -> None:
     out = tmp_path / "run"
     trained(small(out, "steps=1"), "")
-    with pytest.raises(TrainError, match="was begun with seed = 0, the run says 7"):
+    with pytest.raises(CheckpointError, match="was begun with seed = 0, the run says 7"):
         trained(small(out, "seed=7"), "")
 
 

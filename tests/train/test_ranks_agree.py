@@ -106,14 +106,16 @@ def words(more: list[str], named: dict[str, str], folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[tuple[int, str], ...]]:
-    """How both ranks of each start ended; the last start is of ranks that agree."""
+    """How both ranks of each start ended. In the last two the ranks agree: one trains, and one is to
+    go on with another seed."""
     folder = tmp_path_factory.mktemp("agreement")
     named = files(folder)
     same = (["data=same"], ["data=tokens"], "")
+    reseeded = (["seed=3", "steps=2"], ["seed=3", "steps=2"], "")
     starts = [
         [port, [words(zero, named, folder), words(one, named, folder)]]
         for port, (one, zero, _) in zip(
-            free_ports(len(DIFFERENT) + 1), [*DIFFERENT, same], strict=True
+            free_ports(len(DIFFERENT) + 2), [*DIFFERENT, same, reseeded], strict=True
         )
     ]
     (folder / "starts").write_text(json.dumps(starts))
@@ -155,9 +157,19 @@ def test_ranks_started_differently_all_refuse_and_name_rank_and_key(
 def test_ranks_started_alike_train_though_their_data_lies_elsewhere(
     started: list[tuple[tuple[int, str], ...]],
 ) -> None:
-    (code, text), (other, _) = started[-1]
-    assert (code, other) == (0, 0), started[-1]
+    (code, text), (other, _) = started[-2]
+    assert (code, other) == (0, 0), started[-2]
     assert "step 1/1" in text
+
+
+def test_what_all_ranks_refuse_while_they_resume_is_a_sentence_of_each(
+    started: list[tuple[tuple[int, str], ...]],
+) -> None:
+    assert [code for code, _ in started[-1]] == [2, 2], started[-1]
+    for rank, (_, text) in enumerate(started[-1]):
+        assert f"rank {rank}: CheckpointError: " in text
+        assert "was begun with seed = 0, the run says 3" in text
+        assert "Traceback" not in text
 
 
 def train_apart(world: World, out: str, keys: list[str], layouts: list[str]) -> None:

@@ -78,9 +78,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise  # errors for the user are families of our own; any other is our mistake
         if isinstance(error, ValueError):
             complain(f"{type(error).__name__}: {error}")
-            return 2
-        complain(str(error))  # a rank that failed, a collective that gave wrong numbers
-        return 1
+            return getattr(error, "exit_code", 2)
+        # A rank that failed, or a collective that gave wrong numbers. What a rank refused is shown
+        # without its traceback.
+        complain(getattr(error, "refusal", "") or str(error))
+        return getattr(error, "exit_code", 1)
     except OSError as error:
         if error.filename is None:
             raise

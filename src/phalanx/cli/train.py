@@ -26,7 +26,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from ..hang.watcher import FILE as HANG
-from ..layout import Layout, LayoutError
+from ..layout import Layout
 from ..layout.codec import schema
 from ..layout.environment import EnvironmentMistake, Rendezvous, launched, node_command, rendezvous
 from ..layout.mesh import RANKS
@@ -193,11 +193,9 @@ def _train(config: Run, args: argparse.Namespace, notice: str) -> int:
 def _joined(config: Run, args: argparse.Namespace, notice: str, at: Rendezvous) -> int:
     """One rank of those that a launcher has started."""
     from ..comm import CommError, PeerFailed, RanksDiffer, agreement, join
+    from ..comm.base import exit_code_of
     from ..comm.pool import be_killed_with_parent
-    from ..train.checkpoint_format import CheckpointError
-    from ..train.lock import RunLocked
-    from ..train.log import JournalError
-    from ..train.loop import TrainError, train
+    from ..train.loop import train
     from ..train.watched import call_timeout
 
     if args.ranks not in (None, at.size):
@@ -231,16 +229,12 @@ def _joined(config: Run, args: argparse.Namespace, notice: str, at: Rendezvous) 
     except (RanksDiffer, PeerFailed):
         world.close()
         raise
-    except RunLocked as error:
-        complain(f"rank {at.rank}: RunLocked: {error}")
-        return 2
-    except (TrainError, CheckpointError, JournalError) as error:  # for the first two all ranks
+    except BaseException as error:
+        world.abort()
+        if not (code := exit_code_of(error)):
+            raise
         complain(f"rank {at.rank}: {type(error).__name__}: {error}")
-        world.abort()
-        return 1
-    except BaseException:
-        world.abort()
-        raise
+        return code
     world.close()
     return _ended(config, outcome, args.json and at.rank == 0)
 
@@ -249,7 +243,7 @@ def _layout_that_fits(config: Run, ranks: int, gpus: int, notice: str) -> Layout
     """The run's layout. Whatever can be refused before ranks train is refused here, by each rank of a
     launcher, or once for local ranks."""
     from ..parallel import refuse_unfit
-    from ..train.checkpoint_load import ModelIdentity, newest, refuse_other
+    from ..train.checkpoint_load import ModelIdentity, newest, refuse_optimizer, refuse_other
     from ..train.program import maker_of, shape_of
     from ..train.rank import batches_of
     from .memory import auto
@@ -261,6 +255,8 @@ def _layout_that_fits(config: Run, ranks: int, gpus: int, notice: str) -> Layout
     # The ranks look again at what they choose to go on from.
     if saved and not config.checkpoint.adopt:
         refuse_other(*saved, ModelIdentity.of(maker_of(config)(), shape, config.own))
+    if saved:
+        refuse_optimizer(*saved, config.optimizer.name)
     named = config.layout_of(shape)
     if named is None:
         layout, why = auto(config, shape, ranks, gpus)
@@ -308,19 +304,12 @@ def _local(config: Run, layout: Layout, args: argparse.Namespace) -> int:
 def _until_it_ends(config: Run, layout: Layout, args: argparse.Namespace) -> Outcome | None:
     """Train, and start the ranks again after one has failed, as often as the run says; none when that
     was in vain. Without a newer checkpoint in between they would fail at the same place."""
-    from ..comm import RankFailed, RanksDiffer, launch
-    from ..program import ProgramError
+    from ..comm import RankFailed, launch
     from ..train.checkpoint import steps
-    from ..train.checkpoint_format import CheckpointError
     from ..train.checkpoint_memory import newest_in_memory
-    from ..train.data.token_files import DataError
-    from ..train.log import JournalError
-    from ..train.loop import TrainError, train
+    from ..train.loop import train
     from ..train.watched import call_timeout
 
-    failures = (TrainError, CheckpointError, JournalError, DataError)
-    # What the run itself refuses is a sentence, and would be refused again.
-    refusals = tuple(k.__name__ for k in (*failures, RanksDiffer, LayoutError, ProgramError))
     restarts, before = config.train.restarts, None
     terms = {"backend": args.backend, "apart": restarts > 0, "timeout": call_timeout(config)}
     for left in range(restarts, -1, -1):
@@ -330,20 +319,18 @@ def _until_it_ends(config: Run, layout: Layout, args: argparse.Namespace) -> Out
             first: Outcome = outcomes[0]
             return first
         except RankFailed as error:
+            if error.refusal:  # a sentence for the user: every start would end with it
+                raise
             text = error.reports[0].error
             if f"signal {signal.SIGBUS.value}" in text and (cut := _cut_file(config)):
                 complain(f"rank {error.rank}: {text}: {cut}")
                 break
-            refused = text.startswith(refusals)
             hang = Path(config.out, HANG)  # if its watcher has ended the ranks; it has said why
             hung = hang.is_file() and hang.stat().st_mtime >= begun
             told = f"the run hung and was ended; the stacks of all its ranks are in {hang}"
-            complain(text if refused else told if hung else str(error))
-            if refused or not left:
+            complain(told if hung else str(error))
+            if not left:
                 break
-        except failures as error:
-            complain(f"{type(error).__name__}: {error}")
-            break
         saved = max(newest_in_memory(config), *(p.name for p in steps(config.checkpoints)), "")
         saved = saved or "the beginning"
         if saved == before:

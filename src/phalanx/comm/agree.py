@@ -24,9 +24,13 @@ FAILED = "failed"  # the fact of a rank that could not begin
 class RanksDiffer(CommMisuse):
     """The ranks of a run were not started alike: which rank, in what, with both values."""
 
+    exit_code = 2
+
 
 class PeerFailed(CommError, ValueError):
     """Another rank could not begin, and has reported why."""
+
+    exit_code = 2
 
 
 @contextmanager

@@ -32,24 +32,44 @@ class CommMisuse(CommError, ValueError):
     """A call that cannot be right, refused before anything is sent."""
 
 
+def exit_code_of(error: BaseException) -> int:
+    """The exit code of a command that ends with this error, if the error is a sentence for the user.
+    0 for every other error: its traceback is needed to find the mistake.
+
+    Sentences are our own ValueErrors: the user has to change something, so a restart would not help.
+    The code is 2, or the `exit_code` of the class: 1 if the run had begun. A misuse of a group is a
+    mistake in the code that calls it, unless its class has an `exit_code`.
+    """
+    ours = isinstance(error, ValueError) and type(error).__module__.startswith("phalanx.")
+    default = 0 if isinstance(error, CommError) or not ours else 2
+    code: int = getattr(error, "exit_code", default)
+    return code
+
+
 @dataclass(frozen=True)
 class Report:
-    """How one rank ended: its error in a line, and its traceback. `secondary`: it lost a peer."""
+    """How one rank ended: its error in a line, and its traceback. `secondary`: it lost a peer.
+    `exit_code` is not 0 if the error is a sentence for the user; see `exit_code_of`."""
 
     rank: int
     error: str
     trace: str
     secondary: bool
+    exit_code: int = 0
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> "Report":
         secondary = isinstance(error, CommError) and not isinstance(error, CommMisuse)
         trace = "".join(traceback.format_exception(error))
-        return cls(rank, f"{type(error).__name__}: {error}", trace, secondary)
+        text = f"{type(error).__name__}: {error}"
+        return cls(rank, text, trace, secondary, exit_code_of(error))
 
 
 class RankFailed(CommError):
-    """A rank failed and ended the others: its traceback first, then a line for each other."""
+    """A rank failed and ended the others: its traceback first, then a line for each other.
+
+    `refusal` is the first rank's error if that is a sentence for the user, else empty.
+    """
 
     def __init__(self, reports: Sequence[Report]) -> None:
         first, *others = sorted(reports, key=lambda report: report.secondary)
@@ -61,6 +81,8 @@ class RankFailed(CommError):
         super().__init__("\n".join(lines))
         self.rank = first.rank
         self.reports = (first, *others)
+        self.refusal = first.error if first.exit_code else ""
+        self.exit_code = first.exit_code or 1
 
 
 class Work:

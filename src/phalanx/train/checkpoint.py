@@ -55,6 +55,12 @@ class Saved:
     notice: str = ""
 
 
+class SaveError(CheckpointError):
+    """A checkpoint that could not be saved; the checkpoints before it stay."""
+
+    exit_code = 1
+
+
 class Saver:
     """Saves a run's checkpoints; every rank has one and calls it alike.
 
@@ -131,7 +137,7 @@ class Saver:
     def _decide(self, step: int, errors: list[str], notice: str = "") -> Saved:
         path, error = self.folder / name_of(step), "; ".join(errors)
         if error and self.on_failure == "stop":
-            raise CheckpointError(f"{path} could not be saved, what was before stays. {error}")
+            raise SaveError(f"{path} could not be saved, what was before stays. {error}")
         return Saved(step, path, error, "" if error else notice)
 
     def snapshot(self, progress: Progress) -> tuple[Manifest, dict[str, Tensor]]:

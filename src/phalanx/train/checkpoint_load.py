@@ -65,6 +65,7 @@ def load(
     updates: Updates,
     *,
     identity: ModelIdentity | None = None,
+    optimizer: str = "",
     adopt: bool = False,
     remote: str = "",
     memory: MemoryCheckpoints | None = None,
@@ -75,7 +76,7 @@ def load(
 
     Every rank calls it. Nothing is changed before all ranks have found the files sound and the
     model to be that of `identity`, or at least the tensors to be those of the model: that is all
-    with `adopt`.
+    with `adopt`. A state of another optimizer than `optimizer`, the run's name for it, is refused.
     """
     group, found, damaged = local.groups.everyone, None, list[str]()
     if memory is not None:
@@ -89,6 +90,8 @@ def load(
     path, manifest = found
     if identity is not None and not adopt:
         refuse_other(path, manifest, identity)
+    if optimizer:
+        refuse_optimizer(path, manifest, optimizer)
 
     problem = f"{path} cannot be loaded. "
     together(group, lambda: _check(manifest, local, updates), problem)
@@ -264,6 +267,16 @@ def refuse_other(path: Path, manifest: Manifest, identity: ModelIdentity) -> Non
         raise CheckpointError(
             f"{path} is of another model than the run's.\n- {lines}\n{way_out}; or write another"
             " `out` to begin anew, or --adopt to go on with other sizes and these weights."
+        )
+
+
+def refuse_optimizer(path: Path, manifest: Manifest, name: str) -> None:
+    """Refuse a checkpoint that keeps another optimizer's state than that of the run's `optimizer.name`."""
+    was = manifest.optimizer.lower()
+    if _kinds(manifest) and was != name:
+        raise CheckpointError(
+            f"{path} keeps the state of optimizer.name = {was!r}, the run says {name!r}. Write"
+            f" optimizer.name = {was!r}, or another `out` to begin anew."
         )
 
 

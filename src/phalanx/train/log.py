@@ -196,6 +196,8 @@ def _versions() -> dict[str, str]:
 class JournalError(ValueError):
     """metrics.jsonl cannot be written: why, and the way out."""
 
+    exit_code = 1
+
 
 def _disk_error(path: Path, error: OSError) -> JournalError:
     return JournalError(

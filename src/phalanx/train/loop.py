@@ -31,10 +31,11 @@ from ..parallel.model import is_lora
 from ..program import Span, Timeline
 from .checkpoint import Saved, Saver
 from .checkpoint_exchange import HubReader
-from .checkpoint_format import Progress
+from .checkpoint_format import CheckpointError, Progress
 from .checkpoint_load import begin, changed_settings, load
 from .checkpoint_memory import MemoryCheckpoints, memory_folder
 from .checkpoint_remote import Uploader
+from .data.token_files import DataError
 from .executor import StepResult
 from .lock import RunLocked, hold_as_rank, hold_run, owner_of, unshared
 from .log import RunLog, memory_of, rank_log
@@ -50,6 +51,8 @@ IN_A_ROW = 3  # so many steps that are not finite end a run
 
 class TrainError(ValueError):
     """A run that cannot go on: at which step, why, and what to do."""
+
+    exit_code = 1
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,7 @@ def _only_run(world: World, run: Run, *, held: bool) -> Iterator[None]:
             raise RunLocked(refusal)
         owner = broadcast_text(start, owner_of(run.checkpoints))
         if unseen := errors_of(start, unshared(run.checkpoints, owner)):
-            raise TrainError("; ".join(unseen[:4]))
+            raise RunLocked("; ".join(unseen[:4]))
         yield
 
 
@@ -241,12 +244,15 @@ class _Loop:
         with _profiled(self.rank) as stepped:
             for step in range(start, run.steps):
                 self.positions.words[STEP] = step
-                with self.positions.phase("in a step" if step > start else "first step"):
-                    self._step(step)
-                stepped()
-                done = step + 1
-                stopped = self.result.stops > 0 and done < run.steps
-                self._after(done, stopped=stopped)
+                try:
+                    with self.positions.phase("in a step" if step > start else "first step"):
+                        self._step(step)
+                    stepped()
+                    done = step + 1
+                    stopped = self.result.stops > 0 and done < run.steps
+                    self._after(done, stopped=stopped)
+                except DataError as unusable:  # the run had begun: no mistake in the command
+                    raise TrainError(f"step {step + 1}: {unusable}") from unusable
                 if stopped:
                     break
         with self.positions.phase("saving", str(run.checkpoints)):
@@ -274,7 +280,8 @@ class _Loop:
         """The step to go on with, from the newest sound checkpoint."""
         run, rank, local, kept = self.run_, self.rank, self.rank.local, self.run_.checkpoint
         where: Any = {"adopt": kept.adopt, "remote": kept.remote, "memory": self.memory}
-        loaded = load(run.checkpoints, local, rank.updates, identity=rank.identity, **where)
+        where |= {"identity": rank.identity, "optimizer": run.optimizer.name}
+        loaded = load(run.checkpoints, local, rank.updates, **where)
         if loaded and self.uploader and loaded.path.parent == run.checkpoints:
             self.uploader.offer(loaded.path)  # it may be there, or its upload was cut
         if loaded is None and (hub := run.hub):
@@ -287,7 +294,7 @@ class _Loop:
             return 0
         at, batches = loaded.progress, rank.batches
         if at.seed != run.seed:
-            raise TrainError(
+            raise CheckpointError(
                 f"{loaded.path} was begun with seed = {at.seed}, the run says {run.seed}."
                 f" Write seed = {at.seed}, or another `out`."
             )
