@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import os
+import pydoc
 import subprocess
 import sys
+import textwrap
 import xml.etree.ElementTree as xml
 from pathlib import Path
 
@@ -43,6 +47,79 @@ def test_every_name_is_there_and_packages_of_the_same_name_still_are() -> None:
 
     assert cluster("h100x8").size == 8
     assert phalanx.plan is sys.modules["phalanx.plan"]
+
+
+def test_help_of_every_function_names_each_keyword_that_it_takes() -> None:
+    explained = {"plan": phalanx.plan, "draw": phalanx.draw, "verify": phalanx.verify}
+    for name, function in {**explained, "train": phalanx.train}.items():
+        signature = inspect.signature(function)
+        assert not {"args", "terms", "kwargs"} & set(signature.parameters)
+        text = pydoc.plain(pydoc.render_doc(function))
+        assert text.splitlines()[3].startswith(f"    phalanx.{name} - ")
+        for parameter in signature.parameters:
+            assert f"\n        {parameter}: " in text  # in the signature
+            assert f"\n    {parameter}: " in text or name not in explained  # and in words
+    assert {"model", "cluster", "batch_tokens"} <= set(inspect.signature(phalanx.plan).parameters)
+    assert inspect.signature(phalanx.draw).bind("1f1b", stages=2, costs="F=1").arguments
+    with pytest.raises(TypeError, match="stage"):
+        inspect.signature(phalanx.simulate).bind("1f1b", stage=2)
+
+
+def test_keywords_that_verify_passes_on_are_those_of_the_package() -> None:
+    from phalanx.api.verify import VerifyTerms
+    from phalanx.verify.verify import verify
+
+    passed_on = inspect.signature(verify).parameters
+    for name in VerifyTerms.__annotations__:
+        assert passed_on[name].default is not inspect.Parameter.empty
+
+
+def test_help_and_signatures_show_nothing_of_the_environment() -> None:
+    """Jupyter saves what `phalanx.join?` shows with the notebook."""
+    secrets = {"EXAMPLE_TOKEN": "an0th3r-s3cr3t", "HOME": "/h0m3-0f-s0m3b0dy"}
+    program = """
+        import importlib, inspect, os, pkgutil, pydoc
+        import phalanx
+
+        def functions(module):
+            for value in vars(module).values():
+                if inspect.isfunction(value) or inspect.isclass(value):
+                    yield value
+                for inner in vars(value).values() if inspect.isclass(value) else ():
+                    inner = getattr(inner, "__func__", getattr(inner, "fget", inner))
+                    if inspect.isfunction(inner):
+                        yield inner
+
+        secrets = os.environ["EXAMPLE_TOKEN"], os.environ["HOME"]
+        names = [m.name for m in pkgutil.walk_packages(phalanx.__path__, "phalanx.")]
+        assert len(names) > 150
+        signatures = set()
+        for name in ["phalanx", *(n for n in names if not n.endswith("__main__"))]:
+            module = importlib.import_module(name)
+            shown = {"help of " + name: pydoc.render_doc(module)}
+            for each in functions(module):
+                try:
+                    signature = inspect.signature(each)
+                except (ValueError, TypeError):  # an exception class has none
+                    continue
+                shown[f"{name}: {each.__qualname__}"] = repr(signature)
+                signatures.add(each)
+            for what, text in shown.items():
+                assert not [s for s in secrets if s in text], what
+        assert phalanx.join in signatures
+        for name in phalanx.__all__:
+            each = getattr(phalanx, name)
+            text = pydoc.render_doc(each) + repr(inspect.signature(each))
+            assert not [s for s in secrets if s in text], name
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env={**os.environ, **secrets},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_check_and_draw_print_what_the_commands_print(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,10 +15,13 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
+    from inspect import Signature
+
     from .api.check import check as check
     from .api.load import load as load
     from .api.plan import plan as plan
@@ -49,9 +52,42 @@ __all__ = [*_HOMES]
 
 
 class _CallablePackage(ModuleType):
-    def __call__(self, *args: Any, **terms: Any) -> Any:
+    # No docstring: `__doc__` is a property of the packages. Reading it loads the function's module.
+
+    @property
+    def _function(self) -> Callable[..., Any]:
         name = self.__name__.rpartition(".")[2]
-        return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)(*args, **terms)
+        home = importlib.import_module(f".{_HOMES[name]}", __name__)
+        return cast(Callable[..., Any], getattr(home, name))
+
+    def __call__(self, *args: Any, **terms: Any) -> Any:
+        return self._function(*args, **terms)
+
+    # `help(phalanx.plan)` and `phalanx.plan?` in Jupyter show the function, and then the package.
+
+    @property
+    def __signature__(self) -> Signature:
+        from inspect import signature
+
+        return signature(self._function)
+
+    def _parameters(self) -> Iterator[str]:
+        named = True
+        for parameter in self.__signature__.parameters.values():
+            if named and parameter.kind is parameter.KEYWORD_ONLY:
+                named = False
+                yield "*"
+            yield str(parameter)
+
+    @property
+    def __doc__(self) -> str:  # type: ignore[override]  # a module's own can be written
+        from inspect import cleandoc
+
+        summary, _, rest = cleandoc(self._function.__doc__ or "").partition("\n\n")
+        parameters = "\n".join(f"    {line}," for line in self._parameters())
+        call = f"{self.__name__}(\n{parameters}\n)"
+        package = f"{self.__name__} is a package too: {vars(self)['__doc__']}"
+        return "\n\n".join(filter(None, (summary, call, rest, package)))
 
 
 class _Root(ModuleType):

@@ -17,6 +17,7 @@ from ..plan.step import Choice, Request
 from . import UsageError
 from .plan_text import plan_figures, plan_text
 from .request import model_of, request_for, where
+from .signature import with_keywords
 
 SEQUENCES = 1 << 24  # of a step, as in a run file
 _MORE_ROOM = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)  # of what the least bound needs
@@ -24,16 +25,16 @@ _MORE_DEVICES = (2, 4, 8, 16)
 
 
 class PlanTerms(TypedDict, total=False):
-    """What is planned, and where; each may be left out, or be None."""
+    """The keywords of `plan`; each may be left out, or be None."""
 
-    machine: str | None  # a machine file instead of a cluster: what `doctor --out` wrote
+    machine: str | None
     ranks: int | None
-    sequence: int | None  # tokens of one; default the shape's
-    batch_tokens: str | None  # of a step, as 4M; default the shape's batch
-    precision: str | None  # default bf16; fp32 on a CPU
-    limit: float  # part of a device's memory
-    profile: str | None  # whose software; default ours
-    routing: str | None  # how tokens are spread over experts: balanced, zipf:S, FILE.json
+    sequence: int | None
+    batch_tokens: str | None
+    precision: str | None
+    limit: float
+    profile: str | None
+    routing: str | None
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class Planned:
     __repr__ = __str__  # what a notebook shows of it
 
 
+@with_keywords(PlanTerms)
 def plan(
     model: str | Shape = "8b",
     cluster: str = "h100x64",
@@ -86,7 +88,19 @@ def plan(
 ) -> Planned:
     """The `top` best layouts of a model on a cluster.
 
-    plan("8b", "h100x64", sequence=8192, batch_tokens="4M").best
+        plan("8b", "h100x64", sequence=8192, batch_tokens="4M").best
+
+    model: a shape by name, a Shape, a .toml file, hf:FOLDER or FILE.py:Class
+    cluster: a device and a count, as "h100x64"; "this" is the measured machine.toml
+    top: number of layouts to return
+    machine: a machine file instead of a cluster, as `phalanx doctor --out` writes it
+    ranks: number of ranks to use of `machine`
+    sequence: tokens of a sequence; by default the model's
+    batch_tokens: tokens of a step, as "4M"; by default the model's batch
+    precision: number format, as "fp32" or "fp8"; by default bf16, on a CPU fp32
+    limit: usable part of a device's memory, by default 0.85
+    profile: the software whose speed is assumed; by default phalanx
+    routing: spread of tokens over experts: "balanced", "zipf:S" or FILE.json
     """
     asked = request(model, cluster, **terms)
     return Planned(asked, search(asked, top=top))

@@ -32,27 +32,28 @@ from ..program import (
 from ..program import simulate as simulated
 from . import TEXT, UsageError
 from .request import in_precision, refuse_illegal, request_for, where
+from .signature import with_keywords
 
 
 class StepTerms(TypedDict, total=False):
-    """How a step is built and what its operations cost; each may be left out."""
+    """The keywords of `draw` and `simulate`; each may be left out. `draw` explains them."""
 
-    stages: int  # of a schedule by itself: pipeline stages
+    stages: int
     microbatches: int
-    chunks: int  # of the model on each stage
-    layers: int  # pieces, spread evenly
-    zero: int  # shard over two copies
-    gather: str  # step or micro
+    chunks: int
+    layers: int
+    zero: int
+    gather: str
     reduce: str
     prefetch: int
     recompute: str
-    batch: int  # of a layout: sequences of a step
-    seq: int  # and tokens of one
-    cluster: str  # where a layout's operations are priced in seconds: h100x64
-    costs: Mapping[str, float] | str | None  # by kind: "F=1,B=2,send=0.1"
+    batch: int
+    seq: int
+    cluster: str
+    costs: Mapping[str, float] | str | None
     memory_limit: float | None
     clip: bool
-    repeat: int  # steps in a row
+    repeat: int
 
 
 # What a layout or a program file says itself.
@@ -83,6 +84,7 @@ class StepProgram:
         return Picture(title, timeline, held=proof.held, notes=notes, unit="pieces and units")
 
 
+@with_keywords(StepTerms)
 def simulate(
     what: str | Layout | Program, model: str | Shape = "", **terms: Unpack[StepTerms]
 ) -> Timeline:
@@ -92,12 +94,15 @@ def simulate(
 
         simulate("1f1b", stages=4, microbatches=8).bubble_fraction
         simulate("dp2 pp2 zero3 1f1b:4", "8b", cluster="h100x4").makespan
+
+    The keywords are those of `draw`.
     """
     if terms.get("cluster") and model:
         return _priced(str(what), model, terms).timeline
     return step_of(what, model, terms).timeline(terms.get("repeat") or 1)
 
 
+@with_keywords(StepTerms)
 def draw(
     what: str | Layout | Program, model: str | Shape = "", **terms: Unpack[StepTerms]
 ) -> Picture | MeshPicture:
@@ -106,6 +111,32 @@ def draw(
     A notebook shows it, `print` draws it as text, and its `save` writes a file by its suffix.
 
         draw("dp2 pp2 zero3 1f1b:4", "124m", costs="F=1,B=2,G=0.2,S=0.2")
+
+    what: a schedule by name, a layout with its `model`, a Program, "program FILE", "mesh LAYOUT" or
+        "run FILE"
+    model: the model of a layout: a shape by name, a Shape or a .toml file
+
+    Of a schedule by itself:
+    stages: pipeline stages, by default 4
+    microbatches: of a step, by default 8
+    chunks: of the model on each stage
+    layers: pieces, spread evenly over the stages; by default one per chunk
+    zero: 0 to 3, sharded over two copies; by default 0
+    gather: weights once a "step" or for each use ("micro")
+    reduce: gradients once a "step" or per microbatch ("micro")
+    prefetch: units that are gathered ahead, by default 1
+    recompute: none, all, every=C, sqrt or fit
+
+    Of a layout:
+    batch: sequences of a step; by default the model's
+    seq: tokens of a sequence; by default the model's
+    cluster: hardware that prices the operations in seconds, as "h100x64"
+
+    Of all:
+    costs: time by kind of operation, as "F=1,B=2,send=0.1" or {"F": 1, "B": 2}
+    memory_limit: microbatches that a stage may hold (searched), or pieces (recompute fit)
+    clip: with gradient clipping, for which all ranks agree on the norm
+    repeat: steps in a row, by default 1
     """
     kind, _, name = str(what).partition(" ") if isinstance(what, str) else ("", "", "")
     if kind == "mesh":

@@ -6,7 +6,8 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from ..layout import Layout, LayoutError, Shape
 from ..layout.cases import AXES, SHAPES, covering, every_layout
@@ -15,12 +16,26 @@ from ..layout.shape import HUB
 from ..layout.source import names_source
 from . import UsageError
 from .request import misfit, model_of
+from .signature import with_keywords
 
 if TYPE_CHECKING:
     from ..parallel import Model
     from ..verify import Verdict
 
 Maker = Callable[[], "Model"]
+
+
+class VerifyTerms(TypedDict, total=False):
+    """The keywords of `verify` that say how layouts are trained; each may be left out."""
+
+    backend: str
+    steps: int
+    seed: int
+    packed: bool
+    dropout: float
+    optimizer: str
+    log: Path | None
+    record: Path | None
 
 
 @dataclass(frozen=True)
@@ -75,6 +90,7 @@ def verdict_text(verdict: Verdict) -> str:
     return text if verdict.passed else f"{text}\n     {verdict.first_difference}"
 
 
+@with_keywords(VerifyTerms)
 def verify(
     model: str | Shape | Callable[[], object] = "gqa",
     layouts: str | Iterable[Layout | str] | None = None,
@@ -84,15 +100,28 @@ def verify(
     cover: int = 0,
     dtype: str = DTYPES[FP64].torch,
     memory: float | None = None,
-    **terms: Any,
+    **terms: Unpack[VerifyTerms],
 ) -> Verified:
     """Train a few steps in each layout and on one process, and compare every number of them.
 
-    `model` is a shape, FILE.py:Class, or a class with its function `describe`, which may stand in a
-    notebook. Without `layouts` these are all of up to `ranks` ranks, or `cover` of them. `memory`: GiB
-    that may be used. `terms` are those of `phalanx.verify.verify`: steps, seed, backend, ...
-
         verify("gqa", "dp2 tp2 zero3; pp2 cp2 1f1b:3").passed
+
+    model: a shape by name, a Shape, FILE.py:Class, or a class, which may stand in a notebook
+    layouts: the layouts to compare, in one text separated by ";" or as a list; by default all of up to
+        `ranks` ranks
+    describe: function that describes a class; by default the one of that name in the class's module
+    ranks: largest number of ranks of a layout
+    cover: take only so many layouts or more, with every pair of choices
+    dtype: number format in which all is computed, by default "float64"
+    memory: GiB that may be used; by default what is free
+    backend: threads, shm, gloo or nccl; by default threads
+    steps: training steps, by default 3
+    seed: seed of weights and batches
+    packed: several documents in a sequence
+    dropout: rate, of the built-in models
+    optimizer: adamw, sgd or muon; by default adamw
+    log: file of results; layouts in it are not run again
+    record: file for the last layout's last step, for `phalanx draw run`
     """
     shape, make = own_model(model, describe) if callable(model) else model_to_verify(model)
     backend = terms.get("backend", THREADS)

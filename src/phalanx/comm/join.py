@@ -61,7 +61,7 @@ def join(
     timeout: float = 300.0,
     interface: str = "",
     call_timeout: float | None = None,
-    environment: Mapping[str, str] = os.environ,
+    environment: Mapping[str, str] | None = None,
     devices: Devices | None = None,
 ) -> World:
     """This process's rank of the world it was started in; alone if nothing has started one.
@@ -69,7 +69,10 @@ def join(
     A process group that torch.distributed has already is used as it is, and stays when the world closes.
     `ranks` is how many the run needs, if it knows. `timeout` holds for the meeting, and for calls that
     have no `call_timeout`. `interface`: by default the one from which rank 0's host is reached.
+    `environment`: the variables that name the world; by default those of this process.
     """
+    # A default of `os.environ` would print every secret in it: a signature shows its defaults.
+    environment = os.environ if environment is None else environment
     devices = devices or Devices()
     if devices.gpus:
         set_up(os.environ)
@@ -229,10 +232,10 @@ def _let_read(store: Any, others: int) -> None:
         time.sleep(0.02)
 
 
-def report_failure(error: str, environment: Mapping[str, str] = os.environ) -> None:
+def report_failure(error: str, environment: Mapping[str, str] | None = None) -> None:
     """Tell the other ranks of a launcher, if there is one, why this one does not join them."""
     with contextlib.suppress(CommError, RuntimeError):
-        at = rendezvous(environment)
+        at = rendezvous(os.environ if environment is None else environment)
         if at is None:
             return
         store = open_store(at, Address.choose(at), COMING)

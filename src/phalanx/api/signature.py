@@ -1,0 +1,36 @@
+"""Signatures that name every keyword, for `help()`, Jupyter and `inspect.signature`."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar, get_type_hints
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class _LeftOut:
+    """The default of a keyword that may be left out, printed as stub files print it."""
+
+    def __repr__(self) -> str:
+        return "..."
+
+
+_LEFT_OUT = _LeftOut()
+
+
+def with_keywords(terms: type) -> Callable[[F], F]:
+    """Decorates a function that takes `**terms: Unpack[TERMS]`: each keyword is in its signature.
+
+    `inspect.signature` shows such keywords as one `**terms`, which tells a reader at a prompt nothing.
+    """
+    keywords = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_LEFT_OUT, annotation=kind)
+        for name, kind in get_type_hints(terms).items()
+    ]
+
+    def decorate(function: F) -> F:
+        signature = inspect.signature(function)
+        *named, _ = signature.parameters.values()
+        vars(function)["__signature__"] = signature.replace(parameters=[*named, *keywords])
+        return function
+
+    return decorate
