@@ -60,6 +60,7 @@ def _torchrun(environment: Mapping[str, str]) -> Rendezvous:
     environment = {"LOCAL_RANK": "0", **environment}  # a pod of Kubernetes with one rank has none
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
     rank, size, local, port = (_whole(environment, name, "torchrun") for name in names)
+    restarts = "TORCHELASTIC_RESTART_COUNT"
     return Rendezvous(
         rank,
         size,
@@ -67,7 +68,7 @@ def _torchrun(environment: Mapping[str, str]) -> Rendezvous:
         _text(environment, "MASTER_ADDR", "torchrun"),
         port,
         served=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        attempt=int(environment.get("TORCHELASTIC_RESTART_COUNT", 0)),
+        attempt=_whole({restarts: "0", **environment}, restarts, "torchrun"),
         one_host=environment.get("LOCAL_WORLD_SIZE") == str(size),
         source=f"RANK and WORLD_SIZE of {'torchrun' if agent else 'a launcher'}",
         agent=agent,
@@ -75,20 +76,44 @@ def _torchrun(environment: Mapping[str, str]) -> Rendezvous:
 
 
 def _slurm(environment: Mapping[str, str]) -> Rendezvous:
-    names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_ID")
+    """The rank of a task of srun. A step may have fewer nodes and tasks than its job, so the variables
+    of the step come first; a Slurm that does not set them has steps as large as the job."""
+    tasks = "SLURM_STEP_NUM_TASKS" if environment.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+    names = ("SLURM_PROCID", tasks, "SLURM_LOCALID", "SLURM_JOB_ID")
     rank, size, local, job = (_whole(environment, name, "srun") for name in names)
     one = (environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_NNODES")) == "1"
     host = environment.get("MASTER_ADDR")
-    if not host:  # gpu[003-007,9],io1 begins with gpu003
-        nodes = _text(environment, "SLURM_JOB_NODELIST", "srun")
-        first = re.match(r"([^\[,]+)(?:\[(\w+))?", nodes)
-        if first is None:
-            raise EnvironmentMistake(f"SLURM_JOB_NODELIST is {nodes!r}, which names no node.")
-        host = first[1] + (first[2] or "")
-    # All tasks of a job must guess the same port; two jobs on a node seldom share it.
-    port = int(environment.get("MASTER_PORT", 20000 + job % 20000))
+    if not host:
+        of_step = bool(environment.get("SLURM_STEP_NODELIST"))
+        name = "SLURM_STEP_NODELIST" if of_step else "SLURM_JOB_NODELIST"
+        nodes = _text(environment, name, "srun")
+        host = first_node(nodes)
+        if not host:
+            raise EnvironmentMistake(f"{name} is {nodes!r}, which is no list of nodes.")
+    # All tasks of a step must guess the same port; two jobs on a node, or two steps, seldom share it.
+    step = environment.get("SLURM_STEP_ID", "")
+    offset = job + 1009 * (int(step) if re.fullmatch("[0-9]{1,9}", step) else 0)
+    port = 20000 + offset % 20000
+    if environment.get("MASTER_PORT"):
+        port = _whole(environment, "MASTER_PORT", "srun")
     source = "SLURM_PROCID and SLURM_NTASKS of Slurm"
     return Rendezvous(rank, size, local, host, port, one_host=one, source=source)
+
+
+_NODES = r"[^\[\],\s]|\[([0-9]+)[^\[\]\s]*\]"  # a character of a name, or a bracket of numbers
+_FIRST_NODE = re.compile(rf"((?:{_NODES})+)(?:,|$)")
+
+
+def first_node(nodes: str) -> str:
+    """The first node of a Slurm host list, such as rack1node03 of `rack[1-2]node[03-07,9],io1`.
+
+    A name may have several brackets, with text after them. Each holds numbers and ranges; zeros in
+    front of the first number are part of the name. Returns "" if the text does not begin with a name.
+    """
+    match = _FIRST_NODE.match(nodes)
+    if match is None:
+        return ""
+    return re.sub(_NODES, lambda part: part[1] or part[0], match[1])
 
 
 def node_command(environment: Mapping[str, str], ranks: int | None) -> list[str] | None:
@@ -99,11 +124,13 @@ def node_command(environment: Mapping[str, str], ranks: int | None) -> list[str]
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
     if "PET_NNODES" in environment:
         return torchrun  # which reads PET_* itself
-    nodes = int(environment.get("SKYPILOT_NUM_NODES", 1))
+    nodes = _whole({"SKYPILOT_NUM_NODES": "1", **environment}, "SKYPILOT_NUM_NODES", "sky launch")
     if nodes == 1:
         return None
     gpus = _whole(environment, "SKYPILOT_NUM_GPUS_PER_NODE", "sky launch")
     addresses = _text(environment, "SKYPILOT_NODE_IPS", "sky launch").split()
+    if not addresses:
+        raise EnvironmentMistake("SKYPILOT_NODE_IPS is empty; sky launch sets it.")
     return [
         *torchrun,
         f"--nnodes={nodes}",
@@ -128,6 +155,6 @@ def _text(environment: Mapping[str, str], name: str, launcher: str) -> str:
 
 def _whole(environment: Mapping[str, str], name: str, launcher: str) -> int:
     text = _text(environment, name, launcher)
-    if not re.fullmatch(r"-?\d+", text):
-        raise EnvironmentMistake(f"{name} is {text!r}; it must be a whole number.")
+    if not re.fullmatch("-?[0-9]{1,18}", text):
+        raise EnvironmentMistake(f"{name} is {text[:60]!r}; it must be a whole number.")
     return int(text)
