@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.api.check import check
 from phalanx.api.request import verdict
 from phalanx.cli import main
 from phalanx.layout import Layout, Shape, legal
@@ -118,3 +119,18 @@ def test_a_program_file_is_checked_too(capsys: Capture, tmp_path: Path) -> None:
     assert "rank 1: 1F1 needs 1F1<0, which is not there." in faults
     assert main(["draw", "program", str(place)]) == 2
     assert "1F1<0" in capsys.readouterr().err
+
+
+def test_any_number_of_ranks_is_estimated_where_nobody_named_a_cluster() -> None:
+    for ranks in (*range(1, 71), 97, 127, 251):
+        checked = check(f"dp{ranks}", "tiny", batch=2 * ranks)
+        assert checked.figures["ranks"] == ranks
+        assert checked.memory == pytest.approx(check("", "tiny", batch=2).memory, rel=0.01)
+        named = check(f"dp{ranks}", "tiny", batch=2 * ranks, device="h100")
+        assert named.figures["device"] == f"h100-sxmx{ranks}"
+
+
+def test_a_cluster_that_was_named_and_has_no_such_size_is_refused(capsys: Capture) -> None:
+    argv = ["check", "dp12", "--model", "tiny", "--batch", "24", "--cluster", "h100x12"]
+    assert main(argv) == 2
+    assert "12 do not fill levels of 8" in capsys.readouterr().err

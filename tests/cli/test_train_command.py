@@ -121,6 +121,18 @@ def test_on_gpus_what_no_tensor_holds_counts_too(monkeypatch: pytest.MonkeyPatch
     assert "each has 1.5 GB" in estimated(*asked, force=True)
 
 
+def test_any_number_of_ranks_begins_with_its_memory() -> None:
+    for ranks in range(1, 71):
+        run = Run.parse("", "run", (*SMALL[:3], f"batch={2 * ranks}", f"layout=dp{ranks} fp32"))
+        layout = Layout.parse(f"dp{ranks} fp32")
+        assert "on the fullest rank" in estimated(run, run.shape, layout, 0, force=False)
+
+
+def test_nine_ranks_train_on_a_cpu(tmp_path: Path) -> None:
+    argv = [*SMALL, "batch=9", "layout=dp9", f"out={tmp_path / 'run'}", "steps=1"]
+    assert train_verb.run([*argv, "--backend", "threads", "--json"]) == 0
+
+
 CODE = "import sys; from phalanx.cli.train import run; sys.exit(run(sys.argv[1:]))"
 
 

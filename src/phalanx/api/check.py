@@ -14,7 +14,7 @@ from ..layout.numbers import bytes_text, count_text, si_text
 from ..layout.run import run_file
 from ..layout.stages import by_program_piece, frozen_pieces, partial_pieces, program_experts
 from ..plan.hardware import Hardware, hardware_of
-from ..plan.link import joined
+from ..plan.link import whole_servers
 from ..plan.matrices import newton_schulz, program_matrices
 from ..plan.space import ranks_of
 from ..plan.step import Request
@@ -134,7 +134,7 @@ def _hardware(layout: Layout, device: str, cluster: str) -> Hardware:
         raise UsageError("--cluster and --device both say where it runs; name one.")
     if cluster:
         return where(cluster, None, layout.ranks).hardware
-    hardware = hardware_of(joined(device or "h100", layout.ranks))
+    hardware = hardware_of(whole_servers(device or "h100", layout.ranks), layout.ranks)
     return hardware if device else replace(hardware, name="", memory=math.inf)
 
 

@@ -10,7 +10,7 @@ from ..layout.host import machine_memory
 from ..layout.numbers import bytes_text
 from ..plan import Machine, MachineError, cluster, clusters, device_named
 from ..plan.hardware import Hardware, hardware_of
-from ..plan.link import joined
+from ..plan.link import whole_servers
 from ..plan.local import hardware_of_machine, local_profile
 from ..plan.search import search
 from .before import GIB, moments
@@ -31,9 +31,9 @@ def device_memory(gpus: int, ranks: int) -> float:
 def estimated(run: Run, shape: Shape, layout: Layout, gpus: int, *, force: bool) -> str:
     """The line on memory that a run begins with. What cannot fit is refused, unless by force."""
     memory, ranks = device_memory(gpus, layout.ranks), layout.ranks
-    known = joined("h100", ranks)  # any device: what is held does not depend on how fast it is
+    known = whole_servers("h100", ranks)  # any device: memory does not depend on how fast it is
     limit, cores = run.memory * GIB or memory, 0 if gpus else ranks
-    hardware = replace(hardware_of(known), memory=limit, cores=cores)
+    hardware = replace(hardware_of(known, ranks), memory=limit, cores=cores)
     tokens, precision = run.tokens(shape), layout.precision
     request = request_for(shape, hardware, sequence=tokens, precision=precision, model=run.own)
     state, width = local_profile(layout.precision), max(4, DTYPES[layout.precision].bytes)

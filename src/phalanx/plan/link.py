@@ -120,8 +120,17 @@ def joined(name: str, count: int, server: int = 8) -> Cluster:
     kind = device(name)
     size = kind.pod or server
     levels = Level("devices", kind.links[0], size), Level("network", "ethernet-100", 0, 1 / size)
-    whole = Cluster(kind.name, f"the links of {kind.name}", levels, f"{kind.name}x{count}")
-    return replace(whole, levels=_filled(whole, count))
+    whole = Cluster(kind.name, f"the links of {kind.name}", levels, kind.name)
+    return replace(whole, name=f"{kind.name}x{count}", levels=_filled(whole, count))
+
+
+def whole_servers(name: str, ranks: int, server: int = 8) -> Cluster:
+    """The smallest such cluster that has room for any number of ranks: its last server may be partly
+    used. For estimates on a cluster that nobody has named."""
+    kind = device(name)
+    size = kind.pod or server
+    count = ranks if ranks <= size else math.ceil(ranks / size) * size
+    return replace(joined(name, count, server), name=f"{kind.name}x{ranks}")
 
 
 def _filled(whole: Cluster, count: int) -> tuple[Level, ...]:
