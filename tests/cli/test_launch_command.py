@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from phalanx.cli.launch import SYSTEMS, _python_text, _time_limit, _yaml_quoted, _yaml_text
 from phalanx.cli.launch import run as launch
 from phalanx.cli.usage import UsageError
+from phalanx.layout.run import Run
 
 yaml: Any = pytest.importorskip("yaml")
 RUN = """\
@@ -209,3 +214,153 @@ def test_what_is_submitted_is_what_is_printed(
 def test_a_layout_for_other_ranks_is_refused(printed: Any) -> None:
     with pytest.raises(UsageError, match=r"is for 4 ranks; --nodes 2 with --gpus 8 are 16"):
         printed("slurm")
+
+
+# ---- run files and words that a careless text would break
+
+
+def _run_of(system: str, text: str) -> str:
+    """The run file that a job's text carries, read as its system reads it."""
+    if system in ("k8s", "kubeflow"):
+        settings, _ = yaml.safe_load_all(text)
+        return str(settings["data"]["run.toml"])
+    (run,) = (
+        node.value
+        for node in ast.parse(text).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "RUN"
+    )
+    return str(ast.literal_eval(run))
+
+
+HARD = {
+    "three quotes": f'# """ + exit() + """\n{RUN}',
+    "three quotes at the end": f'{RUN}# """',
+    "an indented first line": f"    # my run\n{RUN}",
+    "a first line that is a tab": f"\t# my run\n{RUN}",
+    "an empty first line": f"\n\n{RUN}",
+    "backslashes": f"# C:\\new\\x00 \\\\ \\\n{RUN}",
+    "a backslash at the end": f"{RUN}# ends in \\",
+    "no newline at the end": RUN.rstrip(),
+    "lines of spaces": f"{RUN}   \n# end\n",
+    "tabs": RUN.replace("batch", "\tbatch"),
+    "names of slots": f"# {{{{name}}}} {{{{jobs}}}} {{{{container.yaml}}}}\n{RUN}",
+    "words of YAML": f"# --- : | > & * ! % @ ` ' \" {{}} []\n# ...\n{RUN}",
+    "other line ends": f"# a\u2028b\u0085c\ufeffd\n{RUN}",
+    "other scripts": f"# Überlänge 模型 🙂\n{RUN}",
+    "carriage returns": RUN.replace("\n", "\r\n"),
+}
+
+
+@pytest.mark.parametrize("system", ["k8s", "kubeflow", "ray"])
+@pytest.mark.parametrize("what", HARD)
+def test_a_text_carries_any_run_file_unchanged(
+    what: str, system: str, printed: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "small.toml").write_text(HARD[what], encoding="utf-8", newline="")
+    carried = _run_of(system, printed(system, "--gpus", "2"))
+    assert carried.rstrip("\n") == HARD[what].replace("\r\n", "\n").rstrip("\n")
+    plain = Run.parse((tmp_path / "small.toml").read_text(encoding="utf-8"), "small")
+    assert Run.parse(carried, "small") == plain
+
+
+LINES = st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\n\r\0")))
+
+
+@given(LINES)
+def test_lines_of_any_characters_are_the_same_in_yaml_and_python(lines: list[str]) -> None:
+    text = "\n".join([*lines, "end"]) + "\n"
+    block = f"data:\n  run.toml: {_yaml_text(text, margin=4)}\nlast: 1\n"
+    assert yaml.safe_load(block) == {"data": {"run.toml": text}, "last": 1}
+    assert ast.literal_eval(_python_text(text)) == text
+    flow = f"args: [{_yaml_quoted(text)}, {_yaml_quoted(text)}]"
+    assert yaml.safe_load(flow) == {"args": [text, text]}
+
+
+def test_a_plain_run_file_stays_readable(printed: Any) -> None:
+    for system in ("k8s", "kubeflow", "ray"):
+        text = printed(system, "--gpus", "2")
+        assert all(line in map(str.strip, text.splitlines()) for line in RUN.splitlines())
+
+
+WORDS = ["lora.targets=['wq', 'wk']", 'optimizer.name="sgd"', "lora.r=4"]
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_quotes_and_spaces_of_words_reach_the_command_whole(system: str, printed: Any) -> None:
+    text = printed(system, "--gpus", "2", *WORDS)
+    if system in ("k8s", "kubeflow"):
+        _, job = yaml.safe_load_all(text)
+        trainer = job["spec"].get("trainer")
+        if trainer is None:
+            pod = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+            trainer = pod["containers"][0]
+        assert trainer["args"][1:-1] == WORDS
+    elif system == "ray":
+        settings = next(
+            node.value
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, ast.keyword) and node.arg == "train_loop_config"
+        )
+        assert isinstance(settings, ast.Dict)
+        assert ast.literal_eval(settings.values[1])[:-1] == WORDS
+    else:
+        script = yaml.safe_load(text)["run"] if system == "sky" else text
+        command = re.search("phalanx train .*", script)
+        assert command is not None
+        # The shell itself says which words it reads.
+        listing = command[0].replace("phalanx train", "printf '%s\\n'")
+        read = subprocess.run(
+            ["bash", "-c", listing], capture_output=True, text=True, timeout=20, check=True
+        )
+        assert read.stdout.splitlines() == ["small.toml", *WORDS]
+
+
+@pytest.mark.parametrize("name", ["no", "on", "123", "2024-01-01", "1e5", "0x1f", "---", "x" * 200])
+def test_a_job_s_name_is_text_that_every_system_accepts(name: str, printed: Any) -> None:
+    settings, job = yaml.safe_load_all(printed("k8s", "--gpus", "2", f"--name={name}"))
+    (made,) = {settings["metadata"]["name"], job["metadata"]["name"]}
+    # A label of RFC 1035, with room for -node-0-16383 in 63 characters.
+    assert re.fullmatch(r"[a-z]([a-z0-9-]{0,48}[a-z0-9])?", made)
+    assert yaml.safe_load(printed("sky", "--gpus", "2", f"--name={name}"))["name"] == made
+
+
+@pytest.mark.parametrize("image", ["10.0.0.1:5000/phalanx", "12:30", "true", "here/x@sha256:0a"])
+def test_an_image_that_looks_like_a_number_is_text(image: str, printed: Any) -> None:
+    _, job = yaml.safe_load_all(printed("kubeflow", "--gpus", "2", "--image", image))
+    assert job["spec"]["trainer"]["image"] == image
+
+
+@pytest.mark.parametrize("flag", ["--image", "--volume", "--accelerator", "--master"])
+@pytest.mark.parametrize("value", ["a b", "a;b", "$(id)", "a\nb", "", "{a", "a,b", "-x", "#"])
+def test_an_option_that_would_be_read_as_more_than_a_word_is_refused(
+    flag: str, value: str, printed: Any
+) -> None:
+    with pytest.raises(UsageError, match=f"{flag} is .*write letters, digits"):
+        printed("k8s", "--gpus", "2", f"{flag}={value}")
+
+
+def test_an_out_that_would_leave_its_comment_is_refused(printed: Any) -> None:
+    with pytest.raises(UsageError, match="has a character that no line"):
+        printed("torchrun", "--gpus", "2", "out='''a\nid\n'''")
+
+
+@pytest.mark.parametrize(
+    "limit", ["90", "30:00", "24:00:00", "7-0", "2-12:30", "1-00:00:00", "0", "UNLIMITED"]
+)
+def test_a_time_limit_of_slurm_is_passed_on(limit: str, printed: Any) -> None:
+    assert f"#SBATCH --time={limit}\n" in printed("slurm", "--gpus", "2", "--time", limit)
+
+
+@pytest.mark.parametrize(
+    "limit",
+    ["soon", "", "1h", "24:00:00:00", "-1", "1-", "1-2-3", "1.5", "1:00:00 --x", "10\n", "٣"],
+)
+def test_a_time_limit_that_sbatch_would_refuse_is_refused(limit: str, printed: Any) -> None:
+    with pytest.raises(UsageError, match=r"--time is .*write minutes"):
+        printed("slurm", "--gpus", "2", f"--time={limit}")
+
+
+@pytest.mark.parametrize("limit, seconds", [("2", 120), ("0:30", 30), ("0:01:30", 90), ("0-0", 0)])
+def test_a_time_limit_without_time_to_train_is_refused(limit: str, seconds: int) -> None:
+    with pytest.raises(UsageError, match=rf"{seconds} s; a run is asked to save 120 s before"):
+        _time_limit(limit)

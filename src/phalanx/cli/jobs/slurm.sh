@@ -19,7 +19,7 @@ code=1
 for attempt in $(seq 0 {{restarts}}); do
     start && code=0 && break
 done
-if [ $code -eq 0 ] && tail -n 1 {{journal}} | grep -q '"event": "stop"'; then
+if [ $code -eq 0 ] && tail -n 1 -- {{journal}} | grep -q '"event": "stop"'; then
     scontrol requeue "$SLURM_JOB_ID"  # the same job goes on from its newest checkpoint
 fi
 exit $code
