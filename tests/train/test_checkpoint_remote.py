@@ -8,17 +8,20 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.utils import infer_storage_options
 from loop_worlds import losses, records, small, trained, weights
 
+from phalanx.cli.main import main
 from phalanx.layout.run import Run, RunError
 from phalanx.train import checkpoint_remote
 from phalanx.train.checkpoint import steps
-from phalanx.train.checkpoint_format import verify_checkpoint
+from phalanx.train.checkpoint_format import CheckpointError, verify_checkpoint
 from phalanx.train.checkpoint_remote import RemoteFolder, Uploader
 
 CONSTANT = "optimizer.schedule=constant"  # which does not depend on the number of steps
@@ -75,6 +78,75 @@ for each in ("mv", "rm", "rm_file", "pipe_file", "size", "find", "exists", "cat_
 fsspec.register_implementation("faulty", Faulty, clobber=True)
 
 
+class Flat(MemoryFileSystem):
+    """A store without folders: it lists every file below a path, and has none that is empty."""
+
+    protocol = "flat"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        return MemoryFileSystem._strip_protocol(str(path).removeprefix("flat://"))
+
+    def makedirs(self, path: Any, exist_ok: bool = False) -> None:
+        pass
+
+    def ls(self, path: Any, detail: bool = True, **words: Any) -> Any:
+        path = self._strip_protocol(path)
+        found = [name for name in self.store if name == path or name.startswith(f"{path}/")]
+        if not found:
+            raise FileNotFoundError(path)
+        infos = [{"name": n, "size": self.store[n].size, "type": "file"} for n in sorted(found)]
+        return infos if detail else [info["name"] for info in infos]
+
+
+fsspec.register_implementation("flat", Flat, clobber=True)
+
+
+class Vault(LocalFileSystem):
+    """A local file system that wants a password, and quotes it in the error of each seventh call."""
+
+    protocol = "vault"
+    cachable = False
+    calls = 0
+    broken = False
+
+    def __init__(self, host: str, username: str, password: str, **words: Any) -> None:
+        super().__init__(**words)
+        if password != PASSWORD:
+            raise PermissionError(f"{username} cannot log in with {password}")
+
+    @staticmethod
+    def _get_kwargs_from_urls(url: str) -> Any:
+        options = infer_storage_options(url)
+        return {name: options[name] for name in ("host", "username", "password")}
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        text = str(path)
+        return infer_storage_options(text)["path"] if text.startswith("vault") else text.rstrip("/")
+
+    def refuse(self) -> None:
+        Vault.calls += 1
+        if Vault.broken or Vault.calls % 7 == 0:
+            raise OSError(
+                f"no answer of vault://runner:{PASSWORD}@host/x?token={PASSWORD}: {PASSWORD}"
+            )
+
+    def open(self, *args: Any, **words: Any) -> Any:
+        self.refuse()
+        return super().open(*args, **words)
+
+    def ls(self, *args: Any, **words: Any) -> Any:
+        self.refuse()
+        return super().ls(*args, **words)
+
+
+PASSWORD = "pass1word-of-the-vault"
+fsspec.register_implementation("vault", Vault, clobber=True)
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a checkpoint at each of five steps."""
@@ -98,8 +170,10 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(checkpoint_remote, "WAIT", 0.0)
     Faulty.calls, Faulty.fails, Faulty.how = 0, None, OSError
     Faulty.after = staticmethod(lambda: None)
+    Vault.calls, Vault.broken = 0, False
     yield
     fsspec.filesystem("memory").rm("/", recursive=True)
+    Flat.store.clear()
 
 
 def sound_there(folder: Path) -> list[str]:
@@ -208,6 +282,75 @@ def test_an_upload_that_fails_for_good_is_told_at_the_end(tmp_path: Path) -> Non
     assert len(set(outcomes)) == 1
     assert f"it is not at file://{blocked}/x: rank 0: " in outcomes[0].unsaved
     assert records(tmp_path / "run", "upload")[0]["error"]
+
+
+@pytest.mark.parametrize("scheme", ["memory", "file", "flat"])
+def test_a_run_in_a_folder_below_or_above_does_not_count(
+    scheme: str, saved: Path, tmp_path: Path
+) -> None:
+    top = f"file://{tmp_path}/team" if scheme == "file" else f"{scheme}://{tmp_path.name}/team"
+    urls = [top, f"{top}/run1", f"{top}/run1/step-00000009", f"{top}/run10"]
+    for step, url in enumerate(urls, 1):
+        assert RemoteFolder(url).steps() == []
+        RemoteFolder(url).upload(saved / "checkpoints" / f"step-{step:08}")
+    for step, url in enumerate(urls, 1):
+        assert RemoteFolder(url).steps() == [step]
+        RemoteFolder(f"{url}/").prune(step, 1)
+    assert [RemoteFolder(url).steps() for url in urls] == [[1], [2], [3], [4]]
+    RemoteFolder(top).upload(saved / "checkpoints" / "step-00000005")
+    RemoteFolder(top).prune(5, 1)
+    assert [RemoteFolder(url).steps() for url in urls] == [[5], [2], [3], [4]]
+
+
+@pytest.mark.parametrize("scheme", ["memory", "file", "flat"])
+def test_a_new_run_begins_above_the_folder_of_another(
+    scheme: str, saved: Path, tmp_path: Path
+) -> None:
+    top = f"file://{tmp_path}/team" if scheme == "file" else f"{scheme}://{tmp_path.name}/team"
+    RemoteFolder(f"{top}/run1").upload(saved / "checkpoints" / "step-00000005")
+    run = small(tmp_path / "run", f"checkpoint.remote={top}", "steps=1", "validation.batches=0")
+    (outcome,) = trained(run, "")
+    assert (outcome.step, outcome.unsaved) == (1, "")
+    assert RemoteFolder(top).steps() == [1]
+    assert RemoteFolder(f"{top}/run1").steps() == [5]
+
+
+def test_a_listing_that_cannot_be_understood_is_no_empty_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a run would begin anew beside its checkpoints."""
+    monkeypatch.setattr(Flat, "ls", lambda *args, **words: [{"name": "/elsewhere/step-00000001"}])
+    with pytest.raises(CheckpointError, match="'/elsewhere/step-00000001', which is not in it"):
+        RemoteFolder("flat://bucket/run").steps()
+
+
+def test_a_password_is_in_no_file_and_in_no_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    there, out = tmp_path / "there", tmp_path / "run"
+    words = [
+        f"checkpoint.remote=vault://runner:{PASSWORD}@host{there}", f"out={out}", "layout=", "batch=6",
+        "model={layers=1,hidden=16,heads=2,ffn=24,vocab=256}", "sequence=18", "validation.batches=0",
+    ]  # fmt: skip
+    assert main(["train", *words, "steps=2", "checkpoint.every=1"]) == 0
+    assert steps(there)
+    shutil.rmtree(out / "checkpoints")  # the same command goes on from there
+    assert main(["train", *words, "steps=3"]) == 0
+    assert "going on at step 2" in records(out, "resume")[0]["text"]
+    Vault.broken = True
+    assert main(["train", *words, "steps=4"]) == 1
+    shutil.rmtree(out / "checkpoints")
+    assert main(["train", *words, "steps=4"]) != 0
+    assert main(["train", *[w.replace(PASSWORD, "guess1ed") for w in words], "steps=4"]) != 0
+    assert main(["report", str(out)]) == 0
+    said = "".join(capfd.readouterr())
+    assert "no answer of vault://runner:***@host/x?token=*** ***" in said
+    texts = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for name in ("run.toml", "metrics.jsonl", "report.html", "manifest.json", "rank-0.log"):
+        assert [path for path in texts if path.name == name], name
+    for secret in (PASSWORD, "guess1ed"):
+        assert secret not in said
+        assert not [path for path, raw in texts.items() if secret.encode() in raw]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from ..layout.host import machine_memory
 from ..layout.run import PYTHON
 from ..layout.source import names_source
 from ..layout.stages import program_experts
+from ..layout.url import Url
 from ..program import build, check, schedule
 from .usage import UsageError
 
@@ -40,6 +41,7 @@ def refuse_before(run: Run) -> None:
             wrong.append(Mistake("layout", what, "Write memory = 2.5 (GiB), or recompute:all"))
         if shape is not None and not elsewhere:
             wrong += _memory(run, shape, layout)
+    wrong += _variables(Url(run.checkpoint.remote))
     wrong = wrong or _journal(Path(run.out, "metrics.jsonl"))
     if wrong:
         raise RunError("run", wrong)
@@ -102,6 +104,18 @@ def _memory(run: Run, shape: Shape, layout: Layout | None) -> list[Mistake]:
 def moments(run: Run) -> int:
     """Numbers that the optimizer keeps of each weight."""
     return {"adamw": 2, "sgd": 1 if run.optimizer.momentum else 0, "muon": 1}[run.optimizer.name]
+
+
+def _variables(url: Url) -> list[Mistake]:
+    """The variables of the environment that a URL refers to and that are not set."""
+    return [
+        Mistake(
+            "checkpoint.remote",
+            f"checkpoint.remote = {str(url)!r}: the environment variable {name} is not set",
+            f"Write `export {name}=...` before the command, or the whole URL as checkpoint.remote=URL",
+        )
+        for name in url.unset
+    ]
 
 
 def _journal(path: Path) -> list[Mistake]:

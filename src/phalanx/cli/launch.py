@@ -24,6 +24,7 @@ from ..layout.choices import GLOO, NCCL
 from ..layout.environment import PORT
 from ..layout.files import printable
 from ..layout.run import Run
+from ..layout.url import PREFIX, Url
 from .usage import Parser, UsageError, result, whole
 
 _FOLDER = Path(__file__).parent / "jobs"
@@ -104,6 +105,16 @@ def filled(name: str, values: Mapping[str, object]) -> str:
     return re.sub(r"(?m)^( *)\{\{([\w.]+)\}\}\n|\{\{([\w.]+)\}\}", replaced, text)
 
 
+def _refuse_secrets(url: Url) -> None:
+    """Refuse a password in a job: clusters keep scripts and config maps where others read them."""
+    if url.secrets:
+        raise UsageError(
+            "checkpoint.remote holds a password or a token, and a cluster keeps the text of jobs where"
+            f" others can read it. Write {str(url)!r}, or another name than {PREFIX}..., and set the"
+            " variable in the environment of the job."
+        )
+
+
 def _values(args: argparse.Namespace) -> dict[str, object]:
     """What the texts are filled in with."""
     files = [word for word in args.words if "=" not in word]
@@ -111,6 +122,7 @@ def _values(args: argparse.Namespace) -> dict[str, object]:
         raise UsageError("name one run file, and keys of it as key=value.")
     words = [word for word in args.words if "=" in word]
     plan, nodes, gpus = Run.load(files[0], tuple(words)), args.nodes, args.gpus
+    _refuse_secrets(Url(plan.checkpoint.remote))
     layout, *fallbacks = (each.layout_of() for each in (plan, *plan.fallbacks))
     ranks = gpus or (layout.ranks // nodes if layout else 1)
     if layout and layout.ranks != nodes * ranks:

@@ -32,6 +32,7 @@ from ..layout.environment import EnvironmentMistake, Rendezvous, launched, node_
 from ..layout.mesh import RANKS
 from ..layout.run import PYTHON, Run, RunError, misfits
 from ..plan import Machine
+from .arguments import hide_secrets, without_secrets
 from .before import refuse_before
 from .usage import Parser, UsageError, complain, hush, print_json, progress, say, whole
 
@@ -58,6 +59,7 @@ def run(argv: list[str]) -> int:
     if args.schema:
         print_json(schema(Run, "phalanx run file"))
         return 0
+    hide_secrets(argv)
     try:
         config, notice = _run_of(args)
         if args.print_config:
@@ -82,7 +84,7 @@ def run(argv: list[str]) -> int:
             report_failure(f"{type(error).__name__}: {error}")
         raise
     if command := node_command(os.environ, layout.ranks if layout else None):
-        os.execv(command[0], [*command, "-m", "phalanx", "train", *argv])
+        os.execv(command[0], [*command, "-m", "phalanx", "train", *without_secrets(argv)])
     return _train(config, args, notice)
 
 

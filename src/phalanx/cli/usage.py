@@ -23,6 +23,7 @@ from ..api import UsageError as UsageError
 from ..layout.choices import AUTO, BACKENDS, DEVICES, LOCAL_RANKS, SHM, near_word
 from ..layout.files import open_regular, printable, read_text, reason, unmakable
 from ..layout.layout import MICROBATCHES
+from ..layout.url import redacted
 
 Drawn = TypeVar("Drawn")
 _LOG, _PROGRESS = logging.getLogger("phalanx"), logging.getLogger("phalanx.progress")
@@ -378,9 +379,9 @@ def silence() -> None:
 
 
 def complain(text: str) -> None:
-    """A message on standard error; nothing in it can steer the terminal."""
+    """A message on standard error; nothing in it can steer the terminal, and secrets of URLs are hidden."""
     with suppress(OSError):  # where nobody listens
-        print(printable(text), file=sys.stderr, flush=True)
+        print(printable(redacted(text)), file=sys.stderr, flush=True)
 
 
 def print_json(value: Mapping[str, object]) -> None:

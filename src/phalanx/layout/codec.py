@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hint
 
 from .choices import near_word
 from .files import DEPTH, parse_toml, read_text, unwritable
+from .url import redacted
 
 SHOWN = 20  # mistakes of one file beyond which only their number is reported
 T = TypeVar("T")
@@ -53,10 +54,11 @@ class Mistake(NamedTuple):
 
 
 class FileError(ValueError):
-    """A file that cannot be used: every mistake in it."""
+    """A file that cannot be used: every mistake in it, without the secrets of URLs."""
 
     def __init__(self, name: str, mistakes: Sequence[Mistake]) -> None:
-        self.mistakes = tuple(mistakes)
+        self.mistakes = tuple(Mistake(*map(redacted, mistake)) for mistake in mistakes)
+        mistakes = self.mistakes
         count = f"{len(mistakes)} mistakes" if len(mistakes) > 1 else "a mistake"
         lines = "\n".join("- " + str(m).replace("\n", "\n  ") for m in mistakes)
         super().__init__(f"{name} has {count}.\n{lines}")
@@ -191,7 +193,7 @@ class Reader:
         path = name.strip().split(".")
         named = len(path) <= DEPTH and all(re.fullmatch(r"[\w-]+", part) for part in path)
         if not equals or not named:
-            what = f"{_cut(argument, 60)!r} sets nothing"
+            what = f"{_cut(redacted(argument, whole=True), 60)!r} sets nothing"
             way_out = "Write key=value, as in steps=100 or optimizer.lr=3e-4"
             self._mistakes.append(Mistake("argument", what, way_out))
             return
@@ -207,7 +209,9 @@ class Reader:
                 self._refused("argument", error, "Write less")
             else:  # text: nobody wants to quote in a shell
                 inner[path[-1]] = text.strip()
-        self._arguments[".".join(path)] = f"argument {_cut(argument, 100)!r}"
+        # Secrets are hidden before the text is cut: half a URL is hard to recognise.
+        shown = _cut(redacted(argument, whole=True), 100)
+        self._arguments[".".join(path)] = f"argument {shown!r}"
 
     def place(self, path: str) -> str:
         """The line or the argument that sets a key, or else the table that the key is in, or the
@@ -401,7 +405,7 @@ def _cut(text: str, length: int) -> str:
 
 
 def _shown(value: Any) -> str:
-    return _cut(json.dumps(value, default=str), 60)
+    return _cut(redacted(json.dumps(value, default=str)), 60)
 
 
 def _kind(value: Any) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .files import open_regular
+from .url import redacted
 
 Record = dict[str, Any]
 LIMIT = 1 << 32  # bytes of a journal: years of a run
@@ -36,7 +37,8 @@ class JournalReader:
                     break  # it is being written, or a dying process left it
                 self.at += len(line)
                 try:
-                    record = json.loads(line.decode(errors="replace"))
+                    # Earlier versions wrote URLs with their passwords.
+                    record = json.loads(redacted(line.decode(errors="replace")))
                 except (ValueError, RecursionError):
                     continue
                 if isinstance(record, dict) and "event" in record:

@@ -26,6 +26,7 @@ from .legal import legal, nearest
 from .mesh import LayoutError
 from .shape import HUB, Shape, ShapeError
 from .source import split_name, syntax_error
+from .url import Url
 
 BYTES = 256  # the vocabulary of the built-in data
 PYTHON = "python"  # its name
@@ -75,13 +76,16 @@ class Checkpoints:
     remote: str = key(
         "",
         "URL by fsspec, as s3://bucket/run, to which checkpoints are uploaded, and from which a run goes on"
-        " where it has newer ones",
+        " where it has newer ones; ${NAME} in it is an environment variable",
     )
     every: int = key(0, "steps between checkpoints; 0: only at the end")
     keep: int = key(2, "checkpoints to keep; older ones are deleted", minimum=2)
     asynchronous: bool = key(False, "write while training continues", name="async")
     adopt: bool = key(False, "go on also where the model's sizes differ, if weights fit")
     on_disk_full: str = key("stop", "stop, or go on without saving", choices=("stop", "go-on"))
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "remote", Url(self.remote))
 
 
 @dataclass(frozen=True)

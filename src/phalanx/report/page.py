@@ -24,6 +24,7 @@ from ..layout.files import read_text
 from ..layout.goodput import Goodput
 from ..layout.journal import read_journal
 from ..layout.numbers import binary_text
+from ..layout.url import redacted
 from .compared import Compared
 from .faults import faults_svg
 
@@ -317,7 +318,8 @@ def _words(record: Record) -> Iterator[str]:
 def _configuration(folder: Path) -> Html:
     path = folder / "run.toml"
     try:
-        return tag("pre", read_text(path, "run file", ReportError) if path.is_file() else "")
+        text = read_text(path, "run file", ReportError) if path.is_file() else ""
+        return tag("pre", redacted(text))
     except ReportError as error:
         return paragraphs([str(error)])
 

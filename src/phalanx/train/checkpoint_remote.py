@@ -18,6 +18,7 @@ from typing import BinaryIO
 from ..comm import Group
 from ..comm.agree import broadcast_text
 from ..layout.files import sync_folder, write_text
+from ..layout.url import Url
 from . import checkpoint_format as stored
 from .checkpoint import ASIDE, SAVING, Saved, make_hidden, why
 from .checkpoint_format import CHUNK, MANIFEST, CheckpointError, Manifest, name_of
@@ -31,25 +32,50 @@ class RemoteFolder:
     """A run's checkpoints at a URL."""
 
     def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/")
-        self.fs, self.root = importlib.import_module("fsspec").core.url_to_fs(self.url)
+        self.url = Url(url)
+        address, options = self.url.connection()
+        self.fs, root = importlib.import_module("fsspec").core.url_to_fs(address, **options)
+        self.root = str(root).rstrip("/")
 
     def _path(self, step: int, name: str = "") -> str:
-        return "/".join((self.root.rstrip("/"), name_of(step), name)).rstrip("/")
+        return "/".join((self.root, name_of(step), name)).rstrip("/")
+
+    def _children(self, path: str) -> dict[str, bool]:
+        """The names directly in a folder, each with whether it is a folder itself.
+
+        Stores without folders may list every file below a path. So a name counts if it is the first
+        part of what follows the folder's own path, and is a folder if there are further parts.
+        """
+        try:
+            entries = self.fs.ls(path, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        names: dict[str, bool] = {}
+        for entry in entries:
+            whole = str(self.fs._strip_protocol(entry["name"]))
+            if whole.rstrip("/") == path:  # the folder itself, which some stores list
+                continue
+            if not whole.startswith(f"{path}/"):  # taken for nothing, it would hide checkpoints
+                raise CheckpointError(f"{self.url}: lists {whole[:200]!r}, which is not in it.")
+            name, _, further = whole[len(path) + 1 :].partition("/")
+            if name:
+                folder = bool(further) or entry.get("type") == "directory"
+                names[name] = names.get(name, False) or folder
+        return names
 
     def _folders(self) -> dict[int, set[str]]:
-        """The names in the folder of each step, the newest first."""
+        """The names of the files in the folder of each step, the newest first."""
         self.fs.invalidate_cache()
-        try:
-            found = self.fs.find(self.root)
-        except FileNotFoundError:
-            return {}
-        folders: dict[int, set[str]] = {}
-        for path in found:
-            *_, folder, name = ["", *str(path).split("/")][-3:]
-            if (step := stored.step_of(folder)) >= 0:
-                folders.setdefault(step, set()).add(name)
-        return dict(sorted(folders.items(), reverse=True))
+        steps = [
+            stored.step_of(name)
+            for name, is_folder in self._children(self.root).items()
+            if is_folder
+        ]
+        return {
+            step: {name for name, folder in self._children(self._path(step)).items() if not folder}
+            for step in sorted(steps, reverse=True)
+            if step >= 0
+        }
 
     def steps(self) -> list[int]:
         """Those of which a whole checkpoint is there, the newest first."""
@@ -187,7 +213,7 @@ class Uploader:
         # One that was removed, or has become old, is not tried again.
         error = _tried(work, lambda: self.waiting is not None or not path.exists())
         with self.work:
-            self.results.append(Saved(step, path, error))
+            self.results.append(Saved(step, path, Url(self.url).masked(error)))
             self._next()
             self.work.notify_all()
 
@@ -215,6 +241,6 @@ def fetch_newer(url: str, folder: Path, at: int, known: set[int], group: Group) 
             known.add(wanted)
             folder.mkdir(parents=True, exist_ok=True)
             error = _tried(lambda: RemoteFolder(url).download(wanted, folder))
-        error = error and f"{url}: {error}"
+        error = error and f"{url}: {Url(url).masked(error)}"
     answer = broadcast_text(group, f"{wanted}\n{error}")
     return not answer.startswith("-1"), answer.partition("\n")[2]

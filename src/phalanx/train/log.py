@@ -30,6 +30,7 @@ from ..layout.files import open_regular, printable, write_text
 from ..layout.goodput import Goodput, clock, stamp
 from ..layout.journal import read_journal
 from ..layout.run import Run
+from ..layout.url import redacted
 from ..program import Program
 
 
@@ -44,7 +45,7 @@ def rank_log(out: Path, rank: int, ranks: int) -> Iterator[logging.Logger]:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
         file = open_regular(out / "logs" / f"rank-{rank}.log", flags)
         handler = logging.StreamHandler(io.TextIOWrapper(file, "utf-8", write_through=True))
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        handler.setFormatter(_Redacting("%(asctime)s %(levelname)s %(message)s"))
     log.setLevel(logging.DEBUG)
     log.propagate = logging.getLogger("phalanx").level == logging.DEBUG  # `-v` shows it
     log.addHandler(handler)
@@ -58,6 +59,13 @@ def rank_log(out: Path, rank: int, ranks: int) -> Iterator[logging.Logger]:
         log.removeHandler(handler)
         if isinstance(handler, logging.StreamHandler):
             handler.stream.close()
+
+
+class _Redacting(logging.Formatter):
+    """Hides the secrets of URLs, also of those in the texts of tracebacks."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redacted(super().format(record))
 
 
 class RunLog:
@@ -104,7 +112,7 @@ class RunLog:
 
     def say(self, text: str) -> None:
         if self.screen:
-            self.screen.say(text)
+            self.screen.say(redacted(text))
 
     def event(self, event: str, text: str = "", **values: Any) -> None:
         """Something that happened: a record, which has the text where it has nothing else, and a line
@@ -222,7 +230,7 @@ class Journal:
         self.cut = size > 0 and os.pread(self.file.fileno(), 1, size - 1) != b"\n"
 
     def write(self, **record: Any) -> None:
-        line = (json.dumps(_finite(record)) + "\n").encode()
+        line = (redacted(json.dumps(_finite(record))) + "\n").encode()
         try:
             self._append(b"\n" + line if self.cut else line)
         except OSError as error:

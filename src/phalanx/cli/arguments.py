@@ -1,0 +1,46 @@
+"""The command line as other users of the machine see it (`ps`), without the secrets of URLs."""
+
+import ctypes
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from ..hang.positions import stat_of
+from ..layout.url import Url
+
+# Fields of /proc/PID/stat, counted from the state: where the arguments lie in memory.
+_BEGIN, _END = 45, 46
+
+
+def without_secrets(argv: Sequence[str]) -> list[str]:
+    """The arguments with references to variables in place of secrets; this sets the variables, for a
+    program that takes this one's place."""
+    words = [Url(word) for word in argv]
+    for word in words:
+        os.environ.update(word.secrets)
+    return [str(word) for word in words]
+
+
+def hide_secrets(argv: Sequence[str]) -> None:
+    """Overwrite the secrets in what `ps` shows of this process and of those that are forked from it,
+    and in `sys.argv`, which logging tools record. Linux only."""
+    if not any(Url(word).secrets for word in argv):
+        return
+    sys.argv[1:] = [str(Url(word)) for word in sys.argv[1:]]
+    with suppress(OSError, ValueError, IndexError):
+        fields = stat_of("/proc/self")
+        begin, end = int(fields[_BEGIN]), int(fields[_END])
+        shown = Path("/proc/self/cmdline").read_bytes()
+        hidden = b"\0".join(map(_starred, shown.split(b"\0")))
+        if begin and len(shown) == len(hidden) == end - begin:
+            ctypes.memmove(begin, hidden, len(hidden))
+
+
+def _starred(word: bytes) -> bytes:
+    """An argument of the same length, with stars in place of its secrets."""
+    for secret in Url(os.fsdecode(word)).secrets.values():
+        raw = os.fsencode(secret)
+        word = word.replace(raw, b"*" * len(raw))
+    return word
