@@ -1,8 +1,14 @@
 """A world of gloo processes that takes every branch written for NCCL: a communicator for each flow,
-torch's own all-gather and reduce-scatter, batches of sends and receives. Only the device differs."""
+torch's own all-gather and reduce-scatter, batches of sends and receives. Only the device differs.
+
+It also keeps NCCL's rule of connections: a communicator is connected inside its first collective, and
+inside its first send or receive, and there the host waits until its peers have come as well. Here that
+wait is a barrier of the communicator. Ranks that make first calls in crossed orders hang, as on GPUs.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -12,8 +18,10 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from phalanx.comm import Group, World, workers
-from phalanx.comm.process import ProcessWorld
+from phalanx.comm import Group, World, process, workers
+from phalanx.comm.base import Work
+from phalanx.comm.process import Pending, ProcessWorld, TorchGroup
+from phalanx.comm.settle import Call
 from phalanx.layout import Layout
 from phalanx.parallel import build_model, open_groups
 from phalanx.train.program import program_of
@@ -27,19 +35,53 @@ class AsNccl(ProcessWorld):
         World.__init__(self, world.rank, world.size, world.device)
         self.native, self._timeout = True, world._timeout
 
+    def _connect(self, line: dist.ProcessGroup, source: int, target: int) -> None:
+        connect(line, "peers")
+        super()._connect(line, source, target)
+
+    def _connect_all(self, group: dist.ProcessGroup) -> None:
+        connect(group, "collectives")
+        super()._connect_all(group)
+
+
+# What each communicator is connected for: "peers" or "collectives".
+_connected: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+
+
+def connect(group: Any, kind: str) -> None:
+    """Wait for the members of a communicator if this is its first call of a kind."""
+    kinds = _connected.setdefault(group, set())
+    if kind not in kinds:
+        kinds.add(kind)
+        dist.barrier(group=group)
+
+
+class ConnectingGroup(TorchGroup):
+    """A group whose first collective, and first send or receive, waits for all members."""
+
+    def _begin(self, call: Call) -> Work:
+        if not self._alone(call) and call.kind not in ("send", "receive"):
+            connect(self._group, "collectives")
+        return super()._begin(call)
+
+    def _transfer(self, begin: Callable[..., Any], call: Call, x: torch.Tensor) -> Pending:
+        connect(self._communicator(call), "peers")
+        return super()._transfer(begin, call, x)
+
 
 def split_group(split_ranks: list[list[int]], timeout: timedelta, group_desc: str) -> Any:
     """In place of torch's, which is for NCCL only: the groups part all ranks; this rank's own."""
     members = sorted(rank for ranks in split_ranks for rank in ranks)
     assert members == list(range(dist.get_world_size())), split_ranks
-    several = [ranks for ranks in split_ranks if len(ranks) > 1]
-    made = [dist.new_group(ranks, timeout, group_desc=group_desc) for ranks in several]
-    mine = [group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER]
-    return mine[0] if mine else dist.GroupMember.NON_GROUP_MEMBER
+    made = [dist.new_group(ranks, timeout, group_desc=group_desc) for ranks in split_ranks]
+    return next(group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER)
 
 
 def as_nccl(world: ProcessWorld, fn: Callable[..., Any], *args: Any) -> Any:
-    with patch.object(dist, "split_group", split_group):
+    with (
+        patch.object(dist, "split_group", split_group),
+        patch.object(process, "TorchGroup", ConnectingGroup),
+    ):
         return fn(AsNccl(world), *args)
 
 

@@ -195,7 +195,13 @@ class Counting(ProcessWorld):
         World.__init__(self, 0, size, torch.device("cpu"))
         self.native, self.split_ranks = True, []
 
-    def _split_communicator(self, name, groups):
+    def _connect(self, line, source, target):
+        pass
+
+    def _connect_all(self, group):
+        pass
+
+    def _split_communicator(self, name, groups, made):
         members = [rank for group in groups for rank in group]
         assert len(set(members)) == len(members), name
         self.split_ranks.append(groups)
@@ -231,11 +237,54 @@ def test_flows_of_a_pipeline_take_two_splits_in_each_direction(stages):
 
 
 STEPS = """dp2; tp2; cp2; cp2:ulysses; pp2; dp2x2 zero3; dp2 tp2 seq zero1; cp2 tp2; dp2 pp2 zb-v:3;
-    pp2 tp2 interleaved2:4; pp4 1f1b:3"""
+    pp2 tp2 interleaved2:4; pp4 1f1b:3; cp4; cp3; cp4:2x2 zero3; cp2 pp2 zb-v:4"""
+EXPERT_STEPS = "ep2; ep2 pp2 overlap dualpipe-v:4; ep2 tp2 seq experts:tp; ep2 cp2"
+
+
+def agree(shape, layouts):
+    verdicts = list(verify(SHAPES[shape], layouts, worlds=nccl_worlds))
+    assert len(verdicts) == len(layouts)
+    assert [v for v in verdicts if not v.passed] == []
 
 
 def test_steps_by_the_code_for_nccl_agree_with_one_process():
-    layouts = Layout.parse_many(" ".join(STEPS.split()))
-    verdicts = list(verify(SHAPES["gpt"], layouts, worlds=nccl_worlds))
-    assert len(verdicts) == len(layouts)
-    assert [v for v in verdicts if not v.passed] == []
+    """Also under NCCL's rule that a first call waits for its peers, which hung every ring."""
+    agree("gpt", Layout.parse_many(" ".join(STEPS.split())))
+
+
+def test_steps_with_experts_by_the_code_for_nccl_agree_with_one_process():
+    agree("experts", Layout.parse_many(EXPERT_STEPS))
+
+
+@SLOW
+@pytest.mark.parametrize("shape", ["gpt", "experts"])
+def test_every_covered_layout_passes_under_the_rule_of_first_calls(shape):
+    agree(shape, covering(every_layout(SHAPES[shape], 4), 1))
+
+
+def crossed_first_sends(world):
+    """Both ranks send first, each along its own flow, as in a ring."""
+    group = world.split("ring", [(0, 1)], [(0, 1), (1, 0)])
+    other = 1 - group.rank
+    x = torch.full((1,), float(group.rank))
+    group.send(torch.full((1,), float(group.rank)), other)
+    group.receive(x, other)
+    return x.item()
+
+
+def test_ranks_of_a_ring_may_all_send_first():
+    with nccl_worlds(2) as run:
+        assert run(crossed_first_sends) == [1.0, 0.0]
+
+
+def closed_and_counted(world):
+    """How many groups torch still knows after groups with idle ranks were opened and closed."""
+    world.split("pp", [(0, 1, 2)], [(0, 1), (1, 2)])
+    world.clear()
+    return len(dist.distributed_c10d._world.pg_names)
+
+
+def test_closing_a_group_leaves_as_many_groups_of_torch_on_every_rank():
+    # torch names a new group by their number: where it differs, members disagree on the name.
+    with nccl_worlds(3) as run:
+        assert len(set(run(closed_and_counted))) == 1

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.comm.base import CommError, CommMisuse, Group, Work, World, named
+from phalanx.comm.colours import rounds
 from phalanx.comm.settle import HALVES, Call, reduce_into
 from phalanx.layout.choices import GLOO, NCCL
 
@@ -78,7 +79,8 @@ class TorchGroup(Group):
     """A process group of torch.distributed, as one rank sees it.
 
     `flows` are the communicators of the directed pairs over NCCL; None: any pair may talk over the
-    group itself (gloo).
+    group itself (gloo). `made` are all groups of torch that this rank made for it: also those of one
+    rank, which only keep the count of groups equal on all ranks.
     """
 
     def __init__(
@@ -89,10 +91,12 @@ class TorchGroup(Group):
         device: torch.device,
         group: dist.ProcessGroup,
         flows: Mapping[tuple[int, int], dist.ProcessGroup] | None,
+        made: Sequence[dist.ProcessGroup],
     ) -> None:
         super().__init__(name, ranks.index(world_rank), ranks, device)
         self._group = group
         self._flows = flows
+        self._made = list(made)  # closed with this one
         self._native = flows is not None
         self._others = [rank for rank in ranks if rank != world_rank]
         self._tags: Counter[tuple[str, int]] = Counter()
@@ -112,10 +116,10 @@ class TorchGroup(Group):
         self.flush()
         # A member may be done here while another still reads what it sent.
         self.barrier()
-        for group in dict.fromkeys((self._group, *(self._flows or {}).values())):
-            dist.destroy_process_group(group)
+        while self._made:
+            dist.destroy_process_group(self._made.pop())
         # A group's threads run until nobody refers to it, and cycles may refer to this one for long.
-        del self._group, self._flows, group
+        del self._group, self._flows
 
     def _begin(self, call: Call) -> Work:
         if self._alone(call):
@@ -314,9 +318,12 @@ class ProcessWorld(World):
         self, name: str, groups: list[tuple[int, ...]], flows: Sequence[tuple[int, int]]
     ) -> Group:
         ranks = self.own(groups)
-        group = self._new(name, groups)
+        made: list[dist.ProcessGroup] = []
+        group = self._new(name, groups, made)
         if not self.native:
-            return TorchGroup(name, self.rank, ranks, self.device, group, None)
+            return TorchGroup(name, self.rank, ranks, self.device, group, None, made)
+        if len(ranks) > 1:
+            self._connect_all(group)
         lines: dict[tuple[int, int], dist.ProcessGroup] = {}
         # A send over NCCL blocks its communicator until it is matched, so each directed flow has its
         # own. gloo's pairs of sockets are independent as they are.
@@ -324,36 +331,70 @@ class ProcessWorld(World):
             pairs = [
                 (each[i], each[j]) for each in groups for i, j in batch if max(i, j) < len(each)
             ]
-            line = self._new(f"{name}:{'+'.join(f'{i}>{j}' for i, j in batch)}", pairs)
+            line = self._new(f"{name}:{'+'.join(f'{i}>{j}' for i, j in batch)}", pairs, made)
             for i, j in batch:
                 if max(i, j) < len(ranks) and self.rank in (ranks[i], ranks[j]):
                     lines[i, j] = line
-        return TorchGroup(name, self.rank, ranks, self.device, group, lines)
+                    self._connect(line, ranks[i], ranks[j])
+        return TorchGroup(name, self.rank, ranks, self.device, group, lines, made)
 
-    def _new(self, name: str, groups: Sequence[tuple[int, ...]]) -> dist.ProcessGroup:
-        """A process group for each of these groups, which have no rank in common: this rank's own."""
-        mine: dist.ProcessGroup = _untyped.GroupMember.NON_GROUP_MEMBER
-        # Who is alone sends nothing, and a group costs threads or a communicator.
+    def _connect_all(self, group: dist.ProcessGroup) -> None:
+        """Sum one number over a group, so that its members are connected before a step uses it.
+
+        As with flows, NCCL's first collective makes the host wait for all members. In a step one of
+        them may be waiting for a message that this rank sends only later.
+        """
+        dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+
+    def _connect(self, line: dist.ProcessGroup, source: int, target: int) -> None:
+        """Send one number along a flow, so that its connection exists before a step uses it.
+
+        NCCL connects two ranks inside their first send or receive, and the host waits there until the
+        peer has come too. In a ring every rank sends first, so all would wait for each other. Here all
+        ranks open the flows of one batch after another, and none has two flows in a batch.
+        """
+        x = torch.zeros(1, device=self.device)
+        sends = self.rank == source
+        begin, peer = (dist.isend, target) if sends else (dist.irecv, source)
+        work = begin(x, peer, group=line)
+        assert work is not None
+        work.wait()
+
+    def _new(
+        self, name: str, groups: Sequence[tuple[int, ...]], made: list[dist.ProcessGroup]
+    ) -> dist.ProcessGroup:
+        """Make a process group for each of these disjoint groups of ranks; returns this rank's own.
+
+        Every process group that this rank has a part in is appended to `made`.
+        """
+        own: dist.ProcessGroup = _untyped.GroupMember.NON_GROUP_MEMBER
+        # A rank alone sends nothing, and a group costs threads or a communicator.
         together = [tuple(sorted(group)) for group in groups if len(group) > 1]
-        splits = self.native and self.bound
-        if splits and together:
-            mine = self._split_communicator(name, together)
-        for group in () if splits else together:
-            made = dist.new_group(list(group), timeout=self._timeout, group_desc=name)
-            mine = made if self.rank in group else mine
-        return mine
+        if self.native and self.bound:
+            return self._split_communicator(name, together, made) if together else own
+        for group in together:
+            new = dist.new_group(list(group), timeout=self._timeout, group_desc=name)
+            if self.rank in group:
+                own = new
+                made.append(new)
+        return own
 
     def _split_communicator(
-        self, name: str, groups: Sequence[tuple[int, ...]]
+        self, name: str, groups: Sequence[tuple[int, ...]], made: list[dist.ProcessGroup]
     ) -> dist.ProcessGroup:
-        """Split the default group's communicator once. `new_group` is a split of the whole world for
-        each group: 4,801 of them for dp16 pp8 tp8, where this is called 20 times."""
-        # A rank in none of them has a group of its own: torch names a group by how many there are on
-        # a rank, so all ranks make as many.
-        alone = sorted(set(range(self.size)).difference(*groups))
-        split = [list(group) for group in (*groups, *((rank,) for rank in alone))]
-        made = dist.split_group(split_ranks=split, timeout=self._timeout, group_desc=name)
-        return cast(dist.ProcessGroup, made)
+        """Split the default group's communicator into these groups at once.
+
+        `new_group` is a split of the whole world for each group: 4,801 of them for dp16 pp8 tp8, where
+        this is called 20 times. More than one split is needed only where two colours are alike.
+        """
+        own: dist.ProcessGroup = _untyped.GroupMember.NON_GROUP_MEMBER
+        for parts in rounds(groups, self.size):
+            split = [list(ranks) for ranks in parts]
+            new = dist.split_group(split_ranks=split, timeout=self._timeout, group_desc=name)
+            made.append(cast(dist.ProcessGroup, new))
+            if any(self.rank in ranks and ranks in groups for ranks in parts):
+                own = made[-1]
+        return own
 
     def close(self) -> None:
         self.clear()
