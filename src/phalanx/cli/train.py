@@ -1,8 +1,9 @@
 """`phalanx train`: trains what a run file says, on one process, on local ranks, or as a rank of torchrun or
 Slurm, and goes on from its newest checkpoint if there is one.
 
-Exit code 0: trained to the end; 1: failed; 2: wrong usage; 75: stopped by SIGTERM, SIGHUP, SIGUSR1,
-Ctrl-C or a STOP file in the run's folder, saved; the same command goes on from there.
+Exit code 0: trained to the end, or saved and ended because of a file STOP in the run's folder; 1: failed;
+2: wrong usage; 75: saved and ended because of SIGTERM, SIGHUP, SIGUSR1 or Ctrl-C. After 0 by STOP and
+after 75 the same command goes on from there.
 
   phalanx train steps=50
   phalanx train run.toml optimizer.lr=1e-3 --layout "dp2 pp2 zero1 1f1b:4"
@@ -15,6 +16,7 @@ Ctrl-C or a STOP file in the run's folder, saved; the same command goes on from 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import signal
 import time
@@ -289,8 +291,8 @@ def _say_memory(config: Run, layout: Layout, gpus: int, *, force: bool) -> None:
 def _local(config: Run, layout: Layout, args: argparse.Namespace) -> int:
     """Ranks of our own, on this machine."""
     from ..train.lock import hold_run
-    from ..train.loop import STOP, remove_stale_stop
     from ..train.program import maker_of
+    from ..train.stop import STOP, remove_stale_stop
 
     with hold_run(Path(config.out), config.checkpoints), _passed_on(Path(config.out, STOP)):
         notice = remove_stale_stop(config, _BEGUN)
@@ -365,14 +367,17 @@ def _passed_on(file: Path) -> Iterator[None]:
     Ranks that are forked have this handler too, until they have their own and when they have failed.
     They must not write STOP then, which would be for a run that comes after them.
     """
-    from ..train.loop import stop_signals
+    from ..train.stop import PassedOn, stop_signals
 
-    own = os.getpid()
+    own, passed_on = os.getpid(), PassedOn(file)
 
     def stop(number: int, frame: FrameType | None) -> None:
         if os.getpid() != own:
             return
-        file.touch()
+        if not passed_on.ask(number):
+            # No file can be made. Ranks that train already take the signal itself.
+            for rank in multiprocessing.active_children():
+                rank.terminate()
         if number == signal.SIGINT:
             signal.signal(number, interrupt)
             os.write(2, _INTERRUPTED)  # what is buffered may be in use where this has come between
@@ -386,11 +391,12 @@ def _passed_on(file: Path) -> Iterator[None]:
         with stop_signals(stop):
             yield
     finally:
-        file.unlink(missing_ok=True)
+        passed_on.close()
 
 
 def _ended(run: Run, outcome: Outcome, as_json: bool) -> int:
     from ..train.checkpoint import steps
+    from ..train.stop import STOP
 
     if as_json:
         print_json(asdict(outcome))
@@ -400,4 +406,5 @@ def _ended(run: Run, outcome: Outcome, as_json: bool) -> int:
             f"step {outcome.step} could not be saved: {outcome.unsaved} The newest checkpoint is {newest}."
         )
         return 1
-    return STOPPED if outcome.stopped else 0
+    # Launchers start again what ends with another code than 0: a STOP file is to end the run for good.
+    return STOPPED if outcome.stopped and outcome.by != STOP else 0

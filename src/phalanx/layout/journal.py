@@ -12,6 +12,7 @@ from .url import redacted
 Record = dict[str, Any]
 LIMIT = 1 << 32  # bytes of a journal: years of a run
 LINE = 1 << 24  # bytes of a record
+TAIL = 1 << 16  # bytes of a journal's end in which its last record is looked for
 
 
 class JournalReader:
@@ -36,14 +37,33 @@ class JournalReader:
                 if len(line) < LINE and not line.endswith(b"\n"):
                     break  # it is being written, or a dying process left it
                 self.at += len(line)
-                try:
-                    # Earlier versions wrote URLs with their passwords.
-                    record = json.loads(redacted(line.decode(errors="replace")))
-                except (ValueError, RecursionError):
-                    continue
-                if isinstance(record, dict) and "event" in record:
+                record = _record(line)
+                if record is not None:
                     records.append(record)
         return records
+
+
+def _record(line: bytes) -> Record | None:
+    """The record that a line is, None if it is no record."""
+    try:
+        # Earlier versions wrote URLs with their passwords.
+        record = json.loads(redacted(line.decode(errors="replace")))
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and "event" in record else None
+
+
+def last_record(path: Path) -> Record:
+    """The last record of a journal, read from its end; empty where there is none."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        file.seek(max(0, size - TAIL))
+        lines = file.read(TAIL).splitlines()
+    for line in reversed(lines):
+        record = _record(line)
+        if record is not None:
+            return record
+    return {}
 
 
 def read_journal(path: Path) -> list[Record]:

@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..hang.positions import started_at
+from ..layout.files import open_regular
 
 RUN, RANKS, HELD = ".run.lock", ".ranks.lock", ".run.held"
 # Seconds in which the ranks of a launcher that was killed notice it and end.
@@ -50,7 +51,7 @@ class Owner:
     def read(cls, path: Path) -> "Owner":
         """Who wrote the file; nobody when it has nothing usable (its writer has just begun)."""
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 owner = json.loads(file.read(4096))
             return cls(str(owner["host"])[:100], int(owner["pid"]), str(owner["since"])[:40])
         except (OSError, ValueError, KeyError, TypeError):
@@ -146,11 +147,8 @@ def _held(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _opened(path: Path, flags: int = os.O_RDWR) -> Iterator[int]:
-    descriptor = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+    with open_regular(path, flags | os.O_CREAT | os.O_NOFOLLOW) as file:
+        yield file.fileno()
 
 
 def _lock(folder: Path, name: str, descriptor: int) -> None:

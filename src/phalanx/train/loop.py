@@ -6,15 +6,12 @@ made of in `executor.py`, what is logged in `log.py`, what is kept in `checkpoin
 
 import json
 import math
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -42,10 +39,10 @@ from .log import RunLog, memory_of, rank_log
 from .optimizer import learning_rate
 from .program import shape_of
 from .rank import Rank, keep_freed_memory
+from .stop import STOP, StopError, StopRequests, remove_stale_stop, stop_requests
 from .stragglers import OwnTime, Stragglers
 from .watched import host, tell_compilations, watched
 
-STOP = "STOP"  # a file of this name in the run's folder stops it as SIGTERM does
 IN_A_ROW = 3  # so many steps that are not finite end a run
 
 
@@ -57,14 +54,15 @@ class TrainError(ValueError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Where a run ended. `stopped`: it was asked to, before its last step. `unsaved`: why its last save
-    failed, where the run goes on without saves."""
+    """Where a run ended. `stopped`: it was asked to, before its last step, by a signal of this name or
+    by a file STOP. `unsaved`: why its last save failed, where the run goes on without saves."""
 
     step: int
     loss: float | None
     validation: float | None
     stopped: bool
     unsaved: str = ""
+    by: str = ""  # what has stopped it: STOP, SIGTERM, ...
 
 
 def train(
@@ -87,9 +85,9 @@ def train(
         if world.device.type == "cpu":
             keep_freed_memory()
         rank = Rank(world, run, chosen, drawn=False)
-        with _stop_requested(Path(run.out, STOP), first=world.rank == 0) as requested:
-            rank.trainer.wants_to_stop = requested
-            loop = _Loop(rank, positions, quiet=quiet)
+        with stop_requests(Path(run.out, STOP), first=world.rank == 0) as requests:
+            rank.trainer.wants_to_stop = requests
+            loop = _Loop(rank, positions, requests, quiet=quiet)
             try:
                 outcome = loop.run()
                 log.info("%s", outcome)
@@ -127,8 +125,8 @@ def _only_run(world: World, run: Run, *, held: bool) -> Iterator[None]:
         if world.rank == 0:
             try:
                 stack.enter_context(hold_run(Path(run.out), run.checkpoints))
-                remove_stale_stop(run, begun)
-            except (RunLocked, OSError) as error:
+                remove_stale_stop(run, begun, launched=True)
+            except (RunLocked, StopError, OSError) as error:
                 refusal = str(error)
         if refusal := broadcast_text(start, refusal):
             raise RunLocked(refusal)
@@ -138,58 +136,13 @@ def _only_run(world: World, run: Run, *, held: bool) -> Iterator[None]:
         yield
 
 
-def remove_stale_stop(run: Run, begun: float) -> str:
-    """Remove the STOP file that was there before this start; the notice when there was one. Only the
-    process that holds the folder may."""
-    file = Path(run.out, STOP)
-    with suppress(FileNotFoundError):
-        if file.stat().st_mtime < begun:
-            file.unlink()
-            return f"{file} was left by an earlier run, or meant for one: removed, the run goes on"
-    return ""
-
-
-@contextmanager
-def _stop_requested(file: Path, *, first: bool) -> Iterator[Callable[[], bool]]:
-    """Whether a signal that asks for it came to this rank, or somebody has put the file there."""
-    received: list[int] = []
-
-    def receive(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        if number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL)  # a second one is meant
-
-    def requested() -> bool:
-        return bool(received) or (first and file.exists())
-
-    # Ranks that are threads receive no signals; who has started them puts the file there.
-    with stop_signals(receive):
-        try:
-            yield requested
-        finally:
-            if first:
-                file.unlink(missing_ok=True)
-
-
-@contextmanager
-def stop_signals(receive: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Call `receive` for the signals that ask a run to save and end: SIGTERM, SIGINT (Ctrl-C), SIGHUP
-    (the terminal is gone; not under nohup) and SIGUSR1 (Slurm's warning). Nothing in a thread that is
-    not the main one."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    with ExitStack() as before:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-            if signal.getsignal(number) != signal.SIG_IGN:
-                before.callback(signal.signal, number, signal.signal(number, receive))
-        yield
-
-
 class _Loop:
     """The steps of one start of a run."""
 
-    def __init__(self, rank: Rank, positions: Positions, *, quiet: bool) -> None:
+    def __init__(
+        self, rank: Rank, positions: Positions, requests: StopRequests, *, quiet: bool
+    ) -> None:
+        self.requests = requests
         self.rank, self.run_, self.trainer = rank, rank.run, rank.trainer
         self.positions = positions
         for executor in (rank.trainer, rank.validator):
@@ -238,7 +191,7 @@ class _Loop:
             data=self.rank.batches.name,
             held=sum(unit.part for unit in self.rank.local.every_unit),
         )  # fmt: skip
-        done, stopped = start, False
+        done, stopped, by = start, False, ""
         self.positions.begin()
         self.looked_at = min(start + run.profile.start, run.steps - 1)
         with _profiled(self.rank) as stepped:
@@ -268,13 +221,22 @@ class _Loop:
             self.memory.close()
         self._tell_graphs(done)
         if stopped:
-            text = f"asked to stop: saved at step {done}; the same command goes on from there"
+            by = self._stopped_by()
+            text = (
+                f"asked to stop by {by}: saved at step {done}; the same command goes on from there"
+            )
             if self.unsaved:
-                text = f"asked to stop at step {done}, which could not be saved: {self.unsaved}"
-            self.log.event("stop", text, step=done)
+                text = f"asked to stop by {by} at step {done}, which could not be saved: {self.unsaved}"
+            self.log.event("stop", text, step=done, by=by)
         else:
             self.log.event("end", step=done, loss=self.loss, validation=self.validation)
-        return Outcome(done, self.loss, self.validation, stopped, self.unsaved)
+        return Outcome(done, self.loss, self.validation, stopped, self.unsaved, by)
+
+    def _stopped_by(self) -> str:
+        """What has stopped the run, the same on all ranks: a STOP file, or else the first signal."""
+        each_rank = errors_of(self.everyone, self.requests.by)
+        names = [each.partition(": ")[2] for each in each_rank]
+        return STOP if STOP in names else names[0]
 
     def _resume(self) -> int:
         """The step to go on with, from the newest sound checkpoint."""

@@ -9,17 +9,20 @@
 #SBATCH --open-mode=append
 #SBATCH --output={{name}}-%j.out
 
-# A rank that fails ends the others. One that was stopped has saved, as have all: that is no failure.
+# A rank that fails ends the others. One that a signal has stopped (75) has saved, as have all.
 start() {
     srun --kill-on-bad-exit=1 \
         sh -c 'trap : TERM; "$@" || { code=$?; [ $code -eq 75 ] || exit $code; }' train \
         {{command}}
 }
-code=1
 for attempt in $(seq 0 {{restarts}}); do
-    start && code=0 && break
+    start
+    code=$?
+    # 2: the run was refused, as it would be again.
+    case $code in 0 | 2) break ;; esac
 done
-if [ $code -eq 0 ] && tail -n 1 -- {{journal}} | grep -q '"event": "stop"'; then
-    scontrol requeue "$SLURM_JOB_ID"  # the same job goes on from its newest checkpoint
+# Slurm's warning or a preemption: the same job goes on from its newest checkpoint. A file STOP ends it.
+if [ $code -eq 0 ] && tail -n 1 -- {{journal}} | grep -qE '"event": "stop".*"by": "SIG(TERM|USR1)"'; then
+    scontrol requeue "$SLURM_JOB_ID"
 fi
 exit $code
