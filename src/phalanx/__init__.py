@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
+from .version import VERSION
+
 if TYPE_CHECKING:
     from inspect import Signature
 
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from .layout import Run as Run
     from .layout import Shape as Shape
     from .train.loop import train as train
+
+__version__ = VERSION
 
 _NAMES = {
     "api.check": "check",

@@ -69,7 +69,9 @@ class ConnectingGroup(TorchGroup):
         return super()._transfer(begin, call, x)
 
 
-def split_group(split_ranks: list[list[int]], timeout: timedelta, group_desc: str) -> Any:
+def split_group(
+    split_ranks: list[list[int]], timeout: timedelta, pg_options: Any, group_desc: str
+) -> Any:
     """In place of torch's, which is for NCCL only: the groups part all ranks; this rank's own."""
     members = sorted(rank for ranks in split_ranks for rank in ranks)
     assert members == list(range(dist.get_world_size())), split_ranks

@@ -4,9 +4,11 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import phalanx
 from phalanx.comm import CommMisuse, join
 from phalanx.layout.environment import EnvironmentMistake, Rendezvous, node_command, rendezvous
 
@@ -34,6 +36,25 @@ SLURM = {
 def test_a_process_that_nothing_started_is_alone():
     assert rendezvous({}) is None
     assert join(environment={}).size == 1
+
+
+def test_a_tree_that_is_not_installed_joins_and_knows_its_version():
+    """Its only way to phalanx is PYTHONPATH, as on a machine where nothing may be installed."""
+    source = str(Path(phalanx.__file__).parents[1])
+    code = (
+        "import importlib.metadata as m\n"
+        "def missing(name): raise m.PackageNotFoundError(name)\n"
+        "m.version = m.distribution = missing\n"
+        "from phalanx.comm.join import versions\n"
+        "print(versions()['phalanx'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": source},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, phalanx.__version__), done.stderr
 
 
 def test_torchrun_and_slurm_say_the_same_in_their_own_words():

@@ -4,22 +4,27 @@ and the groups of every layout over gloo by the code that makes them over NCCL.
 Every run over NCCL without a pipeline died at its start, ranks chose backends each for itself, and
 two ranks on one GPU computed on the CPU without a word."""
 
+import os
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from as_nccl import nccl_worlds, use_every_group
 
-from phalanx.comm import AloneWorld, CommMisuse, World, choose
-from phalanx.comm.devices import Devices, set_up
+from phalanx.comm import AloneWorld, CommMisuse, World, choose, join
+from phalanx.comm.devices import Devices
 from phalanx.comm.join import meet, offer
 from phalanx.comm.launch import used_gpus
-from phalanx.comm.process import ProcessWorld, apart
+from phalanx.comm.process import FLOW_BLOCKS, ProcessWorld, apart
 from phalanx.layout import Layout
 from phalanx.layout.choices import traits
+from phalanx.layout.device_environment import SETTINGS, set_up
 from phalanx.layout.environment import Rendezvous
 from phalanx.parallel import build_model, open_groups
 from phalanx.train.program import program_of
@@ -28,6 +33,8 @@ from phalanx.verify import SHAPES, covering, every_layout, verify
 
 class Machine(Devices):
     """A process that sees these GPUs."""
+
+    unused = ""
 
     def __init__(self, *gpus: str, nccl: bool = True) -> None:
         self._gpus, self._nccl = gpus, nccl
@@ -50,6 +57,75 @@ def test_what_is_set_in_the_environment_is_left_and_the_rest_is_set() -> None:
     assert environment == own | {
         "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     }  # fmt: skip
+
+
+class Late(Machine):
+    """A machine that records what the environment holds when it is first asked for its GPUs."""
+
+    def __init__(self, environment):
+        super().__init__("a")
+        self.environment, self.seen = environment, None
+
+    @property
+    def gpus(self):
+        self.seen = self.seen or dict(self.environment)
+        return 0
+
+
+def test_the_environment_is_set_before_the_driver_starts(monkeypatch):
+    """To count GPUs starts the driver, which reads the variables once."""
+    for name in SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    machine = Late(os.environ)
+    assert join(environment={}, devices=machine).size == 1
+    assert machine.seen is not None
+    assert {name: machine.seen.get(name) for name in SETTINGS} == SETTINGS
+
+
+def test_the_command_sets_the_environment_before_torch_is_imported():
+    code = (
+        "import os, sys; from phalanx.cli.main import main; assert 'torch' not in sys.modules;"
+        " main(['--version']); print(os.environ['CUDA_DEVICE_MAX_CONNECTIONS'], 'torch' in sys.modules)"
+    )
+    environment = {k: v for k, v in os.environ.items() if k not in SETTINGS}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "32 False"
+
+
+class FakeOptions:
+    def __init__(self, is_high_priority_stream=False):
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config = SimpleNamespace(max_ctas=0)
+
+
+def test_communicators_have_high_priority_and_flows_few_blocks(monkeypatch):
+    nccl = SimpleNamespace(Options=FakeOptions)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
+    asked = []
+    monkeypatch.setattr(dist, "split_group", lambda **terms: asked.append(terms["pg_options"]))
+    world = Counting(2)
+    groups = ProcessWorld._split_communicator, ("name", [(0, 1)], [])
+    groups[0](world, *groups[1], 0)
+    groups[0](world, *groups[1], FLOW_BLOCKS)
+    assert all(options.is_high_priority_stream for options in asked)
+    assert [options.config.max_ctas for options in asked] == [0, FLOW_BLOCKS]
+
+
+def test_parts_of_one_gpu_are_different_devices(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1f,MIG-2c")
+    assert [Devices().identity(index) for index in (0, 1)] == ["MIG-1f", "MIG-2c"]
+
+
+def test_an_accelerator_that_is_not_used_is_named(capsys):
+    machine = Machine()
+    machine.unused = "xpu"
+    join(environment={}, devices=machine)
+    assert "'xpu'; phalanx computes on NVIDIA and AMD GPUs only" in capsys.readouterr().err
+    machine.unused = ""
+    join(environment={}, devices=machine)
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
@@ -201,7 +277,7 @@ class Counting(ProcessWorld):
     def _connect_all(self, group):
         pass
 
-    def _split_communicator(self, name, groups, made):
+    def _split_communicator(self, name, groups, made, blocks):
         members = [rank for group in groups for rank in group]
         assert len(set(members)) == len(members), name
         self.split_ranks.append(groups)

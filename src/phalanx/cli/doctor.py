@@ -117,7 +117,7 @@ def _measure(args: argparse.Namespace, here: LocalDevice) -> int:
 
 def _look(args: argparse.Namespace, here: LocalDevice) -> int:
     from ..bench import measure_stores, topology_of
-    from ..comm.devices import SETTINGS
+    from ..layout.device_environment import SETTINGS
 
     stores, topology = measure_stores(here), topology_of(here)
     kept = ("kind", "count", "cores", "memory", "free")
@@ -137,9 +137,7 @@ def _look(args: argparse.Namespace, here: LocalDevice) -> int:
         lines.append(f"memory, {store.name}: {rate_text(store.bandwidth)}{of}")
     if here.kind == "cuda":
         lines += topology.lines()
-        for name, value in SETTINGS.items():
-            own = os.environ.get(name)
-            lines.append(f"{name}: {own or f'{value}, set when a run starts'}")
+        lines += [f"{name}: {os.environ.get(name, 'not set')}" for name in SETTINGS]
     lines.append("For everything else: phalanx doctor --out machine.toml")
     return result(args, figures, "\n".join(lines))
 

@@ -11,7 +11,9 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 
+from ..layout.device_environment import set_up
 from ..layout.files import reason
+from ..version import VERSION
 from .usage import OutputError, UsageError, complain, nearest_word, say, silence
 
 # A verb's module stands beside this file and offers run(argv) -> exit code. Nothing is imported
@@ -56,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Ranks are forked in a twentieth of a second from a process without threads, and numpy would
     # start some the moment it is loaded.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    set_up(os.environ)
     _open_closed()
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv))
@@ -110,9 +113,7 @@ def _run(argv: list[str]) -> int:
         say(_OVERVIEW.format(verbs="\n".join(f"  {v:{width}}  {VERBS[v]}" for v in VERBS)))
         return 0
     if verb == "--version":
-        from importlib.metadata import version
-
-        say(f"phalanx {version('phalanx')}")
+        say(f"phalanx {VERSION}")
         return 0
     if verb not in VERBS:
         verb = verb[:60]

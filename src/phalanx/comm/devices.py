@@ -5,34 +5,12 @@ that describes another machine.
 """
 
 import os
-from collections.abc import MutableMapping
+import sys
 
 import torch
 import torch.distributed as dist
 
 from ..layout.choices import GLOO, NCCL
-
-# What CUDA, torch's allocator and NCCL read from the environment when they start, and what for.
-SETTINGS = {
-    # With 8, the default, streams of communicators and copies share queues and wait for each other.
-    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-    # Buffers of many sizes come and go: segments that grow leave fewer gaps.
-    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-    # NCCL's calls are kept, and written down where one does not end.
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-}
-_OTHER_NAMES = {
-    "PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF",
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": "TORCH_FR_BUFFER_SIZE",
-}
-
-
-def set_up(environment: MutableMapping[str, str]) -> None:
-    """Set what is not set. Before the first thing is done on a GPU."""
-    for name, value in SETTINGS.items():
-        if _OTHER_NAMES.get(name) not in environment:
-            environment.setdefault(name, value)
 
 
 def cores() -> int:
@@ -40,6 +18,13 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def name_unused(devices: "Devices") -> None:
+    """Print one line if this machine has an accelerator that phalanx cannot use."""
+    if kind := devices.unused:
+        text = f"torch sees a device of kind {kind!r}; phalanx computes on NVIDIA and AMD GPUs only"
+        print(f"{text}, so this run uses the CPU", file=sys.stderr)
 
 
 class Devices:
@@ -51,8 +36,21 @@ class Devices:
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
     def identity(self, index: int) -> str:
-        """A name of one GPU that is the same for every process that sees it."""
+        """A name of one GPU that is the same for every process that sees it.
+
+        Parts of one GPU (MIG) are told apart by the names that made them visible: the driver gives the
+        unique id of the whole GPU for each.
+        """
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        if index < len(visible) and visible[index].startswith("MIG-"):
+            return visible[index]
         return str(torch.cuda.get_device_properties(index).uuid)
+
+    @property
+    def unused(self) -> str:
+        """The kind of accelerator that torch sees and phalanx does not use, such as "mps"; or ""."""
+        found = torch.accelerator.current_accelerator()
+        return "" if found is None or found.type == "cuda" else found.type
 
     def has(self, backend: str) -> bool:
         """Whether this build of torch has a backend of that name."""

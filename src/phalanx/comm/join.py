@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -19,11 +18,13 @@ import torch.distributed
 from phalanx.comm.agree import FAILED, differences, not_alike
 from phalanx.comm.alone import AloneWorld
 from phalanx.comm.base import CommError, CommMisuse, World, named
-from phalanx.comm.devices import Devices, set_up
+from phalanx.comm.devices import Devices, name_unused
 from phalanx.comm.network import WAYS_OUT, Address, await_master, check_routes, listen
 from phalanx.comm.process import ProcessWorld
 from phalanx.layout.choices import GLOO, NCCL
+from phalanx.layout.device_environment import set_up
 from phalanx.layout.environment import Rendezvous, rendezvous
+from phalanx.version import VERSION
 
 _dist: Any = torch.distributed  # its stubs lack the stores
 NOTICE = 15.0  # seconds after which a rank says for whom it waits
@@ -73,9 +74,8 @@ def join(
     """
     # A default of `os.environ` would print every secret in it: a signature shows its defaults.
     environment = os.environ if environment is None else environment
+    set_up(os.environ)
     devices = devices or Devices()
-    if devices.gpus:
-        set_up(os.environ)
     if _dist.is_initialized():
         if ranks not in (None, _dist.get_world_size()):
             there = f"the process group that is there has {_dist.get_world_size()}"
@@ -88,6 +88,8 @@ def join(
         if at is not None:
             started = f"the launcher has started {size} ({at.source})"
         raise CommMisuse(f"the run needs {ranks} ranks and {started}; start {ranks}.")
+    if backend == "auto" and (at is None or at.rank == 0):
+        name_unused(devices)
     if at is None:
         return AloneWorld("cuda:0" if devices.gpus else "cpu")
     mine = Address.choose(at, interface)
@@ -123,7 +125,7 @@ def versions() -> dict[str, str]:
     return {
         "python": ".".join(map(str, sys.version_info[:2])),
         "torch": str(torch.__version__),
-        "phalanx": metadata.version("phalanx"),
+        "phalanx": VERSION,
     }
 
 

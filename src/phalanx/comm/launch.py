@@ -9,11 +9,12 @@ from typing import Any
 
 from phalanx.comm.alone import AloneWorld
 from phalanx.comm.base import CommMisuse
-from phalanx.comm.devices import Devices, cores, set_up
+from phalanx.comm.devices import Devices, cores, name_unused
 from phalanx.comm.pool import ALONE, Pool
 from phalanx.comm.shm.arena import why_not
 from phalanx.comm.threads import run_threads
 from phalanx.layout.choices import BACKENDS, GLOO, NCCL, SHM, THREADS
+from phalanx.layout.device_environment import set_up
 
 # A world that is kept: `run(fn, *args)` is what `fn(world, *args)` returns, by rank.
 Runner = Callable[..., list[Any]]
@@ -52,10 +53,11 @@ def workers(
 
     After a run that failed, the next one starts new ranks.
     """
+    set_up(os.environ)
     kind = choose(backend, ranks)
+    if backend == "auto":
+        name_unused(Devices())
     logging.getLogger(__name__).debug("%d ranks over %s", ranks, kind)
-    if used_gpus(kind, ranks):
-        set_up(os.environ)
     if backend == "auto" and kind == GLOO and (why := why_not(ranks)):
         print(f"ranks talk over gloo, which is slower: {why}", file=sys.stderr)
     if kind == ALONE and not apart:

@@ -170,7 +170,7 @@ class _Loop:
             elif folder:
                 self.memory = MemoryCheckpoints(folder, host(), rank.local, rank.updates)
         self.bad = 0
-        self.own = OwnTime()
+        self.own = OwnTime(queued=rank.world.device.type == "cuda")
         self.stragglers = Stragglers(rank.run.hang.straggler, rank.program.owner)
         self.unsaved = ""
         self.loss: float | None = None
@@ -312,8 +312,9 @@ class _Loop:
         numbers = {"loss": self.result.total, "norm": norm, "lr": lr}
         steps = len(self.log.seconds)
         self.log.step(done, numbers | {"memory": float(table[:, 0].max())})
-        for slow in self.stragglers.look(table[:, 1:].tolist(), steps):
-            self.log.event("straggler", str(slow), step=done, **slow._asdict())
+        if self.log.active:
+            for slow in self.stragglers.look(table[:, 1:].tolist(), steps):
+                self.log.event("straggler", str(slow), step=done, **slow._asdict())
 
     def _not_finite(self, step: int) -> None:
         """The step was skipped everywhere: name the first bad piece, and end after a few in a row."""

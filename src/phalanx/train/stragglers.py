@@ -1,14 +1,19 @@
 """Ranks that take longer for the same work than their peers: which, how much, and at what.
 
-A rank's own time is that of its steps without what it waited in calls of groups. Ranks that carry out
-the same row of the program are peers; a rank without any is compared with its own earlier steps. All
-ranks send their numbers with each line of the log, and the log's rank compares them.
+A rank's own time is that of its steps without what it waited for other ranks. On a CPU that is the
+step without its waits in calls of groups. On a GPU the host queues a whole step and waits nowhere, so
+the own time is what the device computed, by the events around each operation, and reading data.
+
+Ranks that carry out the same row of the program are peers; a rank without any is compared with its own
+earlier steps. All ranks send their numbers with each line of the log, and the log's rank compares them.
 """
 
 import statistics
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from ..layout.numbers import seconds_text
 from ..program import Span, ops
@@ -18,6 +23,7 @@ NAMES = (DATA, *(kind.name for kind in ops.KINDS.values()))
 Interval = tuple[float, float]  # from when to when
 _ENOUGH = 1.0  # seconds beyond the factor, added up, that are worth a line
 _EARLIER = 20  # lines of the log that a rank without peers is compared with
+_NAMED = 8  # ranks named with one line of the log
 
 
 class Slow(NamedTuple):
@@ -36,9 +42,14 @@ class Slow(NamedTuple):
 
 
 class OwnTime:
-    """What one rank has worked since the last line of the log."""
+    """What one rank has worked since the last line of the log. `queued`: its host queues work for a
+    device, so that only the device's times tell how long something took."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, queued: bool = False) -> None:
+        self.queued = queued
+        self._clear()
+
+    def _clear(self) -> None:
         self.steps, self.total = 0, 0.0
         self.parts = dict.fromkeys(NAMES, 0.0)
 
@@ -47,17 +58,23 @@ class OwnTime:
     ) -> None:
         """A step: its seconds, those of reading its data, its operations, and when it waited."""
         self.steps += 1
-        self.total += seconds - sum(b - a for a, b in waits)
         self.parts[DATA] += data
+        computed = 0.0
         for span in spans:
             if span.lane == ops.COMPUTE:
                 waited = sum(max(0.0, min(b, span.end) - max(a, span.start)) for a, b in waits)
-                self.parts[ops.KINDS[span.op.kind].name] += span.end - span.start - waited
+                own = span.end - span.start - (0.0 if self.queued else waited)
+                self.parts[ops.KINDS[span.op.kind].name] += own
+                computed += own
+        if self.queued:
+            self.total += data + computed
+        else:
+            self.total += seconds - sum(b - a for a, b in waits)
 
     def taken(self) -> list[float]:
         """Seconds a step, whole and in parts; counting begins again."""
         numbers = [each / max(1, self.steps) for each in (self.total, *self.parts.values())]
-        self.__init__()  # type: ignore[misc]
+        self._clear()
         return numbers
 
 
@@ -65,28 +82,76 @@ class Stragglers:
     """Compares the ranks' own time. `rows`: of the program, which row each rank carries out."""
 
     def __init__(self, factor: float, rows: Sequence[int]) -> None:
-        self.factor, self.rows = factor, rows
+        self.factor = factor
         self.excess = [0.0] * len(rows)
         self.earlier: list[deque[Sequence[float]]] = [deque(maxlen=_EARLIER) for _ in rows]
+        self.peers: dict[int, list[int]] = {}  # the ranks of each row
+        for rank, row in enumerate(rows):
+            self.peers.setdefault(row, []).append(rank)
 
     def look(self, table: Sequence[Sequence[float]], steps: int) -> Iterator[Slow]:
-        """The ranks that have become slow with this line of so many steps. The table has each rank's
-        seconds a step: of all its own work, then of each of `NAMES`."""
-        for rank, own in enumerate(table) if self.factor else ():
-            alike = (o for o, row in enumerate(self.rows) if row == self.rows[rank] and o != rank)
-            peers = [table[other] for other in alike]
-            if not peers and len(self.earlier[rank]) * 4 >= _EARLIER:
-                peers = list(self.earlier[rank])
-            self.earlier[rank].append(own)
-            if not peers:
-                continue
-            usual = [statistics.median(each) for each in zip(*peers, strict=True)]
-            # What is beyond the factor in some steps is paid back in others, so that noise ends nowhere.
-            beyond = steps * (own[0] - self.factor * usual[0])
-            self.excess[rank] = max(0.0, self.excess[rank] + beyond)
-            if self.excess[rank] > _ENOUGH:
-                self.excess[rank] = 0.0
-                parts = zip(NAMES, own[1:], usual[1:], strict=True)
-                most = sorted(parts, key=lambda part: part[2] - part[1])[:3]
-                lost = {name: (mine, theirs) for name, mine, theirs in most if mine > theirs}
-                yield Slow(rank, own[0], usual[0], lost)
+        """The ranks that have become slow with this line of so many steps, the slowest first.
+
+        The table has each rank's seconds a step: of all its own work, then of each of `NAMES`.
+        """
+        if not self.factor:
+            return
+        numbers = np.asarray(table, dtype=np.float64)  # (ranks, 1 + names)
+        found = [
+            rank for ranks in self.peers.values() for rank in self._beyond(numbers, ranks, steps)
+        ]
+        found.sort(key=lambda rank: -numbers[rank, 0])
+        for rank in found:
+            self.excess[rank] = 0.0
+        for rank in found[:_NAMED]:
+            yield self._slow(numbers, rank)
+        for ranks in self.peers.values():
+            if len(ranks) == 1:
+                self.earlier[ranks[0]].append(table[ranks[0]])
+
+    def _beyond(self, numbers: np.ndarray, ranks: Sequence[int], steps: int) -> list[int]:
+        """Those of the ranks of one row whose time beyond the factor has added up to enough."""
+        totals = numbers[ranks, 0]
+        usual = _medians_of_others(totals) if len(ranks) > 1 else self._earlier_median(ranks[0])
+        if usual is None:
+            return []
+        # What is beyond the factor in some steps is paid back in others, so that noise ends nowhere.
+        beyond = steps * (totals - self.factor * usual)
+        for rank, more in zip(ranks, beyond.tolist(), strict=True):
+            self.excess[rank] = max(0.0, self.excess[rank] + more)
+        return [rank for rank in ranks if self.excess[rank] > _ENOUGH]
+
+    def _earlier_median(self, rank: int) -> "np.ndarray | None":
+        earlier = self.earlier[rank]
+        if len(earlier) * 4 < _EARLIER:
+            return None
+        return np.array([statistics.median(numbers[0] for numbers in earlier)])
+
+    def _slow(self, numbers: np.ndarray, rank: int) -> Slow:
+        (row,) = (ranks for ranks in self.peers.values() if rank in ranks)
+        others = [other for other in row if other != rank]
+        peers = numbers[others] if others else np.asarray(self.earlier[rank])
+        usual = np.median(peers, axis=0).tolist()
+        own = numbers[rank].tolist()
+        parts = zip(NAMES, own[1:], usual[1:], strict=True)
+        most = sorted(parts, key=lambda part: part[2] - part[1])[:3]
+        lost = {name: (mine, theirs) for name, mine, theirs in most if mine > theirs}
+        return Slow(rank, own[0], usual[0], lost)
+
+
+def _medians_of_others(values: np.ndarray) -> np.ndarray:
+    """For each value the median of all others, by one sort: every rank is compared at each line."""
+    count = len(values)
+    order = values.argsort(kind="stable")
+    ordered = values[order]
+    place = np.empty(count, dtype=np.int64)  # of each value in the sorted ones
+    place[order] = np.arange(count)
+
+    def without_own(at: int) -> np.ndarray:
+        # The value at this place once the own one is taken out.
+        return ordered[np.where(place <= at, at + 1, at)]
+
+    middle = (count - 1) // 2
+    above = without_own(middle)
+    below = above if (count - 1) % 2 else without_own(middle - 1)
+    return np.asarray((below + above) / 2)

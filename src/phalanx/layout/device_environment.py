@@ -1,0 +1,28 @@
+"""Environment variables that CUDA, torch's allocator and NCCL read once, when they start.
+
+Asking torch for the number of GPUs starts the driver, so they are set before that: by the command
+before it imports torch, and by `join` and `workers` before anything else.
+"""
+
+from collections.abc import MutableMapping
+
+SETTINGS = {
+    # With 8, the default, streams of communicators and copies share queues and wait for each other.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    # Buffers of many sizes come and go: segments that grow leave fewer gaps.
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    # NCCL's last calls are recorded, and written down where one does not end.
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+}
+_OTHER_NAMES = {
+    "PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "TORCH_FR_BUFFER_SIZE",
+}
+
+
+def set_up(environment: MutableMapping[str, str]) -> None:
+    """Set the variables that the user has not set."""
+    for name, value in SETTINGS.items():
+        if _OTHER_NAMES.get(name, name) not in environment:
+            environment.setdefault(name, value)
