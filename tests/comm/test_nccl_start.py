@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from datetime import timedelta
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -106,9 +107,9 @@ def test_communicators_have_high_priority_and_flows_few_blocks(monkeypatch):
     asked = []
     monkeypatch.setattr(dist, "split_group", lambda **terms: asked.append(terms["pg_options"]))
     world = Counting(2)
-    groups = ProcessWorld._split_communicator, ("name", [(0, 1)], [])
-    groups[0](world, *groups[1], 0)
-    groups[0](world, *groups[1], FLOW_BLOCKS)
+    world._timeout = timedelta(seconds=1)
+    for blocks in (0, FLOW_BLOCKS):
+        ProcessWorld._split_communicator(world, "name", [(0, 1)], [], blocks)
     assert all(options.is_high_priority_stream for options in asked)
     assert [options.config.max_ctas for options in asked] == [0, FLOW_BLOCKS]
 
