@@ -7,14 +7,16 @@ write one checkpoint together, so all need the same folder on a file system that
 """
 
 import hashlib
+import json
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from ..comm import Group
+from ..comm.agree import FAILED, PeerFailed, RanksDiffer, differences, exchange, not_alike
 from ..comm.join import versions
 from ..layout import Layout, Shape
 from ..layout.families import code_of
@@ -22,17 +24,16 @@ from ..layout.run import Run
 from ..layout.source import split_name
 from ..parallel import Model
 from ..program import Program
-from .data.batches import Batches
+from .data.digests import SourceRecord, identity_of, records_of, table_of
+from .data.token_files import Corpus, DataError, describe
 
-BLOCK = 1 << 16
 DIGITS = 16  # of a checksum that are compared and shown
-BLOCKS = 1024  # of an array that are read at most, evenly over it: 64 MiB
 
 
 def facts_of(
-    run: Run, layout: Layout, shape: Shape, batches: Batches, model: Model, program: Program | None
+    run: Run, layout: Layout, shape: Shape, model: Model, program: Program | None
 ) -> dict[str, str]:
-    """Everything that the ranks of a run must have alike, by name."""
+    """Everything that the ranks of a run must have alike, by name, but for the data."""
     table, sizes = asdict(run), asdict(shape)
     for name in ("model", "data", "machine"):
         del table[name]
@@ -52,26 +53,81 @@ def facts_of(
         "model's weights": _checksum("\n".join(weights)),
         "schedule file": _file(split_name(layout.schedule)[0]),
         "machine file": _file(run.machine),
-        "data": _data_checksum(batches),
         # With recompute:fit ranks first settle how much memory there is.
         "program": _checksum(str(program)) if program else "",
     }
 
 
-def _data_checksum(batches: Batches) -> str:
-    """A checksum of the tokens and documents of all corpora. Of more than 64 MiB in one file it covers
-    64 MiB in 1,024 blocks, evenly spread, so that terabytes do not delay a start."""
-    marks = [f"{corpus.vocab} {corpus.fingerprint} {corpus.weight}" for corpus in batches.corpora]
-    digest = hashlib.sha256(" ".join(marks).encode())
-    for stream in (x for corpus in batches.corpora for x in (corpus.train, corpus.validation)):
-        for array in (stream.tokens, stream.starts, stream.origins, stream.answers):
-            if array is not None:
-                digest.update(f"{array.dtype} {array.size}".encode())
-                each = BLOCK // array.itemsize
-                count = -(-array.size // each)
-                for block in np.linspace(0, count - 1, min(count, BLOCKS)).astype(int):
-                    digest.update(array[block * each : (block + 1) * each].tobytes())
-    return digest.hexdigest()[:DIGITS]
+def agreed_data(group: Group, corpora: Sequence[Corpus]) -> list[SourceRecord]:
+    """The records of the run's data. All ranks are in the group and call this; if hosts have different
+    data, all raise.
+
+    Of the ranks of a host that have opened the same files, the first one computes their digests. Every
+    rank then compares those of all hosts.
+    """
+    opened = exchange(group, _opened(corpora))
+    leaders = [opened.index(each) for each in opened]  # by rank, the rank that computes its digests
+    text, wrong = "", None
+    if leaders[group.rank] == group.rank:
+        try:
+            text = json.dumps(table_of(describe(corpora)))
+        except DataError as error:
+            wrong, text = error, json.dumps({FAILED: str(error)})
+    texts = exchange(group, text)
+    if wrong is not None:
+        raise wrong
+    made = {rank: json.loads(text) for rank, text in enumerate(texts) if text}
+    lines = [
+        f"rank {rank} could not begin: DataError: {table[FAILED]}"
+        for rank, table in made.items()
+        if FAILED in table
+    ]
+    if lines:
+        raise PeerFailed("\n".join(lines))
+    records = {rank: records_of(table, f"rank {rank}", DataError) for rank, table in made.items()}
+    if lines := differences({rank: _data_facts(each) for rank, each in records.items()}):
+        raise RanksDiffer(not_alike(lines))
+    return records[leaders[group.rank]]
+
+
+def _opened(corpora: Sequence[Corpus]) -> str:
+    """A text that is equal on ranks of one host which have opened the same files."""
+    opened: list[object] = [_boot()]
+    for corpus in corpora:
+        opened.append(asdict(replace(corpus.record, name="")))
+        for _, path in corpus.files:
+            try:
+                opened.append(identity_of(path.stat()))
+            except OSError:  # the rank's own attempt to read it says why
+                opened.append(str(path))
+    return json.dumps(opened)
+
+
+def _boot() -> str:
+    """This start of this machine. Two hosts may have one name; files of theirs may have equal numbers."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _data_facts(records: Sequence[SourceRecord]) -> dict[str, str]:
+    """What ranks must have alike of the data; where it lies is their own."""
+    facts = {}
+    for number, record in enumerate(records, 1):
+        name = "data" if len(records) == 1 else f"data {number}"
+        parts = [record.content[:DIGITS]] if record.content else []
+        for file in record.files:
+            content = f"{file.size:,} bytes {file.digest}"
+            content += f" of {file.blocks:,} blocks" if file.blocks else ""
+            if file.role:
+                facts[f"{name}: {file.role}"] = content
+            else:
+                parts.append(content)
+        parts += [f"{record.train:,} tokens", f"{record.validation:,} held out", record.reading]
+        parts += [f"weight {record.weight}"] if record.weight else []
+        facts[name] = ", ".join(parts)
+    return facts
 
 
 def flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -17,9 +17,8 @@ import math
 import os
 import platform
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -34,14 +33,10 @@ from ..layout import Shape
 from ..layout.choices import STORED
 from ..layout.codec import decode, key
 from ..layout.files import parse_json
+from .checksums import CHECKSUMS as CHECKSUMS
+from .checksums import FASTEST
 from .folder import LARGEST, Folder, count
 
-# SHA-256 is as slow as a disk. It stays for older checkpoints, and where nothing can be installed.
-CHECKSUMS: dict[str, Callable[[], Any]] = {"sha256": hashlib.sha256}
-with suppress(ImportError):
-    import xxhash
-
-    CHECKSUMS["xxh3_128"] = xxhash.xxh3_128
 MANIFEST = "manifest.json"
 LIMIT = 1 << 28  # bytes of a manifest
 FORMAT, VERSION = "phalanx-checkpoint", 2  # 1 had SHA-256 alone
@@ -360,7 +355,7 @@ def write_file(
     text += b" " * (-len(text) % 8)  # so that the numbers are aligned
     first = len(text).to_bytes(8, "little") + text
     blocks = [memoryview(first), *(raw_bytes(x) for x in tensors.values() if x.numel())]
-    checksum = list(CHECKSUMS)[-1]
+    checksum = FASTEST
     with path.open("xb+", buffering=0) as file, ThreadPoolExecutor(1) as thread:
         sums = []
         for number, chunk in enumerate(_chunks(blocks)):

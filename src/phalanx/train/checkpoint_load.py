@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
@@ -28,7 +28,7 @@ from ..parallel.local import LocalModel
 from ..parallel.model import is_lora
 from . import checkpoint_format as stored
 from .agreement import flat
-from .checkpoint import RanksFailed, Updates, box_of, kept_of, optimizer_name, steps, together
+from .checkpoint import RanksFailed, Updates, box_of, kept_of, optimizer_name, steps, together, why
 from .checkpoint_format import (
     DTYPES,
     WEIGHT,
@@ -40,6 +40,9 @@ from .checkpoint_format import (
 )
 from .checkpoint_memory import MemoryCheckpoints
 from .checkpoint_remote import fetch_newer
+from .data.batches import Batches
+from .data.digests import SourceRecord, differences, records_of
+from .data.token_files import DataError
 from .folder import Folder
 
 BLOCK = 16 << 20  # bytes of whole rows that are read at once where a rank keeps a part of each
@@ -280,6 +283,43 @@ def refuse_optimizer(path: Path, manifest: Manifest, name: str) -> None:
         )
 
 
+def data_notices(
+    progress: stored.Progress, path: Path, data: Sequence[SourceRecord], batches: Batches
+) -> list[str]:
+    """How the run's data is not known to be what a checkpoint was trained on. `data` are its records."""
+    if not progress.data:  # an imported model was not trained on any
+        return []
+    table = progress.config.get("data")
+    if table is None:
+        return _earlier_notices(progress, path, batches)
+    try:
+        if not isinstance(table, dict):
+            raise DataError("its record is no table")
+        wrong = differences(records_of(table, f"{path}: body: config: data", DataError), data)
+    except (DataError, OSError) as error:
+        return [f"the data cannot be compared with what {path} was trained on: {why(error)}"]
+    if not wrong:
+        return []
+    more = [f"and {len(wrong) - LINES} more"] if len(wrong) > LINES else []
+    lines = "; ".join([*wrong[:LINES], *more])
+    return [
+        f"the data is not what {path} was trained on: {lines}. The run continues after"
+        f" {progress.cursor:,} sequences of it; if you did not intend that, stop it and restore the data"
+    ]
+
+
+def _earlier_notices(progress: stored.Progress, path: Path, batches: Batches) -> list[str]:
+    """The notices for a checkpoint of an earlier version, which recorded sizes and beginnings."""
+    if progress.data != batches.mark:
+        return [f"the data is not what {path} was trained on: its beginning or its size differs"]
+    if any(corpus.files for corpus in batches.corpora):
+        return [
+            f"{path} was made by an earlier version, which recorded the beginning and the size of its"
+            " data: these are unchanged. The next checkpoint records the whole content"
+        ]
+    return []
+
+
 def changed_settings(manifest: stored.Progress, run: Run) -> list[str]:
     """What a run trains with, where that is not as its checkpoint was: each key with both values."""
     was = manifest.config.get("run")
@@ -289,7 +329,7 @@ def changed_settings(manifest: stored.Progress, run: Run) -> list[str]:
 
 
 # Of the keys of a run file, those that change what is trained.
-_SETTINGS = ["batch", "microbatch", "sequence", "steps", "data", "document_masks", "packing"]
+_SETTINGS = ["batch", "microbatch", "sequence", "steps", "document_masks", "packing"]
 _SETTINGS += ["z_loss", "optimizer"]
 
 

@@ -26,12 +26,14 @@ from ..layout.run import Run
 from ..parallel.compile import graphs
 from ..parallel.model import is_lora
 from ..program import Span, Timeline
+from .agreement import agreed_data
 from .checkpoint import Saved, Saver
 from .checkpoint_exchange import HubReader
 from .checkpoint_format import CheckpointError, Progress
-from .checkpoint_load import begin, changed_settings, load
+from .checkpoint_load import begin, changed_settings, data_notices, load
 from .checkpoint_memory import MemoryCheckpoints, memory_folder
 from .checkpoint_remote import Uploader
+from .data.digests import fingerprint, table_of
 from .data.token_files import DataError
 from .executor import StepResult
 from .lock import RunLocked, hold_as_rank, hold_run, owner_of, unshared
@@ -150,6 +152,9 @@ class _Loop:
         if rank.layout.compile:
             tell_compilations(positions)
         self.everyone = rank.local.groups.everyone
+        # Before the log is opened: ranks with other data leave the run's folder as it is.
+        with positions.phase("starting", f"reading {rank.batches.name} for its digest"):
+            self.data = agreed_data(self.everyone, rank.batches.corpora)
         self.log = RunLog(rank.run, positions, active=rank.world.rank == 0, quiet=quiet)
         kept = rank.run.checkpoint
         self.saver = Saver(
@@ -269,8 +274,9 @@ class _Loop:
         for event, texts in notices.items():
             for text in texts:
                 self.log.event(event, text)
-        if at.data != batches.fingerprint:
-            self.log.event("data", f"the data is not what {loaded.path} was trained on")
+        if rank.world.rank == 0:  # which alone may have to read some of it
+            for text in data_notices(at, loaded.path, self.data, batches):
+                self.log.event("data", text)
         self.log.event("resume", f"going on at step {at.step} from {loaded.path} ({at.layout})")
         return at.step
 
@@ -400,10 +406,11 @@ class _Loop:
     def _progress(self, done: int) -> Progress:
         batches, scaling = self.rank.batches, self.trainer.scaling
         state = {"loss_scale": [scaling.scale, scaling.steady]} if scaling else {}
+        config = {"run": asdict(self.run_), "model": self.rank.identity.record}
+        config["data"] = table_of(self.data)
         return Progress(
-            done, batches.cursor(done), self.run_.seed, batches.fingerprint,
-            str(self.rank.layout), self.rank.shape,
-            {"run": asdict(self.run_), "model": self.rank.identity.record}, state,
+            done, batches.cursor(done), self.run_.seed, fingerprint(self.data),
+            str(self.rank.layout), self.rank.shape, config, state,
         )  # fmt: skip
 
     def _decided(self, saves: tuple[Saved, ...]) -> None:

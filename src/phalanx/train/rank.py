@@ -103,7 +103,7 @@ class Rank:
             self.optimizer, fits = optimizer_of(run), layout.recompute == "fit"
             whole = self.optimizer.whole_matrices
             program = None if fits else program_of(self.model, layout, agree=True, whole=whole)
-            facts |= facts_of(run, layout, self.shape, self.batches, self.model, program)
+            facts |= facts_of(run, layout, self.shape, self.model, program)
         self.program: Program = program or self._fitting_program()
         seed = run.seed if drawn and not run.hub else None
         self.local: LocalModel = build_local(

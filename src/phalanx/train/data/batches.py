@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from .token_files import Corpus, DataError, Stream
+from .digests import fingerprint
+from .token_files import Corpus, DataError, Stream, describe
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,12 +89,17 @@ class Batches:
         pairs = zip(self.corpora, self._weights, strict=True)
         return ", ".join(f"{corpus.name}:{weight}" for corpus, weight in pairs)
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
-        """Differs for other tokens, or other shares of them."""
+        """Differs for other tokens, or other shares of them. Files are read for it."""
+        return fingerprint(describe(self.corpora))
+
+    @property
+    def mark(self) -> str:
+        """The fingerprint that checkpoints of earlier versions have: it covers sizes and beginnings."""
         if len(self.corpora) == 1:
-            return self.corpora[0].fingerprint
-        marks = [f"{corpus.fingerprint}:{corpus.weight}" for corpus in self.corpora]
+            return self.corpora[0].mark
+        marks = [f"{corpus.mark}:{corpus.weight}" for corpus in self.corpora]
         return hashlib.sha256(" ".join(marks).encode()).hexdigest()
 
     @cached_property

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from ...layout.codec import decode
 from ...layout.files import write_text
 from ..folder import Folder, count
+from .digests import blocks_of, kept_digest
 from .rows import BadRow, Form, Rows, form_of, place, read_rows
 from .sources import BadFile, Source, SourceBlock, blocks, find_sources
 from .token_files import (
@@ -57,10 +58,12 @@ WORTH = 4 << 20  # bytes of sources for which another process is started
 
 @dataclass(frozen=True)
 class Prepared:
-    """How far a preparation has come. `key` is of the sources and settings it was begun with."""
+    """How far a preparation has come. `key` is of the sources and settings it was begun with: names,
+    sizes and the times of their last changes. `content` is of their contents and the settings."""
 
     key: str
     form: str = ""
+    content: str = ""
     source: int = count(0)  # files that are done
     block: int = count(0)  # blocks of the next one that are done
     read: int = count(0)  # bytes of tokens, over all
@@ -95,7 +98,7 @@ def prepare(
     form = form_of(sources, field)
     if form.chat:
         vocabulary.refuse_chats()
-    done = _begun(out, _key(sources, vocabulary, share, form), str(form))
+    done = _begun(out, sources, [*vocabulary.marks, vocabulary.end, share, str(form)], str(form))
     if (out / INDEX).exists():
         return done
     before = [0, *accumulate(each.size for each in sources)]
@@ -133,20 +136,34 @@ def prepare(
     return done
 
 
-def _key(sources: list[Source], vocabulary: Vocabulary, share: float, form: Form) -> str:
-    files = [[s.name, s.size, s.changed] for s in sources]
-    settings = [files, *vocabulary.marks, vocabulary.end, share, str(form)]
-    return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
+def _key(sources: Sequence[Source], settings: Sequence[object], files: Iterable[list[Any]]) -> str:
+    """A digest of the settings, and of what is known of each source."""
+    named = [[each.name, *known] for each, known in zip(sources, files, strict=True)]
+    return hashlib.sha256(json.dumps([named, *settings]).encode()).hexdigest()
 
 
-def _begun(out: Path, mark: str, form: str) -> Prepared:
+def _contents(sources: Sequence[Source]) -> Iterator[list[Any]]:
+    """The digest of each source; an empty one where it cannot be read, which is reported later."""
+    counts = blocks_of([each.size for each in sources])
+    for each, sampled in zip(sources, counts, strict=True):
+        try:
+            yield [kept_digest(each.path, sampled)]
+        except OSError:
+            yield [""]
+
+
+def _begun(out: Path, sources: Sequence[Source], settings: Sequence[object], form: str) -> Prepared:
     """What was begun here; a fresh start where nothing was."""
     out.mkdir(parents=True, exist_ok=True)
-    fresh = Prepared(mark, form)
+    times = [[each.size, each.changed] for each in sources]
+    written = [[each.size, each.path.stat().st_ctime_ns] for each in sources]
+    mark = _key(sources, settings, written)
     if (out / PROGRESS).exists():
         table = Folder(out, DataError).json(PROGRESS, LIMIT)
         done = decode(Prepared, table, str(out / PROGRESS), DataError)
-        if done.key == mark:
+        # Earlier versions knew no contents. Files that were copied or touched may be the same.
+        same = done.key == (mark if done.content else _key(sources, settings, times))
+        if same or done.content == _key(sources, settings, _contents(sources)):
             return done
         if done.read:
             raise DataError(
@@ -155,6 +172,7 @@ def _begun(out: Path, mark: str, form: str) -> Prepared:
             )
     elif any(not each.name.startswith(".") for each in out.iterdir()):
         raise DataError(f"{out} holds something else; choose an empty or new folder.")
+    fresh = Prepared(mark, form, _key(sources, settings, _contents(sources)))
     # At once, so that a start that is stopped before its first mark can be gone on with.
     write_text(out / PROGRESS, json.dumps(asdict(fresh)) + "\n", durable=True)
     return fresh

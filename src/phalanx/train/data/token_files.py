@@ -13,7 +13,7 @@ import struct
 import sysconfig
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...layout.codec import decode, key
+from ...layout.files import reason
 from ..folder import Folder, count
+from .digests import SourceRecord, described, fingerprint
 
 HELD_OUT = 0.05
 Tokens = NDArray[np.generic]
@@ -75,18 +77,41 @@ class Stream:
 class Corpus:
     """What there is to learn from. `vocab` is 0 where the files do not say it.
 
-    `fingerprint` differs for different tokens: a run that goes on with others says so.
+    `mark` costs nothing: of files it covers sizes and beginnings only, of text in memory all of it.
     `bytes_per_token` is of the held-out part: it turns a loss per token into bits per byte.
     Of several corpora, `weight` says how many sequences are of this one, beside the others' weights.
+    `files` are the files that the streams are mapped from, each with its role; `reading` says how.
     """
 
     name: str
     train: Stream
     validation: Stream
     vocab: int
-    fingerprint: str
+    mark: str
     bytes_per_token: float | None = None
     weight: int = 0
+    files: tuple[tuple[str, Path], ...] = ()
+    reading: str = ""
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of the content: files are read for it, at most 16 GiB of them."""
+        return fingerprint(describe([self]))
+
+    @property
+    def record(self) -> SourceRecord:
+        """What a checkpoint records of this source, but for its files."""
+        content = "" if self.files else self.mark
+        sizes = self.train.size, self.validation.size
+        return SourceRecord(self.name, self.reading, content, self.weight, *sizes)
+
+
+def describe(corpora: Sequence[Corpus]) -> list[SourceRecord]:
+    """What a checkpoint records of these sources: their files with digests."""
+    try:
+        return described([(corpus.record, corpus.files) for corpus in corpora])
+    except OSError as error:
+        raise DataError(f"{error.filename}: cannot be read: {reason(error)}.") from None
 
 
 def open_corpus(source: str | Path, *, share: float = HELD_OUT) -> Corpus:
@@ -104,14 +129,17 @@ def open_corpus(source: str | Path, *, share: float = HELD_OUT) -> Corpus:
         parts = [_bin(path / name) for name in _NANOGPT]
         train, validation = (Stream(x, np.array((0, len(x)), np.int64)) for x, _ in parts)
         mark = hashlib.sha256("".join(mark for _, mark in parts).encode()).hexdigest()
-        return Corpus(str(path), train, validation, 0, mark)
+        files = tuple((name, path / name) for name in _NANOGPT)
+        reading = " and ".join(_reading(tokens) for tokens, _ in parts)
+        return Corpus(str(path), train, validation, 0, mark, files=files, reading=reading)
     if path.suffix in (".bin", ".idx") and path.with_suffix(".idx").is_file():
         return _open_megatron(path, share)
     if path.suffix in (".bin", *RAW) and path.is_file():
         tokens, mark = _bin(path)
         # These files have no documents: runs of 64 Ki tokens stand for them.
         ends = np.append(np.arange(0, len(tokens), RUN), len(tokens))
-        return Corpus(str(path), *_split(tokens, ends, share), 0, mark)
+        streams, files = _split(tokens, ends, share), (("", path),)
+        return Corpus(str(path), *streams, 0, mark, files=files, reading=_reading(tokens))
     what = "is not there" if not path.exists() else "holds no tokens that are known"
     raise DataError(
         f"{path} {what}. Text becomes tokens by `phalanx data prepare {path} --out DIR`; read as"
@@ -121,6 +149,12 @@ def open_corpus(source: str | Path, *, share: float = HELD_OUT) -> Corpus:
 
 
 _NANOGPT = ("train.bin", "val.bin")
+
+
+def _reading(tokens: Tokens) -> str:
+    """How tokens are read from their file: their type, and where they begin."""
+    begin = tokens.offset if isinstance(tokens, np.memmap) else 0
+    return f"{tokens.dtype}" + (f" from byte {begin:,}" if begin else "")
 
 
 def has_tokens(path: Path) -> bool:
@@ -241,7 +275,15 @@ def open_prepared(path: Path) -> Corpus:
     train, validation = (_stream(folder, index, name) for name in SPLITS)
     held = index.splits.validation
     each = held.text_bytes / held.tokens if held.tokens else None
-    return Corpus(str(path), train, validation, index.vocab, folder.sha256(INDEX), each)
+    files = []
+    for name in SPLITS:
+        answers = [ANSWERS] if getattr(index.splits, name).answers_sha256 else []
+        roles = [f"{name}.{what}" for what in ("tokens", "documents", *answers)]
+        files += [(role, path / role) for role in roles]
+    mark, reading = folder.sha256(INDEX), f"{index.dtype} of a vocabulary of {index.vocab:,}"
+    return Corpus(
+        str(path), train, validation, index.vocab, mark, each, files=tuple(files), reading=reading
+    )
 
 
 def _index(folder: Folder) -> Index:
@@ -364,7 +406,9 @@ def _open_megatron(path: Path, share: float) -> Corpus:
     if not _rises(documents, sequences):
         folder.refuse(name, f"its documents must rise from 0 to {sequences:,} sequences.")
     mark = hashlib.sha256(content).hexdigest()
-    return Corpus(str(path), *_split(tokens, offsets[documents], share), 0, mark)
+    files = tuple((suffix, path.with_suffix(suffix)) for suffix in (".bin", ".idx"))
+    streams = _split(tokens, offsets[documents], share)
+    return Corpus(str(path), *streams, 0, mark, files=files, reading=_reading(tokens))
 
 
 # ---- the text that every machine has: the Python standard library, bytes as tokens
@@ -389,4 +433,7 @@ def open_library(share: float = HELD_OUT) -> Corpus:
     ends = np.cumsum([0, *map(len, texts.values())])
     streams = _split(np.frombuffer(whole, np.uint8), ends, share, list(texts))
     mark = hashlib.sha256(whole).hexdigest()
-    return Corpus("python", *streams, BYTES, mark, bytes_per_token=1.0)
+    # The names of the modules decide which are held out.
+    names = hashlib.sha256("\n".join(texts).encode("utf-8", "replace")).hexdigest()
+    reading = f"bytes of modules {names[:16]}"
+    return Corpus("python", *streams, BYTES, mark, bytes_per_token=1.0, reading=reading)

@@ -1,0 +1,305 @@
+"""Digests of the files that a run reads, and the records by which a checkpoint knows its data.
+
+Where all files of a run have at most `WHOLE` bytes together, every byte is read. Of larger data
+`BLOCKS` blocks are read, spread over all files by their sizes (docs/data-format.md says what that can
+miss). Names, places and times are no part of a digest: a folder that was moved is the same data.
+
+A large file is read once: its digest is kept in the user's cache folder until the file changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import random
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ...layout.codec import decode
+from ...layout.files import open_regular, write_text
+from ..checksums import CHECKSUMS, FASTEST
+from ..folder import count
+
+BLOCK = 1 << 18  # bytes of a block of a file that is sampled
+BLOCKS = 1 << 16  # blocks that are read of all files together
+WHOLE = BLOCK * BLOCKS  # 16 GiB
+CHUNK = 4 << 20  # bytes of a whole file that one thread reads at a time
+THREADS = 8  # that read: storage over a network answers many requests at once
+KEPT = 64 << 20  # bytes of the smallest file whose digest is kept
+MOST = 4096  # digests that are kept
+# A file that was written so many seconds ago can be written once more within the same tick of its
+# clock, so its digest is not kept.
+SETTLED = 2.0
+_DIGEST = re.compile(r"[a-z0-9_]{1,20}:[0-9a-f]{32,64}")
+
+
+@dataclass(frozen=True)
+class FileDigest:
+    """A file of data: its place, its role in its source, and its content.
+
+    `blocks` is how many blocks were read; 0: every byte. The digest begins with the checksum's name.
+    """
+
+    path: str
+    role: str
+    size: int = count()
+    blocks: int = count(0)
+    digest: str = ""
+
+
+@dataclass(frozen=True)
+class SourceRecord:
+    """One source of a run's data, as a checkpoint records it.
+
+    `reading` says how tokens are read from the files; `train` and `validation` count the tokens of the
+    two parts. `content` is the digest of a source that has no files. `weight` is as the run has it.
+    """
+
+    name: str
+    reading: str
+    content: str = ""
+    weight: int = count(0)
+    train: int = count(0)
+    validation: int = count(0)
+    files: tuple[FileDigest, ...] = ()
+
+
+# ---- the digest of a file
+
+
+def blocks_of(sizes: Sequence[int]) -> list[int]:
+    """How many blocks to read of each of these files; 0: every byte."""
+    total = sum(sizes)
+    if total <= WHOLE:
+        return [0] * len(sizes)
+    shares = [max(1, BLOCKS * size // total) for size in sizes]
+    return [
+        0 if share * BLOCK >= size else share for share, size in zip(shares, sizes, strict=True)
+    ]
+
+
+def chance_missed(share: float, blocks: int) -> float:
+    """The chance that `blocks` blocks miss a change that touches this share of all blocks. That is for
+    changes all over a file: a run of bytes as long as two of its `blocks` parts is always found."""
+    return math.exp(blocks * math.log1p(-share)) if share < 1 else 0.0
+
+
+def digest_of(path: Path, blocks: int, checksum: str = FASTEST) -> str:
+    """The digest of a file's size and content. Raises OSError."""
+    with open_regular(path) as file, ThreadPoolExecutor(THREADS) as pool:
+        size = os.fstat(file.fileno()).st_size
+        whole = CHECKSUMS[checksum](f"{size} {blocks}".encode())
+        for part in pool.map(partial(_part, file.fileno(), checksum), _ranges(size, blocks)):
+            whole.update(part)
+    return f"{checksum}:{whole.hexdigest()}"
+
+
+def _part(descriptor: int, checksum: str, span: tuple[int, int]) -> bytes:
+    at, length = span
+    digest: bytes = CHECKSUMS[checksum](os.pread(descriptor, length, at)).digest()
+    return digest
+
+
+def _ranges(size: int, blocks: int) -> Iterator[tuple[int, int]]:
+    """Where the bytes begin that are read of a file, and how many there are."""
+    if not blocks:
+        yield from ((at, min(CHUNK, size - at)) for at in range(0, size, CHUNK))
+        return
+    # One block begins in each of `blocks` equal parts, at a place that follows from the size alone. The
+    # file's beginning, where headers are, and its end are read too.
+    draw, part = random.Random(size), size / blocks
+    starts = [int((number + draw.random()) * part) for number in range(blocks)]
+    for at in (0, *starts, max(0, size - BLOCK)):
+        yield at, min(BLOCK, size - at)
+
+
+# ---- digests that are kept
+
+
+def kept_digest(path: Path, blocks: int) -> str:
+    """The digest of a file, from the cache where the file is as it was then."""
+    before = path.stat()
+    file = _kept_at(path, before, blocks)
+    known = _known(file) if before.st_size >= KEPT else ""
+    if known:
+        return known
+    digest, after = digest_of(path, blocks), path.stat()
+    settled = time.time() - max(after.st_mtime, after.st_ctime) > SETTLED
+    if after.st_size >= KEPT and settled and _kept_at(path, after, blocks) == file:
+        _keep(file, digest)
+    return digest
+
+
+def identity_of(status: os.stat_result) -> list[int]:
+    """What changes whenever a file of this host is written, or is another one."""
+    return [
+        status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns,
+    ]  # fmt: skip
+
+
+def _kept_at(path: Path, status: os.stat_result, blocks: int) -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    key = [os.path.abspath(path), *identity_of(status), blocks, FASTEST]
+    name = hashlib.sha256(json.dumps(key).encode("utf-8", "replace")).hexdigest()[:32]
+    return Path(base, "phalanx", "digests", name)
+
+
+def _known(file: Path) -> str:
+    with suppress(OSError, ValueError), open_regular(file) as opened:
+        text = opened.read(200).decode()
+        return text if _DIGEST.fullmatch(text) else ""
+    return ""
+
+
+def _keep(file: Path, digest: str) -> None:
+    with suppress(OSError):  # one that cannot be kept is computed again
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(file, digest)
+        there = sorted(file.parent.iterdir(), key=lambda each: each.stat().st_mtime)
+        for old in there[: max(0, len(there) - MOST)]:
+            old.unlink()
+
+
+# ---- all files of a run
+
+
+def described(
+    sources: Sequence[tuple[SourceRecord, Sequence[tuple[str, Path]]]],
+) -> list[SourceRecord]:
+    """The records with the digests of their files, each a role and a path. Raises OSError."""
+    paths = [path for _, files in sources for _, path in files]
+    sizes = [path.stat().st_size for path in paths]
+    counts = iter(zip(sizes, blocks_of(sizes), strict=True))
+    records = []
+    for record, files in sources:
+        digests = []
+        for role, path in files:
+            size, blocks = next(counts)
+            digest = kept_digest(path, blocks)
+            digests.append(FileDigest(str(path), role, size, blocks, digest))
+        records.append(replace(record, files=tuple(digests)))
+    return records
+
+
+def fingerprint(records: Sequence[SourceRecord]) -> str:
+    """One digest of the content, the order and the weights of all sources. Where they lie is no part of
+    it."""
+    rows = [
+        [
+            record.reading, record.content, weight, record.train, record.validation,
+            [[each.role, each.size, each.digest] for each in record.files],
+        ]
+        for record, weight in zip(records, _weights(records), strict=True)
+    ]  # fmt: skip
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+
+def _weights(records: Sequence[SourceRecord]) -> list[int]:
+    """The smallest whole numbers with the same ratios."""
+    unit = math.gcd(*(record.weight for record in records)) or 1
+    return [record.weight // unit for record in records]
+
+
+# ---- what differs
+
+
+def differences(
+    there: Sequence[SourceRecord],
+    here: Sequence[SourceRecord],
+    digest: Callable[[Path, int, str], str] = digest_of,
+) -> list[str]:
+    """How the data of a run differs from that of its checkpoint; empty when it does not. A file whose
+    digest was made in another way is read once more, by `digest`."""
+    if len(there) != len(here):
+        names = ", ".join(record.name for record in there)
+        return [f"there are {len(here)} sources, and there were {len(there)}: {names}"]
+    here = [_in_the_way_of(*pair, digest) for pair in zip(there, here, strict=True)]
+    if fingerprint(there) == fingerprint(here):
+        return []
+    # A source by what is in it, without its weight.
+    was, now = ([fingerprint([replace(each, weight=0)]) for each in x] for x in (there, here))
+    wrong = []
+    if was != now and sorted(was) == sorted(now):
+        order = ", ".join(here[now.index(each)].name for each in was)
+        wrong.append(f"the sources stand in another order, and the order was {order}")
+    elif was != now:
+        for old, new in zip(there, here, strict=True):
+            wrong += _changes(old, new)
+    if _weights(there) != _weights(here):
+        weights = [", ".join(map(str, _weights(each))) for each in (here, there)]
+        wrong.append("the weights of the sources are {}, and were {}".format(*weights))
+    return wrong
+
+
+def _in_the_way_of(
+    there: SourceRecord, here: SourceRecord, digest: Callable[[Path, int, str], str]
+) -> SourceRecord:
+    """A record with the digests of its files made as those of another record were."""
+    files = []
+    for number, each in enumerate(here.files):
+        old = there.files[number] if number < len(there.files) else each
+        checksum = old.digest.partition(":")[0]
+        same_way = (old.blocks, checksum) == (each.blocks, each.digest.partition(":")[0])
+        if not same_way and old.size == each.size and checksum in CHECKSUMS:
+            remade = digest(Path(each.path), old.blocks, checksum)
+            each = replace(each, blocks=old.blocks, digest=remade)
+        files.append(each)
+    return replace(here, files=tuple(files))
+
+
+def _changes(old: SourceRecord, new: SourceRecord) -> Iterator[str]:
+    """What of one source is not as it was."""
+    roles = {each.role: each for each in old.files}
+    if [*roles] != [each.role for each in new.files]:
+        yield f"{new.name} is read in place of {old.name}"
+        return
+    changed = False
+    for each in new.files:
+        was = roles[each.role]
+        if (was.size, was.digest) == (each.size, each.digest):
+            continue
+        changed = True
+        if (checksum := was.digest.partition(":")[0]) not in CHECKSUMS:
+            yield f"{each.path} cannot be compared: {checksum[:20]!r} is not installed here"
+            continue
+        size = f"has {each.size:,} bytes, and had {was.size:,}"
+        same = f"has other content in its {each.size:,} bytes"
+        moved = f" (it was {was.path})" if was.path != each.path else ""
+        yield f"{each.path} {size if each.size != was.size else same}{moved}"
+    if old.content != new.content:
+        changed = True
+        yield f"{new.name} has other content"
+    if old.reading != new.reading:
+        yield f"{new.name} is read as {new.reading}, and was as {old.reading}"
+    elif not changed and (old.train, old.validation) != (new.train, new.validation):
+        held = f"{new.validation:,} tokens of {new.name} are held out"
+        yield f"{held}, and {old.validation:,} were"
+
+
+# ---- records as JSON
+
+
+@dataclass(frozen=True)
+class DataRecord:
+    """The sources of a run, in their order."""
+
+    sources: tuple[SourceRecord, ...]
+
+
+def table_of(records: Sequence[SourceRecord]) -> dict[str, Any]:
+    """The records as JSON has them."""
+    return asdict(DataRecord(tuple(records)))
+
+
+def records_of(table: Mapping[str, Any], where: str, error: type[ValueError]) -> list[SourceRecord]:
+    """The records of such a table, whose types are checked."""
+    return [*decode(DataRecord, table, where, error).sources]
