@@ -13,6 +13,7 @@ import pytest
 from phalanx.cost import cached_costs, piece_costs
 from phalanx.layout import Layout, Shape, piece_layout
 from phalanx.parallel import build_model
+from phalanx.program import PieceCost
 
 TINY = Shape.load("tiny")
 STRANGER = str(Path(__file__).parents[2] / "examples" / "stranger.py") + ":Stranger"
@@ -101,3 +102,31 @@ def test_layers_and_names_share_a_file_and_sizes_do_not(tmp_path: Path) -> None:
     cached_costs(TINY, [Layout()], target="cpu", place=tmp_path)
     assert len(list(tmp_path.iterdir())) == 4
     assert all(json.loads(file.read_text()) for file in tmp_path.iterdir())
+
+
+def test_a_block_with_windows_in_every_second_costs_the_mean_of_both_kinds(tmp_path: Path) -> None:
+    def block(windows: tuple[int, ...]) -> PieceCost:
+        shape = replace(TINY, layers=2, windows=windows)
+        (pieces,) = cached_costs(shape, LAYOUTS[2:3], place=tmp_path).values()
+        return pieces.block(2)
+
+    narrow, wide, mixed = block((4,)), block((0,)), block((4, 0))
+    attention = [cost.forward.attention[0].flops for cost in (narrow, wide)]
+    assert attention[0] < attention[1]
+    assert mixed.forward.products == narrow.forward.products
+    for of in ("forward", "input_gradient", "weight_gradient"):
+        flops = [getattr(cost, of).flops for cost in (narrow, wide, mixed)]
+        assert flops[2] == pytest.approx((flops[0] + flops[1]) / 2)
+    assert block((4, 4)) == narrow
+
+
+def test_experts_in_blocks_with_windows_cost_the_mean_of_each_part(tmp_path: Path) -> None:
+    def parts(windows: tuple[int, ...]) -> list[PieceCost]:
+        shape = replace(TINY, experts=4, top_k=2, gated=True, layers=4, windows=windows)
+        (pieces,) = cached_costs(shape, [Layout.parse("ep2")], place=tmp_path).values()
+        return [part(2) for part in pieces.parts]
+
+    narrow, wide, mixed = parts((4, 4)), parts((0, 0)), parts((4, 0))
+    assert narrow[1:] == wide[1:] == mixed[1:]
+    middle = (narrow[0].forward.flops + wide[0].forward.flops) / 2
+    assert mixed[0].forward.flops == pytest.approx(middle)

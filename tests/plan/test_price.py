@@ -29,6 +29,18 @@ def _one(
     name: str = "",
     tied: bool = False,
 ) -> tuple[Choice, Three]:
+    priced = _priced(text, rows=rows, what=what, name=name, tied=tied)
+    return choice(priced), priced.three
+
+
+def _priced(
+    text: str,
+    *,
+    rows: float = 1.0,
+    what: SoftwareProfile = BARE,
+    name: str = "",
+    tied: bool = False,
+) -> Priced:
     layout = Layout.parse(text)
     shape = replace(SHAPE, tied=tied)
     hardware = hardware_of(cluster(name or f"h100x{layout.ranks}"))
@@ -37,7 +49,7 @@ def _one(
         for w in pieces(SHAPE, layout, SHAPE.sequence, rows)
     )
     case = Case(shape, layout, rows, SHAPE.sequence)
-    return choice(Priced(case, (e, b, h), hardware, what)), (e, b, h)
+    return Priced(case, (e, b, h), hardware, what)
 
 
 def test_a_large_square_product_runs_near_the_best_rate_that_was_measured() -> None:
@@ -204,7 +216,7 @@ def test_columns_that_gather_again_keep_a_part_and_wait_for_what_products_do_not
 ) -> None:
     plain = replace(BARE, speed=faster, traffic=1 / faster)
     again = replace(plain, regathers=True)
-    whole, part = (_one("tp8 seq", what=each)[1][1] for each in (plain, again))
+    whole, part = (_priced("tp8 seq", what=each).three[1] for each in (plain, again))
     size = 2 * SHAPE.sequence * SHAPE.hidden  # what each of two columns takes, in 16 bits
     assert whole.cost.kept - part.cost.kept == pytest.approx(2 * size * 7 / 8)
     assert part.forward == whole.forward
@@ -214,7 +226,7 @@ def test_columns_that_gather_again_keep_a_part_and_wait_for_what_products_do_not
     extra = part.input_gradient.messages - whole.input_gradient.messages
     assert extra == pytest.approx(late + SLOWED * hidden)
     assert (late > 0) == (faster > 1)
-    without = (_one("tp8", what=each)[1][1] for each in (plain, again))
+    without = (_priced("tp8", what=each).three[1] for each in (plain, again))
     assert len({each.cost.kept for each in without}) == 1
 
 

@@ -1,8 +1,8 @@
 """A plan as a table of at most eighty columns and as JSON: rates, MFU and HFU beside the times, what
 plain rules would pick, and why others lost."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 
 from ..cost import forward_flops, step_flops
 from ..draw import text_table
@@ -33,6 +33,7 @@ class Utilization:
     mfu_full: float
     flops: float  # of the model, a second and device
     flops_full: float
+    note: str = ""  # why an MFU is above 100 %
 
 
 def utilization(request: Request, choice: Choice) -> Utilization:
@@ -40,7 +41,7 @@ def utilization(request: Request, choice: Choice) -> Utilization:
     flops = step_flops(request.shape, request.batch, request.sequence)
     ranks = request.hardware.ranks
     peak = request.hardware.peak.get(request.precision, 0.0) * ranks * choice.step
-    return Utilization(
+    found = Utilization(
         tokens=request.tokens / choice.step / ranks,
         mfu=flops.model / peak if peak else 0.0,
         hfu=(flops.hardware + _again(request, choice.layout)) / peak if peak else 0.0,
@@ -48,6 +49,22 @@ def utilization(request: Request, choice: Choice) -> Utilization:
         flops=flops.model / choice.step / ranks,
         flops_full=flops.full / choice.step / ranks,
     )
+    return replace(found, note=_note(request, found))
+
+
+def _note(request: Request, found: Utilization) -> str:
+    """Why an MFU is above 100 %. What no device can do is refused before (`plan/plausible.py`)."""
+    if max(found.mfu, found.hfu) > 1:
+        peak = f"the peak in {request.precision}"
+        if request.hardware.measured:
+            return f"MFU above 100 %: it counts against {peak} that the machine file has measured."
+        return f"MFU above 100 %: it counts against {peak}, and fp8 matmuls are faster."
+    if found.mfu_full > 1:
+        return (
+            "With full attention MFU is above 100 %, since that counts pairs of tokens which causal"
+            " attention and attention windows never compute."
+        )
+    return ""
 
 
 def _again(request: Request, layout: Layout) -> float:
@@ -71,6 +88,7 @@ def choice_figures(request: Request, choice: Choice) -> dict[str, object]:
         "mfu": found.mfu,
         "hfu": found.hfu,
         "mfu_attention_in_full": found.mfu_full,
+        "mfu_note": found.note,
         "model_flops_per_s_per_device": found.flops,
         "model_flops_per_s_per_device_attention_in_full": found.flops_full,
         "memory_gb": choice.bytes / 1e9,
@@ -147,8 +165,8 @@ def _table(request: Request, plan: Plan) -> Iterator[str]:
     """Numbers first, as layouts have any length; the parts of the step as percentages."""
     shown = PARTS[:-1]
     rows = []
-    for number, choice in enumerate(plan.layouts, 1):
-        found = utilization(request, choice)
+    used = [utilization(request, choice) for choice in plan.layouts]
+    for number, (choice, found) in enumerate(zip(plan.layouts, used, strict=True), 1):
         parts = [f"{100 * choice.parts[name] / choice.step:.1f}" for name in shown]
         rates = [f"{100 * found.mfu:.1f}", f"{100 * found.hfu:.1f}", f"{choice.bytes / 1e9:.1f}"]
         step = seconds_text(choice.step)
@@ -159,12 +177,18 @@ def _table(request: Request, plan: Plan) -> Iterator[str]:
     for line, choice in zip(lines, plan.layouts, strict=True):
         yield line
         yield from _indented(str(choice.layout), 3)
-    best = utilization(request, plan.layouts[0])
+    best = used[0]
     yield from wrapped(
         "Everything from MFU on is in percent, except GB. MFU counts causal attention; with full"
         f" attention the first has {100 * best.mfu_full:.1f} %. HFU adds recomputation. The first"
         f" makes {_rates(request, best)}."
+        f"{_also(each.note for each in used)}"
     )
+
+
+def _also(notes: Iterable[str]) -> str:
+    """The notes that there are, each once, as sentences to append."""
+    return "".join(f" {note}" for note in dict.fromkeys(notes) if note)
 
 
 def _rates(request: Request, found: Utilization) -> str:
@@ -184,7 +208,7 @@ def _rules(plan: Plan, beside: Sequence[Baseline]) -> Iterator[str]:
     yield "What plain rules would pick:"
     best = plan.layouts[0].step
     for baseline in beside:
-        choice, picked = baseline.choice, "no legal layout"
+        choice, picked = baseline.choice, baseline.why
         if choice and baseline.fits:
             slower = 100 * (choice.step / best - 1)
             picked = f"{seconds_text(choice.step)}, {slower:.1f} % slower"
@@ -211,6 +235,7 @@ def choice_text(request: Request, choice: Choice) -> Iterator[str]:
         f"step {seconds_text(choice.step)} ({seconds_text(low)} to {seconds_text(high)}),"
         f" {found.tokens:,.0f} tokens a second and device, MFU {found.mfu:.1%}"
         f" ({found.mfu_full:.1%} with full attention), HFU {found.hfu:.1%}; {_rates(request, found)}"
+        f"{'.' if found.note else ''}{_also([found.note])}"
     )
     yield ""
     rows = [

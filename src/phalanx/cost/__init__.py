@@ -8,8 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ..program.flops import OpFlops, StepFlops, forward_flops, step_flops
 from .cache import Pieces, cached_costs, cost_of_row
-from .flops import OpFlops, StepFlops, forward_flops, step_flops
 
 if TYPE_CHECKING:
     from .live import Live

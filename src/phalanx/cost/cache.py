@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, replace
@@ -23,13 +24,22 @@ from typing import TYPE_CHECKING, Any
 
 from ..layout import Layout, Shape, piece_layout
 from ..layout.families import code_of
-from ..program import AttentionLoad, Load, MessageLoad, PieceCost, Product, at_rows, joined
+from ..program import (
+    AttentionLoad,
+    Load,
+    MessageLoad,
+    PieceCost,
+    Product,
+    at_rows,
+    averaged,
+    joined,
+)
 
 if TYPE_CHECKING:
     from ..parallel import Model
 
 _LOG = logging.getLogger(__name__)
-_FORMAT = 1
+_FORMAT = 2
 _MANY = 16  # rows: a microbatch is seldom larger
 _SOURCE = Path(__file__).parents[1]
 _FILES = "comm/regions.py comm/tally.py layout/rules.py program/load.py"
@@ -45,7 +55,8 @@ class Pieces:
 
     kinds: Kinds
     which: tuple[int, ...]
-    inside: tuple[int, ...] = ()  # the kinds of the parts of a block, where these are pieces
+    # The kinds of the three parts of each block with experts, where these parts are pieces.
+    inside: tuple[tuple[int, ...], ...] = ()
 
     def __getitem__(self, piece: int) -> Callable[[float], PieceCost]:
         return self.kinds[self.which[piece]]
@@ -59,13 +70,22 @@ class Pieces:
 
     @property
     def block(self) -> Callable[[float], PieceCost]:
-        """The first block; in a decoder all are alike."""
+        """The mean block: attention windows may differ from block to block."""
         parts = self.parts
-        return (lambda rows: joined([part(rows) for part in parts])) if parts else self[1]
+        if parts:
+            return lambda rows: joined([part(rows) for part in parts])
+        return self._mean(self.which[1:-1] or self.which[1:])
 
     @property
     def parts(self) -> Kinds:
-        return tuple(self.kinds[kind] for kind in self.inside)
+        """The mean of each of the three parts of a block with experts."""
+        return tuple(self._mean(kinds) for kinds in zip(*self.inside, strict=True))
+
+    def _mean(self, which: Sequence[int]) -> Callable[[float], PieceCost]:
+        counts = Counter(which)
+        if len(counts) == 1:
+            return self.kinds[which[0]]
+        return lambda rows: averaged([(self.kinds[kind](rows), n) for kind, n in counts.items()])
 
     @property
     def head(self) -> Callable[[float], PieceCost]:
@@ -161,8 +181,8 @@ def _costed(
             for one, two, many in zip(*all_rows, strict=True)
         ]
         pieces = cut_blocks(made, cut)
-        which, experts = alike(pieces), expert_pieces(pieces)[:1]
-        inside = [which[p] for e in experts for p in (e - 1, e, e + 1)]
+        which = alike(pieces)
+        inside = [[which[p] for p in (e - 1, e, e + 1)] for e in expert_pieces(pieces)]
         entries[str(cut)] = {"kinds": kinds, "which": which, "inside": inside}
     return entries
 
@@ -171,12 +191,13 @@ def _pieces(model: Shape | str, entry: Mapping[str, Any]) -> Pieces:
     kinds = tuple(
         _at(cost_of_row(one), cost_of_row(two), float(many)) for one, two, many in entry["kinds"]
     )
-    which, inside = tuple(entry["which"]), tuple(entry["inside"])
+    which, inside = tuple(entry["which"]), tuple(map(tuple, entry["inside"]))
     if isinstance(model, Shape):
         blocks = which[1:-1]
-        each = max(1, len(inside))
+        each = len(inside[0]) if inside else 1
         every = (blocks[n % len(blocks)] for n in range(each * model.layers))
         which = (which[0], *every, which[-1])
+        inside = tuple(inside[n % len(inside)] for n in range(model.layers)) if inside else ()
     return Pieces(kinds, which, inside)
 
 
@@ -232,7 +253,7 @@ def _parsed(file: Path, changed: int, size: int) -> dict[str, Any]:
     for entry in known.values():
         for one, two, many in entry["kinds"]:
             cost_of_row(one), cost_of_row(two), float(many)
-        tuple(map(int, entry["which"] + entry["inside"]))
+        tuple(map(int, sum(entry["inside"], entry["which"])))
     return known
 
 

@@ -38,6 +38,10 @@ SLOWED = 0.25  # of their time: what computing loses to them, units and memory
 _DEPTH = 80.0  # k at which a product's start and end cost as much as its middle
 
 
+class PredictionError(RuntimeError):
+    """A prediction that cannot be right: a mistake of the planner, not of its user."""
+
+
 class Rates(Protocol):
     """What one device computes, in seconds."""
 
@@ -67,6 +71,8 @@ class Roofline:
         return found
 
     def product(self, p: Product, dtype: str) -> float:
+        if dtype not in DTYPES:
+            raise MachineError(f"there is no price for {dtype} matmuls.")
         width = DTYPES[dtype].bytes
         taken = p.batch * (p.m * p.k + p.k * p.n)
         rate = self.reached(dtype) * self._shape(p)
@@ -144,7 +150,12 @@ class Network:
                     steps = 2 * min(steps, 2 * math.log2(units))
                 delay += steps * hop.latency
             members = inside
-        return (1.0 if math.isinf(bandwidth) else bandwidth), delay
+        if math.isinf(bandwidth):
+            raise PredictionError(
+                f"no link joins a group of {n:g} ranks, each {apart:g} ranks from the next, among the"
+                f" {self.hops[-1].inside if self.hops else 1:,} devices of this cluster"
+            )
+        return bandwidth, delay
 
 
 def _left(faded: Mapping[int, float], units: float) -> float:
@@ -178,6 +189,7 @@ class Hardware:
     node: int  # devices that the fastest links join
     peak: Mapping[str, float]  # FLOP/s by dtype, for MFU
     host: float = HOST_LINK  # bytes a second between a device and its host
+    measured: bool = False  # its rates and its peak are from a machine file
     cores: int = 0  # of a CPU whose ranks share them; 0: every rank has a device of its own
 
     @property

@@ -117,6 +117,7 @@ def hardware_of_machine(machine: Machine, ranks: int = 0, backend: str = "") -> 
         node=ranks,
         peak={dtype: max(r.flops for r in rates) for dtype, rates in known.items()},
         host=machine.host_bandwidth or HOST_LINK,
+        measured=True,
         cores=cores,
     )
 

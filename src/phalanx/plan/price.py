@@ -390,8 +390,6 @@ class Units:
         self.shards = float(mesh.of("dp.shard") * x.cp * x.ep)
         self.replicas = mesh.of("dp.replicate")
         self.near = [nearest(x), nearest(x, experts=True)]
-        if profile.one_port:  # as far from each other as if none shared a server
-            self.near = [max(near, hardware.node) for near in self.near]
         self.far = distance(x, "dp.replicate")
         # Two halves of a pipeline are as far from each other as its ends.
         self.ends = distance(x, "pp") * x.pp / 2
@@ -411,8 +409,16 @@ class Units:
             found = UnitTimes(*(a + b for a, b in zip(found, routed, strict=True)))
         return found
 
+    def _seconds(self, op: str, size: float, ranks: float, apart: float) -> float:
+        """Time of a collective over copies of a weight. With `one_port`, ranks of a group that leaves
+        its server are priced as if each were in a server of its own: they share one port."""
+        leaves_server = apart * ranks > self.hardware.node
+        if self.profile.one_port and leaves_server:
+            apart = max(apart, self.hardware.node)
+        return self.hardware.network.seconds(op, size, ranks, apart)
+
     def _of(self, numbers: float, frozen: float, narrow: float, n: float, near: int) -> UnitTimes:
-        seconds, p = self.hardware.network.seconds, self.profile
+        seconds, p = self._seconds, self.profile
         cut = self.layout.zero == 3 or self.weights_on_host
         gathered = (numbers + frozen * cut) * p.gathered_bytes - narrow * (p.gathered_bytes - 1)
         size, part = numbers * p.reduce_bytes, n if self.layout.zero else 1.0
@@ -428,7 +434,8 @@ class Units:
             replicas = seconds("all_reduce", size / n, self.replicas, self.far)
         else:
             reduce = seconds("all_reduce", size, self.replicas, self.far)
-        tie = seconds("all_reduce", size / part, 2.0, self.ends)
+        # Only the ends of a pipeline share a weight by messages.
+        tie = seconds("all_reduce", size / part, 2.0, self.ends) if self.layout.pp > 1 else 0.0
         return UnitTimes(gather, load, reduce, replicas, tie, self._update() * numbers / part)
 
     def _update(self) -> float:

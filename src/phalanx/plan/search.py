@@ -17,6 +17,7 @@ from ..layout import Layout, LayoutError, legal, recipe
 from ..layout.choices import traits
 from ..program.program import uncollected
 from .bounds import Array, Bounds, bounds, followed
+from .plausible import LONGEST_STEP, refuse_too_long
 from .refused import Refusal, refusals
 from .space import ORDERS, Grid, Inner, Options, Space, divisors, overlaps
 from .step import Choice, Pricer, Request
@@ -224,6 +225,8 @@ def search(request: Request, *, top: int = 10) -> Plan:
         )
         if best:
             break
+    for i in best:
+        refuse_too_long(screened.choices[i].case, request.hardware, screened.choices[i].parts)
     return Plan(
         layouts=tuple(screened.choices[i] for i in best),
         refused=refusals(screened, best, room, _MORE),
@@ -255,7 +258,10 @@ def _seq_only(space: Space, pricer: Pricer) -> frozenset[int]:
 def judge(request: Request, layouts: Sequence[Layout]) -> tuple[Choice, ...]:
     """Layouts that somebody named, simulated as those of a search are; schedules of one's own too."""
     pricers = {x.precision: Pricer(replace(request, precision=x.precision)) for x in layouts}
-    return tuple(pricers[layout.precision].choose(layout) for layout in layouts)
+    found = tuple(pricers[layout.precision].choose(layout) for layout in layouts)
+    for each in found:
+        refuse_too_long(each.case, request.hardware, each.parts)
+    return found
 
 
 # ---- what plain rules would pick
@@ -263,11 +269,12 @@ def judge(request: Request, layouts: Sequence[Layout]) -> tuple[Choice, ...]:
 
 @dataclass(frozen=True)
 class Baseline:
-    """A rule and its pick; none where no layout is legal by it. `fits`: its memory does."""
+    """A rule and its pick, or why it has none. `fits`: its memory does."""
 
     rule: str
     choice: Choice | None
     fits: bool
+    why: str = ""
 
 
 @uncollected()
@@ -301,8 +308,15 @@ def baselines(request: Request) -> tuple[Baseline, ...]:
         "smallest tp x pp that fits, biggest microbatch": _smallest(r),
         "the recipe of `train --layout auto`": [own],
     }
-    picks = ((rule, pick(meshes)) for rule, meshes in rules.items())
-    return tuple(Baseline(rule, c, c is not None and c.bytes <= r.room) for rule, c in picks)
+    return tuple(_baseline(rule, pick(meshes), r.room) for rule, meshes in rules.items())
+
+
+def _baseline(rule: str, choice: Choice | None, room: float) -> Baseline:
+    if choice is None:
+        return Baseline(rule, None, False, "no legal layout")
+    if choice.step > LONGEST_STEP:
+        return Baseline(rule, None, False, f"{choice.layout} takes more than a day for one step")
+    return Baseline(rule, choice, choice.bytes <= room)
 
 
 def _layouts(request: Request, words: str, **sizes: int) -> Iterator[Layout]:

@@ -21,6 +21,7 @@ from ..program.simulate import timeline as spans
 from ..program.state import State
 from .hardware import Hardware
 from .matrices import program_matrices
+from .plausible import refuse_impossible, refuse_no_numbers
 from .price import Case, PieceKinds, Priced, Three, costed_as, nearest, parts_of
 from .profile import SoftwareProfile
 from .routing import Routing
@@ -320,7 +321,7 @@ def _played(
     # Where steps roll a step is the time of the stage that is longest at work, from its first
     # computation to its last.
     found = []
-    for row in made.computing:
+    for row in filter(None, made.computing):  # a stage may hold no piece
         first, last = row[0][0], max((n for n, _ in row), key=ends.__getitem__)
         before = max(made.before[first], key=ends.__getitem__, default=-1)
         found.append((ends[last] - starts[first], last, before))
@@ -338,7 +339,13 @@ def _cores(priced: Priced) -> float:
 
 def choice(priced: Priced, room: float = math.inf) -> Choice:
     """What a case takes: its program built, measured and simulated; only measured if it holds more
-    bytes than there is room for."""
+    bytes than there is room for. An impossible prediction is refused."""
+    found = _choice(priced, room)
+    refuse_impossible(found.case, priced.hardware, found.parts, found.memory)
+    return found
+
+
+def _choice(priced: Priced, room: float) -> Choice:
     case, hardware, profile = priced.case, priced.hardware, priced.profile
     costs: Costs | None = None
     for built, stretch in _programs(priced):
@@ -430,7 +437,10 @@ def predicted(priced: Priced, most: int = 0) -> Timeline:
     """The timeline of a case's step, of at most so many microbatches."""
     count = priced.case.layout.microbatches
     made = _program(priced, min(count, most or count)).compiled
-    return spans(made, *times(made, priced.costs(), _cores(priced)))
+    timeline = spans(made, *times(made, priced.costs(), _cores(priced)))
+    makespan = {"makespan": timeline.makespan}
+    refuse_no_numbers(priced.case, priced.hardware, "timeline", makespan)
+    return timeline
 
 
 def longest(priced: Priced) -> dict[tuple[int, Op], float]:

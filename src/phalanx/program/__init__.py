@@ -2,7 +2,7 @@
 
 from .build import build
 from .check import Proof, check, faults
-from .load import AttentionLoad, Load, MessageLoad, PieceCost, Product, at_rows, joined
+from .load import AttentionLoad, Load, MessageLoad, PieceCost, Product, at_rows, averaged, joined
 from .memory import Sizes
 from .ops import KINDS, Kind
 from .program import Op, Program, ProgramError
@@ -31,6 +31,7 @@ __all__ = [
     "Timeline",
     "PieceCost",
     "at_rows",
+    "averaged",
     "joined",
     "build",
     "check",

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from ..layout import Shape
 from ..layout.rules import LORA
-from ..program import Program, ops
+from . import ops
+from .program import Program
 
 # A backward computes two products for each of the forward: the input's gradient and the weight's, of
 # a frozen weight the first alone.

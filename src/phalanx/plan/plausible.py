@@ -1,0 +1,94 @@
+"""Checks every predicted step and every byte before a user sees it: some no device could make true.
+
+A price that is missing, infinite or in the wrong unit does not stop a simulation: it comes out as a step
+of a thousand years or as 120 % of the devices' peak. That is our mistake and never an answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from ..layout.choices import FP8
+from ..layout.numbers import flops_text, seconds_text
+from ..program.flops import step_flops
+from .hardware import Hardware, PredictionError
+from .price import Case
+
+LONGEST_STEP = 86_400.0  # seconds; nobody trains with steps of more than a day
+_SLOWEST = 1000.0  # times what the peak allows: a slower step is a wrong price, not a large batch
+_ROUNDING = 1e-9
+_OURS = "This is a mistake in phalanx, not in what you asked: please report it with this line."
+
+
+def refuse_impossible(
+    case: Case, hardware: Hardware, parts: Mapping[str, float], memory: Mapping[str, float]
+) -> None:
+    """Raise if a time or a size is no finite number of 0 or more, or if a step is shorter than the
+    model's products take at the peak of the devices. Without `parts` only the memory is known."""
+    refuse_no_numbers(case, hardware, "time of a step", parts)
+    refuse_no_numbers(case, hardware, "memory", memory)
+    if not parts:
+        return
+    step, least = sum(parts.values()), shortest_step(case, hardware)
+    if step <= 0:
+        raise _impossible(case, hardware, f"a step takes {step:g} s")
+    # Shapes that were not timed may be faster than a peak that was measured.
+    if not hardware.measured and step < least * (1 - _ROUNDING):
+        what = f"a step takes {seconds_text(step)}, an MFU of {least / step:.1%}"
+        raise _impossible(case, hardware, f"{what}: {_at_peak(case, hardware, least)}")
+
+
+def refuse_no_numbers(
+    case: Case, hardware: Hardware, what: str, values: Mapping[str, float]
+) -> None:
+    """Raise if a value is infinite, NaN or below 0."""
+    least = -_ROUNDING * max(1.0, abs(sum(values.values())))
+    wrong = {name: x for name, x in values.items() if not (math.isfinite(x) and x >= least)}
+    if wrong:
+        listed = ", ".join(f"{name} {value:g}" for name, value in wrong.items())
+        raise _impossible(case, hardware, f"the {what} is {listed}")
+
+
+def refuse_too_long(case: Case, hardware: Hardware, parts: Mapping[str, float]) -> None:
+    """Raise if a step takes more than a day."""
+    step, least = sum(parts.values()), shortest_step(case, hardware)
+    if step <= LONGEST_STEP:
+        return
+    longest = max(parts, key=parts.__getitem__)
+    what = (
+        f"a step takes {seconds_text(step)}, longer than a day, {parts[longest] / step:.1%} of it for"
+        f" {longest!r}; {_at_peak(case, hardware, least)}"
+    )
+    if step > _SLOWEST * least:
+        raise _impossible(case, hardware, what)
+    way_out = "Plan for fewer tokens a step or for more devices."
+    raise PredictionError(f"{_where(case, hardware)}: {what}. {way_out}")
+
+
+def shortest_step(case: Case, hardware: Hardware) -> float:
+    """Seconds of a step at the peak of the fastest format that a case computes in; 0 without a peak."""
+    peak = _peak(case, hardware)
+    flops = step_flops(case.shape, 1, case.sequence).model * case.tokens / case.sequence
+    return flops / (peak * case.layout.ranks) if peak else 0.0
+
+
+def _peak(case: Case, hardware: Hardware) -> float:
+    layout = case.layout
+    formats = {layout.precision, case.dtype, FP8 if layout.matmul else ""}
+    return max(hardware.peak.get(name, 0.0) for name in formats)
+
+
+def _at_peak(case: Case, hardware: Hardware, least: float) -> str:
+    devices = f"{case.layout.ranks:,} x {flops_text(_peak(case, hardware))}"
+    return f"the model's products alone take {seconds_text(least)} at the peak of {devices}"
+
+
+def _where(case: Case, hardware: Hardware) -> str:
+    name = f" on {hardware.name}" if hardware.name else ""
+    return f"{str(case.layout) or 'one rank'}{name}"
+
+
+def _impossible(case: Case, hardware: Hardware, what: str) -> PredictionError:
+    where = _where(case, hardware)
+    return PredictionError(f"The prediction for {where} is impossible: {what}. {_OURS}")
