@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from phalanx.plan import MachineError
 from phalanx.plan.calibrate import fit
 from phalanx.plan.profile import FITTED, profile, profile_named
 from phalanx.plan.published import logged, runs_of
-from phalanx.plan.score import score, scored_row
+from phalanx.plan.score import held_out, score, scored_row
 from phalanx.plan.table import read_table
 
 COLUMNS = """source row_id hardware gpus gpus_per_node intra_link inter_link model params layers hidden
@@ -310,6 +311,71 @@ def test_a_run_out_of_memory_says_so_in_any_case_or_in_place_of_its_time(tmp_pat
     assert all(row.case for row in rows)
 
 
+def test_words_of_mixed_precision_and_of_offload_mean_the_same_in_any_order(tmp_path: Path) -> None:
+    said = ("fp16/bf16", "bf16/fp16", "BF16 / FP8", "fp8+bf16", "fp32/bf16", "bf16-mixed")
+    rows = read_table(table(tmp_path / "t.csv", [{**GOOD, "precision": each} for each in said]))
+    assert [row.why for row in rows] == [""] * len(said)
+    cases = [row.case for row in rows if row.case]
+    formats = [case.dtype or case.layout.precision for case in cases]
+    assert formats == ["fp16", "fp16", "fp8", "fp8", "bf16", "bf16"]
+    said = ("optimizer->CPU", "optimizer -> cpu", "Optimizer states to host", "optimizer → CPU",
+            "CPU optimizer")  # fmt: skip
+    rows = read_table(table(tmp_path / "u.csv", [{**GOOD, "offload": each} for each in said]))
+    assert [row.case and row.case.layout.offload for row in rows] == [("optimizer",)] * len(said)
+
+
+def test_a_format_without_a_price_leaves_its_row_out_and_the_others_are_scored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_score, "cached_costs", piece_costs)
+    said = ({}, {"precision": "NVFP4", "hardware": "B200"}, {"precision": "", "hardware": "V100-32GB"},
+            {"precision": "MXFP8"}, {"precision": "fp8/nvfp4", "hardware": "GB200"})  # fmt: skip
+    path = table(tmp_path / "t.csv", [{**GOOD, **each} for each in said])
+    assert plan_score.run([str(path), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["families"]
+    assert found["predicted"] == 2
+    assert sorted(found["left_out"]) == [
+        "line 3, precision: 'NVFP4' is not planned: there is no price for fp4 matmuls",
+        "line 4, precision: '' is not what v100-32 computes in",
+        "line 6, precision: 'fp8/nvfp4' is not planned: there is no price for fp4 matmuls",
+    ]
+    assert plan_score.run([str(path)]) == 0
+    assert "lines 3,6, precision" not in capsys.readouterr().out  # they say different words
+
+
+# What a cell may have in it. The first ones leave a number out or make it absurd.
+_ABSURD = ("", "nan", "-1", "0", "0.5", "1e-300", "1e18", "word", "nvfp4", "1/2", "(")
+
+
+@pytest.mark.parametrize("more", [{}, {"dp": 1, "pp": 8, "schedule": "zb-v",
+    "framework": "Megatron-LM zero-bubble"}], ids=["plain", "zero-bubble"])  # fmt: skip
+def test_no_cell_ends_the_scoring_of_a_table(tmp_path: Path, more: dict[str, object]) -> None:
+    base = {**GOOD, "global_batch": 4, "layers": 8, **more}
+    mutated = [{**base, column: text} for column in COLUMNS for text in _ABSURD]
+    rows = read_table(table(tmp_path / "t.csv", mutated))
+    runs, refused = runs_of(rows, piece_costs)
+    families = defaultdict(list)
+    for run in runs:
+        families[run.row.family].append(run)
+    held = {name: held_out(profile("default"), own, 5) for name, own in families.items()}
+    scores = score(runs, refused, rows, held=held)
+    assert sum(each.predicted for each in scores) > len(mutated) / 4
+    assert sum(each.rows for each in scores) == len(mutated)
+    json.dumps([each.plain() for each in scores], allow_nan=False)
+    assert plan_score.score_text(scores, each_run=True)
+    for run in (run for each in scores for run in each.runs):
+        assert 0 < run.step <= 86_400
+        assert run.memory > 0
+
+
+def test_a_stage_without_a_block_is_predicted_where_steps_roll(tmp_path: Path) -> None:
+    empty = {**GOOD, "layers": 1, "pp": 8, "tp": 1, "dp": 2, "framework": "Megatron-LM zero-bubble"}
+    rows = read_table(table(tmp_path / "t.csv", [empty]))
+    runs, refused = runs_of(rows, piece_costs)
+    assert not refused
+    assert runs[0].choice(rows[0].profile).step > 0
+
+
 @pytest.mark.parametrize(
     ("cells", "column", "why"),
     [
@@ -398,7 +464,7 @@ def test_rows_with_experts_are_left_out_and_counted(tmp_path: Path) -> None:
     path = table(tmp_path / "t.csv", [{**GOOD, **each} for each in said])
     found = _score(path, profile("default"))
     assert found["predicted"] == 2
-    assert found["left_out"] == {"it has experts (MoE, or ep > 1), which are not planned": 3}
+    assert found["left_out"] == {"it has experts (MoE, or ep > 1), which score does not read": 3}
 
 
 def test_a_byte_order_mark_and_columns_in_capitals_are_read(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from ..layout.codec import dump
 from ..plan.calibrate import CostedRun, by_model, calibrated, costed, read_run, spread_over
 from ..plan.local import profile_for
 from ..plan.profile import FITTED, NUMBERS, SoftwareProfile, profile
-from ..plan.published import runs_of
+from ..plan.published import runs_of, why_not
 from ..plan.table import read_table
 from .usage import Parser, UsageError, result, save, whole
 
@@ -90,9 +90,11 @@ def _of_tables(args: Namespace) -> tuple[SoftwareProfile, Sequence[CostedRun]]:
     rows = [row for path in args.runs for row in read_table(path, chosen)]
     rows = [row for row in rows if row.profile.name == rows[0].profile.name]
     runs, refused = runs_of(rows, cached_costs)
-    known = [run for run in runs if run.counts]
+    timed = [(run, why_not(run, rows[0].profile)) for run in runs if run.counts]
+    known = [run for run, why in timed if not why]
     if not known:
-        why = next(iter(refused.values()), "none has a step time")
+        reasons = [*refused.values(), *(why for _, why in timed), "none has a step time"]
+        why = reasons[0]
         raise UsageError(f"no row of {', '.join(args.runs)} can be fitted: {why}")
     return rows[0].profile, known
 

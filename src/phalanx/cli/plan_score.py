@@ -13,8 +13,11 @@ Exit code 0: done; 2: wrong usage.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 
+from ..api.check import spans
 from ..cost import cached_costs
 from ..draw import text_table
 from ..plan.profile import profile
@@ -47,6 +50,8 @@ def run(argv: Sequence[str]) -> int:
     return result(args, figures, score_text(scores, each_run=args.each))
 
 
+_LINE = re.compile(r"line (\d+)[,:] (.*)")  # a reason that begins with its line
+
 # What each table is, and its columns.
 _ERRORS = (
     "Median relative error of step time. 'held': with numbers fitted on all other families; 'five':"
@@ -69,12 +74,31 @@ def score_text(scores: Sequence[FamilyScore], *, each_run: bool = False) -> str:
     remembered = [_memory(each) for each in scores if each.memory_error is not None or each.oom]
     tables = (_ERRORS, map(_errors, scores)), (_ORDER, ordered), (_MEMORY, remembered)
     parts = [f"{title}\n\n{text_table(head.split(), rows)}" for (title, head), rows in tables]
-    left = [(n, f"of {each.family}: {why}") for each in scores for why, n in each.left_out.items()]
+    left = [
+        (count, f"of {each.family}: {why}")
+        for each in scores
+        for why, count in _by_reason(each.left_out)
+    ]
     if left:
         parts.append(f"Left out:\n{text_table((), left, left='rl', indent=2)}")
     if each_run:
         parts += map(_runs, scores)
     return "\n".join(parts)
+
+
+def _by_reason(left_out: Mapping[str, int]) -> Iterator[tuple[int, str]]:
+    """How many rows each reason leaves out, with their lines where it says them."""
+    counts, lines = Counter[str](), defaultdict[str, list[int]](list)
+    for why, count in left_out.items():
+        match = _LINE.fullmatch(why)
+        reason = match[2] if match else why
+        counts[reason] += count
+        lines[reason] += [int(match[1])] if match else []
+    for reason, count in counts.items():
+        where = (
+            f"{'line' if count == 1 else 'lines'} {spans(lines[reason])}, " if lines[reason] else ""
+        )
+        yield count, f"{where}{reason}"
 
 
 def _percent(value: float | None) -> str:

@@ -6,6 +6,8 @@ from typing import Any
 
 from ..layout import piece_layout
 from .calibrate import CostedRun, Measured
+from .hardware import PredictionError
+from .plausible import refuse_too_long
 from .price import PieceKinds, costed_as, parts_of
 from .profile import SoftwareProfile
 from .step import Choice, CostFunction
@@ -39,6 +41,27 @@ def logged(choice: Choice, profile: SoftwareProfile) -> float:
     return choice.bytes
 
 
+def at_line(row: PublishedRow, error: Exception) -> str:
+    """Why a row is left out, in one line that says where it stands."""
+    return f"line {row.line}: {' '.join(str(error).split())}"
+
+
+def predict(run: PublishedRun, numbers: SoftwareProfile) -> Choice:
+    """A row's prediction under a profile's numbers, if it is plausible."""
+    found = run.choice(numbers)
+    refuse_too_long(found.case, run.hardware, found.parts)
+    return found
+
+
+def why_not(run: PublishedRun, numbers: SoftwareProfile) -> str:
+    """Why a row has no plausible prediction; "" if it has one."""
+    try:
+        predict(run, numbers)
+    except (ValueError, PredictionError) as error:
+        return at_line(run.row, error)
+    return ""
+
+
 def runs_of(
     rows: Sequence[PublishedRow], piece_costs: CostFunction
 ) -> tuple[list[PublishedRun], dict[int, str]]:
@@ -56,10 +79,10 @@ def runs_of(
         key = shape, case.sequence, name
         try:
             known[key] = known.get(key) or piece_costs(shape, [name], sequence=case.sequence)[name]
-        except ValueError as error:
-            refused[i] = str(error)
+            parts = parts_of(known[key], case, hardware, row.profile, cut)
+        except (ValueError, PredictionError) as error:
+            refused[i] = at_line(row, error)
             continue
-        parts = parts_of(known[key], case, hardware, row.profile, cut)
         run = Measured(row.name, case, row.step)
         found[i] = PublishedRun(run, hardware, row.profile, parts, row)
     return list(found.values()), refused

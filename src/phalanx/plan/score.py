@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from ..program.program import uncollected
 from .calibrate import calibrated, kind, spread_over
-from .hardware import Hardware
+from .hardware import Hardware, PredictionError
 from .price import Case
 from .profile import SoftwareProfile
-from .published import MOST, PublishedRun, logged
+from .published import MOST, PublishedRun, at_line, logged, predict, why_not
 from .step import LIMIT
 from .table import PublishedRow
 
@@ -76,6 +76,7 @@ def held_out(start: SoftwareProfile, runs: Sequence[PublishedRun], count: int) -
     """Numbers that no run of a family has seen, and after so many of them."""
     counted = [run for run in runs if run.counts]
     seen = spread_over(counted, count) if count else []
+    seen = [run for run in seen if not why_not(run, start)]
     like = calibrated(start, seen)
     after = {own: like(run) for own, run in {kind(run): run for run in runs}.items()}
     return HeldOut(start, after, tuple(run.row for run in seen))
@@ -190,16 +191,24 @@ class FamilyScore:
 def scored_row(run: PublishedRun, held: HeldOut | None) -> ScoredRow:
     """What is predicted of a row, with its own profile's numbers and with those of `held`."""
     row, case = run.row, run.run.case
-    own = run.choice(row.profile)
+    own = predict(run, row.profile)
     least, _ = own.range(row.profile)
     reported = logged(own, row.profile)
     scored = ScoredRow(row, case, run.hardware, own.step, own.bytes, least, reported, own.parts)
     if not held or not row.step:
         return scored
-    other = run.choice(held.numbers)
+    other = predict(run, held.numbers)
     seen = not held.seen or row in held.seen
-    after = 0.0 if seen else run.choice(held.after[kind(run)]).step
+    after = 0.0 if seen else predict(run, held.after[kind(run)]).step
     return replace(scored, parts=other.parts, held=other.step, after=after)
+
+
+def scored_or_why(run: PublishedRun, held: HeldOut | None) -> ScoredRow | str:
+    """A row with what was predicted of it, or why it is left out."""
+    try:
+        return scored_row(run, held)
+    except (ValueError, PredictionError) as error:
+        return at_line(run.row, error)
 
 
 def score(
@@ -209,10 +218,10 @@ def score(
     *,
     most_ranks: int = 0,
     held: Mapping[str, HeldOut] | None = None,
-    each: Callable[..., Iterable[ScoredRow]] = map,
+    each: Callable[..., Iterable[ScoredRow | str]] = map,
 ) -> tuple[FamilyScore, ...]:
     """Every family of the rows. `held` are the numbers of each without it; `most_ranks` leaves
-    larger runs out; `each` is what maps `scored_row` over them."""
+    larger runs out; `each` is what maps `scored_or_why` over them."""
     scored: dict[str, dict[int, ScoredRow]] = defaultdict(dict)
     left: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for i, why in refused.items():
@@ -227,8 +236,13 @@ def score(
         else:
             order.append(n)
     numbers = [(held or {}).get(published[n].row.family) for n in order]
-    for n, run in zip(order, each(scored_row, [published[n] for n in order], numbers), strict=True):
-        scored[run.row.family][n] = run
+    found = each(scored_or_why, [published[n] for n in order], numbers)
+    for n, run in zip(order, found, strict=True):
+        family = published[n].row.family
+        if isinstance(run, str):
+            left[family][run] += 1
+        else:
+            scored[family][n] = run
     families = list(dict.fromkeys(row.family for row in rows))
     return tuple(
         _score(

@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from ..layout import Axis, Layout, Mesh, Shape, legal
+from ..layout.choices import DTYPES
 from .device import Device, MachineError, device, devices
 from .hardware import Hardware, hardware_of
 from .link import Level, clusters, joined
@@ -39,6 +40,9 @@ _MEANINGS: dict[str, dict[str, list[str]]] = {
 _TIMES = ("step_time_s", "tok_s_gpu", "tflops_gpu")
 _MEASURED = (*_TIMES, "peak_mem_gb")
 _ZERO = r"(?:zero-?)?(?:stage-?)?([0-3])"
+_WHERE_TO = re.compile("->|=>|→|-to-(?=cpu|host)")  # optimizer->CPU
+# Of mixed precision the narrowest format counts: matmuls run in it.
+_NARROWEST_FIRST = ("fp4", "fp8", "fp16", "bf16", "tf32", "fp32")
 _EXPERTS = r"moe|mixtral|\b\d+x\d+(\.\d+)?b|deepseek.?v[23]|-a\d+(\.\d+)?b\b|dbrx"
 
 
@@ -68,6 +72,7 @@ class PublishedRow:
     notes: str = ""
     batch: float = 0.0
     empty: bool = False  # a stage would hold nothing
+    line: int = 0  # of the table's file
 
     @property
     def family(self) -> str:
@@ -120,13 +125,10 @@ def _row(
         batch = _number(fields, "global_batch")
         experts = any(_number(fields, key) > 1 for key in ("ep", "experts", "num_experts"))
         if experts or re.search(_EXPERTS, fields.get("model", ""), re.IGNORECASE):
-            raise MachineError("it has experts (MoE, or ep > 1), which are not planned")
+            raise MachineError("it has experts (MoE, or ep > 1), which score does not read")
         kind = _device(fields["hardware"])
         made = _case(fields, profile)
-        if made.dtype and made.dtype not in kind.dtypes:
-            raise CellError(
-                "precision", fields["precision"], f"is not what {kind.name} computes in"
-            )
+        _refuse_format(made, kind, fields.get("precision", ""))
         hardware = _hardware(
             kind.name, ranks, fields.get("inter_link", ""), _count(fields, "gpus_per_node", 8)
         )
@@ -161,6 +163,7 @@ def _row(
         notes=fields.get("notes", ""),
         batch=batch,
         empty=case is not None and _empty(case, profile),
+        line=number,
     )
 
 
@@ -189,18 +192,42 @@ def _count(fields: Mapping[str, str], key: str, usual: int = 1) -> int:
 
 
 def _meaning(fields: Mapping[str, str], key: str, kind: str = "") -> str:
-    """What the word of a cell means."""
-    text, known = fields.get(key, ""), _MEANINGS[kind or key]
+    """The meaning of a cell's word, as `words.toml` lists it."""
+    text, kind = fields.get(key, ""), kind or key
     lower = re.sub(r"\.0$", "", text.lower())
-    for said_so in (re.sub(r"[()]", " ", lower), re.sub(r"\(.*?\)", " ", lower)):
-        word = re.sub(r"[\s_-]+", "-", said_so.strip())
-        for meaning, words in known.items():
-            if word in words:
+    for spelled in (re.sub(r"[()]", " ", lower), re.sub(r"\(.*?\)", " ", lower)):
+        word = re.sub(r"[\s_-]+", "-", spelled.strip())
+        for each in (word, _WHERE_TO.split(word)[0].strip("-")):
+            meaning = _known(each, kind)
+            if meaning is not None:
                 return meaning
-        if key == "zero" and (found := re.fullmatch(_ZERO, word)):
-            return found[1]
-    listed = ", ".join(word for words in known.values() for word in words if len(word) > 1)
-    raise CellError(key, text, f"is not known: write one of {listed}")
+    words = (word for words in _MEANINGS[kind].values() for word in words if len(word) > 1)
+    raise CellError(key, text, f"is not known: write one of {', '.join(words)}")
+
+
+def _known(word: str, kind: str) -> str | None:
+    """The meaning of a word, or of several words with / between them, in any order; None: unknown."""
+    for meaning, words in _MEANINGS[kind].items():
+        if word in words:
+            return meaning
+    if kind == "zero" and (found := re.fullmatch(_ZERO, word)):
+        return found[1]
+    parts = [part.strip("-") for part in re.split("[/+,&]", word)]
+    if len(parts) == 1 or not all(parts):
+        return None
+    meanings = {_known(part, kind) for part in parts}
+    if kind == "precision" and meanings <= set(_NARROWEST_FIRST):
+        return min(meanings & set(_NARROWEST_FIRST), key=_NARROWEST_FIRST.index)
+    return meanings.pop() if len(meanings) == 1 else None
+
+
+def _refuse_format(case: Case, device: Device, text: str) -> None:
+    """Raise if a device has no matmuls in the format of a case, or the planner no price for them."""
+    name = case.dtype or case.layout.precision
+    if name not in DTYPES:
+        raise CellError("precision", text, f"is not planned: there is no price for {name} matmuls")
+    if not device.peak(name):
+        raise CellError("precision", text, f"is not what {device.name} computes in")
 
 
 def _device(hardware: str) -> Device:
@@ -275,7 +302,7 @@ def _chunks(shape: Shape, n: Mapping[str, int]) -> int:
 
 def _stages(layers: int, pp: int, chunks: int, first: int, last: int) -> tuple[int, ...]:
     """Blocks of every virtual stage. With chunks they are as even as can be."""
-    if chunks == 1 and first + last == layers:
+    if chunks == 1 and pp == 2 and first + last == layers:
         return (first, last)
     if chunks > 1 or pp == 2 or not (first or last):
         return spread(layers, pp * chunks)
