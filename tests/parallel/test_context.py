@@ -15,6 +15,7 @@ from phalanx.models import Core, kernels
 from phalanx.parallel import build_model, context
 from phalanx.parallel.batch import held_times, microbatches
 from phalanx.parallel.context import RingCore, UlyssesCore, install_context, needed
+from rounding import assert_rounded_once
 
 SIZE = 6
 GRIDS = tuple(itertools.product((1, 2, 3, 4, 8), (1, 2, 4)))
@@ -150,6 +151,68 @@ def test_a_ring_in_bfloat16_is_as_near_to_the_truth_as_attention():
     seen = _threads(4)(_on_a_place, 4, 1, [short])
     ring = _error(_joined([place[0] for place in seen], 4, 1, 96), truth)
     assert 0 < ring < 1.5 * alone
+
+
+def _narrow(**tensors: Tensor) -> dict[str, Tensor]:
+    """A batch of one sequence in bfloat16: q, k, v and the gradient of the result."""
+    length = tensors["q"].shape[1]
+    narrow = {name: x.bfloat16() for name, x in tensors.items()}
+    return {"tokens": torch.arange(length).view(1, length), **narrow}
+
+
+def _over_a_ring(ring: int, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    seen = _threads(ring)(_on_a_place, ring, 1, [batch])
+    return _joined([place[0] for place in seen], ring, 1, batch["tokens"].shape[1])
+
+
+@pytest.mark.parametrize("ring", (2, 3, 4))
+def test_partial_results_of_a_ring_are_merged_in_float32_and_rounded_once(ring):
+    """With values of one on the keys of one rank and zero elsewhere, every partial result is exact in
+    bfloat16, and the merged result is the share of the softmax on those keys."""
+    length, generator = 48, torch.Generator().manual_seed(ring)
+    q, k = (2 * torch.randn(1, length, 2, SIZE, generator=generator).bfloat16() for _ in "qk")
+    scores = torch.einsum("bthd,bshd->bhts", q.double(), k.double()) / math.sqrt(SIZE)
+    later = torch.ones(length, length, dtype=torch.bool).triu(1)
+    shares = scores.masked_fill(later, -math.inf).softmax(-1)
+    for rank in range(ring):
+        v = torch.zeros(1, length, 2, SIZE)
+        v[:, held_times(length, ring, 1, rank)] = 1.0
+        exact = torch.einsum("bhts,bshd->bthd", shares, v.double())
+        result = _over_a_ring(ring, _narrow(q=q, k=k, v=v, gradient=v))["y"]
+        # Scores and merges in float32 are some 1e-6 off, half a unit of bfloat16 is 4e-3.
+        assert_rounded_once(result, exact, slack=1e-5 * exact)
+
+
+@pytest.mark.parametrize("ring", (4, 8))
+def test_gradients_of_visiting_blocks_are_added_in_float32_and_rounded_once(ring):
+    """Rank 0 gives 256 to a gradient and every other rank 0.75, which bfloat16 would add to 256 without
+    effect. All factors are exact in bfloat16, so the sum is known."""
+    length = 64  # a power of two: so is each share of the last query's attention
+    total = torch.tensor(256 + 0.75 * (ring - 1)).bfloat16()
+    assert total > 256
+
+    def zeros() -> Tensor:
+        return torch.zeros(1, length, 1, 8)
+
+    # Every query attends to key 0 alone, whose value's gradient is the sum over all queries.
+    q, k, gradient = zeros(), zeros(), zeros()
+    q[..., 0], k[:, 0, :, 0] = 64.0, 8.0
+    for rank in range(ring):
+        gradient[:, held_times(length, ring, 1, rank)[-1]] = 0.75 if rank else 256.0
+    got = _over_a_ring(ring, _narrow(q=q, k=k, v=zeros() + 1, gradient=gradient))
+    assert (got["v"][0, 0] == total).all()
+    assert not got["v"][0, 1:].any()
+
+    # The last query attends to all keys alike; values of 1 and -1 by turns have a mean of zero. Then its
+    # gradient is the sum of key times value, divided by the length and the root of the size.
+    k, v, gradient = zeros(), zeros() + 1, zeros()
+    v[:, ::2] = -1.0
+    gradient[0, -1, 0, 0] = 1.0
+    for rank in range(ring):
+        time = held_times(length, ring, 1, rank)[0]
+        k[0, time, 0, 0] = v[0, time, 0, 0] * length * math.sqrt(8) * (0.75 if rank else 256.0)
+    got = _over_a_ring(ring, _narrow(q=zeros(), k=k, v=v, gradient=gradient))
+    assert got["q"][0, -1, 0, 0] == total
 
 
 def _compiled(world: World, batch: dict[str, Tensor]):
