@@ -156,8 +156,10 @@ def _headers(arena):
     return words
 
 
-def perform(fn, size, order, *args):
-    """What `fn(world, *args)` returns on each member of a stage."""
+def perform(fn, size, order, *args, reads=False):
+    """What `fn(world, *args)` returns on each member of a stage. `reads`: members read each other's
+    tensors where they lie, as processes that may read each other's memory do; here all of them are
+    this process."""
     reserved = Reserved.__new__(Reserved)
     reserved.extent = Extent(size, CHUNK, 6, 1 << 26)
     reserved._file, reserved._fd = "", os.memfd_create("stage")
@@ -166,6 +168,8 @@ def perform(fn, size, order, *args):
     stage = Stage(size, order)
     try:
         members = [Member(stage, reserved, rank) for rank in range(size)]
+        for member in members:
+            member._arena.processes = [os.getpid()] * (size * reads)
         return stage.run(lambda rank: fn(members[rank], *args))
     finally:
         reserved.close()

@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import os
 import random
+from functools import lru_cache
 
 import pytest
 import torch
@@ -40,18 +41,22 @@ KINDS = (
     "barrier",
     "ring",
 )
-POISON = -7777.0
+# What tensors are overwritten with, and a prime below which the numbers of three ranks have an exact sum.
+POISON = {F: -7777.0, torch.float64: -7777.0, torch.uint8: 251}
+PRIME = {F: 65521, torch.float64: 65521, torch.uint8: 79}
 
 
-def numbers(k, rank, n):
-    """What a rank brings to its k-th call: whole numbers, so that sums are exact."""
-    return ((torch.arange(n) * 31 + k * 17 + rank * 1009) % 1000).to(F)
+@lru_cache(100)
+def numbers(k, rank, n, dtype=F):
+    """What a rank brings to its k-th call: whole numbers, so that sums are exact. They repeat after as
+    many as the prime, so that no part of a tensor is like another at a distance of chunks."""
+    return ((torch.arange(n) * 31 + k * 17 + rank * 1009) % PRIME[dtype]).to(dtype)
 
 
-def wanted(kind, k, me, size, n, root):
+def wanted(kind, k, me, size, n, root, dtype=F):
     """The result of a call, by plain torch from what everyone brings."""
-    xs = [numbers(k, i, n) for i in range(size)]
-    wide = [numbers(k, i, n * size).view(size, n) for i in range(size)]
+    xs = [numbers(k, i, n, dtype) for i in range(size)]
+    wide = [numbers(k, i, n * size, dtype).view(size, n) for i in range(size)]
     if kind == "all_reduce":
         return one_process(xs, "sum")
     if kind == "reduce":
@@ -70,37 +75,37 @@ def wanted(kind, k, me, size, n, root):
         return torch.cat([rows[me] for rows in wide])
     if kind == "uneven":  # rank i sends (i + 1) parts' worth of every row to each, in rows of n
         return torch.cat(
-            [numbers(k, i, n * (i + 1) * size).view(size, -1)[me] for i in range(size)]
+            [numbers(k, i, n * (i + 1) * size, dtype).view(size, -1)[me] for i in range(size)]
         )
     return xs[me - 1] if kind == "ring" else None
 
 
-def brought(world, kind, k, size, n, made):
+def brought(world, kind, k, size, n, made, dtype=F):
     """A call's tensors: the one that is read, and the one that the result comes into."""
     me = world.rank
 
     def tensor(numel, values=None):
-        x = (world.empty if made else torch.empty)(numel, dtype=F)
-        return x.fill_(POISON) if values is None else x.copy_(values)
+        x = (world.empty if made else torch.empty)(numel, dtype=dtype)
+        return x.fill_(POISON[dtype]) if values is None else x.copy_(values)
 
     if kind in ("all_reduce", "reduce", "broadcast", "barrier"):
-        x = tensor(n, numbers(k, me, n))
+        x = tensor(n, numbers(k, me, n, dtype))
         return x, x
     if kind in ("scatter", "reduce_scatter"):
-        return tensor(n * size, numbers(k, me, n * size)), tensor(n)
+        return tensor(n * size, numbers(k, me, n * size, dtype)), tensor(n)
     if kind == "all_to_all":
-        return tensor(n * size, numbers(k, me, n * size)), tensor(n * size)
+        return tensor(n * size, numbers(k, me, n * size, dtype)), tensor(n * size)
     if kind in ("in_place", "into_own", "into_other"):
-        x = tensor(n * size, numbers(k, me, n * size))
+        x = tensor(n * size, numbers(k, me, n * size, dtype))
         rows = x.view(size, n)
         return x, {"in_place": x, "into_own": rows[me], "into_other": rows[me - 1]}[kind]
     if kind == "uneven":
         sent = n * (me + 1) * size
-        return tensor(sent, numbers(k, me, sent)), tensor(n * size * (size + 1) // 2)
+        return tensor(sent, numbers(k, me, sent, dtype)), tensor(n * size * (size + 1) // 2)
     if kind == "inside":  # x is a part of what is filled, and not the one that it goes to
         out = tensor(n * size)
-        return out[n // 2 : n // 2 + n].copy_(numbers(k, me, n)), out
-    x = tensor(n, numbers(k, me, n))
+        return out[n // 2 : n // 2 + n].copy_(numbers(k, me, n, dtype)), out
+    x = tensor(n, numbers(k, me, n, dtype))
     return x, tensor(n) if kind == "ring" else tensor(n * size)
 
 
@@ -124,20 +129,21 @@ def begin(group, kind, x, out, n, root, wait):
         return group.all_to_all(out, x, wait=wait)
     if kind == "uneven":
         sends, takes = [me + 1] * size, [i + 1 for i in range(size)]
-        return group.all_to_all(out.view(-1, n), x.view(-1, n), takes, sends, wait=wait)
+        rows = out.view(sum(takes), n), x.view(sum(sends), n)
+        return group.all_to_all(*rows, takes, sends, wait=wait)
     if kind == "barrier":
         return group.barrier(wait=wait)
     group.send(x, (me + 1) % size)
-    x.fill_(POISON)  # what was sent is the sender's again at once
+    x.fill_(POISON[x.dtype])  # what was sent is the sender's again at once
     return group.receive(out, (me - 1) % size, wait=wait)
 
 
-def calls(world, plan):
+def calls(world, plan, dtype=F):
     """Make the calls of a plan; the first whose result is wrong.
 
     What a call has read and written is overwritten as soon as it returns, or the wait for it does;
-    those without `wait` are waited for after the next call with it. What was promised to stay
-    (`still`) is overwritten when a later call has shown that all are past it.
+    those without `wait` are waited for after the next call with it. What lies in shared memory and was
+    promised to stay (`still`) is overwritten when a later call has shown that all are past it.
     """
     group = world.split("all", [range(world.size)])
     late, wrong, under_way = [], [], []
@@ -145,23 +151,23 @@ def calls(world, plan):
     def finish(k, kind, n, x, out, work):
         work.wait()
         result = out.clone()
-        due = wanted(kind, k, world.rank, world.size, n, k % world.size)
+        due = wanted(kind, k, world.rank, world.size, n, k % world.size, dtype)
         if due is not None and not torch.equal(result.view(-1), due.view(-1)):
             wrong.append(f"rank {world.rank}, call {k}: {plan[k]}")
-        out.fill_(POISON)
-        if kind == "still":
+        out.fill_(POISON[dtype])
+        if kind == "still" and plan[k][2]:
             late.append((k, x))
         else:
-            x.fill_(POISON)
+            x.fill_(POISON[dtype])
         if kind == "barrier":
             # It came after these; all are past them.
             for made, each in late:
                 if made < k:
-                    each.fill_(POISON)
+                    each.fill_(POISON[dtype])
             late[:] = [(made, each) for made, each in late if made > k]
 
     for k, (kind, n, made, wait) in enumerate(plan):
-        x, out = brought(world, kind, k, world.size, n, made)
+        x, out = brought(world, kind, k, world.size, n, made, dtype)
         call = (k, kind, n, x, out, begin(group, kind, x, out, n, k % world.size, wait))
         if not wait:
             under_way.append(call)
@@ -203,16 +209,40 @@ def pairs():
     return [call for pair in both for call in pair]
 
 
+@pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize("first", [0, 1])
-def test_every_call_after_every_other_is_right_when_one_member_is_always_late(first):
+def test_every_call_after_every_other_is_right_when_one_member_is_always_late(first, reads):
     order = [first, 1 - first]
-    assert perform(calls, 2, lambda step: order, pairs()) == [None] * 2
+    assert perform(calls, 2, lambda step: order, pairs(), reads=reads) == [None] * 2
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_calls_of_three_members_are_right_in_every_order_of_who_is_early(order):
     plan = random.Random(1).sample(pairs(), 200)
-    assert perform(calls, 3, lambda step: order, plan) == [None] * 3
+    reads = order[0] == 1
+    assert perform(calls, 3, lambda step: order, plan, reads=reads) == [None] * 3
+
+
+def around(size, itemsize):
+    """Numbers of elements at, below and above every threshold: no elements for some ranks, small sums, a
+    rank's share of a chunk, a chunk, and several of each."""
+    chunk = CHUNK // itemsize
+    edges = [SMALL // itemsize, chunk // size, chunk, 2 * chunk, 2 * chunk + chunk // size]
+    return [0, 1, size - 1, size + 1, *(edge + more for edge in edges for more in (-1, 0, 1))]
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize(("size", "dtype"), [(2, torch.uint8), (3, torch.float64)])
+def test_every_call_is_right_at_and_around_every_size_where_its_way_changes(size, dtype, reads):
+    kinds = [kind for kind in KINDS if kind != "barrier"]
+    plan = [(kind, n, False, True) for kind in kinds for n in around(size, dtype.itemsize)]
+    # In shared memory runs of 1 << 16 elements are reduced at once.
+    long = [(size << 16) + more for more in (-1, 0, 1)]
+    plan += [(kind, n, True, True) for kind in ("all_reduce", "reduce_scatter") for n in long]
+    plan = [(*each[:2], n % 3 == 0 or each[2], True) for n, each in enumerate(plan)]
+    random.Random(size).shuffle(plan)
+    order = list(range(size))[:: 1 if reads else -1]
+    assert perform(calls, size, lambda step: order, plan, dtype, reads=reads) == [None] * size
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -206,6 +206,64 @@ def test_inside_a_recomputed_segment_there_is_nothing_to_move_out() -> None:
     assert {op.piece for op in program.rows[0] if op.kind == "O"} == {0, 4, 5, 6}
 
 
+@pytest.mark.parametrize(
+    ("pieces", "mode", "lengths"),
+    [
+        (5, "every=2", (2, 2, 1)), (7, "every=3", (3, 3, 1)), (8, "every=3", (3, 3, 2)),
+        (7, "every=4", (4, 3)), (3, "every=5", (3,)), (6, "every=3", (3, 3)),
+        # The root of 7 rounds to 3, that of 8 to 3, that of 6 to 2.
+        (7, "sqrt", (3, 3, 1)), (8, "sqrt", (3, 3, 2)), (6, "sqrt", (2, 2, 2)),
+    ],
+)  # fmt: skip
+def test_the_last_segment_of_a_stage_is_computed_again_also_where_it_is_shorter(
+    pieces: int, mode: str, lengths: tuple[int, ...]
+) -> None:
+    """On both stages of a GPipe of three microbatches. A segment is computed right before its backward,
+    the last one first; but not the last stage's last microbatch, whose forward was just computed."""
+    stages, microbatches = [range(pieces), range(pieces, 2 * pieces)], 3
+    program = recompute(expand(schedule("gpipe", 2, microbatches), stages), stages, mode)
+    starts = [sum(lengths[:n]) for n in range(len(lengths))]
+    backwards = []
+    for start, length in list(zip(starts, lengths, strict=True))[::-1]:
+        segment = range(start, start + length)
+        backwards += [f"{p}R{{0}}" for p in segment] + [f"{p}B{{0}}" for p in segment[::-1]]
+    every = [op.format(m) for m in range(microbatches) for op in backwards]
+    row, last = (" ".join(ops) for ops in _kinds(program, "RB"))
+    assert row == " ".join(every)
+    first = program.rows[1].index(Op("B", 2 * pieces - 1, 0))
+    assert program.rows[1][first - 1].kind == "R"
+    again = microbatches * pieces
+    assert sum(word[-2] == "R" for word in last.split()) == again
+    # Kept: each segment's input for each microbatch, and one segment while its backward runs.
+    for peak in peaks(program, Sizes.counts(2 * pieces)):
+        assert peak.kinds["inputs"] == microbatches * len(lengths)
+        assert peak.kinds["activations"] == max(lengths)
+
+
+def test_a_last_segment_that_was_just_computed_is_not_computed_again() -> None:
+    for pieces, every, fresh in ((5, 2, 1), (8, 3, 2), (6, 3, 3)):
+        (row,) = recompute(_one(pieces, 1), [range(pieces)], f"every={every}").rows
+        again = [op.piece for op in row if op.kind == "R"]
+        assert sorted(again) == [*range(pieces - fresh)]
+
+
+@pytest.mark.parametrize(
+    ("mode", "segments"),
+    [
+        ("every=4", [range(8), range(8, 12)]),
+        ("sqrt", [range(2), range(2, 8), range(8, 12)]),  # the root of 6 rounds to 2
+    ],
+)
+def test_a_segment_counts_the_three_pieces_of_a_block_with_experts_as_one(
+    mode: str, segments: list[range]
+) -> None:
+    """An embedding, a dense block, three blocks with experts of three pieces each, a head: six in all."""
+    stages, experts = [range(12)], (3, 6, 9)
+    program = recompute(expand(schedule("gpipe", 1, 2), stages), stages, mode, experts)
+    again = [op.piece for op in program.rows[0] if op.kind == "R" and op.index == 0]
+    assert again == [piece for segment in segments[::-1] for piece in segment]
+
+
 def test_a_part_of_each_block_is_recomputed_before_its_backward() -> None:
     program = recompute(_one(4, 2), LINE, "selective")
     assert [" ".join(map(str, row)) for row in program.rows] == [
