@@ -348,13 +348,61 @@ def both_wait(world: World) -> None:
     group.receive(torch.ones(3), (world.rank + 1) % world.size)
 
 
-def late_letter(world: World) -> list[Tensor]:
-    """A letter sent before a collective is received after it, from the neighbour on each side."""
+def late_letters(world: World) -> tuple[list[Tensor], list[Tensor]]:
+    """Three letters to each neighbour, sent before three collectives and received after them."""
     group = world.split("all", [range(world.size)])
     n, me = world.size, world.rank
-    group.send(torch.tensor([100.0 + me]), (me + 1) % n)
-    everyone, letter = torch.zeros(n), torch.zeros(1)
-    group.all_gather(everyone, torch.tensor([float(me)]))
-    group.receive(letter, (me - 1) % n)
+    for i in range(3):
+        group.send(torch.tensor([100.0 * i + me]), (me + 1) % n)
+    gathered = [torch.zeros(n) for _ in range(3)]
+    for i, everyone in enumerate(gathered):
+        group.all_gather(everyone, torch.tensor([10.0 * i + me]))
+    letters = [torch.zeros(1) for _ in range(3)]
+    for letter in letters:
+        group.receive(letter, (me - 1) % n)
     world.clear()
-    return [everyone, letter]
+    return gathered, letters
+
+
+def letters_to_all(world: World) -> dict[int, list[float]]:
+    """Two letters from each rank to each other one, received in the opposite order of peers; what came,
+    by sender. Ranks send unlike numbers of letters before, so their counts of messages differ."""
+    group = world.split("all", [range(world.size)])
+    n, me = world.size, world.rank
+    for _ in range(me):
+        group.send(torch.tensor([-1.0]), me)
+        group.receive(torch.zeros(1), me)
+    others = [rank for rank in range(n) if rank != me]
+    for i in range(2):
+        for rank in others:
+            group.send(torch.tensor([100.0 * me + 10 * rank + i]), rank)
+    came: dict[int, list[float]] = {}
+    for rank in reversed(others):
+        letters = [torch.zeros(1) for _ in range(2)]
+        works = [group.receive(letter, rank, wait=False) for letter in letters]
+        for work in works:
+            work.wait()
+        came[rank] = [letter.item() for letter in letters]
+    world.clear()
+    return came
+
+
+def sent_and_overwritten(world: World) -> list[tuple[float, float]]:
+    """Letters that the first rank overwrites before the last one posts its receives: the first and the
+    last number of each."""
+    group = world.split("all", [range(world.size)])
+    later = world.split("later", [range(world.size)])
+    sizes, last = (1, 1000, 300_000), world.size - 1
+    if world.rank == 0:
+        for size in sizes:
+            x = torch.arange(1.0, size + 1)
+            group.send(x, last)
+            x.fill_(-1.0)
+    later.barrier()
+    got = []
+    for size in sizes if world.rank == last else ():
+        x = torch.zeros(size)
+        group.receive(x, 0)
+        got.append((x[0].item(), x[-1].item()))
+    world.clear()
+    return got

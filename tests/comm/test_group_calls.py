@@ -15,11 +15,13 @@ from group_cases import (
     grid,
     halves,
     large_numbers,
-    late_letter,
+    late_letters,
     letters,
+    letters_to_all,
     meaningful,
     nans,
     nothing,
+    sent_and_overwritten,
     sequence,
     start,
     uneven,
@@ -132,9 +134,25 @@ def test_two_that_both_send_first_both_receive_in_the_order_sent(world):
 
 def test_a_letter_is_not_taken_for_a_part_of_a_collective(world):
     run, size, _ = world
-    for me, (everyone, letter) in enumerate(run(late_letter)):
-        assert everyone.tolist() == list(range(size))
-        assert letter.item() == 100 + (me - 1) % size
+    for me, (gathered, came) in enumerate(run(late_letters)):
+        for i, (everyone, letter) in enumerate(zip(gathered, came, strict=True)):
+            assert everyone.tolist() == [10 * i + rank for rank in range(size)]
+            assert letter.item() == 100 * i + (me - 1) % size
+
+
+def test_letters_of_each_pair_come_in_their_own_order(world):
+    run, size, _ = world
+    for me, came in enumerate(run(letters_to_all)):
+        assert came.keys() == {*range(size)} - {me}
+        for rank, both in came.items():
+            assert both == [100 * rank + 10 * me + i for i in range(2)]
+
+
+def test_what_was_sent_may_be_overwritten_before_the_receive_is_posted(world):
+    run, size, _ = world
+    *others, last = run(sent_and_overwritten)
+    assert last == [(1.0, 1.0), (1.0, 1000.0), (1.0, 300_000.0)]
+    assert others == [[]] * (size - 1)
 
 
 @pytest.mark.parametrize(
