@@ -9,7 +9,9 @@ from functools import partial
 import pytest
 import torch
 
+from adversary import late
 from phalanx.comm import World
+from phalanx.comm.base import Work
 from phalanx.comm.launch import launch
 from phalanx.comm.shm.local import ShmWorld
 from phalanx.layout import Layout, Shape
@@ -142,6 +144,38 @@ def test_flat_buffers_lie_in_what_ranks_share(text: str) -> None:
     for told in launch(of_shared_memory, 2, text, backend="shm"):
         assert len(told) > 6
         assert all(told)
+
+
+def summed_in_turn(world: World) -> list[float]:
+    """Two gradients of one unit, of which the second is still on its way over the shards when the first is
+    summed over the replicas: this rank's gradient after each of the two sums."""
+    layout, model = Layout.parse("dp2x2 zero2 accum:2 reduce:micro"), build_model(SHAPES["mlp"])
+    held = build_local(world, layout, model, program_of(model, layout, agree=True))
+    unit = held.units[1]
+
+    def begun(value: float) -> Work:
+        unit.open()
+        assert unit.full is not None
+        unit.full.fill_(value)
+        unit.fresh.clear()
+        return unit.reduce()
+
+    begun(1.0).wait()
+    second = begun(10.0)
+    unit.reduce_replicas().wait()
+    assert unit.gradient is not None
+    after = [float(unit.gradient[0])]
+    second.wait()
+    unit.reduce_replicas().wait()
+    assert (unit.gradient == unit.gradient[0]).all()
+    after.append(float(unit.gradient[0]))
+    world.clear()
+    return after
+
+
+def test_replicas_sum_the_parts_of_a_shard_in_the_order_in_which_these_were_begun() -> None:
+    # The groups' results are NaN until they are waited for.
+    assert late(4)(summed_in_turn) == [[4.0, 44.0]] * 4
 
 
 def kinds(world: World, layout: Layout, precision: Precision) -> set[bool]:

@@ -221,7 +221,8 @@ class Group:
         """`out` holds everyone's `x`, one after another in group order.
 
         `still`: this rank leaves `x` as it is until it knows by some later call that all have their
-        `out`. Who reads `x` where it lies is then not waited for.
+        `out`. Ranks that read `x` in shared memory (`World.empty`) are then not waited for. Any other
+        memory is the caller's again at the wait: it may be a copy that dies there.
         """
         return self._do(Call("all_gather", x, out, still=still), wait)
 
