@@ -14,6 +14,7 @@ from ..layout.cases import AXES, SHAPES, covering, every_layout
 from ..layout.choices import COMPARED, DTYPES, FP64, LOCAL_RANKS, THREADS
 from ..layout.shape import HUB
 from ..layout.source import names_source
+from ..program import refuse_own
 from . import UsageError
 from .request import misfit, model_of
 from .signature import with_keywords
@@ -235,6 +236,8 @@ def layouts_to_verify(
         )
     if wrong := [reasons for layout in named if (reasons := misfit(layout, shape))]:
         raise LayoutError("\n".join(wrong))
+    for layout in named:
+        refuse_own(layout)
     if COMPARED[dtype] != FP64:
         return tuple(named)
     return tuple(replace(layout, precision=FP64) for layout in named)

@@ -13,7 +13,7 @@ from ..layout.run import PYTHON
 from ..layout.source import names_source
 from ..layout.stages import program_experts
 from ..layout.url import Url
-from ..program import build, check, schedule
+from ..program import build, check, refuse_own
 from .usage import UsageError
 
 GIB = 2**30
@@ -25,7 +25,7 @@ def refuse_before(run: Run) -> None:
     layout = run.layout_of(shape)
     if layout is not None and names_source(layout.schedule):
         # A schedule of the user's own is run once here; ranks would each say what is wrong with it.
-        schedule(layout.schedule, layout.pp, layout.microbatches, layout.chunks)
+        refuse_own(layout)
         if shape is not None and layout.recompute != "fit" and not legal(layout, shape):
             experts = program_experts(layout, shape)
             check(build(layout, stage_pieces(layout, shape), experts=experts))

@@ -332,6 +332,8 @@ class Piece:
         """Add to the units' gradients and return those of the inputs; what was kept is let go."""
         kept = self.kept.pop(microbatch)
         self._run(kept, gradients)
+        if kept.due:  # where a schedule splits the backward of other microbatches into I and W
+            self._contribute(kept)
         return self._passed(kept, gradients)
 
     def input_gradient(self, microbatch: int, gradients: Bundle) -> Bundle:
@@ -348,6 +350,11 @@ class Piece:
         return self._passed(kept, gradients)
 
     @torch.no_grad()
+    def _contribute(self, kept: _Kept) -> None:
+        for due in kept.due:
+            due.contribute()
+
+    @torch.no_grad()
     def weight_gradient(self, microbatch: int) -> None:
         """The weight gradients that were put off: one product each, into the flat gradient."""
         kept = self.kept.pop(microbatch)
@@ -355,8 +362,7 @@ class Piece:
             unit.open()
         if kept.whole:
             kept.whole()
-        for due in kept.due:
-            due.contribute()
+        self._contribute(kept)
 
     def _run(self, kept: _Kept, gradients: Bundle) -> None:
         for unit in self.trained:

@@ -7,7 +7,7 @@ from .memory import Sizes
 from .ops import KINDS, Kind
 from .program import Op, Program, ProgramError
 from .recorded import Recorded
-from .schedules import SCHEDULES, schedule
+from .schedules import SCHEDULES, refuse_own, schedule
 from .search import search
 from .simulate import Costs, repeat, simulate
 from .timeline import Span, Timeline
@@ -36,6 +36,7 @@ __all__ = [
     "build",
     "check",
     "faults",
+    "refuse_own",
     "repeat",
     "schedule",
     "search",

@@ -8,14 +8,14 @@ and name it `file.py:function` where a schedule's name is expected.
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
 
-from ..layout import choices
+from ..layout import Layout, choices
 from ..layout.choices import GPIPE, ONE_F_ONE_B, no_such, traits
 from ..layout.choices import SCHEDULES as NAMES
-from ..layout.source import load_source, running, split_name
-from .ops import BACKWARD, FORWARD, INPUT_GRADIENT, KINDS, WEIGHT_GRADIENT
-from .program import MOST, Op, Program, ProgramError
+from ..layout.source import load_source, names_source, running, split_name
+from .ops import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
+from .own_schedule import own_schedule
+from .program import Op, Program, ProgramError
 
 FORWARDS = 500_000  # the most of a program
 Rows = list[list[Op]]
@@ -221,26 +221,13 @@ def schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> Prog
         return Program.pipeline(SCHEDULES[name](stages, microbatches, chunks))
     with running(path, ProgramError):
         rows = own[0](stages, microbatches, chunks)
-    return Program.pipeline(_rows(name, rows, stages))
+    return own_schedule(name, rows, stages, microbatches, chunks)
 
 
-def _rows(name: str, rows: Any, stages: int) -> Rows:
-    """What a schedule of the user's own returned, if it is a list of operations for each stage."""
-    if not isinstance(rows, list | tuple) or len(rows) != stages:
-        many = (
-            f"{len(rows)} lists" if isinstance(rows, list | tuple) else f"a {type(rows).__name__}"
-        )
-        what = f"schedule {name} returns {many} for {stages} stages"
-        raise ProgramError(f"{what}. Return a list of Op for each stage.")
-    for stage, row in enumerate(rows):
-        for x in row if isinstance(row, list | tuple) else [row]:
-            numbers = (x.piece, x.index, x.peer) if isinstance(x, Op) and x.kind in KINDS else ()
-            if not numbers or not all(type(n) is int and -1 <= n <= MOST for n in numbers):
-                raise ProgramError(
-                    f"schedule {name}: stage {stage} has {repr(x)[:60]}, which is no operation."
-                    ' Return lists of Op, as in [Op("F", 0, 0), Op("B", 0, 0)].'
-                )
-    return [list(row) for row in rows]
+def refuse_own(layout: Layout) -> None:
+    """Refuse a layout whose own schedule does not order one training step. Its file is run."""
+    if names_source(layout.schedule):
+        schedule(layout.schedule, layout.pp, layout.microbatches, layout.chunks)
 
 
 def refuse_vast(forwards: int) -> None:
