@@ -102,7 +102,7 @@ def test_the_phases_of_llama_3_are_predicted(
     words = ("--model", "405b", "--cluster", f"h100x{devices}", "--seq", str(sequence))
     stages = f"stages:0-{'1-' * 126}0"
     found = _figures(
-        capsys, "plan", *words, "--batch-tokens", "16M", "--profile", "megatron-core",
+        capsys, "plan", *words, "--batch-tokens", "16Mi", "--profile", "megatron-core",
         "--explain", f"{layout} {stages} bf16",
     )  # fmt: skip
     assert found["model_flops_per_s_per_device"] / 1e12 == pytest.approx(published, rel=0.065)

@@ -3,7 +3,7 @@
     import phalanx
 
     phalanx.check("dp2 pp4 tp2 1f1b:8", "8b", device="h100")
-    phalanx.plan("8b", "h100x64", sequence=8192, batch_tokens="4M")
+    phalanx.plan("8b", "h100x64", sequence=8192, batch_tokens="4Mi")
     phalanx.draw("dp2 pp2 zero3 1f1b:4", "124m")
     phalanx.train(phalanx.join(), phalanx.Run.load("run.toml"))
 

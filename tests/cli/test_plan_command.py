@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.api.plan import request
 from phalanx.cli import main
+from phalanx.cli.usage import UsageError
 from phalanx.cost import step_flops
 from phalanx.layout import Layout, Run, Shape, legal
 from phalanx.plan.spend import interval, spending
@@ -165,13 +167,42 @@ def test_somebody_s_own_model_is_planned(capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize(
+    ("tokens", "sequence", "batch"),
+    [("512K", 1000, 512), ("512K", 1024, 500), ("512Ki", 1024, 512), ("512Ki", 8192, 64),
+     ("4Mi", 8192, 512), ("4Mi", "8Ki", 512), (4194304, 8192, 512), ("1.5Mi", 4096, 384)],
+)  # fmt: skip
+def test_a_batch_in_tokens_means_the_same_number_at_every_length(
+    tokens: str | int, sequence: str | int, batch: int
+) -> None:
+    asked = request("8b", "h100x8", batch_tokens=tokens, sequence=sequence)
+    assert asked.batch == batch
+
+
+@pytest.mark.parametrize("sequence", [256, 1000, 1024, 2048, 4096, 5000, 8192])
+def test_a_letter_alone_is_decimal_whether_it_divides_or_not(sequence: int) -> None:
+    for text, tokens in (("512K", 512_000), ("4M", 4_000_000), ("512Ki", 2**19), ("4Mi", 2**22)):
+        if tokens % sequence:
+            with pytest.raises(UsageError, match=f"is {tokens:,} tokens"):
+                request("8b", "h100x8", batch_tokens=text, sequence=sequence)
+        else:
+            asked = request("8b", "h100x8", batch_tokens=text, sequence=sequence)
+            assert asked.batch * sequence == tokens
+
+
+@pytest.mark.parametrize(
     "argv, why",
     [
         (["--model", "8c"], "there is no shape '8c'. Did you mean '8b'"),
         (["--cluster", "h10x64"], "Did you mean 'h100'"),
         (["--cluster", "h100x63"], "use a multiple of 8"),
         (["--batch-tokens", "100"], "is less than one sequence"),
-        (["--batch-tokens", "65000"], "Nearest that is whole: --batch-tokens 64512"),
+        (
+            ["--batch-tokens", "65000"],
+            "63.48 sequences of 1,024. Write 64512 (63 sequences) or 65536 (64 sequences)",
+        ),
+        (["--batch-tokens", "1M"], "Write 1Mi (1,024 sequences), 999424 (976 sequences)"),
+        (["--batch-tokens", "1.5M"], "1464.84 sequences of 1,024. Write 1499136"),
+        (["--seq", "1k"], "--seq is '1k'; write 1000 or 1024 (1Ki)"),
         (["--batch-tokens", "lots"], "write a number such as 4M"),
         (["--seq", "4096"], "has learned 1024 positions"),
         (["--limit", "85"], "--limit is 85; write a number above 0 and up to 1"),

@@ -55,7 +55,7 @@ def of_a_run(folder: Path) -> str:
 
 
 def of_a_plan(folder: Path) -> str:
-    words = "plan --model 124m --cluster h100x8 --batch-tokens 64K --json --page"
+    words = "plan --model 124m --cluster h100x8 --batch-tokens 64Ki --json --page"
     assert main([*words.split(), str(folder / "plan.html")]) == 0
     return (folder / "plan.html").read_text()
 

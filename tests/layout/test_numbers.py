@@ -13,6 +13,7 @@ from phalanx.layout.numbers import (
     parse_byte_sizes,
     parse_bytes,
     parse_count,
+    parse_length,
     rate_text,
     seconds_text,
     si_text,
@@ -33,9 +34,36 @@ def test_counts_are_read_as_people_write_them() -> None:
     assert [parse_count(t) for t in ("131072", "4M", "1.5k", "2B", "1T")] == [
         131072, 4 * 10**6, 1500, 2 * 10**9, 10**12,
     ]  # fmt: skip
-    for wrong in ("", "0", "-1", "4X", "1e6", "10000000T", "9" * 30):
+    assert [parse_count(t) for t in ("4Mi", "1.5Ki", "2.3M", "1Ti", "0.1k")] == [
+        2**22, 1536, 2_300_000, 2**40, 100,
+    ]  # fmt: skip
+    for wrong in (
+        "",
+        "0",
+        "-1",
+        "4X",
+        "1e6",
+        "10000000T",
+        "9" * 30,
+        "4mi",
+        "4Bi",
+        "0.5",
+        "1.0001k",
+    ):
         with pytest.raises(NumberError):
             parse_count(wrong)
+
+
+def test_the_length_of_a_sequence_is_exact_and_4k_is_refused_with_both_of_its_meanings() -> None:
+    assert [parse_length(t) for t in ("1", "4096", "4Ki", "128Ki", "1Mi")] == [
+        1, 4096, 4096, 131072, 1048576,
+    ]  # fmt: skip
+    for text, meant in (("4k", r"4000 or 4096 \(4Ki\)"), ("128K", r"128000 or 131072 \(128Ki\)")):
+        with pytest.raises(NumberError, match=meant):
+            parse_length(text)
+    for wrong in ("", "0", "0Ki", "-4", "4.5Ki", "4B", "four", "4i"):
+        with pytest.raises(NumberError, match="write a whole number"):
+            parse_length(wrong)
 
 
 @pytest.mark.parametrize(

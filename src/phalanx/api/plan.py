@@ -1,14 +1,13 @@
 """The best layouts of a model on a cluster, and why the others lost."""
 
 import math
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypedDict, Unpack
 
 from ..layout import Layout, Shape
-from ..layout.numbers import bytes_text, parse_count
+from ..layout.numbers import NumberError, bytes_text, parse_count, parse_length
 from ..layout.run import run_file
 from ..plan import MachineError
 from ..plan.routing import BALANCED, Routing
@@ -29,8 +28,8 @@ class PlanTerms(TypedDict, total=False):
 
     machine: str | None
     ranks: int | None
-    sequence: int | None
-    batch_tokens: str | None
+    sequence: str | int | None
+    batch_tokens: str | int | None
     precision: str | None
     limit: float
     profile: str | None
@@ -88,15 +87,15 @@ def plan(
 ) -> Planned:
     """The `top` best layouts of a model on a cluster.
 
-        plan("8b", "h100x64", sequence=8192, batch_tokens="4M").best
+        plan("8b", "h100x64", sequence=8192, batch_tokens="4Mi").best
 
     model: a shape by name, a Shape, a .toml file, hf:FOLDER or FILE.py:Class
     cluster: a device and a count, as "h100x64"; "this" is the measured machine.toml
     top: number of layouts to return
     machine: a machine file instead of a cluster, as `phalanx doctor --out` writes it
     ranks: number of ranks to use of `machine`
-    sequence: tokens of a sequence; by default the model's
-    batch_tokens: tokens of a step, as "4M"; by default the model's batch
+    sequence: tokens of a sequence, as 4096 or "4Ki"; by default the model's
+    batch_tokens: tokens of a step, as 4194304 or "4Mi"; by default the model's batch
     precision: number format, as "fp32" or "fp8"; by default bf16, on a CPU fp32
     limit: usable part of a device's memory, by default 0.85
     profile: the software whose speed is assumed; by default phalanx
@@ -150,7 +149,7 @@ def request(model: str | Shape, cluster: str, **terms: Unpack[PlanTerms]) -> Req
     shape, make = (model, None) if isinstance(model, Shape) else model_of(model)
     machine, tokens = terms.get("machine"), terms.get("batch_tokens")
     hardware = where(None if machine else cluster, machine, terms.get("ranks") or 0).hardware
-    sequence = terms.get("sequence") or shape.sequence
+    sequence = _number("sequence", parse_length, terms.get("sequence")) or shape.sequence
     if shape.positions == "learned" and sequence > shape.sequence:
         raise UsageError(
             f"--seq {sequence}: {shape.name} has learned {shape.sequence} positions."
@@ -160,7 +159,7 @@ def request(model: str | Shape, cluster: str, **terms: Unpack[PlanTerms]) -> Req
     asked = request_for(
         shape,
         hardware,
-        batch=_sequences(tokens, sequence) if tokens else 0,
+        batch=_sequences(str(tokens), sequence) if tokens is not None else 0,
         sequence=sequence,
         precision=terms.get("precision"),
         model=str(model) if make else "",
@@ -172,26 +171,37 @@ def request(model: str | Shape, cluster: str, **terms: Unpack[PlanTerms]) -> Req
     return replace(asked, limit=terms.get("limit", 0.85), cluster=cluster, routing=routing)
 
 
+def _number(name: str, parse: Callable[[str], int], value: str | int | None) -> int:
+    """A count as text or as a number; 0 where none is given."""
+    if value is None or value == 0:
+        return 0
+    try:
+        return parse(str(value))
+    except NumberError as error:
+        raise UsageError(f"{name} {error}") from None
+
+
 def _sequences(text: str, sequence: int) -> int:
-    """Sequences of a step. 4M is what engineers call 2^22 when sequences are powers of two."""
-    tokens = parse_count(text)
+    """Sequences of a step. 4M is 4,000,000 tokens and 4Mi is 2^22, whatever a sequence has."""
+    tokens = _number("--batch-tokens", parse_count, text)
     if tokens > sequence * SEQUENCES:
         raise UsageError(
             f"--batch-tokens {text[:60]} is more than {SEQUENCES:,} sequences of {sequence:,}"
             " tokens. Write less."
         )
-    binary = re.fullmatch(r"(\d+)([kKM])", text)
-    if tokens % sequence and binary:
-        tokens = int(binary[1]) * 2 ** (10 if binary[2] in "kK" else 20)
     if tokens < sequence:
         raise UsageError(
             f"--batch-tokens {text} is less than one sequence of {sequence:,} tokens."
             f" Write --batch-tokens {sequence} or more, or a shorter --seq."
         )
-    if tokens % sequence:
-        near = round(tokens / sequence) * sequence
+    count, rest = divmod(tokens, sequence)
+    if rest:
+        near = [f"{n * sequence} ({n:,} sequences)" for n in (count, count + 1)]
+        binary = f"{text.upper()}i"
+        if text[:-1].isdigit() and text[-1] in "kKMGT" and not parse_count(binary) % sequence:
+            near = [f"{binary} ({parse_count(binary) // sequence:,} sequences)", *near]
         raise UsageError(
-            f"--batch-tokens {text} is {tokens / sequence:.2f} sequences of {sequence:,} tokens."
-            f" Nearest that is whole: --batch-tokens {near}."
+            f"--batch-tokens {text} is {tokens:,} tokens, {tokens / sequence:.2f} sequences of"
+            f" {sequence:,}. Write {', '.join(near[:-1])} or {near[-1]}."
         )
-    return tokens // sequence
+    return count

@@ -23,7 +23,7 @@ from ..layout.choices import OPTIMIZERS
 from ..layout.numbers import si_text
 from ..plan.matrices import newton_schulz, program_matrices
 from ..program import Load, PieceCost, ops
-from .usage import Parser, result, whole
+from .usage import Parser, length, result, whole
 
 
 def run(argv: list[str]) -> int:
@@ -32,7 +32,7 @@ def run(argv: list[str]) -> int:
     add("layout", nargs="*", metavar="LAYOUT", help='such as "tp4 seq bf16"; default: one rank')
     add("--model", default="8b", metavar="SHAPE|FILE.py:Class", help="the model")
     add("--rows", type=whole(), default=1, help="sequences of a microbatch")
-    add("--sequence", type=whole(), default=0, help="tokens of a sequence; default the shape's")
+    add("--sequence", type=length, default=0, help="tokens of a sequence; default the shape's")
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="muon: its Newton-Schulz too")
     add("--target", default="cuda", choices=("cuda", "cpu"), help="device whose kernels are used")
     args = parser.read(argv)

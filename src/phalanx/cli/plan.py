@@ -2,7 +2,7 @@
 
 Exit code 0: a plan; 1: nothing fits, with the nearest that would; 2: wrong usage.
 
-  phalanx plan --model 8b --cluster h100x64 --seq 8192 --batch-tokens 4M
+  phalanx plan --model 8b --cluster h100x64 --seq 8192 --batch-tokens 4Mi
   phalanx plan --model 8b --cluster h100x64 --explain "dp32 tp2 seq zero1 accum:16 bf16"
   phalanx plan --model 70b --cluster h100x256 --json --page plan.html --out run.toml --tokens 1T
   phalanx plan cost --model 8b --cluster h100x64 --tokens 1T --price 2.5
@@ -90,8 +90,12 @@ def request_flags(parser: Parser) -> None:
     add("--cluster", default="h100x64", metavar="NAME", help="such as h100x64, llama3, or this")
     add("--machine", metavar="FILE", help="for --cluster this: the file that doctor --out wrote")
     add("--ranks", type=whole(), help="for --cluster this: how many; default: its devices")
-    add("--seq", dest="sequence", help="tokens of a sequence; default the shape's")
-    add("--batch-tokens", type=_count, help="tokens of a step, as 4M; default the shape's batch")
+    add("--seq", dest="sequence", help="tokens of a sequence, as 4Ki; default the shape's")
+    add(
+        "--batch-tokens",
+        type=_count,
+        help="tokens of a step, as 4Mi (2^22) or 4M; default the shape's batch",
+    )
     formats = (*PRECISIONS, *MATMUL_WORDS)
     what = "number format, as fp32 or fp8; default bf16, on a CPU fp32"
     add("--precision", choices=formats, metavar="NAME", help=what)
@@ -101,7 +105,7 @@ def request_flags(parser: Parser) -> None:
 
 
 def _count(text: str) -> str:
-    """A number of tokens as it was written: what 4M means depends on the sequence."""
+    """A number of tokens as it was written, which refusals repeat."""
     parse_count(text)
     return text
 

@@ -5,7 +5,7 @@ unexpected interruptions of 54 days on 16,384 GPUs that Llama 3's report counts 
 A checkpoint holds training up for as long as each device writes its part of weights and averages,
 12 bytes a parameter, at 1 GB/s; --saving says otherwise. The interval is Young's and Daly's.
 
-  phalanx plan cost --model 8b --cluster h100x64 --batch-tokens 4M --tokens 1T --price 2.5
+  phalanx plan cost --model 8b --cluster h100x64 --batch-tokens 4Mi --tokens 1T --price 2.5
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from ..api import UsageError as UsageError
 from ..layout.choices import AUTO, BACKENDS, DEVICES, LOCAL_RANKS, SHM, near_word
 from ..layout.files import open_regular, printable, read_text, reason, unmakable
 from ..layout.layout import MICROBATCHES
+from ..layout.numbers import parse_length
 from ..layout.url import redacted
 
 Drawn = TypeVar("Drawn")
@@ -62,6 +63,11 @@ def whole(least: int = 1, most: int = 1 << 24, way_out: str = "") -> Callable[[s
     return parse
 
 
+def length(text: str) -> int:
+    """The type of an option that takes the tokens of a sequence: 4096 or 4Ki."""
+    return whole(1, 1 << 28)(str(parse_length(text)))
+
+
 def real(
     holds: Callable[[float], bool] = math.isfinite, meaning: str = "that is finite"
 ) -> Callable[[str], float]:
@@ -92,7 +98,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--model": {"metavar": "SHAPE", "help": "a shape's name, or a .toml file"},
     "--ranks": {"type": whole(1, LOCAL_RANKS)},
     "--seed": {"type": whole(0, (1 << 63) - 1), "default": 0},
-    "--seq": {"type": whole(1, 1 << 28), "help": "tokens of a sequence; default the model's"},
+    "--seq": {"type": length, "help": "tokens of a sequence, as 4096 or 4Ki; default the model's"},
     "--width": {"type": whole(24, 10_000), "help": "columns; default the terminal's"},
 }  # fmt: skip
 # Spellings of earlier versions, of commands, options and values, and what to write instead.

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hint
 
 from .choices import near_word
 from .files import DEPTH, parse_toml, read_text, unwritable
+from .numbers import whole_spellings
 from .url import redacted
 
 SHOWN = 20  # mistakes of one file beyond which only their number is reported
@@ -290,7 +291,8 @@ class Reader:
             return self._wrong(path, what, "Leave it out")
         if not _fits(value, hint):
             what = f"{path} = {_shown(value)} is {_kind(value)}"
-            return self._wrong(path, what, _way_out(hint, path))
+            spelled = whole_spellings(value) if hint is int and isinstance(value, str) else ""
+            return self._wrong(path, what, f"Write {spelled}" if spelled else _way_out(hint, path))
         if isinstance(hint, UnionType):
             part = next(part for part in parts if _fits(value, part))
             return self._value(part, value, path, limits)

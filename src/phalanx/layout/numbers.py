@@ -5,8 +5,10 @@ given (`bytes_text`); `binary_text` is for memory and message sizes, which come 
 """
 
 import re
+from decimal import Decimal
 
 MOST = 10**18  # that is counted
+_COUNT = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)([kKMGBT]|[KMGT]i)?")
 _SI = ("", "k", "M", "G", "T", "P", "E")
 _BINARY = ("", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei")
 
@@ -101,12 +103,41 @@ def parse_byte_sizes(text: str, step: int = 4) -> tuple[int, ...]:
 
 
 def parse_count(text: str) -> int:
-    """`4M`, `1T`, `131072`: a number with a letter for thousands, millions, ..."""
-    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)([kKMGBT]?)", text)
-    if not match or float(match[1]) == 0:
-        raise NumberError(f"is {text[:60]!r}; write a number such as 4M, 512k or 4194304.")
-    power = {"": 0, "K": 3, "M": 6, "G": 9, "B": 9, "T": 12}[match[2].upper()]
-    number = int(float(match[1]) * 10**power)
+    """`4M` is 4,000,000, `4Mi` 4,194,304: a whole number with a decimal or a binary letter."""
+    match = _COUNT.fullmatch(text)
+    if not match or not float(match[1]):
+        raise NumberError(
+            f"is {text[:60]!r}; write a number such as 4M (4,000,000), 4Mi (4,194,304) or 4194304."
+        )
+    number = Decimal(match[1]) * _unit(match[2] or "")
     if number > MOST:
         raise NumberError(f"is {text[:60]}; write {MOST:,} or less.")
-    return number
+    if number != int(number):
+        raise NumberError(f"is {text[:60]}, {number.normalize():f}; write a whole number.")
+    return int(number)
+
+
+def parse_length(text: str) -> int:
+    """The tokens of a sequence: `4096` or `4Ki`. `4k` is refused: most who write it mean 4,096, and
+    it would be 4,000 everywhere else."""
+    if re.fullmatch("[0-9]{1,18}(?:[KMGT]i)?", text) and float(text.rstrip("KMGTi")):
+        return parse_count(text)
+    raise NumberError(f"is {text[:60]!r}; write {whole_spellings(text) or 'a whole number'}.")
+
+
+def whole_spellings(text: str) -> str:
+    """How to write a count such as `4k` as a plain number: `4000 or 4096 (4Ki)`; "" for other texts."""
+    match = re.fullmatch("([1-9][0-9]{0,8})([kKMGT])(i?)", text)
+    if not match:
+        return ""
+    letter = match[2].upper()
+    binary = int(match[1]) * _unit(f"{letter}i")
+    if match[3]:
+        return str(binary)
+    return f"{int(match[1]) * _unit(letter)} or {binary} ({match[1]}{letter}i)"
+
+
+def _unit(letters: str) -> int:
+    """What the letters behind a count stand for: 1,000 for k, 1,024 for Ki."""
+    power = " KMGT".index(letters[:1].upper().replace("B", "G") or " ")
+    return (1024 if letters.endswith("i") else 1000) ** power
