@@ -140,4 +140,5 @@ def whole_spellings(text: str) -> str:
 def _unit(letters: str) -> int:
     """What the letters behind a count stand for: 1,000 for k, 1,024 for Ki."""
     power = " KMGT".index(letters[:1].upper().replace("B", "G") or " ")
-    return (1024 if letters.endswith("i") else 1000) ** power
+    base = 1024 if letters.endswith("i") else 1000
+    return int(base**power)
