@@ -74,6 +74,19 @@ def test_what_is_cached_is_found_without_torch(model: Shape | str, tmp_path: Pat
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def test_a_changed_module_behind_a_model_s_file_is_costed_again(tmp_path: Path) -> None:
+    source = Path(STRANGER.rpartition(":")[0]).read_text()
+    find = "import os, sys\nsys.path.insert(0, os.path.dirname(__file__))\nimport costed_part\n"
+    (tmp_path / "mine.py").write_text(f"{source}\n{find}")
+    (tmp_path / "costed_part.py").write_text("")
+    for _ in range(2):
+        cached_costs(f"{tmp_path}/mine.py:Stranger", [Layout()], place=tmp_path / "costs")
+        assert len([*(tmp_path / "costs").iterdir()]) == 1
+    (tmp_path / "costed_part.py").write_text("# changed")
+    cached_costs(f"{tmp_path}/mine.py:Stranger", [Layout()], place=tmp_path / "costs")
+    assert len([*(tmp_path / "costs").iterdir()]) == 2
+
+
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"tp2": 3}', '{"tp2": {"kinds": [[1, 2]]}}'])
 def test_a_damaged_file_is_weighed_again_and_written_whole(damage: str, tmp_path: Path) -> None:
     layouts = [Layout.parse("tp2")]

@@ -44,8 +44,8 @@ OWN = Path(__file__).parents[2] / "examples" / "stranger.py"
 
 
 def files(folder: Path) -> dict[str, str]:
-    """A token file, a copy, one with another token in the middle; a model's file, a copy with
-    another word in it; two files of a measured machine."""
+    """A token file, a copy, one with another token in the middle; a model's file, a copy with another
+    word in it, and two alike that import another module each."""
     tokens = np.random.default_rng(0).integers(0, 256, 200_000).astype("<u2")
     tokens.tofile(folder / "tokens.bin")
     (folder / "copy").mkdir()
@@ -55,6 +55,12 @@ def files(folder: Path) -> dict[str, str]:
     source = OWN.read_text()
     (folder / "own.py").write_text(source)
     (folder / "edited.py").write_text(source + "\n# a word more\n")
+    for name in ("importer", "same_importer"):
+        below = folder / name
+        below.mkdir()
+        find = "import os, sys\nsys.path.insert(0, os.path.dirname(__file__))"
+        (below / f"{name}.py").write_text(f"{source}\n{find}\nimport imported_part\n")
+        (below / "imported_part.py").write_text(f"NAME = {name!r}\n")
     return {path.stem: str(path) for path in folder.rglob("*.*")}
 
 
@@ -77,6 +83,11 @@ DIFFERENT = [
     ([MODEL.replace("heads=4", "heads=2")], [], "model.heads: rank 1 has 2, rank 0 has 4"),
     (["data=other"], ["data=tokens"], "data: rank 1 has"),
     (["model=edited:Stranger"], ["model=own:Stranger"], "model file: rank 1 has"),
+    (
+        ["model=importer:Stranger"],
+        ["model=same_importer:Stranger"],
+        "model's module imported_part: rank 1 has sha256",
+    ),
     (["out=elsewhere"], [], "out: rank 1 has"),
     # Refused by one rank alone: the other says which, and why.
     (["layout=dp4"], [], "rank 1 could not begin: UsageError: layout 'dp4' is for 4 ranks"),

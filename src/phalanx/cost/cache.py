@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..layout import Layout, Shape, piece_layout
 from ..layout.families import code_of
+from ..layout.source import imported_sources
 from ..program import (
     AttentionLoad,
     Load,
@@ -130,6 +131,9 @@ def _key(model: Shape | str, sequence: int, target: str) -> str:
         path, name = code_of(model)
         text = Path(path).read_text() if Path(path).is_file() else path
         key = {"file": text, "class": name, "sequence": sequence}
+        for module, source in imported_sources(path).items():
+            with suppress(OSError):
+                key[f"module {module}"] = hashlib.sha256(source.read_bytes()).hexdigest()
     key |= {"target": target, "source": _source()}
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
 

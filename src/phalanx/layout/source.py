@@ -10,7 +10,9 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+import sysconfig
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -21,6 +23,8 @@ from .files import open_regular, reason
 Refusal = Callable[[str], Exception]
 OWN = r"[^;]+\.py:\w+"  # FILE.py:NAME; a `;` separates layouts
 LIMIT = 1 << 24  # bytes of a source file
+MODULES = 1000  # that are looked for behind one file
+_INSTALLED = {"site-packages", "dist-packages"}
 _loads = count()
 
 
@@ -73,6 +77,85 @@ def _refuse_unreadable(path: str | Path, name: str, error: Refusal) -> None:
         raise error(f"cannot read {path}: {reason(wrong)}. Name a file of Python code.") from None
     if large:
         raise error(f"cannot read {path}: it has more than {LIMIT:,} bytes. Name a source file.")
+
+
+def imported_sources(path: str | Path) -> dict[str, Path]:
+    """The modules of the user's own that a source file imports, and those that these import: a file for
+    each name. Nothing is run.
+
+    A module is the user's own if it lies below the file's folder, or neither in the standard library nor
+    in site-packages. Imports inside of functions count; a name that code computes is not seen.
+    """
+    first = Path(path).resolve()
+    roots = [Path(path).absolute().parent, first.parent, *map(Path, sys.path)]
+    found: dict[str, Path] = {}
+    waiting = deque([("", first)])
+    while waiting and len(found) < MODULES:
+        name, file = waiting.popleft()
+        for imported in sorted(_imports_of(name, file)):
+            if imported in found:
+                continue
+            source = _source_of(imported, roots)
+            if source is not None and source != first and _is_own(source, first.parent):
+                found[imported] = source
+                waiting.append((imported, source))
+    return dict(sorted(found.items()))
+
+
+def _imports_of(name: str, file: Path) -> set[str]:
+    """The full names that the imports of a module may mean; a name of `from a import b` may be a
+    module or not."""
+    try:
+        with open_regular(file) as opened:
+            tree = ast.parse(opened.read(LIMIT), str(file))
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return set()  # an extension, or a file that nobody has run
+    package = name if file.name == "__init__.py" else name.rpartition(".")[0]
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".") if node.level and package else []
+            above = above[: len(above) - node.level + 1]
+            base = ".".join([*above, *filter(None, [node.module])])
+            names |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
+    parts = [each.split(".") for each in names if each]
+    return {".".join(each[:n]) for each in parts for n in range(1, len(each) + 1)}
+
+
+def _source_of(name: str, roots: Sequence[Path]) -> Path | None:
+    """The file of a module: where it was loaded from, or where an import would look for it."""
+    if (module := sys.modules.get(name)) is not None:
+        file = getattr(module, "__file__", None)
+        if not file:  # of Python itself, or a folder without code
+            return None
+        if Path(file).is_file():
+            return Path(file).resolve()
+    below = name.split(".")
+    for root in roots:
+        for file in (
+            root.joinpath(*below, "__init__.py"),
+            root.joinpath(*below).with_suffix(".py"),
+        ):
+            if file.is_file():
+                return file.resolve()
+    return None
+
+
+def _is_own(file: Path, folder: Path) -> bool:
+    below = file.is_relative_to(folder)
+    if below and folder.name in _INSTALLED:
+        return False
+    if _INSTALLED.intersection(file.relative_to(folder).parts if below else file.parts):
+        return False
+    library = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
+    others = [Path(__file__).parents[1], *library]  # phalanx, and Python's own
+    # A folder may hold all of them, as a home folder does.
+    return not any(
+        file.is_relative_to(root) and not folder.is_relative_to(root)
+        for root in (each.resolve() for each in others)
+    )
 
 
 def syntax_error(path: str | Path) -> str:

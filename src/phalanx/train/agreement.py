@@ -6,12 +6,14 @@ where only what lies there counts. `out` and `checkpoint.dir` are compared as ab
 write one checkpoint together, so all need the same folder on a file system that they share.
 """
 
-import hashlib
 import json
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
+from hashlib import sha256
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,8 @@ from ..comm.join import versions
 from ..layout import Layout, Shape
 from ..layout.families import code_of
 from ..layout.run import Run
-from ..layout.source import split_name
+from ..layout.shape import HUB
+from ..layout.source import imported_sources, split_name
 from ..parallel import Model
 from ..program import Program
 from .data.digests import SourceRecord, identity_of, records_of, table_of
@@ -45,17 +48,37 @@ def facts_of(
     keys = {name: str(value) for name, value in flat(table | {"model": sizes})}
     keys |= {"layout": str(layout), "batch": str(shape.batch), "sequence": str(run.tokens(shape))}
     weights = [f"{n} {list(w.shape)} {w.dtype}" for n, w in model.weights.items()]
+    model_file, schedule = code_of(run.own)[0], split_name(layout.schedule)[0]
+    modules = {f"model's module {name}": x for name, x in modules_of(run.own).items()}
+    modules |= {f"schedule's module {name}": x for name, x in _modules(schedule).items()}
     return {
         **keys,
         **versions(),
-        "model file": _file(code_of(run.own)[0]),
+        **modules,
+        "model file": _file(model_file),
         "model class": code_of(run.own)[1],
         "model's weights": _checksum("\n".join(weights)),
-        "schedule file": _file(split_name(layout.schedule)[0]),
+        "schedule file": _file(schedule),
         "machine file": _file(run.machine),
         # With recompute:fit ranks first settle how much memory there is.
         "program": _checksum(str(program)) if program else "",
     }
+
+
+def modules_of(own: str) -> dict[str, str]:
+    """Digests of the user's own modules that a model's file imports, by name. Of a model that only
+    transformers has the code of, that package's version."""
+    if own.startswith(HUB):
+        return {"transformers": f"version {metadata.version('transformers')}"}
+    return _modules(code_of(own)[0])
+
+
+def _modules(file: str) -> dict[str, str]:
+    digests = {}
+    for name, path in imported_sources(file).items() if file else ():
+        with suppress(OSError):  # it was there a moment ago
+            digests[name] = f"sha256 {_checksum(path.read_bytes())}"
+    return digests
 
 
 def agreed_data(group: Group, corpora: Sequence[Corpus]) -> list[SourceRecord]:
@@ -145,4 +168,4 @@ def _file(path: str) -> str:
 
 def _checksum(content: str | bytes) -> str:
     raw = content.encode("utf-8", "replace") if isinstance(content, str) else content
-    return hashlib.sha256(raw).hexdigest()[:DIGITS]
+    return sha256(raw).hexdigest()[:DIGITS]

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,14 +20,15 @@ from torch import Tensor
 
 from ..comm import Group
 from ..comm.agree import broadcast_text
-from ..layout import Shape
+from ..layout import Layout, LayoutError, Shape
 from ..layout.families import code_of
 from ..layout.run import Run
+from ..layout.source import split_name
 from ..parallel import Entry, Model
 from ..parallel.local import LocalModel
 from ..parallel.model import is_lora
 from . import checkpoint_format as stored
-from .agreement import flat
+from .agreement import flat, modules_of
 from .checkpoint import RanksFailed, Updates, box_of, kept_of, optimizer_name, steps, together, why
 from .checkpoint_format import (
     DTYPES,
@@ -204,7 +205,8 @@ class ModelIdentity:
 
     Sizes that change no weight's shape change what a model computes all the same (heads, rope, eps),
     so the shape is compared key by key. `own` is FILE.py:Class of a user's model, else empty. Its
-    file is hashed: a file that has changed is worth a notice, and only another structure is refused.
+    file is hashed, and so are the user's own modules that it imports: code that has changed is worth a
+    notice, and only another structure is refused.
     """
 
     shape: Shape
@@ -219,6 +221,7 @@ class ModelIdentity:
             "counts": dict(model.counts),
             "own": own,
             "source": hashlib.sha256(Path(code_of(own)[0]).read_bytes()).hexdigest() if own else "",
+            "modules": modules_of(own) if own else {},
         }
         weights = {name: tuple(weight.shape) for name, weight in model.weights.items()}
         return cls(shape, weights, record)
@@ -245,19 +248,29 @@ class ModelIdentity:
         was, source = own_model(manifest), str(there.get("source", ""))
         if manifest.shape is None:
             return ["the checkpoint has no shape of its model: only weights were compared"]
-        if there and was != here["own"]:
+        same = source == here["source"] and split_name(was)[1] == split_name(here["own"])[1]
+        if there and was != here["own"] and not (was and source and same):
             first, second = (repr(n[:200]) if n else "the built-in one" for n in (here["own"], was))
             return [
                 f"the model is {first}, the checkpoint is of {second}: names and sizes are equal, the"
                 " code is another"
             ]
+        changed = []
         if was and source and source != here["source"]:
-            return [
-                f"{code_of(was)[0]} has changed since the checkpoint was made (sha256"
-                f" {here['source'][:12]}, was {source[:12]}): names and sizes are equal, see that it"
-                " still computes the same"
-            ]
-        return []
+            both = (f"sha256 {each[:16]}" for each in (here["source"], source))
+            changed.append((code_of(was)[0], *both))
+        modules = there.get("modules") if was else None
+        if isinstance(modules, dict):
+            for name in sorted({*modules, *here["modules"]}):
+                new, old = (str(each.get(name, "none")) for each in (here["modules"], modules))
+                if new != old:
+                    changed.append((f"the module {name} of {code_of(was)[0]}", new, old))
+        more = [f"and {len(changed) - LINES} modules more have changed"]
+        return [
+            f"{what[:200]} has changed since the checkpoint was made ({new[:30]}, was {old[:30]}):"
+            " names and sizes are equal, see that it still computes the same"
+            for what, new, old in changed[:LINES]
+        ] + (more if len(changed) > LINES else [])
 
 
 def refuse_other(path: Path, manifest: Manifest, identity: ModelIdentity) -> None:
@@ -320,17 +333,57 @@ def _earlier_notices(progress: stored.Progress, path: Path, batches: Batches) ->
     return []
 
 
-def changed_settings(manifest: stored.Progress, run: Run) -> list[str]:
-    """What a run trains with, where that is not as its checkpoint was: each key with both values."""
+# Every key of a run, or its table, by what becomes of another value when a run resumes. A test walks
+# all keys of a run, so that a new one has to be put into one of these three.
+REFUSED = {
+    "model": "the model's identity, unless --adopt is given",
+    "freeze": "of the model's sizes",
+    "lora": "of the model's sizes",
+    "seed": "all random numbers follow from it",
+}
+TOLD = (
+    "precision", "document_masks", "packing", "batch", "microbatch", "sequence", "steps", "z_loss",
+    "optimizer", "validation.batches",
+)  # fmt: skip
+UNTOLD = {
+    "layout": "any layout gives the same numbers; its precision and matmul are told",
+    "data": "compared by content: see data_notices",
+    "out": "where the run lies",
+    "machine": "for estimates",
+    "memory": "what recompute:fit recomputes changes no number",
+    "checkpoint": "when and where to save",
+    "train": "restarts, checkpoints in memory and fallback layouts",
+    "network": "how hosts reach each other",
+    "metrics": "what is logged",
+    "validation.every": "when to validate",
+    "profile": "what is traced",
+    "prepare": "the tokens that it makes are compared by content",
+    "hang": "when a run is ended",
+}
+
+
+def changed_settings(
+    manifest: stored.Progress, run: Run, layout: Layout, shape: Shape
+) -> list[str]:
+    """The settings that change what is trained or measured, and are not those of the checkpoint: each
+    key with both values. Of keys that may be left out, the values in effect are compared."""
     was = manifest.config.get("run")
     old = dict(flat(was if isinstance(was, dict) else {}))
     new = dict(flat(json.loads(json.dumps(asdict(run)))))
-    return _differing(old, new, [key for key in new if key.partition(".")[0] in _SETTINGS])
+    keys = [key for key in new if key in TOLD or key.partition(".")[0] in TOLD]
+    if manifest.shape is not None:
+        old["batch"] = manifest.shape.batch
+        old["sequence"] = old.get("sequence") or manifest.shape.sequence
+    new |= {"batch": shape.batch, "sequence": run.tokens(shape)}
+    old.pop("precision", None)
+    with suppress(LayoutError):  # of another version
+        old |= _arithmetic(Layout.parse(manifest.layout))
+    new |= _arithmetic(layout)
+    return _differing(old, new, [*keys, "matmul"])
 
 
-# Of the keys of a run file, those that change what is trained.
-_SETTINGS = ["batch", "microbatch", "sequence", "steps", "document_masks", "packing"]
-_SETTINGS += ["z_loss", "optimizer"]
+def _arithmetic(layout: Layout) -> dict[str, str]:
+    return {"precision": layout.precision, "matmul": layout.matmul or "in the precision"}
 
 
 def weight_differences(manifest: Manifest, weights: Mapping[str, tuple[int, ...]]) -> list[str]:
@@ -380,7 +433,7 @@ def _record(manifest: Manifest) -> Mapping[str, Any]:
 
 
 def _short(value: object) -> str:
-    text = str(value)
+    text = str(value) or "''"
     return text if len(text) <= 80 else text[:77] + "..."
 
 

@@ -269,7 +269,7 @@ class _Loop:
         scaling, scale = self.trainer.scaling, at.state.get("loss_scale")
         if scaling and scale is not None:
             scaling.scale, scaling.steady = scale  # the manifest's reader has checked both
-        settings = changed_settings(at, run)
+        settings = changed_settings(at, run, rank.layout, rank.shape)
         notices = {"damaged": loaded.damaged, "model": loaded.notices, "settings": settings}
         for event, texts in notices.items():
             for text in texts:
