@@ -18,6 +18,7 @@ from phalanx.cli import main
 from phalanx.cli.usage import UsageError
 from phalanx.cost import step_flops
 from phalanx.layout import Layout, Run, Shape, legal
+from phalanx.layout.run import refuse_random_by_name
 from phalanx.plan.spend import interval, spending
 from phalanx.plan.step import Choice, Pricer
 
@@ -142,6 +143,22 @@ def test_the_picture_of_a_search_names_each_layout_and_is_no_worse_than_it_is_si
         assert found
         assert not legal(Layout.parse(found[2]), Shape.load("124m"), batch=64, sequence=1024)
         assert (float(found[3]) <= 73.1) == (found[1] == "fits")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "124m"])
+def test_a_run_file_under_a_published_name_says_that_its_weights_are_random(
+    capsys: Capture, tmp_path: Path, name: str
+) -> None:
+    file = tmp_path / "run.toml"
+    argv = ["plan", "--model", name, "--cluster", "h100x1", "--batch-tokens", "8Ki", "--top", "1"]
+    assert main([*argv, "--out", str(file)]) == 0
+    capsys.readouterr()
+    assert file.read_text().count("# weights are random") == (name == "gpt2")
+    made = Run.load(str(file))
+    assert made.weights == ("random" if name == "gpt2" else "")
+    refuse_random_by_name(made)
+    assert main([*argv[:2], str(file), *argv[3:], "--out", str(tmp_path / "b.toml")]) == 0
+    refuse_random_by_name(Run.load(str(tmp_path / "b.toml")))
 
 
 def test_a_run_of_so_many_tokens_is_whole_and_train_takes_it(

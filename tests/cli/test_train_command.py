@@ -8,20 +8,23 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from phalanx.cli import launch as launch_verb
 from phalanx.cli import report as report_verb
 from phalanx.cli import train as train_verb
 from phalanx.cli.memory import estimated
 from phalanx.cli.usage import UsageError
-from phalanx.comm import CommError, RankFailed, Report
-from phalanx.layout import Layout
+from phalanx.comm import AloneWorld, CommError, RankFailed, Report
+from phalanx.layout import Layout, Shape
 from phalanx.layout.journal import read_journal
-from phalanx.layout.run import Run, RunError
+from phalanx.layout.run import Checkpoints, Run, RunError
+from phalanx.train.loop import train
 
 SMALL = [
     "model={layers=2,hidden=16,heads=2,ffn=24,vocab=256}", "batch=4", "sequence=12",
@@ -53,6 +56,53 @@ def test_the_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_wrong_usage_is_one_sentence(argv: list[str], args: str) -> None:
     with pytest.raises(UsageError, match=args):
         train_verb.run(argv)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "meta-llama/Llama-3.1-8B"])
+def test_a_published_name_trains_no_random_weights_unasked(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [f"model={name}", "batch=2", "sequence=8", "steps=1", "layout="]
+    Path("run.toml").write_text(f'model = "{name}"\n')
+    launch = [launch_verb.run, ["torchrun", "run.toml", "--gpus", "1"]]
+    for command, argv in ([train_verb.run, words], launch):
+        with pytest.raises(RunError, match="names published weights"):
+            command(argv)
+    # In Python too, before anything is built, by each rank; and by ranks that find no checkpoint.
+    run = Run(model=name, batch=2, sequence=8, steps=1, layout="", out="run")
+    with pytest.raises(RunError, match="names published weights"):
+        train(AloneWorld(), run, quiet=True)
+
+
+def test_ranks_that_find_no_checkpoint_elsewhere_draw_no_weights_under_a_published_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = Shape(name="small", layers=1, hidden=16, heads=2, vocab=256, sequence=8, batch=2)
+    monkeypatch.setattr(Shape, "load", classmethod(lambda cls, name: small))
+    remote = Checkpoints(remote=f"file://{tmp_path}/remote")
+    run = Run(model="gpt2", steps=1, layout="", out="run", checkpoint=remote)
+    with pytest.raises(RunError, match="names published weights"):
+        train(AloneWorld(), run, quiet=True)
+    asked = replace(run, weights="random", checkpoint=Checkpoints())
+    assert train(AloneWorld(), asked, quiet=True).step == 1
+    again = train(AloneWorld(), replace(asked, weights="", steps=2), quiet=True)
+    assert again.step == 2  # its weights are the checkpoint's
+
+
+def test_bytes_under_a_larger_vocabulary_are_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sizes = "layers=1,hidden=16,heads=2"
+    for vocab, lines in ((50257, 1), (256, 0)):
+        model = f"model={{{sizes},vocab={vocab}}}"
+        words = [model, "batch=2", "sequence=8", "steps=1", "layout=", f"out=run-{vocab}"]
+        assert train_verb.run(words) == 0
+        said = capsys.readouterr()
+        text = "data: text of Python's library as bytes, 256 of the model's 50,257 tokens"
+        assert (said.out + said.err).count(text) == lines
 
 
 def test_a_file_that_is_not_there_is_named() -> None:

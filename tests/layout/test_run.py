@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 from phalanx.layout import Layout, Shape, legal
 from phalanx.layout.codec import every_key, schema
 from phalanx.layout.recipe import recipe
-from phalanx.layout.run import Run, RunError
+from phalanx.layout.run import Run, RunError, refuse_random_by_name
+from phalanx.layout.shape import published
 
 WRONG: dict[str, tuple[str, str, str]] = {  # what the file says, the place and value told, way out
     "no such key": ("batchsize = 3", "line 1: batchsize = 3", "'batch'"),
@@ -305,3 +307,44 @@ def test_the_layout_is_the_first_one_for_as_many_ranks_as_there_are() -> None:
 def test_a_fallback_that_does_not_fit_the_model_is_refused_before_it_is_needed() -> None:
     with pytest.raises(RunError, match=r"line 1: layout = 'tp3': tp=3 does not divide heads=4"):
         Run.parse("train.fallback = 'dp2; tp3'\nlayout = 'dp4'\nbatch = 8")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gpt2", "GPT-2", "gpt_2", "gpt2-small", "openai-community/gpt2", "llama3-8b", "Llama-3-8B",
+     "llama-3.2-1b", "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-405B-Instruct", "deepseek-v3",
+     "deepseek-ai/DeepSeek-V3", "gpt-oss-20b", "openai/gpt-oss-120b", "somebody/8b"],
+)  # fmt: skip
+def test_a_name_of_published_weights_is_refused_until_random_ones_are_asked_for(
+    name: str, tmp_path: Path
+) -> None:
+    run = Run(model=name, out=str(tmp_path / "run"))
+    assert run.shape.total > 1e8  # sizes that are known, so that the name looks real
+    with pytest.raises(
+        RunError, match=rf"model = '{name}' names published weights.*hf:FOLDER"
+    ) as e:
+        refuse_random_by_name(run)
+    assert "weights = 'random'" in str(e.value)
+    refuse_random_by_name(replace(run, weights="random"))
+
+
+def test_every_name_of_a_shape_is_a_size_or_a_published_name() -> None:
+    published_too = {"deepseek-v3", "gpt-oss-20b", "gpt-oss-120b"}
+    assert {name for name in Shape.names() if published(name)} == published_too
+    for name in ("8B", "1T", "shapes/mine.toml", "hf:folder/Llama-3.1-8B", "model.py:gpt2"):
+        assert not published(name)
+
+
+def test_a_run_that_has_a_checkpoint_or_sizes_of_its_own_is_not_refused(tmp_path: Path) -> None:
+    run = Run(model="gpt2", out=str(tmp_path))
+    (run.checkpoints / "step-00000010").mkdir(parents=True)
+    refuse_random_by_name(run)
+    table = {"layers": 2, "hidden": 16, "heads": 2, "vocab": 256}
+    for model in ("tiny", "8b", "124m", {**table, "name": "gpt2"}):
+        refuse_random_by_name(Run(model=model, out=str(tmp_path / "other")))
+
+
+def test_random_weights_are_not_asked_of_a_model_that_has_its_own() -> None:
+    for model in ("hf:folder", "model.py:Class"):
+        with pytest.raises(RunError, match=r"which has weights of its own\. Leave it out"):
+            Run.parse(f'model = "{model}"\nweights = "random"\n')

@@ -9,7 +9,7 @@ from ..layout.codec import Mistake
 from ..layout.environment import launched
 from ..layout.files import open_regular, reason
 from ..layout.host import machine_memory
-from ..layout.run import PYTHON
+from ..layout.run import PYTHON, refuse_random_by_name
 from ..layout.source import names_source
 from ..layout.stages import program_experts
 from ..layout.url import Url
@@ -21,6 +21,7 @@ GIB = 2**30
 
 def refuse_before(run: Run) -> None:
     """Raise with what is wrong with a run's schedule, its memory and its journal."""
+    refuse_random_by_name(run)
     shape = None if run.own else run.shape
     layout = run.layout_of(shape)
     if layout is not None and names_source(layout.schedule):

@@ -23,7 +23,7 @@ from textwrap import indent
 from ..layout.choices import GLOO, NCCL
 from ..layout.environment import PORT
 from ..layout.files import printable
-from ..layout.run import Run
+from ..layout.run import Run, refuse_random_by_name
 from ..layout.url import PREFIX, Url
 from .usage import Parser, UsageError, result, whole
 
@@ -122,6 +122,7 @@ def _values(args: argparse.Namespace) -> dict[str, object]:
         raise UsageError("name one run file, and keys of it as key=value.")
     words = [word for word in args.words if "=" in word]
     plan, nodes, gpus = Run.load(files[0], tuple(words)), args.nodes, args.gpus
+    refuse_random_by_name(plan)
     _refuse_secrets(Url(plan.checkpoint.remote))
     layout, *fallbacks = (each.layout_of() for each in (plan, *plan.fallbacks))
     ranks = gpus or (layout.ranks // nodes if layout else 1)

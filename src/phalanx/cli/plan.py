@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
+from dataclasses import replace
 from typing import Any
 
 from ..api.plan import Planned, PlanTerms
@@ -20,7 +21,7 @@ from ..api.plan import request as plan_request
 from ..layout import Run
 from ..layout.choices import MATMUL_WORDS, PRECISIONS
 from ..layout.numbers import parse_count
-from ..layout.run import run_file
+from ..layout.run import RANDOM, random_by_name, run_file
 from ..plan.search import search
 from ..plan.spend import MTBF_HOURS, interval, saving_seconds
 from ..plan.step import Choice, Request
@@ -29,6 +30,10 @@ from .usage import Parser, UsageError, real, result, save, whole
 # Words after `plan` that are verbs of their own, each in a file beside this one.
 _SUBVERBS = {"calibrate": "plan_calibrate", "cost": "plan_cost", "score": "plan_score"}
 _DATA = "# data is a placeholder: name your tokens there, as `phalanx data prepare` writes them.\n"
+_WEIGHTS = """\
+# weights are random: a name gives only sizes. To begin with published weights, write
+# model = "hf:FOLDER" and weights = "".
+"""
 
 
 def run(argv: list[str]) -> int:
@@ -61,7 +66,10 @@ def run(argv: list[str]) -> int:
 
         save(args.page, page(request, planned.plan, planned.baselines))
     if args.out:
-        save(args.out, f"{_DATA}{_run(request, planned.layouts[0], args)}")
+        written = _run(request, planned.layouts[0], args)
+        if random_by_name(written):
+            written = replace(written, weights=RANDOM)
+        save(args.out, f"{_DATA}{_WEIGHTS if written.weights else ''}{written}")
     return 0
 
 

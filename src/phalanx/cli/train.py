@@ -32,7 +32,7 @@ from ..layout import Layout
 from ..layout.codec import schema
 from ..layout.environment import EnvironmentMistake, Rendezvous, launched, node_command, rendezvous
 from ..layout.mesh import RANKS
-from ..layout.run import PYTHON, Run, RunError, misfits
+from ..layout.run import BYTES, PYTHON, Run, RunError, misfits
 from ..plan import Machine
 from .arguments import hide_secrets, without_secrets
 from .before import refuse_before
@@ -255,6 +255,11 @@ def _layout_that_fits(config: Run, ranks: int, gpus: int, notice: str) -> Layout
     if notice:
         progress(notice)
     shape = shape_of(config)
+    if any(path == PYTHON for path, _ in config.sources) and shape.vocab > BYTES:
+        progress(
+            f"data: text of Python's library as bytes, {BYTES} of the model's {shape.vocab:,} tokens;"
+            " data=PATH names your own"
+        )
     saved = newest(config.checkpoints)
     # The ranks look again at what they choose to go on from.
     if saved and not config.checkpoint.adopt:

@@ -50,7 +50,12 @@ def run(argv: list[str]) -> int:
     add = parser.add
     names_larger = "Name larger layouts with --layouts."
     rate = real(lambda x: 0 <= x < 1, "from 0 to below 1")
-    add("--model", default="gqa", metavar="SHAPE|FILE.py:Class", help="default: a small decoder")
+    add(
+        "--model",
+        default="gqa",
+        metavar="SHAPE|FILE.py:Class",
+        help="default: a small decoder; weights are random",
+    )
     add("--ranks", type=whole(1, MOST, names_larger), default=4, help="all layouts up to N ranks")
     add("--axes", type=_axes, default=" ".join(AXES), help="the axes that these use")
     add("--layouts", metavar="TEXT", help="compare these layouts instead, separated by ;")

@@ -24,12 +24,13 @@ from .files import parse_toml, read_text, unmakable
 from .layout import Layout
 from .legal import legal, nearest
 from .mesh import LayoutError
-from .shape import HUB, Shape, ShapeError
+from .shape import HUB, Shape, ShapeError, published
 from .source import split_name, syntax_error
 from .url import Url
 
 BYTES = 256  # the vocabulary of the built-in data
 PYTHON = "python"  # its name
+RANDOM = "random"  # weights that are drawn from `seed`
 CHECKPOINTS = "checkpoints"  # where they lie in a run's folder, unless checkpoint.dir names another
 
 
@@ -188,6 +189,12 @@ class Run:
         " your own as FILE.py:Class",
     )
     layout: str = key("auto", "how the ranks share the work, as dp2 pp2 zero1 1f1b:4; or auto")
+    weights: str = key(
+        "",
+        "random: train the sizes of a published name, as gpt2, from random weights; empty: hf:FOLDER"
+        " begins with its weights, a shape with random ones, and a published name is refused",
+        choices=("", RANDOM),
+    )
     precision: str = key(
         "",
         "bf16, fp16, tf32, fp32, fp64; empty: the layout's, else fp32",
@@ -398,6 +405,27 @@ def shape_named(name: str) -> Shape:
     return run.shape if run else Shape.load(name)
 
 
+def random_by_name(run: Run) -> Mistake | None:
+    """The mistake of a run that would train random weights under the name of published ones."""
+    if not isinstance(run.model, str) or run.weights == RANDOM or not published(run.model):
+        return None
+    what = f"model = {run.model!r} names published weights, and phalanx has only their sizes"
+    way_out = (
+        "Write model = 'hf:FOLDER' with a folder of the model to train its weights, or add"
+        f" weights = {RANDOM!r} to train these sizes from random ones"
+    )
+    return Mistake("model", what, way_out)
+
+
+def refuse_random_by_name(run: Run) -> None:
+    """Raise if a run that has no checkpoints yet would train random weights under a published name."""
+    begun = run.checkpoints.is_dir() and any(run.checkpoints.iterdir())
+    # Checkpoints elsewhere are looked for by the ranks, who refuse too if there are none.
+    elsewhere = run.checkpoint.remote or run.train.in_memory
+    if not begun and not elsewhere and (mistake := random_by_name(run)):
+        raise RunError("run", [mistake])
+
+
 def misfits(run: Run, shape: Shape, layout: Layout | None) -> Iterator[Mistake]:
     """Why a model of this shape cannot be trained as the run says, in this layout if one is known."""
     yield from _tokens(run, shape)
@@ -417,6 +445,9 @@ def _misfits(run: Run) -> Iterator[Mistake]:
     """What does not fit together, though each key by itself is right. `place` is a key."""
     yield from _plan(run)
     yield from _files(run)
+    if run.weights and (run.own or run.hub):
+        what = f"weights = {run.weights!r} with model = {run.model!r}, which has weights of its own"
+        yield Mistake("weights", what, "Leave it out, or write a shape's name, as 8b")
     for place, value in (("lora.r", run.lora.r), ("freeze", run.freeze)) if run.own else ():
         if value:
             what = f"{place} with model = {run.own!r}, no built-in decoder"

@@ -19,10 +19,14 @@ from .mesh import LayoutError
 HUB = "hf:"  # what stands before a folder that holds a model of Hugging Face
 _FOLDER = Path(__file__).parent / "shapes"
 
-# Names under which the shapes that ship with phalanx are published.
+# Names of published weights whose sizes ship with phalanx.
 _LLAMA = re.compile(r"(?:meta-)?llama-?3(?:\.[12])?-?(1b|8b|70b|405b)(?:-instruct)?")
 _BLOCKS = re.compile(r"layers(?:\.([0-9]{1,5})(?:-([0-9]{1,5}))?)?")  # layers.0-3
-_PUBLISHED = dict.fromkeys(("gpt2", "gpt-2", "gpt2-small", "gpt2-124m"), "124m") | {"1t": "1t-gpt"}
+_PUBLISHED = {
+    **dict.fromkeys(("gpt2", "gpt-2", "gpt2-small", "gpt2-124m"), "124m"),
+    **{name: name for name in ("deepseek-v3", "gpt-oss-20b", "gpt-oss-120b")},
+}
+_SHORT = {"1t": "1t-gpt"}
 
 
 class ShapeError(FileError, LayoutError):
@@ -368,10 +372,8 @@ class Shape:
             return hub_shape(name.removeprefix(HUB))
         if name.endswith(".toml"):
             return load(cls, name, "shape", ShapeError, name=Path(name).stem)
-        # In capitals too, and as it is published (Llama-3-8B is 8b).
-        plain = name.rpartition("/")[2].lower().replace("_", "-")
-        llama = _LLAMA.fullmatch(plain)
-        known = llama[1] if llama else _PUBLISHED.get(plain, plain)
+        known = _published(name) or _plain(name)
+        known = _SHORT.get(known, known)
         if known not in cls.names():
             raise LayoutError(
                 f"{no_such('shape', name, cls.names(), 0.3)} Shapes are {', '.join(cls.names())};"
@@ -388,3 +390,24 @@ class Shape:
     def of(cls, table: Mapping[str, Any], name: str = "model") -> Shape:
         """A shape from a table of its sizes."""
         return decode(cls, {"name": name, **table}, f"shape {name!r}", ShapeError)
+
+
+def published(name: str) -> bool:
+    """True for a name of published weights (gpt2, meta-llama/Llama-3.1-8B), of which `Shape.load` gives
+    the sizes alone. A size (8b), a file, hf:FOLDER and FILE.py:Class are no such names."""
+    if name.startswith(HUB) or name.endswith(".toml") or ":" in name:
+        return False
+    # An owner before the name, as on the hub, means somebody's weights too.
+    return bool(_published(name)) or "/" in name
+
+
+def _published(name: str) -> str:
+    """The shape of a published model; "" for other names."""
+    plain = _plain(name)
+    llama = _LLAMA.fullmatch(plain)
+    return llama[1] if llama else _PUBLISHED.get(plain, "")
+
+
+def _plain(name: str) -> str:
+    """A name without its owner, in small letters: Llama-3-8B of meta-llama/Llama_3_8B."""
+    return name.rpartition("/")[2].lower().replace("_", "-")

@@ -22,7 +22,7 @@ from ..hang import Positions
 from ..hang.positions import STEP
 from ..layout import Layout, LayoutError, recipe
 from ..layout.choices import FP32
-from ..layout.run import Run
+from ..layout.run import Run, RunError, random_by_name, refuse_random_by_name
 from ..parallel.compile import graphs
 from ..parallel.model import is_lora
 from ..program import Span, Timeline
@@ -76,6 +76,7 @@ def train(
     recipe's, as only the command plans.
     `held`: the process that started the ranks holds the run's folders (`lock.py`); else rank 0 does.
     """
+    refuse_random_by_name(run)
     with (
         _only_run(world, run, held=held),
         hold_as_rank(Path(run.out), run.checkpoints),
@@ -257,6 +258,8 @@ class _Loop:
             self.log.event("model", f"the weights are those of {hub}")
             return 0
         if loaded is None:
+            if mistake := random_by_name(run):
+                raise RunError("run", [mistake])
             local.draw(run.seed)
             return 0
         at, batches = loaded.progress, rank.batches
