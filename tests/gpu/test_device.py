@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from device_runs import attention_operators, losses
 
 from phalanx.models.attention import Core
 
@@ -19,25 +14,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
 ]
-
-
-def trained(out: Path, layout: str, ranks: int, gpu: bool, *more: str) -> list[dict[str, Any]]:
-    """The log lines of a short run, with the GPUs or without them."""
-    environment = os.environ | ({} if gpu else {"CUDA_VISIBLE_DEVICES": ""})
-    words = [
-        "train", f"out={out}", f"layout={layout}", "steps=4", "checkpoint.every=2", *more,
-        "--ranks", str(ranks), "--backend", "threads", "--json",
-    ]  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-m", "phalanx", *words], capture_output=True, text=True, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
-def losses(lines: list[dict[str, Any]]) -> list[float]:
-    return [line["loss"] for line in lines if line["event"] == "step"]
-
 
 LAYOUTS = [
     "fp64",
@@ -49,31 +25,21 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_run_in_float64_has_the_losses_of_a_cpu(layout: str, tmp_path: Path) -> None:
-    ranks = 1 if layout == "fp64" else 2
-    there = losses(trained(tmp_path / "gpu", layout, ranks, True))
-    here = losses(trained(tmp_path / "cpu", layout, ranks, False))
+def test_a_run_in_float64_has_the_losses_of_a_cpu(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = losses(tmp_path / "gpu", layout, monkeypatch, gpu=True)
+    here = losses(tmp_path / "cpu", layout, monkeypatch, gpu=False)
     assert there == pytest.approx(here, rel=1e-10)
 
 
-def test_a_checkpoint_of_a_gpu_goes_on_without_one(tmp_path: Path) -> None:
-    trained(tmp_path / "run", "fp64", 1, True)
-    more = losses(trained(tmp_path / "run", "dp2 fp64", 2, False, "steps=6"))
-    whole = losses(trained(tmp_path / "whole", "fp64", 1, False, "steps=6"))
+def test_a_run_resumes_on_a_cpu_from_the_checkpoint_of_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses(tmp_path / "run", "fp64", monkeypatch, gpu=True)
+    more = losses(tmp_path / "run", "dp2 fp64", monkeypatch, "steps=6", gpu=False)
+    whole = losses(tmp_path / "whole", "fp64", monkeypatch, "steps=6", gpu=False)
     assert more == pytest.approx(whole, rel=1e-10)
-
-
-class Kernels(TorchDispatchMode):
-    """The attention operators that are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "attention" in func.name():
-            self.seen.add(func.name().removeprefix("aten::"))
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(
@@ -90,11 +56,10 @@ def test_attention_takes_no_scores_to_memory(
 ) -> None:
     q, k, v = (torch.randn(2, 256, n, 64, device="cuda", dtype=dtype) for n in (8, 2, 2))
     positions = torch.arange(256, device="cuda").expand(2, -1)
-    ids = torch.zeros(2, 256, dtype=torch.int64) if documents else None
-    with Kernels() as kernels:
-        Core()(q, k, v, positions, ids)
+    ids = torch.arange(256).div(100, rounding_mode="floor").expand(2, -1) if documents else None
+    seen = attention_operators(lambda: Core()(q, k, v, positions, ids))
     # cuDNN's own flash kernel may be the choice of newer versions.
-    assert kernels.seen & {kernel, "_scaled_dot_product_cudnn_attention"}
+    assert seen & {kernel, "_scaled_dot_product_cudnn_attention"}, seen
 
 
 @pytest.mark.parametrize("packed, window", [(True, 0), (True, 20), (False, 20)])
@@ -122,7 +87,9 @@ def test_documents_windows_and_their_gradients_are_those_of_a_cpu(
 
 
 @pytest.mark.parametrize("layout", ["cp2 fp64", "cp2:ulysses fp64", "cp2 bf16"])
-def test_a_ring_with_documents_has_the_losses_of_a_cpu(layout: str, tmp_path: Path) -> None:
-    there = losses(trained(tmp_path / "gpu", layout, 2, True))
-    here = losses(trained(tmp_path / "cpu", layout, 2, False))
+def test_a_ring_with_documents_has_the_losses_of_a_cpu(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = losses(tmp_path / "gpu", layout, monkeypatch, gpu=True)
+    here = losses(tmp_path / "cpu", layout, monkeypatch, gpu=False)
     assert there == pytest.approx(here, rel=1e-10 if "fp64" in layout else 2e-2)

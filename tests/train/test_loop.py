@@ -22,7 +22,7 @@ from phalanx.parallel import local
 from phalanx.program import Sizes, Timeline, build
 from phalanx.program.build import forward_only
 from phalanx.program.memory import peaks
-from phalanx.train import loop
+from phalanx.train import loop, stop
 from phalanx.train.checkpoint_format import CheckpointError
 from phalanx.train.log import Journal
 from phalanx.train.optimizer import learning_rate
@@ -429,3 +429,22 @@ def test_a_cosine_is_half_way_in_the_middle_and_wsd_level_until_its_fall() -> No
 def test_the_layouts_of_this_file_are_of_all_axes() -> None:
     used = {axis.name for text in LAYOUTS for axis in Layout.parse(text).mesh.axes}
     assert used == {"dp", "tp", "pp", "cp"}
+
+
+def test_a_run_that_shall_not_save_at_its_end_saves_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    (outcome,) = trained(small(out, "checkpoint.at_end=false"), "fp64")
+    assert (outcome.step, outcome.unsaved) == (5, "")
+    assert not list(out.glob("checkpoints/step-*"))
+    assert [r["event"] for r in records(out, "end")] == ["end"]
+
+
+def test_a_run_that_shall_not_save_at_its_end_still_saves_when_it_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    monkeypatch.setattr(stop.StopRequests, "__call__", lambda self: True)
+    monkeypatch.setattr(stop.StopRequests, "by", "SIGTERM")
+    (outcome,) = trained(small(out, "checkpoint.at_end=false"), "fp64")
+    assert (outcome.step, outcome.stopped) == (1, True)
+    assert [path.name for path in out.glob("checkpoints/step-*")] == ["step-00000001"]

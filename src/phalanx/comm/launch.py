@@ -10,7 +10,7 @@ from typing import Any
 from phalanx.comm.alone import AloneWorld
 from phalanx.comm.base import CommMisuse
 from phalanx.comm.devices import Devices, cores, name_unused
-from phalanx.comm.pool import ALONE, Pool
+from phalanx.comm.pool import ALONE, SHARE_GPUS, Pool
 from phalanx.comm.shm.arena import why_not
 from phalanx.comm.threads import run_threads
 from phalanx.layout.choices import BACKENDS, GLOO, NCCL, SHM, THREADS
@@ -88,7 +88,8 @@ def choose(backend: str, ranks: int, devices: Devices | None = None) -> str:
         raise CommMisuse(
             f"no backend is named {backend!r}{renamed}; there are {', '.join(BACKENDS)}."
         )
-    if backend == NCCL and not (devices.has(NCCL) and devices.gpus >= ranks):
+    enough = devices.gpus >= (1 if SHARE_GPUS in os.environ else ranks)
+    if backend == NCCL and not (devices.has(NCCL) and enough):
         why = f"{ranks} ranks need {ranks} GPUs and there are {devices.gpus}"
         if not devices.has(NCCL):
             why = "this build of torch has no NCCL"

@@ -34,6 +34,8 @@ from phalanx.layout.choices import NCCL, SHM
 GRACE = 0.5
 _dist: Any = torch.distributed  # its stubs lack the stores
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
+# A variable of the environment: ranks over NCCL may share GPUs, to test what they call.
+SHARE_GPUS = "PHALANX_SHARE_GPUS"
 ALONE = "alone"  # what `choose` calls a world of one rank
 # Where ranks meet: a file's path, or an arena's.
 Meeting = str | tuple[str, Extent]
@@ -248,8 +250,20 @@ def _world(
         return ShmWorld(*meeting, rank, timeout=timeout)
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback
+    gpu = rank
+    if backend == NCCL and SHARE_GPUS in os.environ:
+        gpu = rank % torch.cuda.device_count()
+        os.environ.update(_as_if_on_a_host_of_its_own(rank))
     store = _dist.FileStore(meeting, ranks)
-    return ProcessWorld(backend, store, rank, ranks, gpu=rank, timeout=timeout)
+    return ProcessWorld(backend, store, rank, ranks, gpu=gpu, timeout=timeout)
+
+
+def _as_if_on_a_host_of_its_own(rank: int) -> dict[str, str]:
+    """What makes NCCL take two ranks on one GPU: it refuses them only where their hosts are the same.
+
+    Messages then go over sockets. That is slow, and shows that the calls of a layout fit each other.
+    """
+    return {"NCCL_HOSTID": f"phalanx-{rank}", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 
 
 def be_killed_with_parent() -> None:

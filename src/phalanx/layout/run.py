@@ -80,6 +80,7 @@ class Checkpoints:
         " where it has newer ones; ${NAME} in it is an environment variable",
     )
     every: int = key(0, "steps between checkpoints; 0: only at the end")
+    at_end: bool = key(True, "save after the last step too; a run that is stopped always saves")
     keep: int = key(2, "checkpoints to keep; older ones are deleted", minimum=2)
     asynchronous: bool = key(False, "write while training continues", name="async")
     adopt: bool = key(False, "go on also where the model's sizes differ, if weights fit")

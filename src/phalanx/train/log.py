@@ -100,8 +100,10 @@ class RunLog:
                 f"{self.journal.path}: {self.goodput.unusable} lines are not usable and were passed"
                 " over; goodput does not count them"
             )
-        if not self.run.checkpoint.every:
-            self.say("checkpoint.every = 0: nothing is saved before the end or a stop")
+        kept = self.run.checkpoint
+        if not kept.every:
+            when = "before the end or a stop" if kept.at_end else "unless the run is stopped"
+            self.say(f"checkpoint.every = 0: nothing is saved {when}")
         values |= {"flops": flops._asdict(), "peak_flops": peak[0], "peak_from": peak[1]}
         values |= {"steps": self.run.steps, "versions": _versions()}
         text = (

@@ -389,7 +389,8 @@ class _Loop:
                 if errors := self.memory.save(self._progress(done)):
                     text = f"step {done}  not kept in memory: {errors[0]}"
                     self.log.event("not kept", text, step=done, error=errors[0])
-        if last or stopped or _due(done, run.checkpoint.every):
+        ends = last and run.checkpoint.at_end
+        if ends or stopped or _due(done, run.checkpoint.every):
             with self.positions.phase("saving", str(run.checkpoints)):
                 self._decided(self.saver.save(self._progress(done)))
         else:
