@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -107,3 +108,29 @@ def test_flash_attention_is_given_the_window(monkeypatch: pytest.MonkeyPatch) ->
     assert calls == [(True, within), (False, within)]
     assert [x.shape for x in (out, *into)] == [q.shape] * 4
     assert lse.shape == q.shape[:3]
+
+
+def test_documents_are_cut_once_for_all_layers_and_directions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was numpy, a loop and a copy to the device for each layer, microbatch and direction."""
+    reads = []
+    flatnonzero = np.flatnonzero
+    monkeypatch.setattr(np, "flatnonzero", lambda x: reads.append(1) or flatnonzero(x))
+    documents = DOCUMENTS.clone()
+    x = torch.randn(3, KEYS, HEADS, SIZE, requires_grad=True)
+    y = x
+    for _ in range(3):
+        y = attention(y, y[:, :, :KV_HEADS], y[:, :, :KV_HEADS], documents)
+    y.sum().backward()
+    assert len(reads) == len(documents)  # its rows
+
+
+def test_documents_that_are_written_anew_are_cut_anew() -> None:
+    documents = DOCUMENTS.clone()
+    before = kernels._edges(documents)
+    documents[1, 5:] = 7
+    after = kernels._edges(documents)
+    assert (before[1], after[1]) == ([0, 40], [0, 5, 40])
+    starts, longest = kernels._starts(documents, documents)
+    assert (starts.tolist(), longest) == ([0, 7, 27, 40, 45, 80, 120], 40)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.weak import WeakIdKeyDictionary
 
 STRIP = 128  # rows; on a CPU 512 took 1.3 to 2.2 times as long in windows and with soft caps
 HALVES = (torch.bfloat16, torch.float16)
@@ -113,10 +114,23 @@ def _room(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 # ---- all documents of a batch
 
 
+# What follows from the documents of a batch is the same in every layer and direction, so it is derived
+# once, as long as the batch lives: where documents begin, and that on each device.
+_known_edges: Any = WeakIdKeyDictionary()
+_known_starts: Any = WeakIdKeyDictionary()
+
+
 def _edges(documents: Tensor) -> list[list[int]]:
     """For each row where its documents begin, and its length."""
-    numbers = documents.numpy()
-    return [[0, *(np.flatnonzero(row[1:] != row[:-1]) + 1).tolist(), len(row)] for row in numbers]
+    version, known = _known_edges.get(documents, (-1, None))
+    if known is None or version != documents._version:
+        known = [
+            [0, *(np.flatnonzero(row[1:] != row[:-1]) + 1).tolist(), len(row)]
+            for row in documents.numpy()
+        ]
+        _known_edges[documents] = documents._version, known
+    edges: list[list[int]] = known
+    return edges
 
 
 def _own_blocks(
@@ -233,11 +247,21 @@ torch.library.register_autograd("phalanx::attention", _back, setup_context=_keep
 def _starts(documents: Tensor | None, like: Tensor) -> tuple[Tensor, int]:
     """Where documents begin in all rows one after another, on the device, and the longest's length."""
     rows, length = like.shape[:2]
-    each = _edges(documents) if documents is not None else [[0, length]] * rows
-    edges = [row * length + t for row, own in enumerate(each) for t in own[:-1]]
-    edges.append(rows * length)
-    starts = torch.from_numpy(np.array(edges, np.int32))
-    return starts.to(like.device, non_blocking=True), max(b - a for a, b in pairwise(edges))
+    if documents is None:
+        return _starts_of([[0, length]] * rows, length, like.device)
+    key = documents._version, like.device
+    known = _known_starts.setdefault(documents, {})
+    if key not in known:
+        known[key] = _starts_of(_edges(documents), length, like.device)
+    starts: tuple[Tensor, int] = known[key]
+    return starts
+
+
+def _starts_of(edges: list[list[int]], length: int, device: torch.device) -> tuple[Tensor, int]:
+    flat = [row * length + t for row, own in enumerate(edges) for t in own[:-1]]
+    flat.append(len(edges) * length)
+    starts = torch.from_numpy(np.array(flat, np.int32))
+    return starts.to(device, non_blocking=True), max(b - a for a, b in pairwise(flat))
 
 
 def _within(window: int) -> dict[str, int]:
@@ -342,12 +366,19 @@ def _capped(softcap: float) -> Kernels:
     return Kernels(partial(_plain, softcap=softcap), partial(_plain_back, softcap=softcap))
 
 
+@cache
+def _has_flash(gpu: int) -> bool:
+    """True if a GPU has torch's flash kernels. NVIDIA's before Ampere, such as T4 and V100, have none."""
+    return torch.version.hip is not None or torch.cuda.get_device_capability(gpu) >= (8, 0)
+
+
 def _kernels(q: Tensor, mask: Mask = None) -> Kernels:
     """What the device has for this dtype, head and mask. On meta the CPU's gives the shapes."""
     size = q.shape[-1]
     if q.device.type in ("cpu", "meta"):
         return CPU
-    if q.dtype in HALVES and size % 8 == 0 and mask is None and size <= 256:
+    flash = q.dtype in HALVES and size % 8 == 0 and mask is None and size <= 256
+    if flash and _has_flash(q.device.index or 0):
         return FLASH
     # It loads 16 bytes at once.
     fits = size * q.element_size() % 16 == 0

@@ -39,6 +39,7 @@ from .executor import StepResult
 from .lock import RunLocked, hold_as_rank, hold_run, owner_of, unshared
 from .log import RunLog, memory_of, rank_log
 from .optimizer import learning_rate
+from .precision import device_notices
 from .program import shape_of
 from .rank import Rank, keep_freed_memory
 from .stop import STOP, StopError, StopRequests, remove_stale_stop, stop_requests
@@ -188,6 +189,8 @@ class _Loop:
             start = self._resume()
         for notice in self.rank.batches.notices:
             self.log.event("data", notice)
+        for notice in device_notices(self.rank.layout, self.rank.world.device):
+            self.log.event("device", notice)
         self.log.start(
             start, self.rank.flops, self.rank.peak(),
             tokens=self.rank.shape.batch * self.rank.tokens,

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from ..cost.pieces import COMPUTE
-from ..layout.choices import TF32
+from ..layout import Layout, LayoutError
+from ..layout.choices import BF16, FP16, FP32, TF32
 from ..parallel import Precision
 
 
@@ -20,6 +21,38 @@ def precision_of(name: str) -> Precision:
         torch.set_float32_matmul_precision("high" if name == TF32 else "highest")
     wide = torch.promote_types(compute, torch.float32)
     return Precision(compute, wide, wide)
+
+
+def refuse_bfloat16(precision: Precision, device: torch.device) -> None:
+    """Raise a LayoutError where a GPU computes bfloat16 by emulation only, or not at all."""
+    if precision.compute != torch.bfloat16 or device.type != "cuda" or torch.version.hip:
+        return
+    has = torch.cuda.get_device_capability(device)
+    if has < (8, 0):
+        raise LayoutError(
+            f"{BF16} needs a GPU of compute capability 8.0, and {torch.cuda.get_device_name(device)} has"
+            f" {has[0]}.{has[1]}. Write {FP16} or {FP32} in place of {BF16}."
+        )
+
+
+def device_notices(layout: Layout, device: torch.device) -> list[str]:
+    """What a run should know of its device: what is slow there, and why a kernel was chosen."""
+    if device.type != "cuda":
+        return []
+    notices = []
+    if layout.matmul and not layout.compile:
+        notices.append(
+            f"{layout.matmul} without compile is slower than {BF16}: each rounding takes several kernels."
+            " Add compile to the layout"
+        )
+    has = torch.cuda.get_device_capability(device)
+    if torch.version.hip is None and has < (8, 0):
+        name = torch.cuda.get_device_name(device)
+        notices.append(
+            f"{name} has no flash attention (compute capability {has[0]}.{has[1]}): attention uses"
+            " torch's memory-efficient kernels, which keep no scores either"
+        )
+    return notices
 
 
 @dataclass

@@ -33,7 +33,7 @@ from .data.token_files import open_corpus
 from .executor import Executor, Validator
 from .muon import Muon
 from .optimizer import AdamW, Optimizer, Sgd
-from .precision import LossScale, precision_of
+from .precision import LossScale, precision_of, refuse_bfloat16
 from .program import fitting_program, maker_of, program_of, shape_of
 
 GIB = float(1 << 30)
@@ -100,6 +100,7 @@ class Rank:
             refuse_without_kernels(layout.matmul, world.device)
             matmul = matmul_named(layout.matmul)
             self.precision = replace(precision_of(layout.precision), matmul=matmul)
+            refuse_bfloat16(self.precision, world.device)
             self.optimizer, fits = optimizer_of(run), layout.recompute == "fit"
             whole = self.optimizer.whole_matrices
             program = None if fits else program_of(self.model, layout, agree=True, whole=whole)
