@@ -4,6 +4,7 @@ transformers on one example at a time."""
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def copied(folder: Path, to: Path, template: str) -> Path:
+    """The tokenizer's folder with another chat template."""
+    shutil.copytree(folder, to)
+    (to / "chat_template.jinja").write_text(template)
+    return to
+
+
 def lines(path: Path, rows: list[Any]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -133,6 +141,67 @@ def test_a_template_that_marks_answers_is_taken_at_its_word(folder: Path, tmp_pa
         assert (ids, marks) == (made_there["input_ids"], made_there["assistant_masks"])
     # Behind an answer stands a newline, which this template does not mark.
     assert sum(sum(m) for _, m in found) < sum(sum(by_hand(folder, c)[1]) for c in CHATS)
+
+
+# As many templates for tools write them: an answer may only reason, or only call tools.
+TOOLS = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['reasoning_content'] %}<think>{{ m['reasoning_content'] }}</think>{% endif %}"
+    "{% for call in m['tool_calls'] or [] %}<call>{{ call['function']['name'] }}</call>{% endfor %}"
+    "{{ m['content'] or '' }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CALL: dict[str, Any] = {"tool_calls": [{"type": "function", "function": {"name": "weather"}}]}
+WRITTEN = "<call>weather</call>"
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}], ids=repr)
+def test_an_answer_that_only_calls_tools_or_only_reasons_is_an_answer(
+    content: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    other = copied(folder, tmp_path / "other", TOOLS)
+    asks, tool = {"role": "user", "content": "is it wet?"}, {"role": "tool", "content": "rain"}
+    silent = {"role": "assistant", **content}
+    thinks = {"reasoning_content": "it may rain"}
+    chats = [
+        [asks, silent | CALL],
+        [asks, silent | thinks],
+        [asks, silent | CALL | thinks, tool, {"role": "assistant", "content": "yes"}],
+        [asks, silent | {"tool_calls": [], "reasoning_content": ""}],  # says nothing at all
+        [silent | CALL, asks],  # answers nothing
+    ]
+    found, done = made(lines(tmp_path / "a.jsonl", [{"messages": c} for c in chats]), other)
+    # Each turn with its text written by hand.
+    said = "<think>it may rain</think>"
+    texts = [
+        turns("is it wet?", WRITTEN),
+        turns("is it wet?", said),
+        [*turns("is it wet?", said + WRITTEN), tool, {"role": "assistant", "content": "yes"}],
+    ]
+    assert found == [by_hand(folder, chat) for chat in texts]
+    assert (done.unanswered, done.skipped, done.empty) == (2, 0, 0)
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["plain", "marked"])
+def test_a_tokenizer_that_begins_texts_with_a_token_adds_none_to_documents_or_chats(
+    template: str, folder: Path, tmp_path: Path
+) -> None:
+    """As Llama's: its post-processor puts BOS before what it encodes. A template writes its own."""
+    plain, other = (copied(folder, tmp_path / name, template) for name in ("plain", "other"))
+    words = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    without = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    words.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    assert words.encode("a").ids == [0, *without.encode("a").ids, 1]
+    words.save(str(other / "tokenizer.json"))
+    rows = [{"messages": chat} for chat in CHATS]
+    found, _ = made(lines(tmp_path / "a.jsonl", rows), other)
+    assert found == made(lines(tmp_path / "b.jsonl", rows), plain)[0]
+    assert [ids.count(0) for ids, _ in found] == [1] * len(CHATS)
+    texts = [f"document {n} of text" for n in range(9)]
+    found, _ = made(lines(tmp_path / "c.jsonl", [{"text": text} for text in texts]), other)
+    assert [ids for ids, _ in found] == [[*without.encode(text).ids, 1] for text in texts]
 
 
 def test_every_form_of_chat_is_the_same_chat(folder: Path, tmp_path: Path) -> None:

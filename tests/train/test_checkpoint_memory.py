@@ -101,6 +101,69 @@ def test_of_three_hosts_two_neighbours_may_not_be_lost(tmp_path: Path) -> None:
     assert launch(goes_on, 3, "dp3 zero2", tmp_path, 3, backend="threads") == [None] * 3
 
 
+def resumes(world: Any, layout: str, folder: Path, count: int) -> tuple[int, str] | None:
+    """The step that a run resumes at, and the folder that it was in."""
+    run = Run(world, layout, seed=1)
+    memory = MemoryCheckpoints(*hosts_of(world, folder, count), run.local, run.updates)
+    loaded = load(folder / "disk", run.local, run.updates, memory=memory)
+    return loaded and (loaded.progress.step, loaded.path.parent.name)
+
+
+@pytest.fixture
+def both_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two hosts with steps 2 and 3 in memory, as when all are killed before the older one is removed."""
+    monkeypatch.setattr(checkpoint_memory.checkpoint, "prune", lambda *_: None)
+    launch(saves, 2, "dp2 zero1", tmp_path, 2, backend="threads")
+    for host in ("host0", "host1"):
+        assert [p.name for p in steps(tmp_path / host)] == ["step-00000003", "step-00000002"]
+    return tmp_path
+
+
+def test_of_several_steps_in_memory_the_newest_is_resumed(both_steps: Path) -> None:
+    found = launch(resumes, 2, "dp2 zero1", both_steps, 2, backend="threads")
+    assert found == [(3, "host0"), (3, "host1")]
+
+
+@pytest.mark.parametrize("damage", ["removed", "cut", "changed"])
+def test_a_newest_step_with_a_part_that_is_nowhere_is_passed_over(
+    damage: str, both_steps: Path
+) -> None:
+    for host in ("host0", "host1"):
+        file = both_steps / host / "step-00000003" / "rank-00001.safetensors"
+        if damage == "removed":
+            file.unlink()
+        elif damage == "cut":
+            os.truncate(file, 100)
+        else:
+            raw = bytearray(file.read_bytes())
+            raw[-1] ^= 1
+            file.write_bytes(raw)
+    found = launch(resumes, 2, "dp2 zero1", both_steps, 2, backend="threads")
+    assert found == [(2, "host0"), (2, "host1")]
+
+
+def test_a_newest_step_that_only_one_host_knows_is_brought_to_the_other(both_steps: Path) -> None:
+    """As when a host is lost between the commits of two."""
+    shutil.rmtree(both_steps / "host1" / "step-00000003")
+    found = launch(resumes, 2, "dp2 zero1", both_steps, 2, backend="threads")
+    assert found == [(3, "host0"), (3, "host1")]
+
+
+@pytest.mark.parametrize("on_disk, expected", [(2, "host0"), (3, "host0"), (4, "disk")])
+def test_memory_is_resumed_unless_the_disk_is_newer(
+    on_disk: int, expected: str, tmp_path: Path
+) -> None:
+    def saved(world: Any) -> None:
+        run = Run(world, "")
+        run.steps(on_disk)
+        run.saver(tmp_path / "disk").save(run.progress)
+
+    launch(saves, 1, "", tmp_path, 1, backend="threads")
+    launch(saved, 1, backend="threads")
+    (found,) = launch(resumes, 1, "", tmp_path, 1, backend="threads")
+    assert found == (max(3, on_disk), expected)
+
+
 def test_what_is_damaged_in_memory_is_taken_from_the_copy_or_not_at_all(tmp_path: Path) -> None:
     (truth, *_) = launch(saves, 2, "dp2 zero1", tmp_path, 2, backend="threads")
     one, other = (
