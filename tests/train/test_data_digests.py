@@ -555,6 +555,10 @@ def test_a_start_goes_well_without_a_folder_for_digests(
     monkeypatch.setattr(digests, "KEPT", 1 << 20)  # and it is small
     open_corpus(ONE).fingerprint  # noqa: B018
     assert not (here / "other").exists()
+    monkeypatch.setattr(digests, "KEPT", 0)
+    monkeypatch.setenv("XDG_CACHE_HOME", "~/.cache")  # as of a user without a home folder
+    assert open_corpus(ONE).fingerprint
+    assert not (here / "~").exists()
 
 
 def test_old_digests_make_room(

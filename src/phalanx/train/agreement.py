@@ -114,7 +114,7 @@ def agreed_data(group: Group, corpora: Sequence[Corpus]) -> list[SourceRecord]:
 
 
 def _opened(corpora: Sequence[Corpus]) -> str:
-    """A text that is equal on ranks of one host which have opened the same files."""
+    """A digest that is equal on ranks of one host which have opened the same files."""
     opened: list[object] = [_boot()]
     for corpus in corpora:
         opened.append(asdict(replace(corpus.record, name="")))
@@ -123,7 +123,7 @@ def _opened(corpora: Sequence[Corpus]) -> str:
                 opened.append(identity_of(path.stat()))
             except OSError:  # the rank's own attempt to read it says why
                 opened.append(str(path))
-    return json.dumps(opened)
+    return _checksum(json.dumps(opened))
 
 
 def _boot() -> str:

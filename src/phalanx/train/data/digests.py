@@ -161,6 +161,8 @@ def _known(file: Path) -> str:
 
 
 def _keep(file: Path, digest: str) -> None:
+    if not file.is_absolute():  # the user has no home folder
+        return
     with suppress(OSError):  # one that cannot be kept is computed again
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file, digest)
