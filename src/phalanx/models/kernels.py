@@ -367,9 +367,11 @@ def _capped(softcap: float) -> Kernels:
 
 
 @cache
-def _has_flash(gpu: int) -> bool:
-    """True if a GPU has torch's flash kernels. NVIDIA's before Ampere, such as T4 and V100, have none."""
-    return torch.version.hip is not None or torch.cuda.get_device_capability(gpu) >= (8, 0)
+def _has_flash(device: torch.device) -> bool:
+    """True if a device has torch's flash kernels. NVIDIA's before Ampere, such as T4 and V100, have none."""
+    if device.type != "cuda" or torch.version.hip:
+        return True
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _kernels(q: Tensor, mask: Mask = None) -> Kernels:
@@ -378,7 +380,7 @@ def _kernels(q: Tensor, mask: Mask = None) -> Kernels:
     if q.device.type in ("cpu", "meta"):
         return CPU
     flash = q.dtype in HALVES and size % 8 == 0 and mask is None and size <= 256
-    if flash and _has_flash(q.device.index or 0):
+    if flash and _has_flash(q.device):
         return FLASH
     # It loads 16 bytes at once.
     fits = size * q.element_size() % 16 == 0
