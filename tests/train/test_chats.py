@@ -182,6 +182,22 @@ def test_an_answer_that_only_calls_tools_or_only_reasons_is_an_answer(
     assert (done.unanswered, done.skipped, done.empty) == (2, 0, 0)
 
 
+def test_an_answer_of_nothing_but_a_document_s_first_token_is_none(
+    folder: Path, tmp_path: Path
+) -> None:
+    """No token is before it that could predict it."""
+    only = (
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
+        "{% endgeneration %}{% endif %}{% endfor %}"
+    )
+    other = copied(folder, tmp_path / "other", only)
+    rows = [{"messages": turns("not written", answer)} for answer in ("a", "ab ab")]
+    found, done = made(lines(tmp_path / "a.jsonl", rows), other)
+    assert done.unanswered == 1
+    assert len(found) == 1
+    assert len(found[0][0]) > 1
+
+
 @pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["plain", "marked"])
 def test_a_tokenizer_that_begins_texts_with_a_token_adds_none_to_documents_or_chats(
     template: str, folder: Path, tmp_path: Path

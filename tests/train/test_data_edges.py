@@ -1,0 +1,94 @@
+"""The last value that is allowed and the first that is not, where tokens become batches."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_data_digests import prepared
+from test_data_files import megatron
+from test_data_order import corpus_of
+
+from phalanx.train.data.batches import Batches
+from phalanx.train.data.token_files import DataError, Stream, open_corpus, verify_prepared
+
+
+def test_a_token_as_large_as_the_vocabulary_or_below_0_is_refused(tmp_path: Path) -> None:
+    corpora = corpus_of([11])  # of the tokens 0 to 10
+    Batches(corpora, 11, 1, vocab=11).batch(0)
+    with pytest.raises(DataError, match=r"holds the token 10; the vocabulary is 0 to 9"):
+        Batches(corpora, 11, 1, vocab=10).batch(0)
+    megatron(tmp_path / "m", [[3, -1, 4], [5, 6]])
+    corpus = open_corpus(tmp_path / "m.bin", share=0.0)
+    with pytest.raises(DataError, match=r"holds the token -1; the vocabulary is 0 to 9"):
+        Batches((corpus,), 8, 1, vocab=10).batch(0)
+
+
+def test_a_vocabulary_of_one_more_than_the_model_s_is_refused() -> None:
+    corpora = (replace(corpus_of([9])[0], vocab=100),)
+    Batches(corpora, 3, 1, vocab=100)
+    with pytest.raises(DataError, match="a vocabulary of 100, the model knows 99"):
+        Batches(corpora, 3, 1, vocab=99)
+
+
+def test_bits_per_byte_are_those_of_the_held_out_parts() -> None:
+    one, other = corpus_of([9], [4])[0], corpus_of([100], [12])[0]
+    corpora = (replace(one, bytes_per_token=2.0), replace(other, bytes_per_token=6.0))
+    # 4 tokens of 2 bytes and 12 of 6: 80 bytes for 16 tokens.
+    bits = Batches(corpora, 2, 1).bits_per_byte(math.log(2))
+    assert bits == pytest.approx(16 / 80)
+    assert Batches((replace(one, bytes_per_token=None),), 2, 1).bits_per_byte(1.0) is None
+
+
+def test_the_bytes_of_a_token_are_those_of_the_held_out_part(tmp_path: Path) -> None:
+    folder = prepared(tmp_path / "here" / "a")
+    index = json.loads((folder / "index.json").read_text())
+    index["splits"]["validation"]["text_bytes"] = 3 * index["splits"]["validation"]["tokens"]
+    (folder / "index.json").write_text(json.dumps(index))
+    assert open_corpus(folder).bytes_per_token == 3.0
+
+
+@pytest.mark.parametrize("answer", range(12))
+def test_a_long_chat_is_kept_if_a_target_within_the_sequence_is_an_answer(answer: int) -> None:
+    """Of a document of 12 tokens in sequences of 6, tokens 1 to 6 are targets."""
+    plain = corpus_of([12, 4])[0]
+    answers = np.zeros(16, np.uint8)
+    answers[[answer, 14]] = 1
+    train = Stream(plain.train.tokens, plain.train.starts, None, answers)
+    for packing in ("bfd", "none"):
+        batches = Batches((replace(plain, train=train),), 6, 1, packing=packing)
+        batch = [batches.batch(n)["targets"] for n in range(batches.sequences)]
+        targets = sorted(int(x) for row in batch for x in row.flatten() if x >= 0)
+        kept = 1 <= answer <= 6
+        assert targets == ([answer, 14] if kept else [14])
+        (notice,) = batches.notices
+        assert f"{int(kept)} of 2 documents are longer" in notice
+        assert ("1 more have no answer" in notice) != kept
+
+
+def test_offsets_of_documents_that_are_cut_under_a_run_are_named(tmp_path: Path) -> None:
+    folder = prepared(tmp_path / "here" / "a")
+    stream = open_corpus(folder).train
+    stream.read(0, 5)
+    os.truncate(folder / "train.documents", 8)
+    with pytest.raises(DataError, match=r"train\.documents: has 8 bytes, and had"):
+        stream.read(0, 5)
+
+
+def test_every_file_of_a_prepared_folder_is_verified(tmp_path: Path) -> None:
+    folder = prepared(tmp_path / "here" / "a", answers=True)
+    roles = {role for role, _ in open_corpus(folder).files}
+    wrong = {each.partition(": its checksum")[0] for each in verify_prepared(folder)}
+    assert wrong == {str(folder / role) for role in roles if role.endswith(".answers")}
+    for role in roles:
+        whole = (folder / role).read_bytes()
+        (folder / role).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        try:
+            assert any(role in each for each in verify_prepared(folder)), role
+        finally:
+            (folder / role).write_bytes(whole)
