@@ -11,7 +11,8 @@ import pytest
 
 from phalanx.cli.main import main
 from phalanx.hang import Hosted, RankState
-from phalanx.hang.watcher import ASKED, FOLDER
+from phalanx.hang.rank_state import pack
+from phalanx.hang.ranks_folder import ASKED, FOLDER
 
 Capture = pytest.CaptureFixture[str]
 
@@ -59,16 +60,18 @@ def test_a_run_that_has_ended_is_shown_by_its_log(tmp_path: Path, capsys: Captur
 def test_hosts_that_share_the_folder_answer(tmp_path: Path, capsys: Capture) -> None:
     run = run_of(tmp_path / "run")
     hosted = Hosted("node1", str(run), ("node1", "node2"), 60.0, ())
-    hosted.path.parent.mkdir()
-    hosted.path.write_text(str(hosted))
+    hosted.folder.make()
+    hosted.folder.write(hosted.name, str(hosted))
     lines = shown(capsys, str(run), "--width", "40")
     assert lines[:2] == ["run: step 5/100, not seen from here, dp2", "  zero1"]
     assert "not seen: the ranks on node1, node2" in lines
     assert max(map(len, lines)) <= 40
 
-    there = RankState(7, "node1", 11, 4, "in a step", "", "1B0 (backward of 1)", 3.0, 1.0, 0, "R")
+    there = RankState(
+        7, "node1", 11, 4, "in a step", "", "1B0 (backward of 1)", 3.0, 1.0, 0, "R", memory=2**30
+    )
     asked = (run / FOLDER / ASKED).stat().st_mtime_ns
-    answer = {"asked": asked, "ranks": [{**there.to_json(), "memory": 2**30}]}
+    answer = {"asked": asked, "start": "", **pack([there])}
     (run / FOLDER / "node1.answer.json").write_text(json.dumps(answer))
     lines = shown(capsys, str(run))
     assert lines[0] == "run: step 5/100, running, dp2 zero1"

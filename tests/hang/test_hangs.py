@@ -13,7 +13,8 @@ from hang_worlds import run_in, saves_slowly, sleeps_in_a_backward
 from phalanx.cli.main import main
 from phalanx.comm import RankFailed, launch
 from phalanx.hang import ask_elsewhere, snapshot
-from phalanx.hang.watcher import FILE, FOLDER
+from phalanx.hang.ranks_folder import FOLDER
+from phalanx.hang.watcher import FILE
 from phalanx.layout.journal import read_journal
 from phalanx.report import report
 
@@ -29,7 +30,7 @@ def test_a_rank_that_sleeps_is_named_with_its_operation_and_stack_and_all_are_en
     out = Path(run.out)
     said = (out / FILE).read_text()
     assert said.startswith("the run hangs at step 2: ")
-    assert f"it is at {OP}, for " in said
+    assert f"it has been at {OP} for " in said
     assert "rank 1 should be in " in said
     assert "asleep in clock_nanosleep" in said
     assert "in performed" in said
@@ -52,7 +53,7 @@ def test_from_outside_the_same_is_seen_while_a_run_hangs(
     training.start()
     end = time.monotonic() + 60
     while time.monotonic() < end:
-        states, _, _ = snapshot(Path(run.out), 0.1)
+        states = snapshot(Path(run.out), 0.1).ranks
         if any(state.op == OP and state.still > 0.5 for state in states):
             break
         time.sleep(0.1)

@@ -45,7 +45,7 @@ from ..plan import (
     read_topology,
 )
 from .bench import group_text, of_peak
-from .usage import Parser, UsageError, progress, read, result, save, whole
+from .usage import Parser, UsageError, complain, progress, read, result, save, whole
 
 if TYPE_CHECKING:
     from ..bench import LocalDevice
@@ -84,20 +84,23 @@ Shown = tuple[Mapping[str, object], str]  # figures, and the text of them
 
 
 def _hang(args: argparse.Namespace) -> Shown:
-    """`phalanx doctor hang`: where the ranks of a running run are, with stacks; why it hangs. Those of this
-    host, whether it hangs or not."""
-    states, timeout, elsewhere = snapshot(Path(args.name))
-    if not states:
+    """`phalanx doctor hang`: the position and the stack of each rank of a running run on this host, and
+    why the run hangs if it does."""
+    seen = snapshot(Path(args.name))
+    for notice in seen.notices:
+        complain(f"phalanx doctor hang: {notice}")
+    if not seen.ranks:
         raise UsageError(
-            f"no rank of {args.name} is running on this host. Name the `out` of a run that is; of one"
-            f" that hung and was ended, {Path(args.name, HANG)} has the ranks, if it is there."
+            f"no rank of {args.name} is seen to run on this host. Name the `out` of a run that is; of"
+            f" one that hung and was ended, {Path(args.name, HANG)} has the ranks, if it is there."
         )
-    found = diagnose(states, timeout or 60.0)
-    lines = list(found.lines) if found.hangs else ["the run goes on", *found.lines]
-    lines += [line for state in states for line in ("", *state.lines)]
-    if elsewhere:
-        lines += ["", f"further ranks run on {', '.join(elsewhere)}: ask there"]
-    figures = {"hangs": found.hangs, "ranks": [state.to_json() for state in states]}
+    found = diagnose(seen.ranks, seen.timeout or 60.0)
+    lines = list(found.lines) if found.hangs else ["the run makes progress", *found.lines]
+    lines += [line for state in seen.ranks for line in ("", *state.lines)]
+    if seen.elsewhere:
+        hosts = ", ".join(seen.elsewhere[:8]) + ", ..." * (len(seen.elsewhere) > 8)
+        lines += ["", f"more ranks run on {hosts}: run the command there"]
+    figures = {"hangs": found.hangs, "ranks": [state.to_json() for state in seen.ranks]}
     return figures, "\n".join(lines)
 
 

@@ -25,7 +25,7 @@ from ..layout.files import printable
 from ..layout.goodput import Goodput
 from ..layout.journal import JournalReader, Record
 from ..layout.numbers import binary_text
-from .usage import POSITIVE, Parser, UsageError, result, say, screen
+from .usage import POSITIVE, Parser, UsageError, complain, result, say, screen
 
 _MESSAGES = 6
 _ENDS = {"end": "ended", "stop": "stopped, can be resumed", "hang": "hung, was ended"}
@@ -49,6 +49,8 @@ def run(argv: list[str]) -> int:
     width, terminal = screen(args.width)
     if args.once or args.json or not terminal:
         watched.look(wait=2.0)
+        for notice in watched.notices if args.json else ():
+            complain(f"phalanx top: {notice}")
         result(args, watched.figures(), "\n".join(watched.lines(width)))
     else:
         _shown(watched, args.width, args.every)
@@ -81,23 +83,27 @@ class _Run:
         self.records: list[Record] = []  # the last messages
         self.last: dict[str, Record] = {}  # the last record of each kind
         self.unseen: list[str] = []  # hosts whose ranks are not seen
+        self.notices: tuple[str, ...] = ()  # about who owns the ranks
         self.reader = JournalReader(folder / "metrics.jsonl")
         self._read()
 
     def _read(self) -> None:
         for record in self.reader.more():
+            if not isinstance(record["event"], str):
+                continue  # anybody may have written it
             self.goodput.add(record)
-            self.last[str(record["event"])] = record
+            self.last[record["event"]] = record
             if record["event"] not in _QUIET:
                 self.records = [*self.records[-_MESSAGES:], record]
 
     def look(self, wait: float = 0.0) -> None:
         """See it as it is now; `wait` so long for other hosts."""
-        here, timeout, _ = snapshot(self.folder, 0.1, stacks=False)
-        others, self.unseen = ask_elsewhere(self.folder, [r.host for r in here], wait)
-        self.ranks = sorted([*here, *others], key=lambda r: r.rank)
+        here = snapshot(self.folder, 0.1, stacks=False)
+        self.notices = here.notices
+        others, self.unseen = ask_elsewhere(self.folder, [r.host for r in here.ranks], wait)
+        self.ranks = sorted([*here.ranks, *others], key=lambda r: r.rank)
         self._read()
-        self.found = diagnose(self.ranks, timeout or 60.0)
+        self.found = diagnose(self.ranks, here.timeout or 60.0)
         if self.records[-1]["event"] in _ENDS:
             self.unseen = []
 
@@ -130,7 +136,7 @@ class _Run:
         """As a screen of so many columns and rows; 0: of as many as there is."""
         head: list[str] = []
         why = (*self.found.lines, "") if self.found.hangs else ()
-        for line in (*self._numbers(), str(self.goodput), "", *why):
+        for line in (*self.notices, *self._numbers(), str(self.goodput), "", *why):
             head += wrap(line, width, subsequent_indent="  ") or [""]
         messages = ["", *self._messages()]
         ranks = list(self._ranks(width))
@@ -170,7 +176,8 @@ class _Run:
             stood = f"{r.step + 1:>6}  {r.still:>5.1f} s"
             yield f"{r.rank:>5}{wide}  {stood}  {r.state}  {doing}{where}"
         if self.unseen:
-            yield f"not seen: the ranks on {', '.join(self.unseen)}"
+            more = f" and {len(self.unseen) - 8} more hosts" if len(self.unseen) > 8 else ""
+            yield f"not seen: the ranks on {', '.join(self.unseen[:8])}{more}"
 
     def _messages(self) -> Iterator[str]:
         """The last records that are no steps, with their words."""

@@ -1,8 +1,18 @@
-"""Where each rank of a run is, and why the run does not go on. No torch: the watcher is a process of
+"""Where each rank of a run is, and why the run makes no progress. No torch: the watcher is a process of
 its own that starts in a few hundredths of a second."""
 
-from .diagnosis import RankState, diagnose
+from .diagnosis import diagnose
+from .hosted import Hosted
+from .outside import Snapshot, ask_elsewhere, snapshot
 from .positions import Positions
-from .watcher import Hosted, ask_elsewhere, snapshot
+from .rank_state import RankState
 
-__all__ = ["Hosted", "Positions", "RankState", "ask_elsewhere", "diagnose", "snapshot"]
+__all__ = [
+    "Hosted",
+    "Positions",
+    "RankState",
+    "Snapshot",
+    "ask_elsewhere",
+    "diagnose",
+    "snapshot",
+]

@@ -1,137 +1,123 @@
 """Which rank is not doing what the program says, from the positions of all ranks.
 
-A rank that waits in a call waits for the members of the group that have not made it. Whoever is waited
-for, directly or over others, and waits for nobody itself, is why the run stands still; where all wait
-for each other, the calls of a group differ, and the first that does is shown.
+A rank that waits in a call waits for the members of the group that have not made it. A rank that others
+wait for, directly or through others, and that waits for nobody itself, is the cause. Where all wait for
+each other there is no such rank. Then either the calls differ, and the first that does is shown; or
+some ranks stand in a call that every member has made, and the network between them has stopped.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
-from .positions import DEVICE, KNOWN, OVER, Made
+from .positions import DEVICE, KNOWN, OVER
+from .rank_state import RankState
+from .reader import GroupKey, Made
 
-PATIENCE = 30  # times the limit that a save, a start or a compilation may do nothing at all
+PATIENCE = (
+    30  # times hang.timeout that a save, a start, a read or a compilation may do nothing at all
+)
 STOPPED = 2.0  # seconds that one rank may be stopped (SIGSTOP) while others are not
-CALLS_SENT = 256
-_FRAMES, _RANKS = 6, 16  # shown on the screen
+_FRAMES, _CAUSES, _LINES = 6, 4, 16  # shown on the screen
 
-
-@dataclass(frozen=True)
-class RankState:
-    """One rank, as its host's watcher sees it. `still`: seconds since it last went on; `waits`: the
-    number of the call that it waits in, `DEVICE` for its own GPU, 0 for none."""
-
-    rank: int
-    host: str
-    pid: int
-    step: int
-    phase: str
-    note: str
-    op: str
-    still: float
-    longest: float
-    waits: int
-    state: str  # of the process, as /proc shows it: R, S, D, T; X: it is gone
-    doing: str = ""  # what its thread does by the kernel: a system call, a file, computing
-    memory: int = 0  # bytes of the host's that it holds
-    locked: bool = False  # none of its threads gets the interpreter's lock
-    calls: tuple[Made, ...] = ()
-    stack: tuple[str, ...] = ()
-
-    @property
-    def call(self) -> Made | None:
-        """The call it waits in."""
-        return next((call for call in self.calls if call.number == self.waits), None)
-
-    @property
-    def over(self) -> bool:
-        return self.state == "X" or self.phase in OVER
-
-    @property
-    def where(self) -> str:
-        """What it does, by itself."""
-        if self.state == "X":
-            return f"its process {self.pid} has ended"
-        if self.phase in OVER:
-            return "it has ended" if self.phase == "ended" else "it has failed"
-        at = f"at {self.op}" if self.op else self.phase
-        note = f", {self.note}" if self.note and not self.op else ""
-        stopped = "stopped (SIGSTOP), " if self.state == "T" else ""
-        return f"it is {stopped}{at}{note}"
-
-    @property
-    def lines(self) -> list[str]:
-        """All that is known, with the whole stack."""
-        waits = f", waits in {self.call}" if self.call else ""
-        doing = f" [{self.doing}]" if self.doing else ""
-        who = f"rank {self.rank} on {self.host}, process {self.pid}"
-        where = self.where.removeprefix("it is ")
-        line = f"{who}: step {self.step + 1}, {where}{waits}, for {self.still:.1f} s{doing}"
-        return [line, *_frames(self, 100)]
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(replace(self, calls=self.calls[-CALLS_SENT:]))
-
-    @classmethod
-    def from_json(cls, table: Mapping[str, Any]) -> "RankState":
-        calls = []
-        for call in table["calls"]:
-            name, ranks, before = call["group"]
-            calls.append(Made(**{**call, "group": (name, tuple(ranks), before)}))
-        return cls(**{**table, "calls": tuple(calls), "stack": tuple(table["stack"])})
+World = Mapping[int, RankState]
+Awaited = Mapping[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Whether the run hangs, and in one screen why; `ranks` are those that are the cause."""
+    """Whether the run hangs, and in one screen why. `ranks` are those that are the cause. `notices` are
+    lines about a run that does not hang, each with a key that stays the same while the line grows."""
 
     hangs: bool
     ranks: tuple[int, ...]
     lines: tuple[str, ...]
     full: tuple[str, ...] = field(default=(), compare=False)
+    notices: tuple[tuple[str, str], ...] = ()
 
     @property
     def text(self) -> str:
         return "\n".join(self.lines)
 
 
+@dataclass(frozen=True)
+class Limits:
+    """Seconds without progress after which a rank counts as stuck."""
+
+    timeout: float
+    longest: float  # the longest operation of any rank so far
+
+    @classmethod
+    def of(cls, ranks: Sequence[RankState], timeout: float) -> "Limits":
+        return cls(timeout, max((r.longest for r in ranks), default=0.0))
+
+    @property
+    def plain(self) -> float:
+        return self.timeout + self.longest
+
+    def of_rank(self, r: RankState) -> float:
+        if r.phase in KNOWN:
+            return PATIENCE * self.timeout + self.longest
+        return self.plain
+
+
 def diagnose(ranks: Sequence[RankState], timeout: float, missing: Sequence[str] = ()) -> Diagnosis:
-    """Why ranks stand still, if they do. `missing`: hosts whose watchers do not answer."""
+    """Why the run makes no progress, if it does not. `missing`: hosts whose watchers do not answer."""
     world = {r.rank: r for r in ranks}
     awaited = {r.rank: waited_for(r, world) for r in ranks}
-    limit = timeout + max((r.longest for r in ranks), default=0.0)
-    stuck = [r for r in ranks if _is_cause(r, world, awaited, limit)]
+    limits = Limits.of(ranks, timeout)
     live = [r for r in ranks if not r.over]
-    late = [r for r in live if r.still > limit]
+    late = [r for r in live if r.still > limits.of_rank(r)]
+    stuck = [r for r in ranks if _is_cause(r, world, awaited, limits)]
     all_wait = bool(live) and late == live and all(awaited[r.rank] for r in live)
-    if not (stuck or all_wait or (missing and late)):
-        slow = [r for r in live if r.still > timeout and r.phase in KNOWN and r.waits == 0]
-        lines = [
-            f"rank {r.rank} is {r.phase}{' ' * bool(r.note)}{r.note} for {r.still:.0f} s; it is not"
-            " ended for that"
-            for r in slow
-        ]
-        return Diagnosis(False, (), tuple(lines))
-    step = max((r.step for r in live), default=0)
-    longest = max((r.still for r in ranks if r.phase not in OVER), default=0.0)
-    lines = [f"the run hangs at step {step + 1}: it stands still since {longest:.0f} s"]
-    lines[0] += f" (hang.timeout = {timeout:g} s, longest operation {limit - timeout:.1f} s)"
-    lines += [f"host {host} does not answer" for host in missing]
-    for r in stuck[:4]:
+    # A rank that waits for one on a host of which nothing is known.
+    lost = missing and any(_waits_beyond(r, world, awaited) for r in late)
+    traced = any(r.traced for r in live)
+    if traced or not (stuck or all_wait or lost):
+        notices = tuple(_notices(live, limits))
+        return Diagnosis(False, (), tuple(text for _, text in notices), notices=notices)
+    lines = [_headline(ranks, live, limits)]
+    lines += [f"host {host} does not answer: it is down, or the network to it" for host in missing]
+    for r in stuck[:_CAUSES]:
         lines += _cause(r, ranks, awaited)
+    if len(stuck) > _CAUSES:
+        lines.append(f"and {len(stuck) - _CAUSES} more ranks are stuck")
     if not stuck and not missing:
-        lines += _differing(ranks, awaited)
-        for r in [r for r in live if r.stack][:2]:
-            lines += [f"rank {r.rank}:", *_frames(r, 3)]
+        lines += _deadlock(live, world, awaited)
     lines += _waiters(ranks, awaited)
     full = (*lines, "", *(line for r in ranks for line in r.lines))
     return Diagnosis(True, tuple(r.rank for r in stuck), tuple(lines), full)
 
 
-def waited_for(r: RankState, world: Mapping[int, RankState]) -> tuple[int, ...]:
-    """The ranks that a rank waits for, of those that are known; its own, if it is for its GPU."""
-    if r.waits == 0 or r.over or r.state == "T":
+def _headline(ranks: Sequence[RankState], live: Sequence[RankState], limits: Limits) -> str:
+    step = max((r.step for r in live), default=0)
+    idle = max((max(r.still, r.held) for r in ranks if r.phase not in OVER), default=0.0)
+    terms = f"hang.timeout = {limits.timeout:g} s, longest operation {limits.longest:.1f} s"
+    return f"the run hangs at step {step + 1}: no progress for {idle:.0f} s ({terms})"
+
+
+def _notices(live: Sequence[RankState], limits: Limits) -> Iterator[tuple[str, str]]:
+    """Ranks that make no progress and are left alone, and why."""
+    for r in live:
+        who, goes_on = f"rank {r.rank}", "the run is not ended for that"
+        if r.traced and max(r.held, r.still) > limits.timeout:
+            yield (
+                f"{who} traced",
+                f"{who} is traced by {r.traced}; the run is not ended while it is",
+            )
+        elif r.output and r.held > limits.timeout:
+            waits = f"has waited {r.held:.0f} s for somebody to read its output ({r.output})"
+            yield f"{who} output", f"{who} {waits}; {goes_on}"
+        elif r.phase in KNOWN and r.waits == 0 and r.still > limits.timeout:
+            text = f"{who} has been {r.place} for {r.still:.0f} s; {goes_on}"
+            yield f"{who} {r.phase} {r.note}", text
+
+
+# ---- who waits for whom
+
+
+def waited_for(r: RankState, world: World) -> tuple[int, ...]:
+    """The ranks that a rank waits for; its own, where all that is known is that it waits for its GPU."""
+    if r.waits == 0 or r.over or r.state in "Tt":
         return ()
     if r.waits == DEVICE:
         behind = [o.rank for o in world.values() if o.waits != DEVICE and o.rank != r.rank]
@@ -141,39 +127,72 @@ def waited_for(r: RankState, world: Mapping[int, RankState]) -> tuple[int, ...]:
         return (r.rank,)
     if call.peer >= 0:
         return (call.peer,)
-    others = [m for m in call.group[1] if m != r.rank and m in world]
-    made = {
-        m: [c.nth for c in world[m].calls if c.group == call.group and c.peer < 0] for m in others
-    }
-    absent = [m for m in others if max(made[m], default=-1) < call.nth]
+    others = [m for m in call.group[1] if m != r.rank]
+    known = [m for m in others if m in world]
+    absent = [m for m in known if not has_made(world[m], call)]
+    unknown = [m for m in others if m not in world]
     # All have made it: one that does not wait may have to move its part of it.
-    idle = [m for m in others if world[m].waits == 0]
-    return tuple(absent or idle or [m for m in call.group[1] if m != r.rank])
+    idle = [m for m in known if world[m].waits == 0]
+    return tuple(absent or unknown or idle or others)
 
 
-def _is_cause(
-    r: RankState,
-    world: Mapping[int, RankState],
-    awaited: Mapping[int, tuple[int, ...]],
-    limit: float,
-) -> bool:
+def has_made(r: RankState, call: Made) -> bool:
+    """Whether a rank has made a collective of a group of its own."""
+    counts = dict(r.made)
+    if call.group in counts:
+        return counts[call.group] > call.nth
+    seen = [c.nth for c in r.calls if c.group == call.group and c.peer < 0]
+    return max(seen, default=-1) >= call.nth
+
+
+def _has_matched(r: RankState, waiter: RankState, call: Made) -> bool:
+    """Whether a rank has made its side of the message that `waiter` waits for in `call`."""
+    sides = (
+        c.nth
+        for c in r.calls
+        if c.group == call.group and c.peer == waiter.rank and c.sends != call.sends
+    )
+    return max(sides, default=-1) >= call.nth
+
+
+def _is_complete(r: RankState, world: World) -> bool:
+    """Whether a rank waits in a call that every other rank of it has made too."""
+    call = r.call
+    if call is None:
+        return False
+    if call.peer >= 0:
+        return call.peer in world and _has_matched(world[call.peer], r, call)
+    others = [m for m in call.group[1] if m != r.rank]
+    return all(m in world and has_made(world[m], call) for m in others)
+
+
+def _is_cause(r: RankState, world: World, awaited: Awaited, limits: Limits) -> bool:
     if r.over:
-        return any(o.still > limit for o in world.values() if r.rank in awaited[o.rank])
+        waiting = (o for o in world.values() if r.rank in awaited[o.rank])
+        return any(o.still > limits.plain for o in waiting)
+    if r.traced or r.output:
+        return False
     if r.state == "T":
-        alone = len(world) == 1 or any(o.state != "T" for o in world.values())
-        return alone and r.still > min(limit, STOPPED)
-    return not awaited[r.rank] and r.still > (PATIENCE * limit if r.phase in KNOWN else limit)
+        # Where all are stopped, as after Ctrl-Z, somebody means to continue them.
+        others_run = any(o.state != "T" and not o.over for o in world.values())
+        return others_run and r.held > min(limits.plain, STOPPED)
+    return not awaited[r.rank] and r.still > limits.of_rank(r)
 
 
-def _cause(
-    r: RankState, ranks: Sequence[RankState], awaited: Mapping[int, tuple[int, ...]]
-) -> Iterator[str]:
+def _waits_beyond(r: RankState, world: World, awaited: Awaited) -> bool:
+    """Whether a rank waits for one of which nothing is known, or for its GPU and so perhaps for one."""
+    return r.waits == DEVICE or any(rank not in world for rank in awaited[r.rank])
+
+
+# ---- in words
+
+
+def _cause(r: RankState, ranks: Sequence[RankState], awaited: Awaited) -> Iterator[str]:
     """What a rank should be doing by the calls of those that wait for it, and what it does."""
     calls = [o.call for o in ranks if r.rank in awaited[o.rank] and o.rank != r.rank]
     call = next((c for c in calls if c is not None), None)
-    should = f" should be in {call};" if call else ""
-    for_ = "" if r.over else f", for {r.still:.0f} s"
-    yield f"rank {r.rank}{should or ':'} {r.where}{for_}"
+    should = f" should be in {call};" if call else ":"
+    yield f"rank {r.rank}{should} {r.where}"
     if r.doing:
         lock = "; it holds the interpreter's lock" if r.locked and r.state != "T" else ""
         yield f"    process {r.pid} on {r.host}: {r.doing}{lock}"
@@ -184,8 +203,8 @@ def _frames(r: RankState, most: int) -> list[str]:
     return [f"      {frame}" for frame in r.stack[:most]]
 
 
-def _waiters(ranks: Sequence[RankState], awaited: Mapping[int, tuple[int, ...]]) -> Iterator[str]:
-    """A line for all that wait for the same in the same call."""
+def _waiters(ranks: Sequence[RankState], awaited: Awaited) -> Iterator[str]:
+    """A line for all that wait for the same ranks in the same call."""
     alike: dict[str, list[RankState]] = {}
     for r in ranks:
         if awaited[r.rank]:
@@ -193,7 +212,7 @@ def _waiters(ranks: Sequence[RankState], awaited: Mapping[int, tuple[int, ...]])
             who = span([o for o in awaited[r.rank] if o != r.rank])
             alike.setdefault(f"for {who}, in {what}" if who else f"for {what}", []).append(r)
     for count, (what, waiting) in enumerate(alike.items()):
-        if count == _RANKS:
+        if count == _LINES:
             yield f"and {len(alike) - count} more"
             return
         verb = "waits" if len(waiting) == 1 else "wait"
@@ -216,24 +235,84 @@ def span(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {text}{more}"
 
 
-def _differing(ranks: Sequence[RankState], awaited: Mapping[int, tuple[int, ...]]) -> Iterator[str]:
-    """The first call of a group that two of its members have made otherwise, or not both."""
-    yield "all ranks wait for each other: they do not make the same calls"
-    sides: dict[tuple[Any, int], dict[str, list[tuple[int, int]]]] = {}  # of each call
-    for r in ranks:
-        for call in (c for c in r.calls if c.peer < 0):
-            text = f"{call.text} of {call.op}" if call.op else call.text
+def _deadlock(live: Sequence[RankState], world: World, awaited: Awaited) -> Iterator[str]:
+    """Why all ranks wait for each other."""
+    complete = [r for r in live if _is_complete(r, world)]
+    different = list(_difference(live))
+    if different:
+        yield "all ranks wait for each other: they do not make the same calls"
+        yield from different
+    elif complete:
+        yield from _network(complete, world)
+    else:
+        yield from _absence(live, world, awaited)
+    for r in [r for r in live if r.stack][:2]:
+        yield f"rank {r.rank}:"
+        yield from _frames(r, 3)
+
+
+def _network(complete: Sequence[RankState], world: World) -> Iterator[str]:
+    """Calls that every member has made and that do not end, with the hosts that they are between."""
+    members: dict[str, set[int]] = {}
+    for r in complete:
+        call = r.call
+        assert call is not None
+        ranks = {r.rank, call.peer} if call.peer >= 0 else set(call.group[1])
+        name = call.text if call.peer >= 0 else str(call)
+        members.setdefault(name, set()).update(ranks)
+    for name, ranks in list(members.items())[:_CAUSES]:
+        hosts: dict[str, list[int]] = {}
+        for rank in sorted(ranks):
+            hosts.setdefault(world[rank].host, []).append(rank)
+        yield f"{span(sorted(ranks))} have all made {name}, and it does not end"
+        sides = [f"{host} ({span(on_it)})" for host, on_it in hosts.items()]
+        if len(hosts) > 1:
+            more = f" and {len(sides) - 8} more hosts" if len(sides) > 8 else ""
+            yield f"    no data passes between {', '.join(sides[:8])}{more}: look at the network"
+        else:
+            yield f"    no data passes between these ranks, which are all on {sides[0]}"
+
+
+def _difference(live: Sequence[RankState], only: GroupKey | None = None) -> Iterator[str]:
+    """The first call of a group that two of its members have made differently. Of one group `only`,
+    calls alike count as different too where they were made at different operations."""
+    sides: dict[tuple[GroupKey, int], dict[str, list[tuple[int, int]]]] = {}
+    for r in live:
+        for call in r.calls:
+            if call.peer >= 0 or only not in (None, call.group):
+                continue
+            text = f"{call.text} of {call.op}" if call.op and only else call.text
             of_call = sides.setdefault((call.group, call.nth), {})
             of_call.setdefault(text, []).append((call.number, r.rank))
     differ = [
-        (min(min(who) for who in made.values()), nth, group[0], made)
+        (min(number for who in made.values() for number, _ in who), group, nth, made)
         for (group, nth), made in sides.items()
         if len(made) > 1
     ]
     if differ:
-        _, nth, group, made = min(differ, key=lambda each: each[0])
+        _, group, nth, made = min(differ, key=lambda each: each[0])
+        if not only and (detailed := list(_difference(live, group))):
+            yield detailed[0]
+            return
         text = "; ".join(f"{span([rank for _, rank in who])}: {of}" for of, who in made.items())
-        yield f"the first that differs is call {nth} of {group}: {text}"
-    elif absent := [(r, o) for r in ranks for o in awaited[r.rank] if r.call and o != r.rank]:
-        r, rank = absent[0]
-        yield f"rank {rank} has not made {r.call}, where rank {r.rank} waits"
+        yield f"the first that differs is call {nth} of {group[0]}: {text}"
+
+
+def _absence(live: Sequence[RankState], world: World, awaited: Awaited) -> Iterator[str]:
+    """A call that some members wait in and another has not made, as it waits elsewhere itself."""
+    for r in live:
+        call = r.call
+        if call is None:
+            continue
+        for rank in awaited[r.rank]:
+            other = world.get(rank)
+            if other is None or other is r:
+                continue
+            done = _has_matched(other, r, call) if call.peer >= 0 else has_made(other, call)
+            if not done:
+                yield "all ranks wait for each other: they do not make the same calls"
+                at = f"; it waits in {other.call}" if other.call else ""
+                yield f"rank {rank} has not made {call}, where rank {r.rank} waits{at}"
+                yield from _difference(live, call.group)
+                return
+    yield "all ranks wait for each other"

@@ -44,7 +44,7 @@ from .program import shape_of
 from .rank import Rank, keep_freed_memory
 from .stop import STOP, StopError, StopRequests, remove_stale_stop, stop_requests
 from .stragglers import OwnTime, Stragglers
-from .watched import host, tell_compilations, watched
+from .watched import tell_compilations, watched
 
 IN_A_ROW = 3  # so many steps that are not finite end a run
 
@@ -175,7 +175,7 @@ class _Loop:
                 text = "no checkpoints in memory: they need ranks that are processes, or torchrun's"
                 self.log.event("not kept", text)
             elif folder:
-                self.memory = MemoryCheckpoints(folder, host(), rank.local, rank.updates)
+                self.memory = MemoryCheckpoints(folder, positions.host, rank.local, rank.updates)
         self.bad = 0
         self.own = OwnTime(queued=rank.world.device.type == "cuda")
         self.stragglers = Stragglers(rank.run.hang.straggler, rank.program.owner)
@@ -399,6 +399,8 @@ class _Loop:
         else:
             self._decided(self.saver.poll())
         self._uploaded()
+        while self.positions.notices:
+            self.log.event("watcher", self.positions.notices.popleft())
 
     def _uploaded(self) -> str:
         """Tell what became of uploads; why the last failed, if it did."""

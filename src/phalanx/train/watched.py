@@ -1,34 +1,26 @@
-"""A run whose ranks are watched: each writes its positions, and the first rank of every host starts a
-process that notices when they stand still (`phalanx.hang`)."""
+"""A run whose ranks are watched: each writes its position, and the first rank of every host starts a
+process that notices when they make no progress (`phalanx.hang`)."""
 
 import json
 import os
-import socket
-import subprocess
-import sys
-import threading
+import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import astuple
 from pathlib import Path
-from typing import Any
-
-import phalanx
 
 from ..comm import World
 from ..comm.agree import exchange
 from ..comm.threads import ThreadWorld
 from ..hang import Hosted, Positions
 from ..hang.diagnosis import PATIENCE
-from ..hang.positions import started_at
-from ..layout.files import write_text
+from ..hang.hosted import RankProcess
+from ..hang.positions import TOKEN
+from ..hang.processes import started_at
 from ..layout.run import Run
 from .checkpoint_memory import memory_folder
-
-# Nothing that a launcher sets: who looks for its ranks by their environment finds ranks only.
-_ENVIRONMENT = {
-    name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ
-}
-_START = "import sys; sys.path.insert(0, {!r}); from phalanx.hang.watcher import main; main()"
+from .hosts import RankHome, hosts_of, machine_name, place
+from .watcher_process import WatcherProcess
 
 
 def call_timeout(run: Run) -> float:
@@ -39,26 +31,36 @@ def call_timeout(run: Run) -> float:
 
 @contextmanager
 def watched(world: World, run: Run) -> Iterator[Positions]:
-    """Write down where this rank is, and have it watched. Every rank of the world comes here."""
+    """Writes down where this rank is, and has it watched. Every rank of the world comes here."""
     positions = Positions(world.rank)
     if isinstance(world, ThreadWorld):  # of one process: a debugger shows it whole
         yield positions
         positions.close("ended")
         return
-    mine = [world.rank, os.getpid(), started_at(os.getpid()), positions.paths]
-    group = world.split("watched", [range(world.size)])
-    texts = exchange(group, json.dumps([host(), mine]))
-    world.release("watched")
-    hosts: dict[str, list[Any]] = {}
-    for name, rank in map(json.loads, texts):
-        hosts.setdefault(name, []).append(rank)
-    ranks = hosts[host()]
-    positions.watched = all(rank[3] for rank in ranks) and run.hang.timeout > 0
-    if ranks[0][0] == world.rank and all(rank[3] for rank in ranks):
+    hosts, start = _meet(world, positions)
+    positions.host = next(
+        name for name, ranks in hosts.items() if world.rank in {r.rank for r in ranks}
+    )
+    ranks = hosts[positions.host]
+    # Process 1 of a container is out of reach for signals that are sent inside it.
+    seen = all(rank.files and rank.pid > 1 for rank in ranks)
+    positions.watched = seen and run.hang.timeout > 0
+    watcher = None
+    if seen and ranks[0].rank == world.rank:
         out, memory = Path(run.out).resolve(), memory_folder(run) or ""
-        _start_watcher(
-            Hosted(host(), str(out), tuple(hosts), run.hang.timeout, tuple(ranks), str(memory))
+        hosted = Hosted(
+            positions.host,
+            str(out),
+            tuple(hosts),
+            run.hang.timeout,
+            tuple(ranks),
+            str(memory),
+            start,
         )
+        with suppress(OSError):  # for those who look from outside
+            hosted.folder.make()
+            hosted.folder.write(hosted.name, str(hosted))
+        watcher = WatcherProcess(hosted, positions)
     world.record(positions)
     how = "failed"
     try:
@@ -66,36 +68,34 @@ def watched(world: World, run: Run) -> Iterator[Positions]:
         how = "ended"
     finally:
         positions.close(how)
+        if watcher:
+            watcher.close()
         world.record(None)
 
 
-def host() -> str:
-    """The processes that can see each other: those of one host, and there of one container."""
-    space = ""
-    with suppress(OSError):
-        space = os.readlink("/proc/self/ns/pid").strip("pid:[]")
-    return f"{socket.gethostname()}-{space}".replace("/", "-")
-
-
-def _start_watcher(hosted: Hosted) -> None:
-    with suppress(OSError):  # for those who look from outside
-        hosted.path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(hosted.path, str(hosted))
-    root = str(Path(phalanx.__file__).parents[1])
-    command = [sys.executable, "-S", "-c", _START.format(root)]
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=_ENVIRONMENT, text=True
-    )
-    assert process.stdin is not None
-    with suppress(OSError):  # it has been killed: the run goes on without
-        process.stdin.write(str(hosted))
-        process.stdin.close()
-    # It ends after its ranks; where the process lives on, somebody has to ask how it ended.
-    threading.Thread(target=process.wait, daemon=True).start()
+def _meet(world: World, positions: Positions) -> tuple[dict[str, list[RankProcess]], str]:
+    """The ranks of each host by its name, and a random name of this start of the run: the same on all
+    ranks."""
+    positions.words[TOKEN] = 1 + secrets.randbits(62)
+    pid = os.getpid()
+    mine = RankProcess(world.rank, pid, started_at(pid), tuple(positions.paths))
+    home = RankHome(machine_name(), place(), mine, positions.words[TOKEN])
+    group = world.split("watched", [range(world.size)])
+    texts = exchange(group, json.dumps([*astuple(home), secrets.token_hex(8)]))
+    tables = [json.loads(text) for text in texts]
+    homes = [
+        RankHome(machine, where, RankProcess.parse(process), token)
+        for machine, where, process, token, _ in tables
+    ]
+    # All read before anybody may end: in the second exchange all have come past it.
+    sees = [other.process.rank for other in homes if home.sees(other)]
+    sights = [json.loads(text) for text in exchange(group, json.dumps(sees))]
+    world.release("watched")
+    return hosts_of(homes, sights), tables[0][-1]
 
 
 def tell_compilations(positions: Positions) -> None:
-    """Have torch's compiler say when it is at work."""
+    """Has torch's compiler say when it is at work."""
     from torch._dynamo.callback import callback_handler
 
     phases = ExitStack()

@@ -1,0 +1,133 @@
+"""The ranks of a run on other hosts, asked for through the run's folder.
+
+Who wants to know them replaces the file `asked`; each host's watcher then writes what it sees into
+HOST.answer.json, with the time of the question, which is the file server's: clocks of hosts may differ.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from .hosted import ANSWER
+from .rank_state import RankState, pack, unpack
+from .ranks_folder import ASKED, RanksFolder
+from .untrusted import parse_object, whole
+
+FRESH = 10 * 10**9  # ns by which an answer may be older than the question
+LAST = -1  # in place of that time: the watcher has ended, and nothing more comes
+ASK_EVERY = 2.0  # seconds
+RECENT = 6.0  # seconds for which a watcher believes an answer
+_POLL = 0.25
+_ANSWER_EVERY = 0.75
+
+
+def ask(folder: RanksFolder) -> None:
+    """Asks all hosts anew. Who may not write there sees what others have asked for."""
+    with suppress(OSError):
+        folder.write(ASKED)
+
+
+def answer(folder: RanksFolder, host: str, start: str, asked: int, states: list[RankState]) -> None:
+    """Writes what the watcher of a host sees."""
+    table = {"asked": asked, "start": start, **pack(states)}
+    folder.write(f"{host}{ANSWER}", json.dumps(table))
+
+
+def answers(
+    folder: RanksFolder, hosts: Iterable[str], start: str
+) -> dict[str, tuple[int, list[RankState]]]:
+    """The answers of hosts that are there and fresh, of this start of the run, each with its time."""
+    found = dict[str, tuple[int, list[RankState]]]()
+    asked = 0
+    with suppress(OSError):
+        asked = folder.read(ASKED).written
+    for host in hosts:
+        with suppress(OSError, ValueError, KeyError):
+            table = parse_object(folder.read(f"{host}{ANSWER}").raw)
+            at = whole(table["asked"], LAST)
+            if table["start"] == start and (at == LAST or asked - at < FRESH):
+                found[host] = at, unpack(table, host)
+    return found
+
+
+@dataclass(frozen=True)
+class Others:
+    """What a watcher knows of other hosts: their ranks, the hosts that do not answer, and those of
+    which it is not known yet whether they do."""
+
+    ranks: tuple[RankState, ...] = ()
+    missing: tuple[str, ...] = ()
+    pending: tuple[str, ...] = ()
+
+
+@dataclass
+class _Heard:
+    """The last answer of a host: when it came, by our clock, and of which question."""
+
+    at: float
+    asked: int
+    ranks: list[RankState]
+
+
+class Elsewhere:
+    """The other hosts as a watcher sees them. Their files are read in a thread of its own: a file system
+    that does not answer holds up nothing else."""
+
+    def __init__(self, out: Path, hosts: Sequence[str], start: str, timeout: float) -> None:
+        self.folder, self.hosts, self.start = RanksFolder(out), list(hosts), start
+        # Seconds without an answer after which a host is missing. A file server may take some.
+        self.silence = min(30.0, max(5.0, 2 * timeout))
+        self._wanted = -1e9  # when somebody last wanted to know
+        self._since = 0.0  # since when somebody wants to know, without a break
+        self._heard = dict[str, _Heard]()
+        self._thread: threading.Thread | None = None
+
+    def look(self, now: float) -> Others:
+        """What is known by now; the first look begins to ask."""
+        if not self.hosts:
+            return Others()
+        if now - self._wanted > 3 * ASK_EVERY:
+            self._since = now
+        self._wanted = now
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._read, name="elsewhere", daemon=True)
+            self._thread.start()
+        heard = {host: each for host, each in list(self._heard.items()) if each.at >= self._since}
+        ranks = [r for each in heard.values() if now - each.at < RECENT for r in each.ranks]
+        last = {host: heard[host].at if host in heard else self._since for host in self.hosts}
+        missing = [host for host, at in last.items() if now - at > self.silence]
+        known = [host for host, each in heard.items() if now - each.at < RECENT]
+        pending = [host for host in self.hosts if host not in (*missing, *known)]
+        return Others(tuple(ranks), tuple(missing), tuple(pending))
+
+    def _read(self) -> None:
+        asked = 0.0
+        while True:
+            now = time.monotonic()
+            if now - self._wanted < ASK_EVERY:
+                if now - asked > ASK_EVERY:
+                    asked = now
+                    ask(self.folder)
+                for host, (at, ranks) in answers(self.folder, self.hosts, self.start).items():
+                    known = self._heard.get(host)
+                    if known is None or at == LAST or known.asked != at or known.ranks != ranks:
+                        self._heard[host] = _Heard(time.monotonic(), at, ranks)
+            time.sleep(_POLL)
+
+
+def answer_for_ever(
+    folder: RanksFolder, host: str, start: str, states: Callable[[], list[RankState]]
+) -> None:
+    """Answers each question, in a thread of the watcher."""
+    answered = 0
+    while True:
+        time.sleep(_ANSWER_EVERY)
+        with suppress(OSError, ValueError):
+            asked = folder.read(ASKED).written
+            if asked != answered:
+                answer(folder, host, start, asked, states())
+                answered = asked

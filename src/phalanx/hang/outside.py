@@ -1,0 +1,140 @@
+"""A run's ranks as they are seen from outside, by `phalanx doctor hang` and `phalanx top`.
+
+The run may be another user's, and all that its folder says may be made up to harm who looks. Nothing is
+believed but what the kernel confirms: that the process runs, was started when the folder says, belongs
+to the user who wrote that, and has the memory of a rank open. Only such a process gets a signal, the
+one that asks for stacks, and only if it has a handler for it.
+"""
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from .elsewhere import answers, ask
+from .hosted import Hosted, RankProcess, entries_of
+from .positions import LONGEST, SINCE
+from .rank_state import RankState
+from .ranks_folder import RanksFolder, SmallFile
+from .watched_rank import WatchedRank
+
+_SMALL = 1 << 20  # bytes of the file of a host
+_MOST = 1 << 14  # processes that are looked at
+_WAIT = 0.1
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The ranks of a run on this host, its timeout, the hosts whose ranks are not to be seen here, and
+    what there is to say about who owns them."""
+
+    ranks: tuple[RankState, ...]
+    timeout: float
+    elsewhere: tuple[str, ...]
+    notices: tuple[str, ...] = ()
+
+
+def snapshot(folder: Path, seconds: float = 1.0, *, stacks: bool = True) -> Snapshot:
+    """Looks for so long at a run's ranks on this host."""
+    ranks_folder = RanksFolder(folder)
+    files = list(_hosted(ranks_folder))
+    states, here, notices = list[RankState](), set[str](), list[str]()
+    seen = set[int]()  # processes: a file may name one many times
+    for hosted, file in files:
+        entries = [entry for entry in hosted.ranks if entry.pid not in seen][: _MOST - len(seen)]
+        seen.update(entry.pid for entry in entries)
+        watched = list(_watched(hosted, entries, file, notices))
+        if watched:
+            here.add(hosted.host)
+            asks = stacks and _may_signal(ranks_folder, file)
+            states += _states(watched, seconds, stacks=asks)
+    newest = _newest(files)
+    elsewhere = [host for host in newest.hosts if host not in here] if newest else []
+    timeout = newest.timeout if newest else 60.0
+    return Snapshot(tuple(states), timeout, tuple(elsewhere), tuple(dict.fromkeys(notices)))
+
+
+def _hosted(folder: RanksFolder) -> Iterator[tuple[Hosted, SmallFile]]:
+    """The files in which hosts name their ranks, but for those that are not usable."""
+    for name in entries_of(folder):
+        with suppress(OSError, ValueError):
+            file = folder.read(name, _SMALL)
+            hosted = Hosted.parse(file.raw)
+            if hosted.name == name:
+                yield hosted, file
+
+
+def _newest(files: Sequence[tuple[Hosted, SmallFile]]) -> Hosted | None:
+    """What the last start of the run has written: a killed one leaves its files."""
+    newest = max(files, key=lambda each: each[1].written, default=None)
+    return newest[0] if newest else None
+
+
+def _watched(
+    hosted: Hosted, entries: Sequence[RankProcess], file: SmallFile, notices: list[str]
+) -> Iterator[WatchedRank]:
+    """The ranks that the kernel confirms, with what there is to say about the others."""
+    me = os.geteuid()
+    for entry in entries:
+        try:
+            yield WatchedRank(entry, hosted.host, file.owner)
+        except PermissionError:
+            notices.append(
+                f"{hosted.host}: ranks of user {file.owner} are not shown: their processes cannot be"
+                f" read by user {me}, or are not theirs"
+            )
+        except OSError:  # it has ended, or is none
+            continue
+        else:
+            if file.owner != me:
+                notices.append(
+                    f"the run belongs to user {file.owner}: what is shown of it is what that user's"
+                    " processes say"
+                )
+
+
+def _may_signal(folder: RanksFolder, file: SmallFile) -> bool:
+    """Whether the user whose ranks these are is also the one whom the run belongs to."""
+    with suppress(OSError):
+        return folder.owner == file.owner
+    return False
+
+
+def _states(watched: Sequence[WatchedRank], seconds: float, *, stacks: bool) -> Iterator[RankState]:
+    begins = [r.reader.ask_for_stacks() if stacks else -1 for r in watched]
+    begun = time.monotonic()
+    while time.monotonic() < begun + seconds:
+        time.sleep(0.05)
+        for r in watched:
+            with suppress(OSError):
+                r.look(time.monotonic())
+    for r, begin in zip(watched, begins, strict=True):
+        with suppress(OSError):
+            words, now = r.reader.words(), time.monotonic()
+            if r.since <= begun and words[SINCE] > 0:  # no progress while we looked
+                r.since = min(r.since, words[SINCE] / 1e3)
+            r.longest = max(r.longest, words[LONGEST] / 1e3)
+            yield r.state(now, r.reader.stack(begin) if stacks else ())
+        r.reader.close()
+
+
+def ask_elsewhere(
+    folder: Path, here: Sequence[str], seconds: float = 0.0
+) -> tuple[list[RankState], list[str]]:
+    """The ranks of a run on other hosts that share its folder, and the hosts that have not answered
+    within `seconds`. Ask again, and who has answered in between is seen."""
+    ranks_folder = RanksFolder(folder)
+    newest = _newest(list(_hosted(ranks_folder)))
+    others = [host for host in newest.hosts if host not in here] if newest else []
+    if not newest or not others:
+        return [], []
+    ask(ranks_folder)
+    end = time.monotonic() + seconds
+    while True:
+        found = answers(ranks_folder, others, newest.start)
+        if len(found) == len(others) or time.monotonic() > end:
+            states = [state for _, ranks in found.values() for state in ranks]
+            return states, [host for host in others if host not in found]
+        time.sleep(_WAIT)

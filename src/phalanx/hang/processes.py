@@ -1,0 +1,244 @@
+"""Processes of this host as the kernel shows them in /proc, and signals that reach no other process.
+
+A number alone does not name a process: after its end another process may get the number, and a
+negative number names whole groups, -1 every process of the machine. `Process` holds one process by
+its number and start, and by a descriptor of the kernel's where there is one.
+"""
+
+import errno
+import os
+import select
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+# Names of the system calls that threads of a rank are seen in, by machine and number.
+_X86_64 = """
+    0 read, 1 write, 2 open, 7 poll, 17 pread64, 18 pwrite64, 19 readv, 20 writev, 23 select,
+    35 nanosleep, 45 recvfrom, 56 clone, 61 wait4, 74 fsync, 75 fdatasync, 82 rename,
+    202 futex (a lock), 230 clock_nanosleep, 232 epoll_wait, 257 openat, 270 pselect6, 271 ppoll,
+    435 clone3"""
+_AARCH64 = """
+    22 epoll_pwait, 38 renameat, 56 openat, 63 read, 64 write, 65 readv, 66 writev, 67 pread64,
+    68 pwrite64, 72 pselect6, 73 ppoll, 82 fsync, 83 fdatasync, 98 futex (a lock), 101 nanosleep,
+    115 clock_nanosleep, 207 recvfrom, 220 clone, 260 wait4, 276 renameat2, 435 clone3"""
+
+
+def _named(table: str) -> dict[str, str]:
+    pairs = (each.split(None, 1) for each in table.split(","))
+    return {number: name.strip() for number, name in pairs}
+
+
+_CALLS = {"x86_64": _named(_X86_64), "aarch64": _named(_AARCH64)}.get(os.uname().machine, {})
+# Their first argument is the number of an open file.
+_WRITES = ("write", "writev")
+_ON_FILES = (*_WRITES, "read", "readv", "pread64", "pwrite64", "fsync", "fdatasync")
+# Where the kernel shows no system call: its functions in which a write to a pipe or a terminal sleeps.
+_WRITES_IN_KERNEL = ("pipe_write", "anon_pipe_write", "n_tty_write", "tty_write", "wait_woken")
+_STREAMS = {1: "standard output", 2: "standard error"}
+
+
+class Process:
+    """A process of this host, held so that no later one with its number is taken for it.
+
+    Raises OSError where no such process runs. `started` is in ticks since the machine was started.
+    """
+
+    def __init__(self, pid: int, started: int) -> None:
+        # 0 is the caller's group, -1 every process there is, and 1 ends a container.
+        if not 1 < pid < 1 << 31:
+            raise OSError(errno.EINVAL, "no rank can have this process number", str(pid))
+        self.pid, self.started = pid, started
+        self._descriptor = _descriptor_of(pid)
+        # Only now: the descriptor stays with the process that is looked at here.
+        if self.gone:
+            self.close()
+            raise ProcessLookupError(errno.ESRCH, "the process has ended", str(pid))
+
+    @property
+    def gone(self) -> bool:
+        return not alive(self.pid, self.started)
+
+    def send(self, number: int) -> bool:
+        """Sends a signal to this process, and to no other; False when it has ended or may not be
+        signalled."""
+        with suppress(OSError):
+            if self._descriptor >= 0:
+                signal.pidfd_send_signal(self._descriptor, number)
+                return True
+            if not self.gone:
+                os.kill(self.pid, number)
+                return True
+        return False
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _descriptor_of(pid: int) -> int:
+    """A descriptor of a process; -1 where the system has none."""
+    if not hasattr(os, "pidfd_open"):
+        return -1
+    try:
+        return os.pidfd_open(pid)
+    except OSError as error:
+        # A kernel before 5.3, or a container that does not allow the call.
+        if error.errno in (errno.ENOSYS, errno.EPERM) and status_of(pid).get("Tgid") == str(pid):
+            return -1
+        raise  # it has ended, or it is the number of a thread
+
+
+def alive(pid: int, started: int) -> bool:
+    """Whether the process still is the one that was started at that tick of the clock."""
+    return started > 0 and started_at(pid) == started
+
+
+def started_at(pid: int) -> int:
+    """When a process was started, in ticks since the machine was; 0 when it is gone."""
+    if pid <= 0:
+        return 0
+    fields = stat_of(f"/proc/{pid}")
+    return 0 if fields[0] in "ZX" else int(fields[19])
+
+
+def stat_of(path: str) -> list[str]:
+    """The fields of /proc/PID/stat, or of a thread's, after the name: its state first, X when it is
+    gone."""
+    with suppress(OSError):
+        text = Path(path, "stat").read_text(errors="replace")
+        return text.rpartition(")")[2].split() or ["X"]
+    return ["X"]
+
+
+def status_of(pid: int) -> dict[str, str]:
+    """The lines of /proc/PID/status by their names; empty when the process is gone."""
+    with suppress(OSError):
+        lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
+        return {name: value.strip() for name, _, value in (each.partition(":") for each in lines)}
+    return {}
+
+
+def users_of(pid: int) -> set[int]:
+    """The real, effective, saved and file system user of a process: one, but of a setuid program."""
+    return set(map(int, status_of(pid).get("Uid", "").split()))
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal; without one the signal may end it."""
+    caught = int(status_of(pid).get("SigCgt", "0"), 16)
+    return bool(caught >> (number - 1) & 1)
+
+
+def memory_held(pid: int) -> int:
+    """Bytes of the host's memory that a process holds."""
+    with suppress(OSError, IndexError, ValueError):
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+def thread_by_kernel(pid: int, thread: int) -> tuple[str, str]:
+    """A thread's scheduler state, and that state and its system call in words."""
+    state = stat_of(f"/proc/{pid}/task/{thread}")[0]
+    words = {
+        "R": "computing",
+        "S": "asleep",
+        "D": "waits for a disk or the kernel",
+        "T": "stopped",
+        "t": "stopped by a debugger",
+    }
+    if state == "X":
+        return state, ""
+    return state, f"{words.get(state, state)}{_system_call(pid, thread)}"
+
+
+def _system_call(pid: int, thread: int) -> str:
+    """The end of a sentence: in which system call a thread is, and on which file."""
+    name, arguments = system_call_of(pid, thread)
+    if name:
+        of = ""
+        if name in _ON_FILES:
+            with suppress(OSError):
+                of = f" of {os.readlink(f'/proc/{pid}/fd/{arguments[0]}')}"
+        return f" in {name}{of}"
+    channel = _channel(pid, thread)
+    return f" in {channel}" if channel else ""
+
+
+def system_call_of(pid: int, thread: int) -> tuple[str, tuple[int, ...]]:
+    """The name and the arguments of the system call that a thread is in. An empty name: it is in
+    none, or the kernel does not say (Yama's ptrace_scope hides it of processes that are no children)."""
+    with suppress(OSError, ValueError):
+        text = Path(f"/proc/{pid}/task/{thread}/syscall").read_text()
+        call, *values = text.split()
+        if call not in ("running", "-1") and _CALLS:
+            arguments = tuple(int(value, 16) for value in values)
+            return _CALLS.get(call, f"system call {call}"), arguments
+    return "", ()
+
+
+def _channel(pid: int, thread: int) -> str:
+    """The function of the kernel in which a thread sleeps."""
+    with suppress(OSError):
+        name = Path(f"/proc/{pid}/task/{thread}/wchan").read_text()
+        return "" if name == "0" else name
+    return ""
+
+
+# ---- what keeps a process from running on
+
+
+def tracer_of(pid: int) -> str:
+    """The process that traces a process, as a debugger does; empty when none does."""
+    tracer = int(status_of(pid).get("TracerPid", "0"))
+    if not tracer:
+        return ""
+    return f"{status_of(tracer).get('Name', 'a process')} (process {tracer})"
+
+
+def unread_output(pid: int) -> str:
+    """The output stream of a process that a thread of it waits for somebody to read; empty when none
+    does. Any thread: the others may wait for a lock that it holds."""
+    streams = {target: number for number in _STREAMS if (target := _stream(pid, number))}
+    for thread in _threads(pid) if streams else ():
+        name, arguments = system_call_of(pid, thread)
+        number = None
+        if name in _WRITES:
+            with suppress(OSError):
+                number = streams.get(os.readlink(f"/proc/{pid}/fd/{arguments[0]}"))
+        elif not name and _channel(pid, thread) in _WRITES_IN_KERNEL:
+            full = (each for each in streams.values() if _is_full(pid, each))
+            number = next(full, None)
+        if number is not None:
+            target = _stream(pid, number).partition(":")[0]
+            return f"{_STREAMS[number]}, {'a ' * (target[0] != '/')}{target}"
+    return ""
+
+
+def _threads(pid: int) -> list[int]:
+    with suppress(OSError):
+        return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
+    return []
+
+
+def _stream(pid: int, number: int) -> str:
+    """Where an output stream leads; empty for files, which nobody has to read."""
+    with suppress(OSError):
+        target = os.readlink(f"/proc/{pid}/fd/{number}")
+        if target.startswith(("pipe:", "socket:", "/dev/pts/", "/dev/tty", "/dev/console")):
+            return target
+    return ""
+
+
+def _is_full(pid: int, number: int) -> bool:
+    """Whether an output stream takes no more at present."""
+    with suppress(OSError):
+        flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+        file = os.open(f"/proc/{pid}/fd/{number}", flags)
+        try:
+            return not select.select([], [file], [], 0)[1]
+        finally:
+            os.close(file)
+    return False

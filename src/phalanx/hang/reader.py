@@ -1,0 +1,248 @@
+"""A rank's position, read by another process: the watcher of its host, or somebody who looks.
+
+The memory is the rank's, and who looks may be another user. So nothing of it is mapped (a file that
+shrinks under a map kills the reader), every value is checked, and no number in it is ever signalled.
+"""
+
+import json
+import os
+import re
+import stat
+import struct
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from .positions import (
+    CALL,
+    CALLS_KEPT,
+    COUNTS,
+    FILES,
+    GROUPS,
+    LOG,
+    NOTE,
+    OP,
+    OVER,
+    PHASE,
+    RING,
+    ROOM,
+    SIZE,
+    STACKS,
+    STEP,
+    TEXTS,
+    THREAD,
+    WAITS,
+    WORDS,
+    phase_named,
+)
+from .processes import Process, catches, users_of
+from .untrusted import items, line, one_line, whole
+
+MOST_RANKS = 1 << 24  # that a rank's number is below
+TEXT = 2000  # characters of a text that are shown
+FRAMES = 200  # of a stack that are read
+_PAGE = struct.Struct(f"{WORDS}q")
+_WORD = struct.Struct("q")
+
+GroupKey = tuple[str, tuple[int, ...], int]
+
+
+@dataclass(frozen=True)
+class Made:
+    """A call that a rank has made. Its group is named by its name, its ranks, and how many such groups
+    were made before it. `nth` counts the group's collectives, or the messages in one direction between
+    the same two ranks."""
+
+    number: int
+    group: GroupKey
+    text: str
+    op: str
+    peer: int  # as a rank of the world; -1: a collective
+    sends: bool
+    nth: int
+
+    def __str__(self) -> str:
+        way = f" {'to' if self.sends else 'from'} rank {self.peer}" if self.peer >= 0 else ""
+        return f"{self.text}{way} on {self.group[0]}{f' of {self.op}' if self.op else ''}"
+
+
+class PositionReader:
+    """A rank's position, read through the open files of its process.
+
+    Raises OSError unless `paths` are files in memory that this very process has made as a rank of
+    ours. `owner`: the user that must own the process and its files; None for the ranks of the
+    watcher's own run. `writes`: the watcher leaves its times there.
+    """
+
+    def __init__(
+        self,
+        process: Process,
+        paths: Sequence[str],
+        owner: int | None = None,
+        *,
+        writes: bool = False,
+    ) -> None:
+        self.process = process
+        self._files: list[int] = []
+        try:
+            if owner is not None and users_of(process.pid) != {owner}:
+                raise PermissionError(f"process {process.pid} is not a rank of user {owner}")
+            for path, what in zip(paths, FILES, strict=True):
+                access = os.O_RDWR if writes and not self._files else os.O_RDONLY
+                self._files.append(_open_memory(process.pid, path, what, owner, access))
+            self.words()
+        except (OSError, ValueError) as error:
+            self.close()
+            raise error if isinstance(error, OSError) else OSError(str(error)) from None
+        self._texts: list[str] = []
+        self._groups: dict[int, GroupKey] = {}
+        self._alike: Counter[tuple[str, tuple[int, ...]]] = Counter()
+        self._read = 0
+        self._learning = threading.Lock()
+
+    def close(self) -> None:
+        for file in self._files:
+            os.close(file)
+        self._files = []
+        self.process.close()
+
+    def words(self) -> tuple[int, ...]:
+        """All words of the page, as they are now."""
+        raw = os.pread(self._files[0], _PAGE.size, 0)
+        if len(raw) < _PAGE.size:
+            raise OSError("the memory of the rank is too short")
+        return _PAGE.unpack(raw)
+
+    def word(self, number: int) -> int:
+        return self.words()[number]
+
+    def write(self, number: int, value: int) -> None:
+        """Sets a word; the watcher's own ones."""
+        os.pwrite(self._files[0], _WORD.pack(value), number * _WORD.size)
+
+    def mark(self) -> tuple[int, ...]:
+        """The words that change when the rank makes progress."""
+        return self.words()[STEP : WAITS + 1]
+
+    @property
+    def phase(self) -> str:
+        return phase_named(self.word(PHASE))
+
+    @property
+    def note(self) -> str:
+        raw = os.pread(self._files[0], ROOM, NOTE)
+        length = min(int.from_bytes(raw[:8], "little"), ROOM - 8)
+        return one_line(raw[8 : 8 + length].decode(errors="replace"))
+
+    def text(self, number: int) -> str:
+        with self._learning:
+            end = min(self.word(TEXTS), SIZE - LOG)
+            if end > self._read:
+                raw = os.pread(self._files[0], end - self._read, LOG + self._read)
+                self._read = end
+                for each in raw.split(b"\n")[:-1]:
+                    self._learn(each)
+        return self._texts[number] if 0 <= number < len(self._texts) else ""
+
+    def _learn(self, raw: bytes) -> None:
+        """Adds a line of the log of texts; one that is none counts as empty."""
+        text = ""
+        with suppress(ValueError, RecursionError):
+            parsed = json.loads(raw)
+            text = parsed if isinstance(parsed, str) else ""
+        self._texts.append(one_line(text[:TEXT]))
+        match = re.fullmatch(r"group (\d{1,9}) (.*)", text)
+        if match and len(self._groups) < GROUPS:
+            with suppress(ValueError, RecursionError):
+                self._add_group(int(match[1]), json.loads(match[2]))
+
+    def _add_group(self, number: int, parsed: object) -> None:
+        name, members = items(parsed, 2)
+        ranks = tuple(whole(rank, 0, MOST_RANKS) for rank in items(members, MOST_RANKS))
+        alike = line(name, TEXT), ranks
+        self._groups[number] = *alike, self._alike[alike]
+        self._alike[alike] += 1
+
+    @property
+    def operation(self) -> str:
+        return self.text(self.word(OP))
+
+    def made(self) -> list[tuple[GroupKey, int]]:
+        """How many collectives the rank has made on each of its groups."""
+        self.text(0)
+        raw = os.pread(self._files[0], RING - COUNTS, COUNTS)
+        counts = [count for (count,) in _WORD.iter_unpack(raw[: len(raw) // 8 * 8])]
+        return [
+            (group, max(0, counts[number % GROUPS]))
+            for number, group in self._groups.items()
+            if number % GROUPS < len(counts)
+        ]
+
+    def calls(self) -> list[Made]:
+        """The last calls, the oldest first."""
+        self.text(0)
+        made = []
+        raw = os.pread(self._files[0], LOG - RING, RING)
+        for at in range(0, len(raw) - CALL.size + 1, CALL.size):
+            number, group, text, op, peer, nth = CALL.unpack_from(raw, at)
+            if number and group in self._groups:
+                of = self._groups[group]
+                other = of[1][peer // 2] if 0 <= peer < 2 * len(of[1]) else -1
+                sends = peer >= 0 and bool(peer % 2)
+                made.append(Made(number, of, self.text(text), self.text(op), other, sends, nth))
+        return sorted(made, key=lambda call: call.number)[-CALLS_KEPT:]
+
+    def ask_for_stacks(self) -> int:
+        """Asks the process for its stacks; returns where they will begin. It may be unable to answer."""
+        begin = os.fstat(self._files[1]).st_size
+        # Without the fault handler's answer the signal would end the process.
+        if self.phase not in OVER and catches(self.process.pid, STACKS):
+            self.process.send(STACKS)
+        return begin
+
+    def stack(self, begin: int) -> list[str]:
+        """The stack of the rank's own thread, innermost frame first, of what was written since `begin`."""
+        text = os.pread(self._files[1], 1 << 20, begin).decode(errors="replace")
+        mine = f"0x{self.word(THREAD) & (1 << 64) - 1:016x}"
+        for part in text.replace("\nCurrent thread", "\nThread").split("\nThread "):
+            if mine in part.partition("\n")[0]:
+                frames = [
+                    one_line(frame.strip()[:TEXT])
+                    for frame in part.split("\n")[1:]
+                    if frame.startswith("  File") and "<frozen" not in frame
+                ]
+                return frames[:FRAMES]
+        return []
+
+
+def _open_memory(pid: int, path: str, what: str, owner: int | None, access: int) -> int:
+    """Opens one of a rank's files in memory. Anything else under the path is refused, unopened."""
+    match = re.fullmatch(r"/proc/(\d{1,10})/fd/(\d{1,9})", path)
+    if not match or int(match[1]) != pid:
+        raise OSError(f"{one_line(path)} is not a file of process {pid}")
+    if not os.readlink(path).startswith(f"/memfd:phalanx-{what}-"):
+        raise OSError(f"{path} is not the memory of a rank")
+    # As a mere path first: to open a device or a pipe may do something.
+    found = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        status = os.fstat(found)
+        ours = stat.S_ISREG(status.st_mode)
+        if owner is not None:
+            # In a mount namespace of its own a process can give any file such a name.
+            ours = ours and status.st_uid == owner and status.st_dev == _device_of_memory()
+        if not ours:
+            raise OSError(f"{path} is not the memory of a rank")
+        return os.open(f"/proc/self/fd/{found}", access | os.O_CLOEXEC)
+    finally:
+        os.close(found)
+
+
+def _device_of_memory() -> int:
+    """The number of the file system that all nameless files in memory are on."""
+    file = os.memfd_create("phalanx-compared")
+    try:
+        return os.fstat(file).st_dev
+    finally:
+        os.close(file)

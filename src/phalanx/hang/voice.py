@@ -1,0 +1,61 @@
+"""Lines for standard error that the watcher prints without ever waiting for somebody to read them.
+
+A terminal that was stopped with Ctrl-S, or a pager that nobody scrolls, takes no more. The ranks' own
+output ends there too, so this is when a watcher is needed.
+"""
+
+import os
+import select
+import threading
+from collections import deque
+from contextlib import suppress
+
+from .untrusted import one_line
+
+_MOST = 64  # texts that are kept while nobody reads
+
+
+class Voice:
+    """Prints texts in order, from a thread of its own that ends with the process."""
+
+    def __init__(self, file: int = 2) -> None:
+        self.file = file
+        self._texts: deque[str] = deque(maxlen=_MOST)
+        self._changed = threading.Condition()
+        self._open = 0  # texts that are not printed yet
+        self._thread: threading.Thread | None = None
+
+    def say(self, text: str) -> None:
+        """Prints a text of one or more lines, some time."""
+        lines = [one_line(line) for line in text.strip().split("\n")]
+        with self._changed:
+            self._open += len(self._texts) < _MOST
+            self._texts.append("phalanx: " + "\n  ".join(lines) + "\n")
+            self._changed.notify_all()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._print, name="voice", daemon=True)
+                self._thread.start()
+
+    def flush(self, seconds: float) -> bool:
+        """Waits until all is printed, at most so long; whether it is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._open, seconds)
+
+    def _print(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._texts)
+                text = self._texts.popleft()
+            with suppress(OSError):  # nobody will ever read it
+                self._write(text.encode())
+            with self._changed:
+                self._open -= 1
+                self._changed.notify_all()
+
+    def _write(self, raw: bytes) -> None:
+        left = memoryview(raw)
+        while left:
+            try:
+                left = left[os.write(self.file, left) :]
+            except BlockingIOError:  # somebody has made the stream non-blocking for all who have it
+                select.select([], [self.file], [])

@@ -1,0 +1,185 @@
+"""One rank of this host as it is watched: since when it makes no progress, and what keeps it from it."""
+
+import time
+from collections.abc import Sequence
+
+from .diagnosis import PATIENCE, STOPPED
+from .effort import Effort
+from .hosted import RankProcess
+from .positions import (
+    BEAT,
+    BEATS,
+    HEARTBEAT,
+    KNOWN,
+    LONGEST,
+    LOOKED,
+    NATIVE,
+    OVER,
+    PHASE,
+    SINCE,
+    STEP,
+    WAITS,
+    phase_named,
+)
+from .processes import Process, memory_held, stat_of, thread_by_kernel, tracer_of, unread_output
+from .rank_state import RankState
+from .reader import PositionReader
+from .untrusted import LARGEST
+
+# Times hang.timeout for which a save, a start, a read or a compilation may only compute.
+COMPUTING = 300
+_HELD_EVERY = 0.5  # seconds between two looks at what the threads of a rank wait for
+
+
+class WatchedRank:
+    """A rank and its clock. `owner`: the user whom it must belong to, as for `PositionReader`; None for
+    the ranks of the watcher's own run, where it leaves its times for others and for its successor.
+
+    `since` is when the rank last made progress, by its position or by the work it does. It moves on
+    while the rank is stopped, is held by a debugger, or waits for somebody to read its output.
+    """
+
+    def __init__(self, entry: RankProcess, host: str, owner: int | None = None) -> None:
+        self.entry, self.host, self.watches = entry, host, owner is None
+        self.process = Process(entry.pid, entry.started)
+        self.reader = PositionReader(self.process, entry.files, owner, writes=self.watches)
+        now = time.monotonic()
+        words = self.reader.words()
+        self.mark = self.reader.mark()
+        self.since = self.moved = self.looked = now
+        self.beat, self.beat_since = words[BEAT], now
+        # A watcher that was killed has left the longest operation that it saw.
+        self.longest = min(max(words[LONGEST], 0), LARGEST) / 1e3 if self.watches else 0.0
+        self.effort = Effort(entry.pid, now)
+        self.held_since: float | None = None
+        self.output = ""
+        self._held_looked = 0.0
+
+    # ---- the clock
+
+    def look(self, now: float, timeout: float = 0.0) -> None:
+        """Updates the clock. A rank that has made no progress may be at work, or be held."""
+        words, mark = self.reader.words(), self.reader.mark()
+        elapsed, self.looked = now - self.looked, now
+        if words[BEAT] != self.beat:
+            self.beat, self.beat_since = words[BEAT], now
+        if mark != self.mark:
+            self._progressed(now, mark)
+        elif self._is_held(now):
+            self.skip(elapsed)
+        elif words[WAITS] == 0:
+            self._see_work(now, timeout, words[NATIVE], words[HEARTBEAT])
+        if self.watches:
+            self.reader.write(SINCE, int(self.since * 1e3))
+            self.reader.write(LONGEST, int(self.longest * 1e3))
+            self.reader.write(LOOKED, int(now * 1e3))
+
+    def _progressed(self, now: float, mark: tuple[int, ...]) -> None:
+        waited = self.mark[WAITS - STEP] != 0
+        if not waited and phase_named(self.mark[PHASE - STEP]) not in (*KNOWN, *OVER):
+            self.longest = max(self.longest, now - self.moved)
+        self.mark, self.since, self.moved = mark, now, now
+        self.held_since, self.output = None, ""
+        self.effort.begin(now)
+
+    def _is_held(self, now: float) -> bool:
+        """Whether the rank could not run on if it wanted to."""
+        held = self.kernel_state in ("T", "t")
+        if not held and now - self.moved > 1.0 and now - self._held_looked > _HELD_EVERY:
+            self._held_looked = now
+            self.output = unread_output(self.entry.pid)
+        held = held or bool(self.output)
+        if held and self.held_since is None:
+            self.held_since = now
+        elif not held:
+            self.held_since = None
+        return held
+
+    def _see_work(self, now: float, timeout: float, thread: int, heartbeat: int) -> None:
+        """Counts work as progress, in the phases and within the limits in which it is."""
+        effort, phase = self.effort, self.reader.phase
+        if phase not in (*KNOWN, "first step", "loading data"):
+            return
+        effort.thread, effort.heartbeat = thread, heartbeat
+        effort.look(now)
+        if phase in KNOWN:
+            # Nothing computes for ever without a byte.
+            last, most = max(self.moved, effort.moved_at), COMPUTING * timeout
+            computes = not timeout or effort.computed_at - last < most
+            self.since = max(self.since, effort.moved_at)
+        else:
+            # No first step and no read of data takes longer: then the rank is stuck in a loop.
+            if timeout and now - self.moved > (PATIENCE - 2) * timeout:
+                return
+            computes = phase == "first step"  # which loads code
+            self.since = max(self.since, effort.moved_at)
+        if computes:
+            self.since = max(self.since, effort.computed_at)
+
+    def skip(self, seconds: float) -> None:
+        """Leaves out seconds in which the rank could not run."""
+        self.since += seconds
+        self.moved += seconds
+        self.beat_since += seconds
+        self.effort.skip(seconds)
+
+    def slept(self, seconds: float) -> None:
+        """The watcher itself has stood still for so long, and perhaps all with it."""
+        self.skip(seconds)
+        self.looked += seconds
+
+    # ---- what there is to know
+
+    @property
+    def gone(self) -> bool:
+        return self.process.gone
+
+    @property
+    def over(self) -> bool:
+        return self.reader.phase in OVER or self.gone
+
+    @property
+    def kernel_state(self) -> str:
+        """The state of the rank's own thread, as /proc shows it."""
+        return stat_of(f"/proc/{self.entry.pid}/task/{self.reader.word(NATIVE)}")[0]
+
+    def stands(self, now: float, seconds: float) -> bool:
+        """Whether the rank has made no progress for so long, for whatever reason."""
+        if self.reader.phase in OVER:
+            return False
+        held = now - self.held_since if self.held_since is not None else 0.0
+        return now - self.since + held > seconds
+
+    def is_stopped(self, now: float) -> bool:
+        """Whether the rank has been stopped by a signal (SIGSTOP) for longer than one rank alone may."""
+        held = self.held_since is not None and now - self.held_since > STOPPED
+        return held and self.kernel_state == "T"
+
+    def state(self, now: float, stack: Sequence[str] = ()) -> RankState:
+        reader, words = self.reader, self.reader.words()
+        state, doing, traced = "X", "", ""
+        if not self.gone:
+            state, doing = thread_by_kernel(self.entry.pid, words[NATIVE])
+            traced = tracer_of(self.entry.pid)
+        return RankState(
+            rank=self.entry.rank,
+            host=self.host,
+            pid=self.entry.pid,
+            step=words[STEP],
+            phase=reader.phase,
+            note=reader.note,
+            op=reader.operation,
+            still=max(0.0, now - self.since),
+            longest=self.longest,
+            waits=max(words[WAITS], -1),
+            state=state,
+            doing=doing,
+            memory=memory_held(self.entry.pid) if state != "X" else 0,
+            locked=now - self.beat_since > 4 * BEATS and state not in "TtDX",
+            held=now - self.held_since if self.held_since is not None else 0.0,
+            traced=traced,
+            output=self.output,
+            made=tuple(reader.made()),
+            calls=tuple(reader.calls()),
+            stack=tuple(stack),
+        )

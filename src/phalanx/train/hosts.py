@@ -1,0 +1,98 @@
+"""Which ranks of a run are on one host: those whose processes can see each other's memory.
+
+Machines that were cloned have one name, and a snapshot of one that runs even has one boot id, so ranks
+that may be on one host try it: each reads a random number in the memory of the others.
+"""
+
+import hashlib
+import os
+import re
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ..hang.hosted import RankProcess
+from ..hang.positions import TOKEN
+from ..hang.processes import Process
+from ..hang.reader import PositionReader
+
+
+@dataclass(frozen=True)
+class RankHome:
+    """A rank, the name of its machine, and what all processes that may be on its host have in common.
+    `token`: the random number in its memory."""
+
+    machine: str
+    place: str
+    process: RankProcess
+    token: int
+
+    def sees(self, other: "RankHome") -> bool:
+        """Whether this process, of this rank, can read another rank's memory."""
+        if self.process.rank == other.process.rank:
+            return True
+        return self.place == other.place and _token_of(other.process) == other.token
+
+
+def _token_of(rank: RankProcess) -> int:
+    """The random number in the memory of a rank; 0 where this process cannot read it."""
+    with suppress(OSError):
+        reader = PositionReader(Process(rank.pid, rank.started), rank.files)
+        try:
+            return reader.word(TOKEN)
+        finally:
+            reader.close()
+    return 0
+
+
+def place() -> str:
+    """What the processes of one host have in common: the start of the machine, and in a container its
+    processes and its shared memory."""
+    parts = []
+    with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        parts.append(file.read().strip())
+    with suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    with suppress(OSError):
+        shared = os.stat("/dev/shm")
+        parts.append(f"{shared.st_dev}:{shared.st_ino}")
+    return " ".join(parts) or socket.gethostname()
+
+
+def machine_name() -> str:
+    """The name of this machine, as a part of a file's name."""
+    name = re.sub(r"[^\w.-]", "-", socket.gethostname(), flags=re.ASCII)
+    return name.lstrip(".-")[:64] or "host"
+
+
+def hosts_of(
+    homes: Sequence[RankHome], sees: Sequence[Sequence[int]]
+) -> dict[str, list[RankProcess]]:
+    """The ranks of each host by its name. `sees`: of each rank, which others it can see."""
+    hosts: list[list[RankHome]] = []
+    for rank, home in enumerate(homes):
+        for members in hosts:
+            first = members[0].process.rank
+            if first in sees[rank] and rank in sees[first]:
+                members.append(home)
+                break
+        else:
+            hosts.append([home])
+    named = zip(_names([members[0] for members in hosts]), hosts, strict=True)
+    return {name: [home.process for home in members] for name, members in named}
+
+
+def _names(homes: Sequence[RankHome]) -> list[str]:
+    """The names of hosts: their machines', with an end where several machines have one name."""
+    machines = Counter(home.machine for home in homes)
+    used = Counter[str]()
+    names = []
+    for home in homes:
+        name = home.machine
+        if machines[name] > 1:
+            name += f"-{hashlib.sha256(home.place.encode()).hexdigest()[:6]}"
+        used[name] += 1
+        names.append(f"{name}#{used[name]}" if used[name] > 1 else name)
+    return names

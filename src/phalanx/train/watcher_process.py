@@ -1,0 +1,124 @@
+"""The watcher's process as the rank sees that has started it: it is started again when it dies, is
+stopped, or makes no progress itself."""
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import phalanx
+
+from ..hang import Hosted, Positions
+from ..hang.positions import LOOKED, RANK
+from ..hang.processes import stat_of
+
+# Nothing that a launcher sets: who looks for its ranks by their environment finds ranks only.
+_ENVIRONMENT = {
+    name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ
+}
+_START = (
+    "import sys; sys.path.insert(0, {!r}); from phalanx.hang.watcher import main; sys.exit(main())"
+)
+_LOOK_EVERY = 1.0  # seconds
+_STOPPED = 3.0  # seconds that the watcher may be stopped while this rank runs
+_SILENT = 20.0  # seconds without a look of the watcher
+_SHORT = 10.0  # seconds that a watcher has to live for a start to count as one
+_ATTEMPTS = 3  # that may fail in a row
+
+
+class WatcherProcess:
+    """Starts the watcher of this host and looks after it, in a thread, until `close`.
+
+    What happens to it goes to `positions.notices`, for the run's log, and to this rank's log.
+    """
+
+    def __init__(self, hosted: Hosted, positions: Positions) -> None:
+        self.hosted, self.positions = hosted, positions
+        self._closed = threading.Event()
+        self._process = self._start()
+        self._thread = threading.Thread(target=self._look_after, name="watcher", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """This rank is over: the watcher ends when all ranks of the host are."""
+        self._closed.set()
+
+    def _start(self) -> "subprocess.Popen[str] | None":
+        root = str(Path(phalanx.__file__).parents[1])
+        command = [sys.executable, "-S", "-c", _START.format(root)]
+        self._started = time.monotonic()
+        self._heard = self._started
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                env=_ENVIRONMENT,
+                text=True,
+            )
+        except OSError:
+            return None
+        assert process.stdin is not None
+        with suppress(OSError):  # it has been killed already
+            process.stdin.write(str(self.hosted))
+            process.stdin.close()
+        return process
+
+    def _look_after(self) -> None:
+        failed = 0
+        last = time.monotonic()
+        stopped_since: float | None = None
+        while not self._closed.wait(_LOOK_EVERY):
+            now = time.monotonic()
+            if now - last > 2 * _LOOK_EVERY:  # this process was stopped itself, or starved
+                self._heard, stopped_since = now, None
+            last = now
+            stopped = self._process is not None and _state(self._process.pid) == "T"
+            stopped_since = (stopped_since or now) if stopped else None
+            self._heard = max(self._heard, self.positions.words[LOOKED] / 1e3)
+            what = self._what_is_wrong(now, stopped_since)
+            if not what or self._closed.is_set():
+                continue
+            failed = failed + 1 if now - self._started < _SHORT else 1
+            self._end()
+            if failed > _ATTEMPTS:
+                self._say(f"{what} and cannot be started again: hangs are not noticed from here on")
+                self.positions.watched = False
+                return
+            self._say(f"{what}; it is started again")
+            self._process, stopped_since = self._start(), None
+        if self._process is not None:
+            # Where this process lives on, somebody has to ask how the watcher ended.
+            self._process.wait()
+
+    def _what_is_wrong(self, now: float, stopped_since: float | None) -> str:
+        """What keeps the watcher from its work, as the begin of a sentence; empty if nothing does."""
+        process, who = self._process, f"the watcher of host {self.hosted.host}"
+        if process is None:
+            return f"{who} could not be started"
+        if (code := process.poll()) is not None:
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+            return f"{who} {how}"
+        if stopped_since is not None and now - stopped_since >= _STOPPED:
+            return f"{who} was stopped by a signal"
+        if now - self._heard > _SILENT:
+            return f"{who} has not looked at the ranks for {now - self._heard:.0f} s"
+        return ""
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            with suppress(subprocess.TimeoutExpired):  # the kernel may not let go of it
+                self._process.wait(1.0)
+
+    def _say(self, text: str) -> None:
+        self.positions.notices.append(text)
+        logging.getLogger(f"phalanx.rank{self.positions.words[RANK]}").warning("%s", text)
+
+
+def _state(pid: int) -> str:
+    return stat_of(f"/proc/{pid}")[0]
