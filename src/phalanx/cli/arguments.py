@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ..hang.positions import stat_of
+from ..hang.processes import stat_of
 from ..layout.url import Url
 
 # Fields of /proc/PID/stat, counted from the state: where the arguments lie in memory.
