@@ -3,6 +3,7 @@ transformers on one example at a time."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 from pathlib import Path
@@ -309,6 +310,74 @@ def test_what_is_no_example_is_counted_and_what_is_no_chat_is_named(
     ):
         assert line == f"{source}, line {number}: {words}"
         assert line in captured.err
+
+
+class Power(RuntimeError):
+    """It went off."""
+
+
+def test_a_preparation_of_chats_that_was_stopped_ends_with_the_same_files(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what was left out before the stop, and behind it."""
+    module = importlib.import_module("phalanx.train.data.prepare")
+    monkeypatch.setattr(module, "BETWEEN", 1)
+    monkeypatch.setattr(importlib.import_module("phalanx.train.data.sources"), "BLOCK", 64)
+    rows = [{"messages": chat} for chat in CHATS]
+    rows[1:1] = rows[4:4] = [{"messages": "no chat"}]  # type: ignore[dict-item]
+    source = lines(tmp_path / "a.jsonl", rows)
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    prepare(source, whole, open_vocabulary(folder), share=0.3)
+    plain, marks = module.write_text, [0]
+
+    def off(path: Path, text: str, **options: bool) -> None:
+        marks[0] += 1
+        if marks[0] == 5:
+            raise Power
+        plain(path, text, **options)
+
+    monkeypatch.setattr(module, "write_text", off)
+    with pytest.raises(Power):
+        prepare(source, out, open_vocabulary(folder), share=0.3)
+    monkeypatch.setattr(module, "write_text", plain)
+    done = prepare(source, out, open_vocabulary(folder), share=0.3)
+    assert done.skipped == 2
+    for path in whole.iterdir():
+        assert (out / path.name).read_bytes() == path.read_bytes(), path.name
+    assert len((out / "skipped.txt").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_tokens_of_another_tokenizer_are_not_gone_on_with(
+    name: str, folder: Path, tmp_path: Path
+) -> None:
+    source = lines(tmp_path / "a.jsonl", [{"messages": chat} for chat in CHATS])
+    prepare(source, tmp_path / "out", open_vocabulary(folder), share=0.0)
+    other = copied(folder, tmp_path / "other", PLAIN)
+    prepare(source, tmp_path / "out", open_vocabulary(other), share=0.0)  # as it was
+    (other / name).write_text((other / name).read_text() + " ")
+    with pytest.raises(DataError, match="begun from other sources or with other settings"):
+        prepare(source, tmp_path / "out", open_vocabulary(other), share=0.0)
+
+
+def test_the_tools_of_a_row_are_written_by_the_template(folder: Path, tmp_path: Path) -> None:
+    other = copied(folder, tmp_path / "other", "{{ tools[0].name if tools else 'none' }}" + PLAIN)
+    chat = turns("a", "b")
+    rows = [{"messages": chat, "tools": tools} for tools in ([{"name": "weather"}], [], None)]
+    found, _ = made(lines(tmp_path / "a.jsonl", [*rows, {"messages": chat}]), other)
+    words = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ids, marks = by_hand(folder, chat)
+    heads = [words.encode(text).ids for text in ("weather", "none", "none", "none")]
+    assert found == [([*head, *ids], [*(0 for _ in head), *marks]) for head in heads]
+
+
+def test_a_completion_of_somebody_else_s_messages_is_named(folder: Path, tmp_path: Path) -> None:
+    chat = turns("a", "b", "c", "d")
+    rows = [{"prompt": chat[:1], "completion": chat[1:]}, {"prompt": "a", "completion": "b"}]
+    found, done = made(lines(tmp_path / "a.jsonl", rows), folder)
+    assert (len(found), done.skipped) == (1, 1)
+    named = (tmp_path / "a.jsonl.tokens" / "skipped.txt").read_text()
+    assert "line 1: 'completion' has messages that are not the assistant's" in named
 
 
 def test_templates_that_cannot_be_used_say_why(folder: Path, tmp_path: Path) -> None:

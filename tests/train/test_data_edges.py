@@ -15,7 +15,15 @@ from test_data_files import megatron
 from test_data_order import corpus_of
 
 from phalanx.train.data.batches import Batches
-from phalanx.train.data.token_files import DataError, Stream, open_corpus, verify_prepared
+from phalanx.train.data.prepare import prepare
+from phalanx.train.data.token_files import (
+    DataError,
+    Stream,
+    held_out,
+    open_corpus,
+    verify_prepared,
+)
+from phalanx.train.data.vocabulary import Bytes
 
 
 def test_a_token_as_large_as_the_vocabulary_or_below_0_is_refused(tmp_path: Path) -> None:
@@ -69,6 +77,51 @@ def test_a_long_chat_is_kept_if_a_target_within_the_sequence_is_an_answer(answer
         (notice,) = batches.notices
         assert f"{int(kept)} of 2 documents are longer" in notice
         assert ("1 more have no answer" in notice) != kept
+
+
+def test_rows_keep_their_numbers_where_some_before_them_are_empty(tmp_path: Path) -> None:
+    """The number is part of the name by which a document is held out."""
+    pyarrow, parquet = map(pytest.importorskip, ("pyarrow", "pyarrow.parquet"))
+    texts = [None if n % 3 == 1 else "" if n % 7 == 2 else f"row {n}" for n in range(60)]
+    parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
+    prepare(tmp_path / "a.parquet", tmp_path / "out", Bytes(), share=0.3)
+    there = [n for n, text in enumerate(texts) if text]
+    held = held_out([f"a.parquet:{n}" for n in there], 0.3)
+    expected = [texts[n] for n, out in zip(there, held, strict=True) if out]
+    stream = open_corpus(tmp_path / "out").validation
+    edges = zip(stream.starts, stream.starts[1:], strict=False)
+    assert [bytes(stream.read(a, b)[0].tolist()).decode() for a, b in edges] == expected
+
+
+def test_files_are_read_by_name_folder_by_folder_and_hidden_ones_are_not(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    for name, size in (("a/z.txt", 3), ("a-b.txt", 1), ("b/a/x.txt", 2), ("c.txt", 0)):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"{name} " * (size + 1))
+    (folder / ".hidden.txt").write_text("hidden")
+    (folder / ".git").mkdir()
+    (folder / ".git" / "x.txt").write_text("hidden")
+    prepare(folder, tmp_path / "out", Bytes(), share=0.0)
+    stream = open_corpus(tmp_path / "out").train
+    edges = zip(stream.starts, stream.starts[1:], strict=False)
+    texts = [bytes(stream.read(a, b)[0].tolist()).decode() for a, b in edges]
+    assert [text.split()[0] for text in texts] == ["a/z.txt", "a-b.txt", "b/a/x.txt", "c.txt"]
+
+
+@pytest.mark.parametrize("end", ["\n", ""])
+def test_a_line_is_named_by_its_number_however_far_it_is_in_the_file(
+    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("phalanx.train.data.sources.BLOCK", 64)
+    rows = [json.dumps({"text": f"row {n}"}) for n in range(1, 40)]
+    for number in (3, 20, 39):
+        rows[number - 1] = "{"
+    (tmp_path / "a.jsonl").write_text("\n".join(rows) + end)
+    prepare(tmp_path / "a.jsonl", tmp_path / "out", Bytes(), share=0.0)
+    named = (tmp_path / "out" / "skipped.txt").read_text().splitlines()
+    assert [line.partition(": ")[0] for line in named] == [
+        f"{tmp_path}/a.jsonl, line {number}" for number in (3, 20, 39)
+    ]
 
 
 def test_offsets_of_documents_that_are_cut_under_a_run_are_named(tmp_path: Path) -> None:
