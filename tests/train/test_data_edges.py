@@ -7,6 +7,7 @@ import math
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from phalanx.train.data.token_files import (
     open_corpus,
     verify_prepared,
 )
-from phalanx.train.data.vocabulary import Bytes
+from phalanx.train.data.vocabulary import Bytes, open_vocabulary
 
 
 def test_a_token_as_large_as_the_vocabulary_or_below_0_is_refused(tmp_path: Path) -> None:
@@ -145,3 +146,51 @@ def test_every_file_of_a_prepared_folder_is_verified(tmp_path: Path) -> None:
             assert any(role in each for each in verify_prepared(folder)), role
         finally:
             (folder / role).write_bytes(whole)
+
+
+# ---- tokenizers
+
+
+def _words(folder: Path) -> Any:
+    """A tokenizer of three words, whose ids have a gap, and one more that was added behind it."""
+    tokenizers = pytest.importorskip("tokenizers")
+    folder.mkdir()
+    model = tokenizers.models.WordLevel({"a": 0, "b": 1, "c": 6, "?": 2}, unk_token="?")
+    words = tokenizers.Tokenizer(model)
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    words.add_special_tokens(["<end>", "<turn>"])
+    return words
+
+
+def test_the_vocabulary_reaches_to_the_highest_id_also_of_added_tokens(tmp_path: Path) -> None:
+    words = _words(tmp_path / "words")
+    words.save(str(tmp_path / "words" / "tokenizer.json"))
+    highest = max(words.get_vocab(with_added_tokens=True).values())
+    assert highest >= 6
+    vocabulary = open_vocabulary(tmp_path / "words" / "tokenizer.json", "<turn>")
+    assert vocabulary.size == highest + 1
+    assert vocabulary.end == words.token_to_id("<turn>")
+
+
+def test_padding_and_truncation_of_a_tokenizer_do_not_change_documents(tmp_path: Path) -> None:
+    words = _words(tmp_path / "words")
+    words.enable_padding(length=9, pad_id=2)
+    words.enable_truncation(2)
+    words.save(str(tmp_path / "words" / "tokenizer.json"))
+    made = open_vocabulary(tmp_path / "words" / "tokenizer.json").encode(
+        b"a b ca b c a", np.array([5, 7])
+    )
+    assert made.tokens.tolist() == [0, 1, 6, 0, 1, 6, 0]
+    assert made.lengths.tolist() == [3, 4]
+
+
+@pytest.mark.parametrize("end, expected", [(1, 1), ([6, 0, 1], 6)])
+def test_the_first_of_a_model_s_ends_closes_a_document(
+    end: object, expected: int, tmp_path: Path
+) -> None:
+    """The others end a turn of a chat."""
+    folder = tmp_path / "words"
+    _words(folder).save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": end}))
+    made = open_vocabulary(folder).encode(b"a", np.array([1]))
+    assert made.tokens.tolist() == [0, expected]
