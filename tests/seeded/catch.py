@@ -10,6 +10,7 @@ from phalanx.layout import Layout, Shape
 from phalanx.layout.choices import COMPARED
 from phalanx.parallel import build_model
 from phalanx.verify import SHAPES, Trace, Verdict, batch_of
+from phalanx.verify.low_precision import sums_of
 from phalanx.verify.trial import Setting, join, program_in, train_layout
 from phalanx.verify.verify import OPTIMIZERS, Truth, judge, precision_named, setting_for, truth_of
 
@@ -54,11 +55,12 @@ def truth(
     packed: bool = False,
     dropout: float = 0.0,
     matmul: str = "",
+    cuts: Layout | None = None,
 ) -> Truth:
     """What one process does with one of `verify`'s shapes; trained once."""
     shape = SHAPES[name]
     setting = setting_of(shape, dtype, optimizer=optimizer, packed=packed, noisy=dropout > 0)
-    return truth_of(partial(build_model, shape, dropout=dropout), setting, matmul)
+    return truth_of(partial(build_model, shape, dropout=dropout), setting, matmul, cuts)
 
 
 def trained(layout: Layout, shape: Shape, setting: Setting, dropout: float = 0.0) -> Trace:
@@ -81,7 +83,8 @@ def catch(fault: Fault, dtype: str) -> Catch:
     noisy, by = dropout > 0, fault.optimizer
     setting = setting_of(shape, dtype, optimizer=by, packed=fault.packed, noisy=noisy)
     setting = setting_for(layout, setting)
-    known = truth(fault.shape, dtype, by, fault.packed, dropout, layout.matmul)
+    cuts = sums_of(layout) if layout.matmul else None
+    known = truth(fault.shape, dtype, by, fault.packed, dropout, layout.matmul, cuts)
     with fault.patch():
         got = trained(layout, shape, setting, dropout)
     verdict = judge(layout, got, known, setting)

@@ -170,3 +170,48 @@ def _() -> AbstractContextManager[None]:
         return ctx.matmul.input_gradient(gradient, weight), of_weight, None
 
     return swapped(low_precision._OfExpert, "backward", staticmethod(backward))
+
+
+@fault(
+    "tp: parts of products in 8 bits are rounded to bfloat16 before they are summed",
+    "gqa",
+    "tp2 fp8",
+    "step 0: the output of layers.0",
+)
+def _() -> AbstractContextManager[None]:
+    plain = low_precision.EightBits.forward
+
+    def forward(self: Any, x: Tensor, weight: Any) -> Tensor:
+        return plain(self, x, weight).bfloat16().to(x.dtype)
+
+    return swapped(low_precision.EightBits, "forward", forward)
+
+
+@fault(
+    "tp: a rank's part of a weight has the scales of its first row",
+    "gqa",
+    "tp2 seq fp8",
+    "step 0: the output of layers.0",
+)
+def _() -> AbstractContextManager[None]:
+    def weight(self: Any, weight: Tensor) -> Rounded:
+        z: Rounded = right(weight, self.traits.forward, **self.shared)
+        return z._replace(scales=z.scales[:1].expand_as(z.scales))
+
+    return swapped(low_precision.EightBits, "_weight", weight)
+
+
+@fault(
+    "cp: inputs are rounded for each token and then again for a weight's gradient",
+    "gqa",
+    "cp2 fp8",
+    "step 0: the gradient of layers.",
+)
+def _() -> AbstractContextManager[None]:
+    plain = low_precision.EightBits.weight_gradient
+
+    def weight_gradient(self: Any, x: Tensor, gradient: Tensor) -> Tensor:
+        twice = right(x.flatten(0, -2), self.traits.forward, **self.shared)
+        return plain(self, twice.restored(x.dtype).view_as(x), gradient)
+
+    return swapped(low_precision.EightBits, "weight_gradient", weight_gradient)

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from ..layout import Shape
 from ..models import Decoder, DeepMlp, Router
 from ..parallel import Model, Precision
+from ..parallel.batch import VALID
 from ..train.muon import Muon
 from ..train.optimizer import AdamW, Sgd
 
@@ -262,8 +263,8 @@ def _routing(model: Model) -> Iterator[Routing]:
     gaps: dict[str, list[Tensor]] = {}
     losses: list[Tensor] = []
 
-    def seen(name: str, router: Router, args: tuple[Tensor], out: tuple[Tensor, Tensor]) -> None:
-        x, chosen = args[0], out[1]
+    def seen(name: str, router: Router, args: tuple[Any, ...], out: tuple[Tensor, Tensor]) -> None:
+        x, chosen = (_without_padding(each, args[1]) for each in (args[0], out[1]))
         if model.shape is not None:
             losses.append(_router_loss(model.shape, router, x, chosen))
         scored = router.scored(router.logits(x))
@@ -353,10 +354,15 @@ def _forward(model: Model, batch: Batch, nudge: Nudge | None) -> tuple[Tensor, d
             named = {k: nudge(v) if v.is_floating_point() else v for k, v in named.items()}
         x = piece(**named) if x is None else piece(x, **named)
         if x.dim():
-            outputs[name] = project(x)
+            outputs[name] = project(_without_padding(x, batch.get(VALID)))
             x = _nudged(x, nudge) if nudge else x
     assert x is not None
     return x, outputs
+
+
+def _without_padding(x: Tensor, valid: Tensor | None) -> Tensor:
+    """x (rows, time, ...) without tokens that are not `valid` (rows, time), the last ones of every row."""
+    return x if valid is None else x[:, : int(valid[0].sum())]
 
 
 def _nudged(x: Tensor, nudge: Nudge) -> Tensor:

@@ -31,8 +31,8 @@ from ..train.optimizer import AdamW, Sgd
 from ..train.precision import precision_of
 from .cases import batch_of
 from .compare import Bounds, bounds_of, compare
-from .low_precision import install, layout_keeps_scales
-from .reference import Nudge, Trace, reference
+from .low_precision import can_replay, install, padded, sums_of
+from .reference import Batch, Nudge, Trace, reference
 from .trial import Setting, join, program_in, train_layout
 
 # What opens a world of so many ranks.
@@ -115,11 +115,11 @@ def verify(
     known_truth = cache(partial(truth_of, make, setting))
 
     def terms(layout: Layout) -> tuple[Setting, Truth]:
-        same = not layout.matmul or layout_keeps_scales(layout, model.shape)
-        return setting_for(layout, setting), known_truth(layout.matmul, same)
+        cuts = sums_of(layout) if layout.matmul else Layout()
+        return setting_for(layout, setting), known_truth(layout.matmul, cuts)
 
     if model.original and precision.compute == torch.float64:
-        _refuse_other(model.original, known_truth("", True).trace, setting)
+        _refuse_other(model.original, known_truth("", Layout()).trace, setting)
     by_size: dict[int, list[Layout]] = {}
     for layout in layouts:
         by_size.setdefault(layout.ranks, []).append(layout)
@@ -194,22 +194,33 @@ def judge(layout: Layout, got: Trace, truth: Truth, setting: Setting) -> Verdict
 
 
 def truth_of(
-    make: Callable[[], Model], setting: Setting, matmul: str = "", same_scales: bool = True
+    make: Callable[[], Model], setting: Setting, matmul: str = "", cuts: Layout | None = None
 ) -> Truth:
     """What one process does in this precision, with bounds where that is not float64. `matmul`: a
-    layout's word. Where its scales are not those of one process, the bounds are by other scales."""
-    precision = setting.precision
-    shape = make().shape
+    layout's word for products in 8 bits, and `cuts` where it cuts their sums, and so has scales of its
+    own. Where one process cannot cut a model so, the bounds are by other scales."""
+    precision, cuts = setting.precision, cuts or Layout()
+    model = make()
+    shape = model.shape
     whole = shape is not None and shape.batch_loss > 0  # which is no sum over microbatches
     exact, half = precision.compute == torch.float64, precision.compute == torch.float16
-    exact = exact and same_scales
+    replayed = not matmul or can_replay(model, cuts)
+    exact = exact and replayed
+    own = cuts if matmul and replayed else Layout()
+
+    def batches(step: int) -> Batch:
+        batch = setting.batches(step)
+        return padded(batch, own) if own.ranks > 1 else batch
 
     def train(nudge: Nudge | None = None) -> Trace:
         first, patience = setting.scaling
         model = make()
-        install(model.pieces, matmul, nudge.generator if nudge and not same_scales else None)
+        if nudge and not replayed:
+            install(model, matmul, cuts, nudge.generator)
+        else:
+            install(model, matmul, own)
         return reference(
-            model, setting.batches,
+            model, batches,
             steps=setting.steps, optimizer=setting.optimizer, rate=setting.rate,
             clip=setting.clip, precision=precision, seed=setting.seed,
             microbatches=1 if exact or whole else 3, nudge=nudge,
