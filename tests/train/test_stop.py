@@ -242,6 +242,7 @@ def test_a_stop_between_two_starts_of_a_launcher_counts(tmp_path: Path) -> None:
     # After its proper end there is nothing to stop: the file was meant for what is over.
     journal.write_text(ended)
     (out / STOP).touch()
+    os.utime(out / STOP, (time.time() - 60,) * 2)
     assert not trained(small(out, "steps=9", "optimizer.schedule=constant"), "")[0].stopped
 
 

@@ -13,6 +13,7 @@ from contextlib import suppress
 
 from ..layout.device_environment import set_up
 from ..layout.files import reason
+from ..layout.output import output_scope
 from ..version import VERSION
 from .usage import OutputError, UsageError, complain, nearest_word, say, silence
 
@@ -60,8 +61,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     set_up(os.environ)
     _open_closed()
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] != ["train"]:
+        return _answered(words)
+    with output_scope():  # how a run has ended is told without blocking, too
+        return _answered(words)
+
+
+def _answered(argv: list[str]) -> int:
+    """The exit code of a command, after it or its mistake has been told."""
     try:
-        code = _run(list(sys.argv[1:] if argv is None else argv))
+        code = _run(argv)
         say(end="", flush=True)
     except BrokenPipeError:
         silence()  # who reads us has seen enough (`| head`)

@@ -19,6 +19,7 @@ import argparse
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ from ..layout import Layout
 from ..layout.codec import schema
 from ..layout.environment import EnvironmentMistake, Rendezvous, launched, node_command, rendezvous
 from ..layout.mesh import RANKS
+from ..layout.output import flush_output, output_scope, put_line, settle_output, unblock_output
 from ..layout.run import BYTES, PYTHON, Run, RunError, misfits
 from ..plan import Machine
 from .arguments import hide_secrets, without_secrets
@@ -39,10 +41,11 @@ from .before import refuse_before
 from .usage import Parser, UsageError, complain, hush, print_json, progress, say, whole
 
 if TYPE_CHECKING:
+    from ..comm import World
     from ..train.loop import Outcome
 
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later, which is what a scheduler then does
-_INTERRUPTED = b"The step is finished and saved. Ctrl-C again ends the run at once.\n"
+_INTERRUPTED = "The step is finished and saved. Ctrl-C again ends the run at once."
 _BEGUN = time.time()  # a STOP file older than this process is not meant for it
 
 
@@ -87,7 +90,9 @@ def run(argv: list[str]) -> int:
         raise
     if command := node_command(os.environ, layout.ranks if layout else None):
         os.execv(command[0], [*command, "-m", "phalanx", "train", *without_secrets(argv)])
-    return _train(config, args, notice)
+    with output_scope():
+        unblock_output()  # whoever reads may pause: the run does not
+        return _train(config, args, notice)
 
 
 def _run_of(args: argparse.Namespace) -> tuple[Run, str]:
@@ -316,7 +321,6 @@ def _until_it_ends(config: Run, layout: Layout, args: argparse.Namespace) -> Out
     from ..comm import RankFailed, launch
     from ..train.checkpoint import steps
     from ..train.checkpoint_memory import newest_in_memory
-    from ..train.loop import train
     from ..train.watched import call_timeout
 
     restarts, before = config.train.restarts, None
@@ -324,7 +328,8 @@ def _until_it_ends(config: Run, layout: Layout, args: argparse.Namespace) -> Out
     for left in range(restarts, -1, -1):
         begun = time.time()
         try:
-            outcomes = launch(train, layout.ranks, config, str(layout), args.quiet, True, **terms)
+            settle_output()  # ranks are forked from a process that has no other thread
+            outcomes = launch(_rank, layout.ranks, config, str(layout), args.quiet, **terms)
             first: Outcome = outcomes[0]
             return first
         except RankFailed as error:
@@ -349,6 +354,18 @@ def _until_it_ends(config: Run, layout: Layout, args: argparse.Namespace) -> Out
         before = saved
         complain(f"The ranks are started again with {saved}; restarts left: {left - 1}.")
     return None
+
+
+def _rank(world: World, config: Run, layout: str, quiet: bool) -> Outcome:
+    """One of our own ranks. Its process may have been forked from this one, or be new."""
+    from ..train.loop import train
+
+    with output_scope():
+        unblock_output()
+        try:
+            return train(world, config, layout, quiet, True)
+        finally:
+            flush_output()
 
 
 def _cut_file(config: Run) -> str:
@@ -385,7 +402,7 @@ def _passed_on(file: Path) -> Iterator[None]:
                 rank.terminate()
         if number == signal.SIGINT:
             signal.signal(number, interrupt)
-            os.write(2, _INTERRUPTED)  # what is buffered may be in use where this has come between
+            put_line(sys.stderr, _INTERRUPTED)
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         if os.getpid() == own:

@@ -29,6 +29,7 @@ from ..hang import Positions
 from ..layout.files import open_regular, printable, write_text
 from ..layout.goodput import Goodput, clock, stamp
 from ..layout.journal import read_journal
+from ..layout.output import flush_stream, unblocked
 from ..layout.run import Run
 from ..layout.url import redacted
 from ..program import Program
@@ -257,38 +258,36 @@ def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def print_line(text: str) -> None:
-    """Print, while anybody reads: a run goes on, and saves, when its terminal or its pipe is gone."""
-    try:
-        print(printable(text), flush=True)
-    except OSError:  # not only a broken pipe: a terminal that is gone is EIO
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 class Screen:
-    """One line on a terminal that is written anew; plain lines elsewhere."""
+    """One line on a terminal that is written anew; plain lines elsewhere. Training never waits for
+    whoever reads them (`layout/output.py`)."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self.bar: Any = None
+        self.stream = unblocked(sys.stdout)
 
     def start(self, step: int) -> None:
         self.begun, self.at = time.monotonic(), step
-        if sys.stdout.isatty():
+        if self.stream.isatty():
+            from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn
 
             text = TextColumn("{task.fields[text]}")
-            self.bar = Progress(text, BarColumn(12), refresh_per_second=4)
+            console = Console(file=self.stream)
+            self.bar = Progress(text, BarColumn(12), refresh_per_second=4, console=console)
             self.bar.start()
             self.task = self.bar.add_task("", total=self.run.steps, completed=step, text="starting")
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        if not self.bar:
-            print_line(text)
-            return
-        with suppress(OSError):  # see print_line
+        if self.bar:
             self.bar.console.print(printable(text), markup=False, highlight=False)
+        else:
+            self.print(text)
+
+    def print(self, text: str) -> None:
+        self.stream.write(f"{printable(text)}\n")
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         spent, steps = time.monotonic() - self.begun, self.run.steps
@@ -303,12 +302,12 @@ class Screen:
         if self.bar:
             self.bar.update(self.task, completed=step, text=text)
         else:
-            print_line(text)
+            self.print(text)
 
     def close(self) -> None:
         if self.bar:
-            with suppress(OSError):
-                self.bar.stop()
+            self.bar.stop()
+        flush_stream(self.stream)
 
 
 def memory_of(device: torch.device, sharing: int = 1) -> int:

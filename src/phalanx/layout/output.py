@@ -1,0 +1,310 @@
+"""Standard output and error that never wait for whoever reads them.
+
+A pager that is paused, a terminal after Ctrl-S, a full pipe or a full disk would block `print`, and with
+it the training. Here text is queued, and a thread writes it. If the queue is full, lines are dropped and
+counted, and the count is written once somebody reads again. The thread exists only while text is
+queued: a process without threads can be forked at once.
+"""
+
+import _thread
+import io
+import logging
+import os
+import select
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TextIO
+
+from .files import reason
+
+ROOM = 1 << 20  # characters that are queued at most
+_FEW = (
+    ROOM // 4
+)  # from here on, text that ends no line is dropped: a progress bar is drawn anew anyway
+GRACE = 3.0  # seconds without any progress after which the end of a process leaves text unwritten
+LONGEST = 30.0  # seconds for all of it, where somebody reads very slowly
+
+
+class Outlet:
+    """The text on its way to one open file. `put` may be called in a signal handler."""
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self._write = write  # may block for ever; OSError if the text cannot be written
+        self.error = ""  # why the last text could not be written
+        self._reset()
+        _OUTLETS.add(self)
+
+    def _reset(self) -> None:
+        """Forget what is queued: a forked child has a copy of it, and not the thread."""
+        self.lock = threading.RLock()
+        self._queue: deque[tuple[str, int]] = deque()  # a text, and the lines that are lost with it
+        self._size = 0  # characters in the queue
+        self._dropped = 0  # lines that have not been mentioned yet
+        self._writing = False
+        self._thread = 0
+        self.moved = time.monotonic()  # when the queue or the file last took something
+
+    def put(self, text: str) -> None:
+        """Queue a text. It is dropped if the queue is full."""
+        lines = text.count("\n")
+        with self.lock:
+            room = ROOM if lines else _FEW
+            if self._queue and self._size + len(text) > room:
+                self._dropped += lines
+                return
+            if self._dropped:
+                self._append(_notice(self._dropped), self._dropped)
+                self._dropped = 0
+            self._append(text, lines)
+            if self._writing:
+                return
+            self._writing = True
+            self.moved = time.monotonic()
+        try:
+            # Not `threading.Thread`: its locks may be held where a signal handler has come between.
+            _thread.start_new_thread(self._work, ())
+        except RuntimeError:  # the limit of processes
+            self._work()
+
+    def _append(self, text: str, lines: int) -> None:
+        self._queue.append((text, lines))
+        self._size += len(text)
+
+    def _next(self) -> tuple[str, int] | None:
+        """The next text to write; None, and the thread is to end, if there is none."""
+        with self.lock:
+            if self._queue:
+                text, lines = self._queue.popleft()
+                self._size -= len(text)
+                return text, lines
+            if self._dropped and not self.error:
+                lines, self._dropped = self._dropped, 0
+                return _notice(lines), lines
+            self._writing = False
+            return None
+
+    def _work(self) -> None:
+        self._thread = threading.get_native_id()
+        while (work := self._next()) is not None:
+            text, lines = work
+            try:
+                self._write(text)
+                self.error = ""
+            except (OSError, ValueError) as error:  # ValueError: the stream was closed
+                self.error = reason(error) if isinstance(error, OSError) else str(error)
+                gone = isinstance(error, BrokenPipeError)
+                with self.lock:
+                    self._dropped += 0 if gone else lines
+            self.moved = time.monotonic()
+
+    def flush(self, grace: float = GRACE, longest: float = LONGEST) -> int:
+        """Wait until everything is written, or nothing moves any more. Returns the number of lines
+        that could not be written."""
+        end = time.monotonic() + longest
+        self.moved = max(self.moved, time.monotonic())
+        while self._writing and time.monotonic() < min(end, self.moved + grace):
+            time.sleep(0.002)
+        with self.lock:
+            waiting = sum(lines for _, lines in self._queue)
+            return waiting + self._dropped + int(self._writing)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no thread of this outlet is left."""
+        return not self._writing and not Path(f"/proc/self/task/{self._thread or '-'}").exists()
+
+
+def _notice(lines: int) -> str:
+    what = "line was" if lines == 1 else "lines were"
+    return f"{lines:,} {what} not shown: nobody read the output\n"
+
+
+_OUTLETS: "weakref.WeakSet[Outlet]" = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for outlet in list(_OUTLETS):
+        outlet._reset()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+class UnblockedStream(io.TextIOBase):
+    """A text stream in place of another one, whose text goes through an outlet."""
+
+    def __init__(self, plain: TextIO, outlet: Outlet) -> None:
+        self.plain, self.outlet = plain, outlet
+        self._begun = ""  # a line that has no end yet
+
+    def write(self, text: str) -> int:
+        with self.outlet.lock:
+            whole, newline, rest = (self._begun + text).rpartition("\n")
+            self._begun = rest
+            if newline:
+                self.outlet.put(whole + newline)
+        return len(text)
+
+    def flush(self) -> None:
+        """Queue a line that has no end yet. This does not wait until it is written."""
+        with self.outlet.lock:
+            begun, self._begun = self._begun, ""
+            if begun:
+                self.outlet.put(begun)
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self.plain.encoding or "utf-8"
+
+    @property
+    def errors(self) -> str | None:  # type: ignore[override]
+        return self.plain.errors
+
+    @property
+    def buffer(self) -> object:
+        """The bytes of the stream itself; writing to them may block."""
+        return self.plain.buffer
+
+    @property
+    def name(self) -> str:
+        return str(getattr(self.plain, "name", ""))
+
+    def fileno(self) -> int:
+        return self.plain.fileno()
+
+    def isatty(self) -> bool:
+        return self.plain.isatty()
+
+    def writable(self) -> bool:
+        return True
+
+
+def unblocked(stream: TextIO, *beside: TextIO) -> TextIO:
+    """A stream in place of this one that never blocks. Streams `beside` it that write to the same file,
+    as after `2>&1`, share its outlet, so that the order of their lines stays."""
+    if isinstance(stream, UnblockedStream):
+        return stream
+    with suppress(OSError, ValueError):
+        stream.flush()  # what was buffered before
+    for other in beside:
+        if isinstance(other, UnblockedStream) and _same_file(stream, other):
+            return UnblockedStream(stream, other.outlet)
+    return UnblockedStream(stream, Outlet(_writer(stream)))  # type: ignore[return-value]
+
+
+def _same_file(one: TextIO, other: TextIO) -> bool:
+    try:
+        return os.path.sameopenfile(one.fileno(), other.fileno())
+    except (OSError, ValueError):
+        return False
+
+
+def _writer(stream: TextIO) -> Callable[[str], None]:
+    """How the thread writes to a stream: past its buffer if it is a file of this process, because a
+    thread that stands in the buffer at the end of the process would make Python abort."""
+    descriptor = -1
+    if isinstance(stream, io.TextIOWrapper):  # a notebook's stream has a number that is not its own
+        with suppress(OSError, ValueError):
+            descriptor = stream.fileno()
+    encoding, errors = getattr(stream, "encoding", None) or "utf-8", "backslashreplace"
+
+    def write(text: str) -> None:
+        if descriptor < 0:
+            stream.write(text)
+            stream.flush()
+            return
+        left = memoryview(text.encode(encoding, errors))
+        while left:
+            try:
+                left = left[os.write(descriptor, left) :]
+            except BlockingIOError:  # another process has made the terminal non-blocking
+                waiting = select.poll()
+                waiting.register(descriptor, select.POLLOUT)
+                waiting.poll()
+
+    return write
+
+
+# ---- the streams of this process
+
+_SCOPES: list[tuple[TextIO, TextIO]] = []  # the plain streams of each open scope
+
+
+@contextmanager
+def output_scope() -> Iterator[None]:
+    """At the end of the outermost scope what is queued is written, as far as somebody reads, and the
+    streams that `unblock_output` has replaced are there again."""
+    _SCOPES.append((sys.stdout, sys.stderr))
+    try:
+        yield
+    finally:
+        plain = _SCOPES.pop()
+        if not _SCOPES and (sys.stdout, sys.stderr) != plain:
+            try:
+                flush_output()
+            finally:
+                _replace(*plain)
+
+
+def unblock_output() -> None:
+    """From here to the end of the scope, writing to standard output and error never blocks."""
+    error = unblocked(sys.stderr)
+    _replace(unblocked(sys.stdout, error), error)
+
+
+def _replace(output: TextIO, error: TextIO) -> None:
+    before = sys.stderr
+    sys.stdout, sys.stderr = output, error
+    for handler in logging.root.handlers:
+        if isinstance(handler, logging.StreamHandler) and handler.stream is before:
+            handler.setStream(error)
+
+
+def flush_output(grace: float = GRACE) -> None:
+    """Write what is queued, as far as somebody reads; what is not read is mentioned on standard error
+    if that is another file."""
+    output, error = sys.stdout, sys.stderr
+    for stream in (output, error):
+        stream.flush()
+    if isinstance(output, UnblockedStream) and isinstance(error, UnblockedStream):
+        lost, outlet = output.outlet.flush(grace), output.outlet
+        if lost and outlet is not error.outlet:
+            why = outlet.error or "nobody read it"
+            what = "line of standard output was" if lost == 1 else "lines of standard output were"
+            error.write(f"phalanx: {lost:,} {what} not shown: {why}\n")
+    if isinstance(error, UnblockedStream):
+        error.outlet.flush(grace)
+
+
+def flush_stream(stream: TextIO) -> None:
+    """Write what is queued for one stream, as far as somebody reads."""
+    stream.flush()
+    if isinstance(stream, UnblockedStream):
+        stream.outlet.flush()
+
+
+def put_line(stream: TextIO, line: str) -> None:
+    """Write a line in a signal handler, where the buffer of a plain stream may be in use."""
+    if isinstance(stream, UnblockedStream):
+        stream.outlet.put(f"{line}\n")
+    else:
+        with suppress(OSError, ValueError):
+            os.write(stream.fileno(), f"{line}\n".encode())
+
+
+def settle_output() -> None:
+    """Write what is queued, and wait until the thread that has written it is gone: a process without
+    threads can be forked."""
+    flush_output()
+    end = time.monotonic() + 0.2
+    outlets = [
+        each.outlet for each in (sys.stdout, sys.stderr) if isinstance(each, UnblockedStream)
+    ]
+    while not all(each.idle for each in outlets) and time.monotonic() < end:
+        time.sleep(0.001)
