@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from phalanx.layout.run import Run
 from phalanx.program import ops
-from phalanx.train import checkpoint
+from phalanx.train import checkpoint, watched
 from phalanx.train.executor import Executor
 from phalanx.train.loop import train
 
@@ -44,4 +45,17 @@ def saves_slowly(world: Any, run: Run, layout: str, seconds: float) -> Any:
         return write(*given)
 
     checkpoint.write_file = written
+    return train(world, run, layout, True)
+
+
+def apart(world: Any, task: Any, *args: Any) -> Any:
+    """Runs a task with each rank on a host of its own, of which all have one name."""
+    watched.place = lambda: f"machine {world.rank}"
+    return task(world, *args)
+
+
+def saves_for_ever(world: Any, run: Run, layout: str) -> Any:
+    lock = threading.Lock()
+    lock.acquire()
+    checkpoint.write_file = lambda *_: lock.acquire()
     return train(world, run, layout, True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from pathlib import Path
 
 import pytest
-from hang_worlds import run_in, saves_slowly, sleeps_in_a_backward
+from hang_worlds import apart, run_in, saves_slowly, sleeps_in_a_backward
 
 from phalanx.cli.main import main
 from phalanx.comm import RankFailed, launch
@@ -81,3 +82,24 @@ def test_a_save_that_takes_longer_than_the_timeout_ends_no_run(tmp_path: Path) -
     assert [outcome.step for outcome in outcomes] == [3, 3]
     assert not (Path(run.out) / FILE).exists()
     assert not list(Path(run.out, FOLDER).glob("*.json"))
+
+
+def test_two_hosts_of_one_name_are_two_hosts_and_come_to_one_diagnosis(tmp_path: Path) -> None:
+    run = run_in(tmp_path / "run", "hang.timeout=1.5")
+    with pytest.raises(RankFailed):
+        launch(apart, 2, sleeps_in_a_backward, run, "dp2", 1, backend="gloo", timeout=600.0)
+    said = (Path(run.out) / FILE).read_text()
+    assert f"it has been at {OP} for " in said
+    assert "rank 0 waits for rank 1, in " in said
+    hosts = set(re.findall(r"^rank \d on (\S+),", said, re.M))
+    assert len(hosts) == 2
+    assert len({host.rpartition("-")[0] for host in hosts}) == 1
+    assert said.count("in performed") >= 1  # also where the first host is not the one that hangs
+
+
+def test_a_save_on_one_host_that_is_waited_for_on_another_ends_no_run(tmp_path: Path) -> None:
+    run = run_in(tmp_path / "run", "hang.timeout=0.5", "steps=3")
+    task = (apart, 2, saves_slowly, run, "dp2 zero1", 4.0)
+    outcomes = launch(*task, backend="gloo", timeout=60.0)
+    assert [outcome.step for outcome in outcomes] == [3, 3]
+    assert not (Path(run.out) / FILE).exists()
