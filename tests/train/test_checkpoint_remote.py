@@ -2,149 +2,45 @@
 
 from __future__ import annotations
 
-import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-import fsspec
 import pytest
-from fsspec.implementations.local import LocalFileSystem
-from fsspec.implementations.memory import MemoryFileSystem
-from fsspec.utils import infer_storage_options
 from loop_worlds import losses, records, small, trained, weights
+from remote_worlds import (
+    PASSWORD,
+    Faulty,
+    Flat,
+    Vault,
+    at_once,
+    kill,
+    no_part,
+    own,
+    put,
+    remote_of,
+    sound_there,
+    uploaded,
+)
 
 from phalanx.cli.main import main
+from phalanx.comm import World, launch
 from phalanx.layout.run import Run, RunError
-from phalanx.train import checkpoint_remote
+from phalanx.train import remote_task
 from phalanx.train.checkpoint import steps
 from phalanx.train.checkpoint_format import CheckpointError, verify_checkpoint
-from phalanx.train.checkpoint_remote import RemoteFolder, Uploader
+from phalanx.train.checkpoint_remote import Uploader
+from phalanx.train.remote_folder import RemoteFolder
+from phalanx.train.remote_task import Abandoned, Answer, Task, on_first_rank
 
 CONSTANT = "optimizer.schedule=constant"  # which does not depend on the number of steps
-
-
-class Killed(BaseException):
-    """Not an Exception: nothing goes on after it."""
-
-
-class Faulty(LocalFileSystem):
-    """A local file system, each of whose calls is counted, and of which one fails."""
-
-    protocol = "faulty"
-    cachable = False
-    calls = 0
-    fails: int | None = None
-    how: type[BaseException] = OSError
-    after: Callable[[], Any] = staticmethod(lambda: None)
-
-    @classmethod
-    def called(cls) -> None:
-        cls.after()
-        cls.calls += 1
-        if cls.calls == cls.fails:
-            raise cls.how("made to fail")
-
-    @classmethod
-    def _strip_protocol(cls, path: Any) -> Any:
-        return LocalFileSystem._strip_protocol(str(path).removeprefix("faulty://"))
-
-    def open(self, *args: Any, **words: Any) -> Any:
-        self.called()
-        file = super().open(*args, **words)
-        plain = file.write
-
-        def write(data: Any) -> Any:
-            self.called()
-            return plain(data)
-
-        file.write = write
-        return file
-
-
-def _counted(name: str) -> Any:
-    def call(self: Faulty, *args: Any, **words: Any) -> Any:
-        self.called()
-        return getattr(LocalFileSystem, name)(self, *args, **words)
-
-    return call
-
-
-for each in ("mv", "rm", "rm_file", "pipe_file", "size", "find", "exists", "cat_file", "makedirs"):
-    setattr(Faulty, each, _counted(each))
-fsspec.register_implementation("faulty", Faulty, clobber=True)
-
-
-class Flat(MemoryFileSystem):
-    """A store without folders: it lists every file below a path, and has none that is empty."""
-
-    protocol = "flat"
-    store: ClassVar[dict[str, Any]] = {}
-    pseudo_dirs: ClassVar[list[str]] = [""]
-
-    @classmethod
-    def _strip_protocol(cls, path: Any) -> Any:
-        return MemoryFileSystem._strip_protocol(str(path).removeprefix("flat://"))
-
-    def makedirs(self, path: Any, exist_ok: bool = False) -> None:
-        pass
-
-    def ls(self, path: Any, detail: bool = True, **words: Any) -> Any:
-        path = self._strip_protocol(path)
-        found = [name for name in self.store if name == path or name.startswith(f"{path}/")]
-        if not found:
-            raise FileNotFoundError(path)
-        infos = [{"name": n, "size": self.store[n].size, "type": "file"} for n in sorted(found)]
-        return infos if detail else [info["name"] for info in infos]
-
-
-fsspec.register_implementation("flat", Flat, clobber=True)
-
-
-class Vault(LocalFileSystem):
-    """A local file system that wants a password, and quotes it in the error of each seventh call."""
-
-    protocol = "vault"
-    cachable = False
-    calls = 0
-    broken = False
-
-    def __init__(self, host: str, username: str, password: str, **words: Any) -> None:
-        super().__init__(**words)
-        if password != PASSWORD:
-            raise PermissionError(f"{username} cannot log in with {password}")
-
-    @staticmethod
-    def _get_kwargs_from_urls(url: str) -> Any:
-        options = infer_storage_options(url)
-        return {name: options[name] for name in ("host", "username", "password")}
-
-    @classmethod
-    def _strip_protocol(cls, path: Any) -> Any:
-        text = str(path)
-        return infer_storage_options(text)["path"] if text.startswith("vault") else text.rstrip("/")
-
-    def refuse(self) -> None:
-        Vault.calls += 1
-        if Vault.broken or Vault.calls % 7 == 0:
-            raise OSError(
-                f"no answer of vault://runner:{PASSWORD}@host/x?token={PASSWORD}: {PASSWORD}"
-            )
-
-    def open(self, *args: Any, **words: Any) -> Any:
-        self.refuse()
-        return super().open(*args, **words)
-
-    def ls(self, *args: Any, **words: Any) -> Any:
-        self.refuse()
-        return super().ls(*args, **words)
-
-
-PASSWORD = "pass1word-of-the-vault"
-fsspec.register_implementation("vault", Vault, clobber=True)
 
 
 @pytest.fixture(scope="module")
@@ -167,37 +63,8 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(checkpoint_remote, "WAIT", 0.0)
-    Faulty.calls, Faulty.fails, Faulty.how = 0, None, OSError
-    Faulty.after = staticmethod(lambda: None)
-    Vault.calls, Vault.broken = 0, False
-    yield
-    fsspec.filesystem("memory").rm("/", recursive=True)
-    Flat.store.clear()
-
-
-def sound_there(folder: Path) -> list[str]:
-    """The checkpoints of a remote folder, of which every byte is right."""
-    whole = [path for path in steps(folder) if (path / "manifest.json").exists()]
-    assert not [fault for path in whole for fault in verify_checkpoint(path)]
-    return [path.name for path in whole]
-
-
-def no_part(folder: Path) -> None:
-    """All files that a manifest names are there, with their sizes."""
-    for path in folder.glob("step-*/manifest.json"):
-        for file in json.loads(path.read_text())["body"]["files"]:
-            assert (path.parent / file["name"]).stat().st_size == file["size"]
-
-
-def uploaded(folder: Path, names: list[int], url: str) -> list[str]:
-    """Upload these steps; what went wrong, for each."""
-    uploader, errors = Uploader(url, 1), []
-    for step in names:
-        uploader.offer(folder / f"step-{step:08}")
-        uploader.finish()
-        errors += [each.error for each in uploader.taken()]
-    return errors
+    with at_once(monkeypatch):
+        yield
 
 
 @pytest.mark.parametrize("scheme", ["memory", "file"])
@@ -224,7 +91,8 @@ def test_what_is_damaged_here_is_fetched_and_what_is_damaged_there_passed_over(
 ) -> None:
     folder, there = tmp_path / "run" / "checkpoints", tmp_path / "there"
     shutil.copytree(saved / "checkpoints", folder)
-    assert [RemoteFolder(f"file://{there}").upload(folder / f"step-0000000{n}") for n in (3, 4, 5)]
+    for n in (3, 4, 5):
+        put(f"file://{there}", folder / f"step-0000000{n}")
     for path in (folder / "step-00000005", there / "step-00000005", folder / "step-00000004"):
         file = path / "rank-00001.safetensors"
         raw = bytearray(file.read_bytes())
@@ -241,36 +109,49 @@ def test_what_is_damaged_here_is_fetched_and_what_is_damaged_there_passed_over(
 def test_every_call_of_an_upload_fails_once_and_the_upload_is_made_again(
     saved: Path, tmp_path: Path
 ) -> None:
-    folder = saved / "checkpoints"
-    assert uploaded(folder, [1, 2], f"faulty://{tmp_path}/all") == ["", ""]
+    assert uploaded(saved, [1, 2], f"faulty://{tmp_path}/all") == ["", ""]
     count = Faulty.calls
     assert count > 20
     for n in range(1, count + 1):
         there = tmp_path / str(n)
         Faulty.calls, Faulty.fails = 0, n
-        Faulty.after = staticmethod(partial(no_part, there))
-        assert uploaded(folder, [1, 2], f"faulty://{there}") == ["", ""], n
+        Faulty.before = staticmethod(lambda name, path, there=there: no_part(there))
+        assert uploaded(saved, [1, 2], f"faulty://{there}") == ["", ""], n
         assert sound_there(there) == ["step-00000002"], n
 
 
-def test_an_upload_that_ends_anywhere_leaves_no_manifest_without_its_files(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def killed_in_call(number: int, work: Callable[[], object]) -> bool:
+    """Do the work in a process that SIGKILL ends in its call of this number; whether it came there."""
+    child = os.fork()
+    if not child:
+        try:
+            Faulty.calls, Faulty.fails, Faulty.how = 0, number, kill
+            work()
+        finally:
+            os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
+def test_an_upload_that_is_killed_anywhere_leaves_no_part_and_holds_up_no_start(
+    saved: Path, tmp_path: Path
 ) -> None:
-    folder, ended = saved / "checkpoints", set[str]()
-    monkeypatch.setattr("threading.excepthook", lambda args: None)
-    for n in range(1, 30):
-        there = tmp_path / str(n)
-        Faulty.calls, Faulty.fails, Faulty.how = 0, n, Killed
-        remote = RemoteFolder(f"faulty://{there}")
-        with suppress(Killed):
-            for step in (1, 3):
-                remote.upload(folder / f"step-{step:08}")
-                remote.prune(step, 1)
-        ended.add(" ".join(sound_there(there)))
-        Faulty.fails = None
-        # The next start may take another course since step 1.
-        assert uploaded(folder, [2], f"faulty://{there}") == [""]
+    ended, number = set[str](), 1
+    while True:
+        there = tmp_path / str(number)
+        killed = killed_in_call(number, partial(uploaded, saved, [1, 3], f"faulty://{there}"))
+        no_part(there)
+        ended.add(" ".join(sound_there(there)) if there.exists() else "")
+        # The next start takes another course since step 1, and owns the folder at once.
+        assert uploaded(saved, [2], f"faulty://{there}") == [""]
         assert sound_there(there) == ["step-00000002"]
+        left = {path.parent.name for path in there.rglob("*.safetensors")}
+        assert left <= {"step-00000002", "step-00000003"}, number
+        names = {path.name for path in there.glob("step-00000003/*manifest*")}
+        assert names <= {"set-aside-manifest.json", "manifest.json.writing"}
+        if not killed:
+            break
+        number += 1
+    assert number > 40
     assert ended == {"", "step-00000001", "step-00000003 step-00000001", "step-00000003"}
 
 
@@ -280,7 +161,8 @@ def test_an_upload_that_fails_for_good_is_told_at_the_end(tmp_path: Path) -> Non
     run = small(tmp_path / "run", f"checkpoint.remote=file://{blocked}/x", "steps=1")
     outcomes = trained(run, "dp2")
     assert len(set(outcomes)) == 1
-    assert f"it is not at file://{blocked}/x: rank 0: " in outcomes[0].unsaved
+    assert outcomes[0].unsaved == ""
+    assert str(blocked) in outcomes[0].not_uploaded
     assert records(tmp_path / "run", "upload")[0]["error"]
 
 
@@ -292,13 +174,13 @@ def test_a_run_in_a_folder_below_or_above_does_not_count(
     urls = [top, f"{top}/run1", f"{top}/run1/step-00000009", f"{top}/run10"]
     for step, url in enumerate(urls, 1):
         assert RemoteFolder(url).steps() == []
-        RemoteFolder(url).upload(saved / "checkpoints" / f"step-{step:08}")
+        put(url, saved / "checkpoints" / f"step-{step:08}")
     for step, url in enumerate(urls, 1):
         assert RemoteFolder(url).steps() == [step]
-        RemoteFolder(f"{url}/").prune(step, 1)
+        RemoteFolder(f"{url}/").prune(step, 1, own)
     assert [RemoteFolder(url).steps() for url in urls] == [[1], [2], [3], [4]]
-    RemoteFolder(top).upload(saved / "checkpoints" / "step-00000005")
-    RemoteFolder(top).prune(5, 1)
+    put(top, saved / "checkpoints" / "step-00000005")
+    RemoteFolder(top).prune(5, 1, own)
     assert [RemoteFolder(url).steps() for url in urls] == [[5], [2], [3], [4]]
 
 
@@ -307,10 +189,10 @@ def test_a_new_run_begins_above_the_folder_of_another(
     scheme: str, saved: Path, tmp_path: Path
 ) -> None:
     top = f"file://{tmp_path}/team" if scheme == "file" else f"{scheme}://{tmp_path.name}/team"
-    RemoteFolder(f"{top}/run1").upload(saved / "checkpoints" / "step-00000005")
+    put(f"{top}/run1", saved / "checkpoints" / "step-00000005")
     run = small(tmp_path / "run", f"checkpoint.remote={top}", "steps=1", "validation.batches=0")
     (outcome,) = trained(run, "")
-    assert (outcome.step, outcome.unsaved) == (1, "")
+    assert (outcome.step, outcome.unsaved, outcome.not_uploaded) == (1, "", "")
     assert RemoteFolder(top).steps() == [1]
     assert RemoteFolder(f"{top}/run1").steps() == [5]
 
@@ -373,3 +255,265 @@ def test_without_fsspec_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(util, "find_spec", lambda name: None if name == "fsspec" else find(name))
     with pytest.raises(RunError, match=r"pip install 'phalanx\[remote\]'"):
         Run.parse("", "run", ("checkpoint.remote=s3://bucket/run",))
+
+
+# ---- uploads that stand
+
+
+class Clock:
+    """A clock that a test sets, in place of `time.monotonic`."""
+
+    now = 0.0
+
+    @classmethod
+    def time(cls) -> float:
+        return cls.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> type[Clock]:
+    Clock.now = 1000.0
+    monkeypatch.setattr(remote_task.time, "monotonic", Clock.time)
+    return Clock
+
+
+def blocked_at(*marks: str) -> tuple[threading.Event, threading.Event]:
+    """Have the next call that writes a path with one of these marks stand. The events: it stands; let it
+    go on."""
+    stands, goes_on = threading.Event(), threading.Event()
+
+    def block(name: str, path: str) -> None:
+        if name in ("open", "pipe_file") and any(mark in path for mark in marks):
+            stands.set()
+            assert goes_on.wait(120.0)
+
+    Faulty.before = staticmethod(block)
+    return stands, goes_on
+
+
+def test_work_without_progress_stands_and_slow_work_does_not(clock: type[Clock]) -> None:
+    task = Task(lambda task: "")
+    for _ in range(5):
+        clock.now += 299
+        assert not task.stands(300.0)
+        task.moved()
+    clock.now += 300
+    assert task.stands(300.0).startswith("no progress for 300 s (checkpoint.remote_timeout = 300)")
+    assert not task.stands(0.0)
+    task.abandoned = True
+    with pytest.raises(Abandoned):
+        task.moved()
+
+
+def test_tries_that_get_no_further_are_no_progress_and_one_that_moved_much_is(
+    clock: type[Clock],
+) -> None:
+    task = Task(lambda task: "")
+    for _ in range(6):  # each accepts ten calls, and hangs for a while at the eleventh
+        task.begin_try()
+        for _ in range(10):
+            task.moved()
+        clock.now += 100
+    assert task.stands(600.0)
+    for _ in range(100):
+        task.moved()
+    clock.now += 599
+    task.begin_try()  # it has to move all of that again
+    for _ in range(5):
+        clock.now += 599
+        task.moved()
+        assert not task.stands(600.0)
+
+
+def test_an_upload_that_stands_is_told_and_the_next_one_goes(
+    saved: Path, tmp_path: Path, clock: type[Clock]
+) -> None:
+    url, folder = f"faulty://{tmp_path}/there", saved / "checkpoints"
+    uploader = Uploader(remote_of(url, saved, timeout=300.0), 5)
+    stands, goes_on = blocked_at("step-00000001/")
+    uploader.offer(folder / "step-00000001")
+    assert stands.wait(60.0)
+    clock.now += 299
+    assert uploader.taken() == []
+    assert uploader.current == folder / "step-00000001"
+    clock.now += 2
+    (result,) = uploader.taken()
+    assert (result.step, uploader.current) == (1, None)
+    assert result.error.startswith("no progress for 301 s")
+    assert uploader.missing == result.error
+    uploader.offer(folder / "step-00000002")
+    while uploader.under_way(60.0):
+        pass
+    assert [each.error for each in uploader.taken()] == [""]
+    assert uploader.missing == ""
+    goes_on.set()  # what was given up does nothing more
+    for thread in threading.enumerate():
+        if thread.name == "remote":
+            thread.join(60.0)
+    assert RemoteFolder(url).steps() == [2]
+    assert not uploader.stuck
+    uploader.close()
+
+
+def test_only_so_many_uploads_hang_at_a_time(
+    saved: Path, tmp_path: Path, clock: type[Clock]
+) -> None:
+    url, folder = f"faulty://{tmp_path}/there", saved / "checkpoints"
+    uploader = Uploader(remote_of(url, saved, timeout=300.0), 5)
+    errors = list[str]()
+    stands, goes_on = blocked_at("step-")
+    for step in (1, 2, 3, 4, 5):
+        uploader.offer(folder / f"step-{step:08}")
+        assert step == 5 or stands.wait(60.0)
+        stands.clear()
+        clock.now += 301
+        errors += [each.error for each in uploader.taken()]
+    assert [error.split(" for")[0] for error in errors[:4]] == ["no progress"] * 4
+    assert errors[4] == "4 earlier uploads still hang"
+    goes_on.set()
+    uploader.close()
+
+
+@pytest.mark.parametrize("layout", ["", "dp2"])
+def test_the_end_of_a_run_waits_for_a_standing_upload_no_longer_than_was_asked(
+    layout: str, tmp_path: Path
+) -> None:
+    out, there = tmp_path / "run", tmp_path / "there"
+    _, goes_on = blocked_at("step-00000003/")
+    words = (f"checkpoint.remote=faulty://{there}", "checkpoint.remote_timeout=0.2", "steps=3")
+    outcomes = trained(small(out, *words, "validation.batches=0"), layout)
+    goes_on.set()
+    assert len(set(outcomes)) == 1
+    assert outcomes[0].unsaved == ""
+    assert "(checkpoint.remote_timeout = 0.2)" in outcomes[0].not_uploaded
+    assert "no progress" in records(out, "upload")[0]["error"]
+    assert records(out, "end")[0]["step"] == 3
+    assert not verify_checkpoint(out / "checkpoints" / "step-00000003")
+
+
+def test_a_stop_ends_the_wait_for_an_upload(tmp_path: Path) -> None:
+    out, there = tmp_path / "run", tmp_path / "there"
+    stands, goes_on = blocked_at("step-00000003/")
+
+    def stop() -> None:
+        assert stands.wait(60.0)
+        while not records(out, "checkpoint"):
+            pass
+        (out / "STOP").touch()
+
+    stopper = threading.Thread(target=stop)
+    stopper.start()
+    words = (f"checkpoint.remote=faulty://{there}", "checkpoint.remote_timeout=0", "steps=3")
+    outcomes = trained(small(out, *words, "validation.batches=0"), "dp2")
+    stopper.join()
+    goes_on.set()
+    assert len(set(outcomes)) == 1
+    assert "ended the wait" in outcomes[0].not_uploaded
+    assert outcomes[0].step == 3
+    assert not (out / "STOP").exists()
+
+
+def test_ranks_meet_while_rank_0_waits_for_the_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None waits in one call for long, so no call gives up, and the watcher sees all of them move."""
+    met, plain, enough = [0], remote_task.broadcast_text, threading.Event()
+
+    def broadcast(group: Any, text: str) -> str:
+        met[0] += group.rank == 1
+        if met[0] >= 3:
+            enough.set()
+        return plain(group, text)
+
+    monkeypatch.setattr(remote_task, "broadcast_text", broadcast)
+    monkeypatch.setattr(remote_task, "ROUND", 0.0)
+    answers = launch(_answers, 2, enough, backend="threads")
+    assert answers == [Answer("it came")] * 2
+    assert met[0] >= 3
+
+
+def _answers(world: World, enough: threading.Event) -> Answer:
+    group = world.split("all", [range(world.size)])
+    work: Callable[[Task], str] = lambda task: "it came" if enough.wait(60.0) else "it did not"  # noqa: E731
+    return on_first_rank(group, work, 60.0, str)
+
+
+def test_a_checkpoint_that_is_being_uploaded_is_not_removed_from_the_disk(tmp_path: Path) -> None:
+    """Three later ones are saved meanwhile, of which two are kept."""
+    out, there = tmp_path / "run", tmp_path / "there"
+    stands, goes_on = blocked_at("step-00000001/rank")
+    first, seen = out / "checkpoints" / "step-00000001", list[bool]()
+
+    def watch() -> None:
+        assert stands.wait(60.0)
+        while len(records(out, "checkpoint")) < 4:
+            pass
+        seen.append(first.exists())
+        Faulty.before = staticmethod(lambda name, path: None)
+        goes_on.set()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    words = (f"checkpoint.remote=faulty://{there}", "checkpoint.every=1", "steps=6")
+    (outcome,) = trained(small(out, *words, "validation.batches=0"), "")
+    watcher.join()
+    assert seen == [True]
+    results = records(out, "upload")
+    assert (results[0]["step"], results[0]["error"]) == (1, "")
+    assert outcome.not_uploaded == ""
+    assert not first.exists() or len(steps(out / "checkpoints")) == 3
+
+
+HANGING = """
+import sys, threading
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+from phalanx.cli.main import main
+
+class Hanging(LocalFileSystem):
+    protocol = "hanging"
+    cachable = False
+    @classmethod
+    def _strip_protocol(cls, path):
+        return LocalFileSystem._strip_protocol(str(path).removeprefix("hanging://"))
+    def open(self, path, mode="rb", **words):
+        if "step-00000002" in str(path) and mode == "wb":
+            print("it stands", file=sys.stderr, flush=True)
+            threading.Event().wait()
+        return super().open(path, mode, **words)
+
+fsspec.register_implementation("hanging", Hanging)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("layout", ["", "dp2"])
+def test_a_process_ends_though_an_upload_hangs_and_ctrl_c_ends_the_wait(
+    layout: str, tmp_path: Path
+) -> None:
+    program, out = tmp_path / "hanging.py", tmp_path / "run"
+    program.write_text(HANGING)
+    words = [
+        "train", f"out={out}", f"checkpoint.remote=hanging://{tmp_path}/there", "steps=2", "batch=4",
+        "model={layers=1,hidden=16,heads=2,ffn=24,vocab=256}", "sequence=8", "validation.batches=0",
+        f"layout={layout}", "checkpoint.remote_timeout=0",
+    ]  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, str(program), *words], stderr=subprocess.PIPE, text=True,
+        stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    assert process.stderr is not None
+    try:
+        assert any("it stands" in line for line in iter(process.stderr.readline, ""))
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 1
+    assert "step 2 is saved in" in said
+    assert "a signal, or a STOP file, ended the wait" in said
+    assert "hang" not in said.replace("hanging://", "")
+    assert not (out / "hang.txt").exists()
+    assert not verify_checkpoint(out / "checkpoints" / "step-00000002")

@@ -428,5 +428,12 @@ def _ended(run: Run, outcome: Outcome, as_json: bool) -> int:
             f"step {outcome.step} could not be saved: {outcome.unsaved} The newest checkpoint is {newest}."
         )
         return 1
+    if outcome.not_uploaded:
+        why = outcome.not_uploaded.rstrip(".")
+        complain(
+            f"step {outcome.step} is saved in {run.checkpoints}, and is not at"
+            f" {run.checkpoint.remote}: {why}. The same command tries the upload again."
+        )
+        return 1
     # Launchers start again what ends with another code than 0: a STOP file is to end the run for good.
     return STOPPED if outcome.stopped and outcome.by != STOP else 0

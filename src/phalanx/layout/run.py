@@ -79,6 +79,12 @@ class Checkpoints:
         "URL by fsspec, as s3://bucket/run, to which checkpoints are uploaded, and from which a run goes on"
         " where it has newer ones; ${NAME} in it is an environment variable",
     )
+    remote_timeout: float = key(
+        300.0,
+        "seconds that an upload to `remote`, or a download from it, may make no progress until it is given"
+        " up; 0: for ever",
+        maximum=1e6,
+    )
     every: int = key(0, "steps between checkpoints; 0: only at the end")
     at_end: bool = key(True, "save after the last step too; a run that is stopped always saves")
     keep: int = key(2, "checkpoints to keep; older ones are deleted", minimum=2)

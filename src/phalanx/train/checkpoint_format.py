@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeGuard
 
 import numpy as np
 import torch
@@ -190,6 +190,20 @@ def _any_meet(boxes: Sequence[Box]) -> bool:
     return int(both.sum()) > len(boxes)
 
 
+RUN_ID = "id"  # its key in a manifest's `config`
+_RUN_ID = re.compile(r"[0-9a-f]{32}")
+
+
+def run_id_of(config: object) -> str:
+    """The run id in a manifest's `config`; "" if there is none."""
+    value = config.get(RUN_ID) if isinstance(config, Mapping) else None
+    return value if is_run_id(value) else ""
+
+
+def is_run_id(value: object) -> TypeGuard[str]:
+    return isinstance(value, str) and _RUN_ID.fullmatch(value) is not None
+
+
 @dataclass(frozen=True)
 class Progress:
     """Where a run is: all that it needs, beside its tensors, to go on.
@@ -207,6 +221,11 @@ class Progress:
     shape: Shape | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     state: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def run_id(self) -> str:
+        """The id of the run that made the checkpoint; "" where an earlier version made it."""
+        return run_id_of(self.config)
 
 
 @dataclass(frozen=True)
@@ -482,6 +501,11 @@ def step_of(name: str) -> int:
 def file_of(rank: int) -> str:
     """The file of what a rank writes."""
     return f"rank-{rank:05}.safetensors"
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a file of a checkpoint's tensors may have this name."""
+    return _FILE.fullmatch(name) is not None
 
 
 def manifest_text(path: Path) -> str:

@@ -40,7 +40,7 @@ from .checkpoint_format import (
     read_into,
 )
 from .checkpoint_memory import MemoryCheckpoints
-from .checkpoint_remote import fetch_newer
+from .checkpoint_remote import Remote, fetch_newer
 from .data.batches import Batches
 from .data.digests import SourceRecord, differences, records_of
 from .data.token_files import DataError
@@ -71,11 +71,11 @@ def load(
     identity: ModelIdentity | None = None,
     optimizer: str = "",
     adopt: bool = False,
-    remote: str = "",
+    remote: Remote | None = None,
     memory: MemoryCheckpoints | None = None,
 ) -> Loaded | None:
     """Go on from the newest sound checkpoint of a run, in this layout. None when there is none. One that
-    is newer at the URL `remote` is fetched first. Nothing of them is read where what is in `memory` is no
+    is newer in the folder `remote` is fetched first. Nothing of them is read where what is in `memory` is no
     older.
 
     Every rank calls it. Nothing is changed before all ranks have found the files sound and the
@@ -133,8 +133,10 @@ def _refresh(local: LocalModel) -> None:
 Found = tuple[Path, Manifest]
 
 
-def choose(folder: Path, group: Group, remote: str = "") -> tuple[Found | None, list[str]]:
-    """The newest sound checkpoint of a folder, after all that is newer at the URL `remote` has been
+def choose(
+    folder: Path, group: Group, remote: Remote | None = None
+) -> tuple[Found | None, list[str]]:
+    """The newest sound checkpoint of a folder, after all that is newer in the folder `remote` has been
     tried and fetched; and what is wrong with newer ones.
 
     None when there is no checkpoint at all. When there are and none is sound, that is an error: to begin

@@ -1,246 +1,223 @@
 """Checkpoints in object storage, or on any other file system that fsspec knows.
 
-A checkpoint is made here first. A thread of rank 0 then uploads its files, compared with their
-checksums as they are read, and when all are there its manifest, under another name that is renamed:
-a manifest there is of a whole checkpoint, whenever the upload ends. What goes wrong is tried again.
+A checkpoint is made on the disk first. A thread of rank 0 then uploads it while training goes on, and
+tries again where that fails. An upload that makes no progress is given up and reported. What lies at
+the URL is described in `remote_folder.py`, whose it is in `remote_owner.py`.
 """
 
-import importlib
-import os
+import json
 import threading
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
 from ..comm import Group
-from ..comm.agree import broadcast_text
-from ..layout.files import sync_folder, write_text
 from ..layout.url import Url
 from . import checkpoint_format as stored
-from .checkpoint import ASIDE, SAVING, Saved, make_hidden, why
-from .checkpoint_format import CHUNK, MANIFEST, CheckpointError, Manifest, name_of
+from .checkpoint import Saved, why
+from .checkpoint_format import MANIFEST
+from .lock import RunLocked
+from .remote_folder import ForeignCheckpoint, RemoteFolder
+from .remote_owner import FolderLost, Ownership
+from .remote_task import Answer, Task, on_first_rank, try_often
 
-TRIES = 6  # of each upload
-WAIT = 1.0  # seconds after the first, twice as long after each further one
-FILES = 8  # that are uploaded at once, each with a chunk in memory
-
-
-class RemoteFolder:
-    """A run's checkpoints at a URL."""
-
-    def __init__(self, url: str) -> None:
-        self.url = Url(url)
-        address, options = self.url.connection()
-        self.fs, root = importlib.import_module("fsspec").core.url_to_fs(address, **options)
-        self.root = str(root).rstrip("/")
-
-    def _path(self, step: int, name: str = "") -> str:
-        return "/".join((self.root, name_of(step), name)).rstrip("/")
-
-    def _children(self, path: str) -> dict[str, bool]:
-        """The names directly in a folder, each with whether it is a folder itself.
-
-        Stores without folders may list every file below a path. So a name counts if it is the first
-        part of what follows the folder's own path, and is a folder if there are further parts.
-        """
-        try:
-            entries = self.fs.ls(path, detail=True)
-        except (FileNotFoundError, NotADirectoryError):
-            return {}
-        names: dict[str, bool] = {}
-        for entry in entries:
-            whole = str(self.fs._strip_protocol(entry["name"]))
-            if whole.rstrip("/") == path:  # the folder itself, which some stores list
-                continue
-            if not whole.startswith(f"{path}/"):  # taken for nothing, it would hide checkpoints
-                raise CheckpointError(f"{self.url}: lists {whole[:200]!r}, which is not in it.")
-            name, _, further = whole[len(path) + 1 :].partition("/")
-            if name:
-                folder = bool(further) or entry.get("type") == "directory"
-                names[name] = names.get(name, False) or folder
-        return names
-
-    def _folders(self) -> dict[int, set[str]]:
-        """The names of the files in the folder of each step, the newest first."""
-        self.fs.invalidate_cache()
-        steps = [
-            stored.step_of(name)
-            for name, is_folder in self._children(self.root).items()
-            if is_folder
-        ]
-        return {
-            step: {name for name, folder in self._children(self._path(step)).items() if not folder}
-            for step in sorted(steps, reverse=True)
-            if step >= 0
-        }
-
-    def steps(self) -> list[int]:
-        """Those of which a whole checkpoint is there, the newest first."""
-        return [step for step, names in self._folders().items() if MANIFEST in names]
-
-    def upload(self, path: Path) -> None:
-        """Make this checkpoint one there."""
-        text = stored.manifest_text(path)
-        manifest = Manifest.parse(text, path)
-        there = partial(self._path, manifest.step)
-        if self.fs.exists(there(MANIFEST)):
-            if self.fs.cat_file(there(MANIFEST)) == text.encode():
-                return
-            self.fs.rm_file(there(MANIFEST))  # of another course of the run
-        self.fs.makedirs(there(), exist_ok=True)
-        with ThreadPoolExecutor(FILES) as threads:
-            list(threads.map(lambda file: self._put(path, file, there(file.name)), manifest.files))
-        self.fs.pipe_file(there(f"{MANIFEST}.writing"), text.encode())
-        self.fs.mv(there(f"{MANIFEST}.writing"), there(MANIFEST))
-
-    def _put(self, path: Path, file: stored.StoredFile, there: str) -> None:
-        with (path / file.name).open("rb") as own, self.fs.open(there, "wb") as out:
-            out.writelines(_sound(own, file, str(path)))
-        if (size := self.fs.size(there)) != file.size:
-            raise CheckpointError(f"{there}: has {size:,} bytes, {file.size:,} were uploaded.")
-
-    def prune(self, newest: int, keep: int) -> None:
-        """As here: later steps are of a course that was left, and set aside; `keep` stay."""
-        folders = self._folders()
-        whole = [step for step, names in folders.items() if MANIFEST in names]
-        for step in (s for s in whole if s > newest):
-            self.fs.mv(self._path(step, MANIFEST), self._path(step, f"{ASIDE}{MANIFEST}"))
-        kept = [step for step in whole if step <= newest][:keep]
-        for step, names in folders.items():
-            if step < newest and step not in kept and f"{ASIDE}{MANIFEST}" not in names:
-                if MANIFEST in names:  # first: what is half removed must not look like a checkpoint
-                    self.fs.rm_file(self._path(step, MANIFEST))
-                self.fs.rm(self._path(step), recursive=True)
-
-    def download(self, step: int, folder: Path) -> None:
-        """Make this checkpoint one here. One that has its name, and is damaged, is set aside."""
-        where = f"{self.url}/{name_of(step)}"
-        with self.fs.open(self._path(step, MANIFEST), "rb") as opened:
-            raw = opened.read(stored.LIMIT + 1)
-        if len(raw) > stored.LIMIT:
-            raise CheckpointError(f"{where}: its manifest has more than {stored.LIMIT:,} bytes.")
-        path, text = folder / name_of(step), raw.decode(errors="replace")
-        manifest: Manifest = Manifest.parse(text, path)
-        hidden = make_hidden(folder / f"{SAVING}{step:08}")
-        for file in manifest.files:
-            there = self.fs.open(self._path(step, file.name), "rb")
-            with there, (hidden / file.name).open("xb") as own:
-                own.writelines(_sound(there, file, where))
-                own.flush()
-                os.fsync(own.fileno())
-        write_text(hidden / MANIFEST, text, durable=True)
-        if path.exists():
-            path.rename(_free(path.with_name(f"{ASIDE}{path.name}")))
-        hidden.rename(path)
-        sync_folder(folder)
+MOST_STUCK = 4  # uploads that hang; while so many do, no further one is begun
+ENDING = 10.0  # seconds that the end of a run waits until the folder is released
 
 
-def _free(path: Path) -> Path:
-    """The path, or with a number behind it one that nothing has."""
-    names = (path.with_name(f"{path.name}.{n}") if n else path for n in range(1 << 20))
-    return next(each for each in names if not each.exists())
+@dataclass(frozen=True)
+class Remote:
+    """A run's remote folder: where it is, and how long work there may make no progress. `owner` is this
+    start's claim to it, on rank 0."""
+
+    url: Url
+    timeout: float
+    owner: Ownership | None = None
+
+    def describe(self, error: Exception) -> str:
+        """An error of the store without the secrets of the URL."""
+        return self.url.masked(why(error))
 
 
-def _sound(file: BinaryIO, written: stored.StoredFile, where: str) -> Iterator[bytes]:
-    """The chunks of a file, each compared with its checksum."""
-    left = written.size
-    for number, checksum in enumerate(written.chunks):
-        block, size = b"", min(CHUNK, left)
-        while len(block) < size and (more := file.read(size - len(block))):
-            block += more
-        left -= len(block)
-        digest = stored.CHECKSUMS[written.checksum]()
-        digest.update(block)
-        if digest.hexdigest() != checksum:
-            raise CheckpointError(
-                f"{where}/{written.name}: its bytes from {number * CHUNK:,} on are not what was written."
-            )
-        yield block
+def claim(remote: Remote, group: Group) -> Answer:
+    """Claim the folder for this run, on rank 0; every rank calls it. All ranks raise `RunLocked` if it is
+    another run's, or another start is at work there. The answer's error says why it cannot be claimed
+    yet."""
 
+    def work(task: Task) -> str:
+        assert remote.owner is not None
+        take = partial(remote.owner.take, task)
+        return try_often(task, take, remote.describe, final=(RunLocked,))
 
-def _tried(work: Callable[[], None], vain: Callable[[], bool] = lambda: False) -> str:
-    """Do this, and again where it fails, unless that is in vain by now; what went wrong at last."""
-    error = ""
-    for number in range(TRIES):
-        try:
-            work()
-            return ""
-        except Exception as wrong:  # whatever a file system's library raises
-            error = why(wrong)
-        if vain():
-            break
-        if number + 1 < TRIES:
-            time.sleep(WAIT * 2**number)
-    return error
+    answer = on_first_rank(group, work, remote.timeout, remote.describe, (RunLocked,))
+    if answer.refused:
+        raise RunLocked(answer.error)
+    return Answer(error=answer.error or answer.result)
 
 
 class Uploader:
     """Uploads a run's checkpoints, one after the other, in a thread of rank 0. While one is under way
     only the newest of those that come is kept waiting: a slow network holds up no step."""
 
-    def __init__(self, url: str, keep: int) -> None:
-        self.url, self.keep = url, keep
+    def __init__(self, remote: Remote, keep: int) -> None:
+        assert remote.owner is not None
+        self.remote, self.keep, self.owner = remote, keep, remote.owner
         self.work = threading.Condition()
         self.waiting: Path | None = None
         self.current: Path | None = None
-        self.results: list[Saved] = []
-        self.folder: RemoteFolder | None = None
+        self.missing = ""  # why the newest checkpoint is not there
+        self._newest: Path | None = None
+        self._task: Task | None = None
+        self._stuck: list[Task] = []
+        self._results: list[Saved] = []
+        self.owner.begin_beating(lambda: RemoteFolder(remote.url, fresh=True))
 
     def offer(self, path: Path) -> None:
         """Upload this checkpoint next."""
         with self.work:
-            self.waiting = path
+            self.waiting = self._newest = path
+            self.missing = "its upload has not ended"
             if self.current is None:
                 self._next()
 
     def _next(self) -> None:
+        """Begin the upload that waits."""
         self.current, self.waiting = self.waiting, None
-        if self.current is not None:
-            work = partial(self._upload, self.current)
-            threading.Thread(target=work, name="upload", daemon=True).start()
+        if self.current is None:
+            return
+        self._stuck = [task for task in self._stuck if task.thread.is_alive()]
+        if len(self._stuck) >= MOST_STUCK:
+            path, self.current = self.current, None
+            self._decide(path, f"{len(self._stuck)} earlier uploads still hang")
+            return
+        self._task = Task(partial(self._upload, self.current))
+        self._task.on_end = partial(self._ended, self._task, self.current)
+        self._task.start()
 
-    def _upload(self, path: Path) -> None:
+    def _upload(self, path: Path, task: Task) -> str:
         step = stored.step_of(path.name)
 
-        def work() -> None:
-            self.folder = self.folder or RemoteFolder(self.url)
-            self.folder.upload(path)
-            self.folder.prune(step, self.keep)
+        def once() -> None:
+            folder = RemoteFolder(self.remote.url, task, fresh=bool(self._stuck))
+            confirm = partial(self.owner.confirm, folder)
+            confirm()
+            folder.upload(path, self.owner.owns, confirm)
+            task.there = True
+            confirm()
+            folder.prune(step, self.keep, self.owner.owns)
 
-        # One that was removed, or has become old, is not tried again.
-        error = _tried(work, lambda: self.waiting is not None or not path.exists())
+        def in_vain() -> bool:
+            return self.waiting is not None or not path.exists()  # it is old, or was removed
+
+        final = (FolderLost, ForeignCheckpoint)
+        return try_often(task, once, self.remote.describe, in_vain, final)
+
+    def _ended(self, task: Task, path: Path) -> None:
         with self.work:
-            self.results.append(Saved(step, path, Url(self.url).masked(error)))
-            self._next()
+            if task is self._task:
+                error = self.remote.describe(task.raised) if task.raised else task.result
+                self._decide(path, error, there=task.there)
+                self._next()
             self.work.notify_all()
+
+    def _decide(self, path: Path, error: str, *, there: bool = False) -> None:
+        step = stored.step_of(path.name)
+        if there:
+            error, notice = "", error and f"old ones could not be removed: {error}"
+            self._results.append(Saved(step, path, notice=notice))
+        else:
+            self._results.append(Saved(step, path, error))
+        if path == self._newest:
+            self.missing = error
+
+    def _give_up(self, reason: str) -> None:
+        """Leave the upload under way behind, and begin the one that waits."""
+        task, path = self._task, self.current
+        if task is None or path is None or task.finished.is_set():
+            return
+        task.abandoned = True
+        self._stuck.append(task)
+        self._decide(path, reason, there=task.there)
+        self._next()
+        self.work.notify_all()
+
+    def _look(self) -> None:
+        if self._task and (text := self._task.stands(self.remote.timeout)):
+            self._give_up(text)
 
     def taken(self) -> list[Saved]:
         """What became of uploads since the last call."""
         with self.work:
-            results, self.results = self.results, []
+            self._look()
+            results, self._results = self._results, []
             return results
 
-    def finish(self) -> None:
-        """Wait until nothing is under way."""
+    def under_way(self, seconds: float) -> bool:
+        """Whether an upload is under way; waits so long for it to end."""
         with self.work:
-            self.work.wait_for(lambda: self.current is None)
+            self.work.wait_for(lambda: self.current is None, seconds)
+            self._look()
+            return self.current is not None
+
+    def stop(self, reason: str) -> None:
+        """Give up what is under way and what waits."""
+        with self.work:
+            if self.waiting is not None:
+                self._decide(self.waiting, reason)
+                self.waiting = None
+            self._give_up(reason)
+
+    def release(self) -> Task:
+        """Begin to say in the folder that this start has ended."""
+        return Task(self._release).start()
+
+    def _release(self, task: Task) -> str:
+        self.owner.release(RemoteFolder(self.remote.url, task))
+        return ""
+
+    @property
+    def stuck(self) -> bool:
+        """Whether uploads that were given up still hang."""
+        return any(task.thread.is_alive() for task in self._stuck)
+
+    def close(self) -> None:
+        """Write no more heartbeats, however the run ends."""
+        self.owner.stop_beating()
+        with self.work:
+            if self._task is not None:
+                self._task.abandoned = True
 
 
-def fetch_newer(url: str, folder: Path, at: int, known: set[int], group: Group) -> tuple[bool, str]:
-    """Where a checkpoint beyond step `at` is there that was not tried before, get it; whether one was
+def fetch_newer(
+    remote: Remote, folder: Path, at: int, known: set[int], group: Group
+) -> tuple[bool, str]:
+    """Fetch the newest checkpoint beyond step `at` that was not tried before. Returns whether one was
     tried, and what went wrong. Every rank calls it, and rank 0 does it."""
-    wanted, error = -1, ""
-    if group.rank == 0:
-        found = list[int]()
-        error = _tried(lambda: found.extend(RemoteFolder(url).steps()))
-        wanted = next((step for step in found if step > at and step not in known), -1)
+
+    def work(task: Task) -> str:
+        wanted, foreign = -1, ""
+
+        def look() -> None:
+            nonlocal wanted
+            steps = RemoteFolder(remote.url, task).steps()
+            wanted = next((step for step in steps if step > at and step not in known), -1)
+
+        def fetch() -> None:
+            nonlocal foreign
+            there = RemoteFolder(remote.url, task)
+            run = there.run_of(wanted, {MANIFEST})
+            if run is not None and remote.owner and not remote.owner.resumable(run, wanted):
+                foreign = f"{stored.name_of(wanted)} there is another run's"
+                return
+            folder.mkdir(parents=True, exist_ok=True)
+            there.download(wanted, folder)
+
+        error = try_often(task, look, remote.describe)
         if wanted >= 0:
             known.add(wanted)
-            folder.mkdir(parents=True, exist_ok=True)
-            error = _tried(lambda: RemoteFolder(url).download(wanted, folder))
-        error = error and f"{url}: {Url(url).masked(error)}"
-    answer = broadcast_text(group, f"{wanted}\n{error}")
-    return not answer.startswith("-1"), answer.partition("\n")[2]
+            error = try_often(task, fetch, remote.describe)
+        return json.dumps([wanted, error or foreign])
+
+    answer = on_first_rank(group, work, remote.timeout, remote.describe)
+    wanted, error = json.loads(answer.result) if answer.result else (-1, answer.error)
+    return wanted >= 0, error and f"{remote.url}: {error}"

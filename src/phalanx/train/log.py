@@ -1,8 +1,8 @@
 """The log of a run, written by rank 0: metrics.jsonl, a line on the screen, and other tools if wanted.
 
 Each line of metrics.jsonl is one JSON object with an `event`: start, step, validation, checkpoint,
-memory, compile, device, skip, straggler, stop, end, and hang, which its watcher writes. A run that was
-restarted has several starts in it.
+memory, compile, device, skip, straggler, upload, remote, stop, end, and hang, which its watcher
+writes. A run that was restarted has several starts in it.
 """
 
 import importlib

@@ -23,16 +23,17 @@ from ..hang.positions import STEP
 from ..layout import Layout, LayoutError, recipe
 from ..layout.choices import FP32
 from ..layout.run import Run, RunError, random_by_name, refuse_random_by_name
+from ..layout.url import Url
 from ..parallel.compile import graphs
 from ..parallel.model import is_lora
 from ..program import Span, Timeline
 from .agreement import agreed_data
 from .checkpoint import Saved, Saver
 from .checkpoint_exchange import HubReader
-from .checkpoint_format import CheckpointError, Progress
-from .checkpoint_load import begin, changed_settings, data_notices, load
+from .checkpoint_format import RUN_ID, CheckpointError, Progress
+from .checkpoint_load import begin, changed_settings, data_notices, load, newest
 from .checkpoint_memory import MemoryCheckpoints, memory_folder
-from .checkpoint_remote import Uploader
+from .checkpoint_remote import ENDING, Remote, Uploader, claim
 from .data.digests import fingerprint, table_of
 from .data.token_files import DataError
 from .executor import StepResult
@@ -42,6 +43,8 @@ from .optimizer import learning_rate
 from .precision import device_notices
 from .program import shape_of
 from .rank import Rank, keep_freed_memory
+from .remote_owner import Ownership, run_id
+from .remote_task import ROUND
 from .stop import STOP, StopError, StopRequests, remove_stale_stop, stop_requests
 from .stragglers import OwnTime, Stragglers
 from .watched import tell_compilations, watched
@@ -58,7 +61,8 @@ class TrainError(ValueError):
 @dataclass(frozen=True)
 class Outcome:
     """Where a run ended. `stopped`: it was asked to, before its last step, by a signal of this name or
-    by a file STOP. `unsaved`: why its last save failed, where the run goes on without saves."""
+    by a file STOP. `unsaved`: why its last save failed, where the run goes on without saves.
+    `not_uploaded`: why its newest checkpoint, which is on the disk, is not at `checkpoint.remote`."""
 
     step: int
     loss: float | None
@@ -66,6 +70,7 @@ class Outcome:
     stopped: bool
     unsaved: str = ""
     by: str = ""  # what has stopped it: STOP, SIGTERM, ...
+    not_uploaded: str = ""
 
 
 def train(
@@ -97,7 +102,7 @@ def train(
                 log.info("%s", outcome)
                 return outcome
             finally:
-                loop.log.close()
+                loop.close()
 
 
 def _layout_of(run: Run, world: World) -> Layout:
@@ -165,9 +170,18 @@ class _Loop:
             on_failure="stop" if kept.on_disk_full == "stop" else "go on",
             spare=lambda: self.uploader.current if self.uploader else None,
         )  # fmt: skip
+        self.owner: Ownership | None = None
         self.uploader: Uploader | None = None
-        if kept.remote and rank.world.rank == 0:
-            self.uploader = Uploader(kept.remote, kept.keep)
+        self.run_id = ""  # of rank 0's manifests, which are those of all
+        if rank.world.rank == 0:
+            out, found = Path(rank.run.out), newest(rank.run.checkpoints)
+            local = found[1] if found else None
+            self.run_id = run_id(out, local)
+            if kept.remote:
+                self.owner = Ownership(kept.remote, out, local)
+        self.remote: Remote | None = None
+        if kept.remote:
+            self.remote = Remote(Url(kept.remote), kept.remote_timeout, self.owner)
         self.memory: MemoryCheckpoints | None = None
         if rank.run.train.in_memory:
             folder = memory_folder(rank.run)  # on every host, if something there outlives the ranks
@@ -186,7 +200,13 @@ class _Loop:
     def run(self) -> Outcome:
         run = self.run_
         with self.positions.phase("reading a checkpoint", str(run.checkpoints)):
-            start = self._resume()
+            self._claim()
+            try:
+                start = self._resume()
+            except ValueError:
+                if self.uploader:  # no other machine waits until the heartbeat of this one is old
+                    self.uploader.release().finished.wait(ENDING)
+                raise
         for notice in self.rank.batches.notices:
             self.log.event("data", notice)
         for notice in device_notices(self.rank.layout, self.rank.world.device):
@@ -219,13 +239,10 @@ class _Loop:
                     break
         with self.positions.phase("saving", str(run.checkpoints)):
             self._decided(self.saver.finish())
-            if run.checkpoint.remote:
-                if self.uploader:
-                    self.uploader.finish()
-                # All ranks know that the run is not wholly saved, where the last upload has failed.
-                if errors := errors_of(self.everyone, self._uploaded()):
-                    error = f"it is not at {run.checkpoint.remote}: {errors[0]}"
-                    self.unsaved = self.unsaved or error
+        not_uploaded = ""
+        if self.remote is not None:
+            with self.positions.phase("saving", f"the upload to {self.remote.url}"):
+                not_uploaded = self._end_uploads()
         if self.memory:
             self.memory.close()
         self._tell_graphs(done)
@@ -239,7 +256,7 @@ class _Loop:
             self.log.event("stop", text, step=done, by=by)
         else:
             self.log.event("end", step=done, loss=self.loss, validation=self.validation)
-        return Outcome(done, self.loss, self.validation, stopped, self.unsaved, by)
+        return Outcome(done, self.loss, self.validation, stopped, self.unsaved, by, not_uploaded)
 
     def _stopped_by(self) -> str:
         """What has stopped the run, the same on all ranks: a STOP file, or else the first signal."""
@@ -247,14 +264,23 @@ class _Loop:
         names = [each.partition(": ")[2] for each in each_rank]
         return STOP if STOP in names else names[0]
 
+    def close(self) -> None:
+        """End what goes on beside the steps, however the run ends."""
+        if self.uploader:
+            self.uploader.close()
+        self.log.close()
+
     def _resume(self) -> int:
         """The step to go on with, from the newest sound checkpoint."""
         run, rank, local, kept = self.run_, self.rank, self.rank.local, self.run_.checkpoint
-        where: Any = {"adopt": kept.adopt, "remote": kept.remote, "memory": self.memory}
+        where: Any = {"adopt": kept.adopt, "remote": self.remote, "memory": self.memory}
         where |= {"identity": rank.identity, "optimizer": run.optimizer.name}
         loaded = load(run.checkpoints, local, rank.updates, **where)
-        if loaded and self.uploader and loaded.path.parent == run.checkpoints:
-            self.uploader.offer(loaded.path)  # it may be there, or its upload was cut
+        if loaded and self.owner and self.uploader:
+            self.owner.resumed(loaded.progress)
+            if loaded.path.parent == run.checkpoints:
+                self.uploader.offer(loaded.path)  # it may be there, or its upload was cut
+        self.run_id = self.owner.run if self.owner else self.run_id
         if loaded is None and (hub := run.hub):
             local.draw(run.seed, is_lora)
             begin(partial(HubReader, Path(hub)), local, rank.updates)
@@ -285,6 +311,43 @@ class _Loop:
                 self.log.event("data", text)
         self.log.event("resume", f"going on at step {at.step} from {loaded.path} ({at.layout})")
         return at.step
+
+    # ---- the remote folder
+
+    def _claim(self) -> None:
+        """Claim the remote folder for this run before anything there is read or changed."""
+        if self.remote is None:
+            return
+        answer = claim(self.remote, self.everyone)
+        if answer.error:
+            text = f"{self.remote.url} cannot be claimed yet: {answer.error}"
+            self.log.event("remote", f"{text}. Each upload tries it again")
+        if self.owner:
+            self.uploader = Uploader(self.remote, self.run_.checkpoint.keep)
+
+    def _end_uploads(self) -> str:
+        """Wait for the last upload while it makes progress; returns why the newest checkpoint is not
+        there, on all ranks. A signal or a STOP file that comes meanwhile ends the wait."""
+        stopped = self.trainer.wants_to_stop()
+
+        def waits(under_way: bool) -> bool:
+            """Whether rank 0 is to wait on. The ranks meet again and again, so that none waits long."""
+            asked = self.trainer.wants_to_stop() and not stopped
+            flags = torch.tensor([int(under_way), int(asked)], device=self.everyone.device)
+            self.everyone.all_reduce(flags)
+            return bool(flags[0]) and not flags[1]
+
+        uploader = self.uploader
+        while waits(uploader.under_way(ROUND) if uploader else False):
+            self._uploaded()
+        if uploader:
+            uploader.stop("a signal, or a STOP file, ended the wait for it")
+        release = uploader.release() if uploader and not uploader.stuck else None
+        end = time.monotonic() + ENDING
+        while waits(bool(release and not release.finished.wait(ROUND) and time.monotonic() < end)):
+            pass
+        self._uploaded()
+        return broadcast_text(self.everyone, uploader.missing if uploader else "")
 
     # ---- one step
 
@@ -402,21 +465,27 @@ class _Loop:
         while self.positions.notices:
             self.log.event("watcher", self.positions.notices.popleft())
 
-    def _uploaded(self) -> str:
-        """Tell what became of uploads; why the last failed, if it did."""
-        error = ""
-        for upload in self.uploader.taken() if self.uploader else ():
+    def _uploaded(self) -> None:
+        """Report what became of uploads, and of the claim to the remote folder."""
+        if self.uploader is None or self.owner is None:
+            return
+        for upload in self.uploader.taken():
             error = upload.error
             text = f"step {upload.step}  not uploaded: {error}" if error else ""
+            if upload.notice:
+                text = f"step {upload.step}  uploaded, but {upload.notice}"
             values = {"step": upload.step, "url": self.run_.checkpoint.remote, "error": error}
+            values |= {"notice": upload.notice} if upload.notice else {}
             self.log.event("upload", text, **values)
-        return error
+        while self.owner.notices:
+            self.log.event("remote", self.owner.notices.pop(0))
 
     def _progress(self, done: int) -> Progress:
         batches, scaling = self.rank.batches, self.trainer.scaling
         state = {"loss_scale": [scaling.scale, scaling.steady]} if scaling else {}
-        config = {"run": asdict(self.run_), "model": self.rank.identity.record}
+        config: dict[str, Any] = {"run": asdict(self.run_), "model": self.rank.identity.record}
         config["data"] = table_of(self.data)
+        config[RUN_ID] = self.run_id
         return Progress(
             done, batches.cursor(done), self.run_.seed, fingerprint(self.data),
             str(self.rank.layout), self.rank.shape, config, state,

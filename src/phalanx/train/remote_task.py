@@ -1,0 +1,184 @@
+"""Work on a network that may never answer: in threads that can be given up, while all ranks keep meeting.
+
+A call of a file system's library cannot be interrupted. So it runs in a daemon thread, which the run
+leaves behind when it makes no progress. Such a thread does nothing more once its call returns.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, TypeVar
+
+from ..comm import Group
+from ..comm.agree import broadcast_text
+
+TRIES = 6  # of each piece of work
+WAIT = 1.0  # seconds after the first, twice as long after each further one
+ROUND = 1.0  # seconds after which ranks that wait for rank 0 meet again
+MOVED = 64  # units of progress in a try, after which the next one may take as long again
+
+Item = TypeVar("Item")
+
+
+class Abandoned(BaseException):
+    """Ends a thread that was given up. No `except Exception` on its way keeps it."""
+
+
+class Task:
+    """Work in a thread of its own. It reports progress by calling `moved`.
+
+    A unit of progress is a call of the file system that has returned, or a chunk of a file. A further
+    try of the same work makes progress when it gets further than the tries before. So a server that
+    accepts a few calls and then hangs cannot hold the work for ever.
+    """
+
+    def __init__(self, work: Callable[["Task"], str]) -> None:
+        self._work = work
+        self.on_end: Callable[[], None] = lambda: None  # called in the thread, after `finished`
+        self._units = self._most = 0
+        self.last = time.monotonic()  # when progress was made
+        self.abandoned = False
+        self.finished = threading.Event()
+        self.problem = ""  # of the last try
+        self.result = ""
+        self.there = False  # the upload itself is done, whatever comes of the rest
+        self.raised: Exception | None = None
+        self.thread = threading.Thread(target=self._run, name="remote", daemon=True)
+
+    def start(self) -> "Task":
+        self.thread.start()
+        return self
+
+    def _run(self) -> None:
+        try:
+            self.result = self._work(self)
+        except Abandoned:
+            return
+        except Exception as error:
+            self.raised = error
+        self.finished.set()
+        self.on_end()
+
+    def check(self) -> None:
+        """End this thread if the work was given up."""
+        if self.abandoned:
+            raise Abandoned
+
+    def moved(self) -> None:
+        """Count a unit of progress."""
+        self.check()
+        self._units += 1
+        if self._units > self._most:
+            self._most = self._units
+            self.last = time.monotonic()
+
+    def begin_try(self) -> None:
+        """Count from 0 again. A try that moved much data allows the next one to move it again."""
+        if self._units >= MOVED:
+            self._most = 0
+            self.last = time.monotonic()
+        self._units = 0
+
+    def stands(self, timeout: float) -> str:
+        """What to say of work without progress for so many seconds; "" if there was some. With a
+        timeout of 0 there is no limit."""
+        idle = time.monotonic() - self.last
+        if not timeout or idle < timeout or self.finished.is_set():
+            return ""
+        last = f"; the last error was: {self.problem}" if self.problem else ""
+        return f"no progress for {idle:.0f} s (checkpoint.remote_timeout = {timeout:g}){last}"
+
+
+def try_often(
+    task: Task,
+    work: Callable[[], object],
+    describe: Callable[[Exception], str],
+    in_vain: Callable[[], bool] = lambda: False,
+    final: tuple[type[Exception], ...] = (),
+) -> str:
+    """Do the work, and again where it fails, unless it is in vain by now or the error is `final`;
+    describes the last error, or returns ""."""
+    for number in range(TRIES):
+        task.begin_try()
+        try:
+            work()
+            return ""
+        except final:
+            raise
+        except Exception as wrong:  # whatever a file system's library raises
+            task.problem = describe(wrong)
+        task.check()
+        if in_vain():
+            break
+        if number + 1 < TRIES:
+            time.sleep(WAIT * 2**number)
+    return task.problem
+
+
+def in_threads(
+    work: Callable[[Item], None], items: Iterable[Item], count: int, check: Callable[[], None]
+) -> None:
+    """Do the work for each item, `count` at once; the first error ends all.
+
+    The threads are daemons: those of an executor would be joined when the process ends, and one that
+    hangs in a call would keep it.
+    """
+    left, lock, errors = list(items), threading.Lock(), list[BaseException]()
+
+    def run() -> None:
+        while not errors:
+            with lock:
+                if not left:
+                    return
+                item = left.pop(0)
+            try:
+                work(item)
+            except BaseException as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=run, daemon=True) for _ in range(min(count, len(left)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        while thread.is_alive():
+            thread.join(0.2)
+            check()
+    if errors:
+        raise errors[0]
+
+
+class Answer(NamedTuple):
+    """What came of work on rank 0: its result, or its error; the class's name if it is a refusal."""
+
+    result: str = ""
+    error: str = ""
+    refused: bool = False
+
+
+def on_first_rank(
+    group: Group,
+    work: Callable[[Task], str],
+    timeout: float,
+    describe: Callable[[Exception], str],
+    refusals: tuple[type[Exception], ...] = (),
+) -> Answer:
+    """Do work in a thread of rank 0, and return what came of it on all ranks; an error as `describe` says
+    it. Work without progress for `timeout` seconds is given up.
+
+    Every rank calls this. The ranks meet every `ROUND` seconds, however long the work takes, so that no
+    call of a group waits long and the watcher sees all of them move.
+    """
+    task = Task(work).start() if group.rank == 0 else None
+    while True:
+        answer = None
+        if task is not None and task.finished.wait(ROUND):
+            answer = Answer(task.result)
+            if task.raised is not None:
+                refused = isinstance(task.raised, refusals)
+                answer = Answer(error=describe(task.raised), refused=refused)
+        elif task is not None and (text := task.stands(timeout)):
+            task.abandoned = True
+            answer = Answer(error=text)
+        if text := broadcast_text(group, json.dumps(answer) if answer else ""):
+            return Answer(*json.loads(text))
