@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..hang.positions import alive, started_at
+from ..hang.processes import alive, started_at
 from ..layout.codec import decode, key
 from ..layout.files import parse_json, read_text, write_text
 from ..layout.goodput import stamp
