@@ -151,22 +151,25 @@ def test_every_file_of_a_prepared_folder_is_verified(tmp_path: Path) -> None:
 # ---- tokenizers
 
 
-def _words(folder: Path) -> Any:
-    """A tokenizer of three words, whose ids have a gap, and one more that was added behind it."""
+def _words(folder: Path, last: int = 6) -> Any:
+    """A tokenizer of four words, the last of this id, and two that were added."""
     tokenizers = pytest.importorskip("tokenizers")
     folder.mkdir()
-    model = tokenizers.models.WordLevel({"a": 0, "b": 1, "c": 6, "?": 2}, unk_token="?")
+    model = tokenizers.models.WordLevel({"a": 0, "b": 1, "c": last, "?": 2}, unk_token="?")
     words = tokenizers.Tokenizer(model)
     words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     words.add_special_tokens(["<end>", "<turn>"])
     return words
 
 
-def test_the_vocabulary_reaches_to_the_highest_id_also_of_added_tokens(tmp_path: Path) -> None:
-    words = _words(tmp_path / "words")
+@pytest.mark.parametrize("last", [3, 6])  # without a gap the added ones have the highest ids
+def test_the_vocabulary_reaches_to_the_highest_id_also_of_added_tokens(
+    last: int, tmp_path: Path
+) -> None:
+    words = _words(tmp_path / "words", last)
     words.save(str(tmp_path / "words" / "tokenizer.json"))
     highest = max(words.get_vocab(with_added_tokens=True).values())
-    assert highest >= 6
+    assert highest == max(last, 5)
     vocabulary = open_vocabulary(tmp_path / "words" / "tokenizer.json", "<turn>")
     assert vocabulary.size == highest + 1
     assert vocabulary.end == words.token_to_id("<turn>")
