@@ -183,6 +183,21 @@ def test_an_answer_that_only_calls_tools_or_only_reasons_is_an_answer(
     assert (done.unanswered, done.skipped, done.empty) == (2, 0, 0)
 
 
+def test_a_token_that_holds_a_character_of_an_answer_counts(folder: Path, tmp_path: Path) -> None:
+    """A word is a token here, and the template writes the answer in the middle of one."""
+    template = (
+        "{% for m in messages %} {{ m['role'] }}:{{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %} assistant:{% endif %}"
+    )
+    other = copied(folder, tmp_path / "other", template)
+    known = {word: n for n, word in enumerate(("?", "</s>", "user:a", "assistant:b", "c", "<s>"))}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(known, unk_token="?"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    words.save(str(other / "tokenizer.json"))
+    found, _ = made(lines(tmp_path / "a.jsonl", [{"messages": turns("a", "b c")}]), other)
+    assert found == [([2, 3, 4], [0, 1, 1])]
+
+
 def test_an_answer_of_nothing_but_a_document_s_first_token_is_none(
     folder: Path, tmp_path: Path
 ) -> None:

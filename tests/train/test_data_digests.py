@@ -410,6 +410,7 @@ def scaled(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("scaled")
 def test_of_large_data_each_file_has_its_share_of_the_blocks() -> None:
     assert blocks_of([2048]) == [0]
+    assert blocks_of([1000, 1048]) == [0, 0]
     assert blocks_of([1000, 1049]) == [31, 32]
     assert blocks_of([1 << 20]) == [64]
     assert blocks_of([3 << 20, 1 << 20, 5, 0]) == [47, 15, 0, 0]
@@ -435,6 +436,9 @@ def test_of_a_large_file_every_long_run_of_bytes_is_read_somewhere(size: int) ->
     assert read[:32].all()
     assert read[-32:].all()
     assert read.sum() <= 66 * 32
+    # Places without a pattern: what repeats in a file could else never be read.
+    starts = [at for at, _ in digests._ranges(size, 64)][1:-1]
+    assert len({int(64 * (at * 64 / size % 1)) for at in starts}) > 30
     assert (_read(size, 64) == read).all()
     assert _read(size, 0).all()
 
@@ -559,6 +563,21 @@ def test_a_start_goes_well_without_a_folder_for_digests(
     monkeypatch.setenv("XDG_CACHE_HOME", "~/.cache")  # as of a user without a home folder
     assert open_corpus(ONE).fingerprint
     assert not (here / "~").exists()
+
+
+def test_the_digest_of_a_file_that_changes_while_it_is_read_is_not_kept(
+    here: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def changing(path: Path, blocks: int) -> str:
+        digest = digest_of(path, blocks)
+        _flipped(0.5)(path)
+        return digest
+
+    monkeypatch.setattr(digests, "digest_of", changing)
+    kept_digest(here / ONE, 0)
+    monkeypatch.setattr(digests, "digest_of", digest_of)
+    assert not cache.exists()
+    assert kept_digest(here / ONE, 0) == digest_of(here / ONE, 0)
 
 
 def test_old_digests_make_room(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
@@ -123,6 +124,19 @@ def test_a_line_is_named_by_its_number_however_far_it_is_in_the_file(
     assert [line.partition(": ")[0] for line in named] == [
         f"{tmp_path}/a.jsonl, line {number}" for number in (3, 20, 39)
     ]
+
+
+def test_an_element_of_a_list_without_end_is_named_and_not_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = importlib.import_module("phalanx.train.data.sources")
+    monkeypatch.setattr(sources, "BLOCK", 16)
+    monkeypatch.setattr(sources, "LINE", 64)
+    endless = f'[{{"text": "short"}}, {{"text": "{"x" * 999}'
+    (tmp_path / "a.json").write_text(endless)
+    prepare(tmp_path / "a.json", tmp_path / "out", Bytes(), share=0.0)
+    (named,) = (tmp_path / "out" / "skipped.txt").read_text().splitlines()
+    assert named.startswith(f"{tmp_path}/a.json, element 1: has no end within 64 characters")
 
 
 def test_offsets_of_documents_that_are_cut_under_a_run_are_named(tmp_path: Path) -> None:
