@@ -333,8 +333,8 @@ def _until_it_ends(config: Run, layout: Layout, args: argparse.Namespace) -> Out
             first: Outcome = outcomes[0]
             return first
         except RankFailed as error:
-            if error.refusal:  # a sentence for the user: every start would end with it
-                raise
+            if not error.restart_helps or (error.refusal and not left):
+                raise  # a sentence for the user
             text = error.reports[0].error
             if f"signal {signal.SIGBUS.value}" in text and (cut := _cut_file(config)):
                 complain(f"rank {error.rank}: {text}: {cut}")
@@ -342,7 +342,7 @@ def _until_it_ends(config: Run, layout: Layout, args: argparse.Namespace) -> Out
             hang = Path(config.out, HANG)  # if its watcher has ended the ranks; it has said why
             hung = hang.is_file() and hang.stat().st_mtime >= begun
             told = f"the run hung and was ended; the stacks of all its ranks are in {hang}"
-            complain(told if hung else str(error))
+            complain(told if hung else error.refusal or str(error))
             if not left:
                 break
         saved = max(newest_in_memory(config), *(p.name for p in steps(config.checkpoints)), "")

@@ -49,26 +49,31 @@ def exit_code_of(error: BaseException) -> int:
 @dataclass(frozen=True)
 class Report:
     """How one rank ended: its error in a line, and its traceback. `secondary`: it lost a peer.
-    `exit_code` is not 0 if the error is a sentence for the user; see `exit_code_of`."""
+    `exit_code` is not 0 if the error is a sentence for the user; see `exit_code_of`. A restart then
+    helps only where the error's class has `restart_helps`."""
 
     rank: int
     error: str
     trace: str
     secondary: bool
     exit_code: int = 0
+    restart_helps: bool = True
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> "Report":
         secondary = isinstance(error, CommError) and not isinstance(error, CommMisuse)
         trace = "".join(traceback.format_exception(error))
         text = f"{type(error).__name__}: {error}"
-        return cls(rank, text, trace, secondary, exit_code_of(error))
+        code = exit_code_of(error)
+        helps: bool = getattr(error, "restart_helps", not code)
+        return cls(rank, text, trace, secondary, code, helps)
 
 
 class RankFailed(CommError):
     """A rank failed and ended the others: its traceback first, then a line for each other.
 
-    `refusal` is the first rank's error if that is a sentence for the user, else empty.
+    `refusal` is the first rank's error if that is a sentence for the user, else empty. `restart_helps`:
+    the ranks may come further when they are started again.
     """
 
     def __init__(self, reports: Sequence[Report]) -> None:
@@ -82,6 +87,7 @@ class RankFailed(CommError):
         self.rank = first.rank
         self.reports = (first, *others)
         self.refusal = first.error if first.exit_code else ""
+        self.restart_helps = first.restart_helps
         self.exit_code = first.exit_code or 1
 
 

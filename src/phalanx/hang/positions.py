@@ -42,7 +42,9 @@ BEATS = 0.5  # seconds
 # In these a rank may take very long without going on, and is not taken to hang.
 KNOWN = ("starting", "reading a checkpoint", "saving", "compiling")
 OVER = ("ended", "failed")
-_OTHER = ("first step", "loading data", "in a step", "validating", "between steps")
+_OTHER = (
+    "first step", "loading data", "in a step", "validating", "comparing copies", "between steps",
+)  # fmt: skip
 PHASES = (*KNOWN, *_OTHER, *OVER)
 # A signal that nothing else uses; the fault handler answers it from C.
 STACKS = int(signal.SIGRTMIN) + 8 if hasattr(signal, "SIGRTMIN") else int(signal.SIGUSR2)

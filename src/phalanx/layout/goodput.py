@@ -24,6 +24,7 @@ _PART_OF = {
     "first step": "steps",
     "loading data": "steps",
     "reading a checkpoint": "starting",
+    "comparing copies": "validating",
 }
 
 

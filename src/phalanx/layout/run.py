@@ -116,6 +116,11 @@ class Training:
         "steps between checkpoints in the memory of the hosts, each part also on the next host, from which"
         " ranks go on that are started again; 0: none",
     )
+    check_copies: int = key(
+        100,
+        "steps between comparisons of all copies of weights and optimizer state that ranks hold, bit by"
+        " bit; also made before each save; 0: never",
+    )
     fallback: str = key(
         "", "layouts for other numbers of ranks than `layout` has, in order: dp3 tp2; dp2 tp2"
     )

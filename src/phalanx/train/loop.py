@@ -28,12 +28,13 @@ from ..parallel.compile import graphs
 from ..parallel.model import is_lora
 from ..program import Span, Timeline
 from .agreement import agreed_data
-from .checkpoint import Saved, Saver
+from .checkpoint import Saved, Saver, steps
 from .checkpoint_exchange import HubReader
 from .checkpoint_format import RUN_ID, CheckpointError, Progress
 from .checkpoint_load import begin, changed_settings, data_notices, load, newest
 from .checkpoint_memory import MemoryCheckpoints, memory_folder
 from .checkpoint_remote import ENDING, Remote, Uploader, claim
+from .copies import Copies
 from .data.digests import fingerprint, table_of
 from .data.token_files import DataError
 from .executor import StepResult
@@ -56,6 +57,12 @@ class TrainError(ValueError):
     """A run that cannot go on: at which step, why, and what to do."""
 
     exit_code = 1
+
+
+class CopiesDiffer(TrainError):
+    """Copies of a weight that were equal bit by bit and no longer are. A restart goes back to equal ones."""
+
+    restart_helps = True
 
 
 @dataclass(frozen=True)
@@ -190,6 +197,7 @@ class _Loop:
                 self.log.event("not kept", text)
             elif folder:
                 self.memory = MemoryCheckpoints(folder, positions.host, rank.local, rank.updates)
+        self.copies: Copies | None = None
         self.bad = 0
         self.own = OwnTime(queued=rank.world.device.type == "cuda")
         self.stragglers = Stragglers(rank.run.hang.straggler, rank.program.owner)
@@ -207,6 +215,8 @@ class _Loop:
                 if self.uploader:  # no other machine waits until the heartbeat of this one is old
                     self.uploader.release().finished.wait(ENDING)
                 raise
+        if run.train.check_copies:
+            self.copies = Copies(self.rank.local, self.rank.updates, self.rank.names)
         for notice in self.rank.batches.notices:
             self.log.event("data", notice)
         for notice in device_notices(self.rank.layout, self.rank.world.device):
@@ -450,13 +460,18 @@ class _Loop:
             if self.validation is not None:
                 bits = self.rank.batches.bits_per_byte(self.validation)
                 self.log.validation(done, self.validation, bits, experts)
-        if self.memory and not last and not stopped and _due(done, run.train.in_memory):
+        in_memory = self.memory is not None and not last and not stopped
+        in_memory = in_memory and _due(done, run.train.in_memory)
+        ends = last and run.checkpoint.at_end
+        on_disk = ends or stopped or _due(done, run.checkpoint.every)
+        if in_memory or on_disk or _due(done, run.train.check_copies):
+            self._compare_copies(done)  # before a save: a bad one must not follow a good one
+        if self.memory and in_memory:
             with self.positions.phase("saving", str(self.memory.folder)):
                 if errors := self.memory.save(self._progress(done)):
                     text = f"step {done}  not kept in memory: {errors[0]}"
                     self.log.event("not kept", text, step=done, error=errors[0])
-        ends = last and run.checkpoint.at_end
-        if ends or stopped or _due(done, run.checkpoint.every):
+        if on_disk:
             with self.positions.phase("saving", str(run.checkpoints)):
                 self._decided(self.saver.save(self._progress(done)))
         else:
@@ -464,6 +479,28 @@ class _Loop:
         self._uploaded()
         while self.positions.notices:
             self.log.event("watcher", self.positions.notices.popleft())
+
+    def _compare_copies(self, done: int) -> None:
+        """End the run where ranks no longer hold the same bits; what was saved before is good."""
+        if self.copies is None or not self.copies.any:
+            return
+        with self.positions.phase("comparing copies"):
+            differences = self.copies.differences()
+        if not differences:
+            return
+        with self.positions.phase("saving", str(self.run_.checkpoints)):
+            self._decided(self.saver.finish())  # begun when the copies were equal
+        self._uploaded()
+        saved = steps(self.run_.checkpoints) if self.rank.world.rank == 0 else []
+        last = str(saved[0]) if saved else "the beginning"
+        last = broadcast_text(self.everyone, last)
+        text = (
+            f"step {done}: copies that were equal bit by bit differ. {differences}. Memory or a"
+            " processor has changed a bit, or ranks do not compute alike. This state is not saved."
+            f" The same command continues from {last}; if it names the same rank, replace its device."
+        )
+        self.log.event("copies", text, step=done, differences=differences)
+        raise CopiesDiffer(text)
 
     def _uploaded(self) -> None:
         """Report what became of uploads, and of the claim to the remote folder."""

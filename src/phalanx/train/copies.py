@@ -1,0 +1,267 @@
+"""Comparison of the copies of weights, optimizer state and buffers that several ranks hold, bit by bit.
+
+A bit that flips in the memory of one rank changes its copy of a weight and nothing else: every step goes
+on, and the ranks train different models from then on. The comparison is made between steps. Each rank adds
+up a 64-bit checksum of each run of its numbers on the device, and one small all-reduce in each group of
+ranks with copies compares them; the host reads one number at the end. Only if checksums differ do ranks
+exchange them weight by weight, to name the weight and the ranks.
+
+Copies are bit-equal by construction: every rank applies the same update to the same summed gradient.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..comm import Group
+from ..comm.agree import exchange
+from ..comm.base import named
+from ..parallel import Entry, Unit
+from ..parallel.local import LocalModel
+from .optimizer import Update
+
+COLUMNS = 4096  # of the table that a tensor is taken as
+CHUNK = {"cpu": 1 << 18}  # elements widened to int64 at once: what a cache holds
+LARGE_CHUNK = 1 << 22  # on a GPU
+MOST = 6  # differences that are listed
+ORDERS = 3  # of groups: see `Compared`
+WEIGHT, COMPUTE_COPY, BUFFER = "weight", "compute copy", "buffer"
+APART = " of "  # between the name of a weight and what its copies have in common
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # by itemsize
+
+
+@cache
+def _odd_numbers(count: int, salt: int, device: torch.device) -> Tensor:
+    """Odd numbers of 64 bits that look random, the same everywhere (splitmix64, Steele et al. 2014)."""
+    z = torch.arange(1 + salt, 1 + salt + count, device=device) * -7046029254386353131
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1)):
+        # An arithmetic shift copies the sign bit; what it fills in is cleared.
+        z = (z ^ ((z >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    return z | 1
+
+
+def checksum(x: Tensor) -> Tensor:
+    """The checksum of a flat tensor's bits, an int64 of no dim on its device.
+
+    It is the sum of all elements, as integers of at most 32 bits, times an odd 64-bit number for each
+    place, modulo 2^64. One changed element always changes it; any other change (a swap, two that are
+    equal and opposite) stays unseen with probability 2^-32 at most. 64-bit elements are taken as halves:
+    the weight of a sign bit of 2^63 would be lost modulo 2^64 where two of them flip.
+    """
+    bits = x.detach().view(_INTEGERS[x.element_size()])
+    columns = _odd_numbers(COLUMNS, 0, bits.device)
+    rows = bits.numel() // COLUMNS
+    whole = rows * COLUMNS
+    # The multiplier of an element is that of its row times that of its column, so that no table of
+    # them is as large as the tensor.
+    multipliers = _odd_numbers(_at_least(rows + 1), 1 << 32, bits.device)
+    total = (bits[whole:] * columns[: bits.numel() - whole]).sum() * multipliers[rows]
+    step = max(1, CHUNK.get(bits.device.type, LARGE_CHUNK) // COLUMNS)
+    for first in range(0, rows, step):
+        last = min(first + step, rows)
+        table = bits[first * COLUMNS : last * COLUMNS].view(-1, COLUMNS)
+        by_row = table.long().mul_(columns).sum(1)
+        total = total + (by_row * multipliers[first:last]).sum()
+    return total
+
+
+def _at_least(count: int) -> int:
+    """The next power of two, so that few tables of multipliers are made."""
+    return 1 << max(10, (count - 1).bit_length())
+
+
+class Where(NamedTuple):
+    """What a checksum is of: a kind of numbers of a unit, or a buffer by its place in the list of them."""
+
+    kind: str
+    unit: int
+    frozen: bool = False
+
+
+class Compared(NamedTuple):
+    """A checksum that the ranks of some groups have in common. The groups stand in an order that is the
+    same on all ranks: replicas of data parallelism, copies along tp, stages that share a tied weight."""
+
+    where: Where
+    numbers: Tensor
+    groups: tuple[Group | None, Group | None, Group | None]
+
+    @property
+    def has_copies(self) -> bool:
+        return any(group is not None and group.size > 1 for group in self.groups)
+
+
+class Copies:
+    """What this rank holds that other ranks have copies of. Every rank makes one, and calls alike.
+
+    `names` are those of the model's pieces. `any`: whether any rank has a copy of anything. Shards of
+    ZeRO that one rank alone holds have none.
+    """
+
+    def __init__(
+        self, local: LocalModel, updates: Mapping[int, Update], names: Sequence[str]
+    ) -> None:
+        self.local, self.updates = local, updates
+        self.everyone = local.groups.everyone
+        self.along_tp = local.groups.units[0].also
+        self.buffers = dict(_buffers(local, names))
+        self.at_start = [checksum(x) for x in self.buffers.values()]
+        self.any = self._anywhere(any(each.has_copies for each in self._compared()))
+
+    @torch.no_grad()
+    def differences(self) -> str:
+        """The weights whose copies differ, with the ranks that hold them: the same text on all ranks, and
+        empty if all copies are equal. Every rank calls it, between two steps."""
+        if not self.any:
+            return ""
+        compared = [each for each in self._compared() if each.has_copies]
+        sums = [self._sum(each) for each in compared]
+        verdicts: list[tuple[list[int], Tensor]] = []
+        for order in range(ORDERS):
+            members: dict[Group, list[int]] = {}
+            for i, each in enumerate(compared):
+                group = each.groups[order]
+                if group is not None and group.size > 1:
+                    members.setdefault(group, []).append(i)
+            for group, chosen in members.items():
+                verdicts.append((chosen, _differ(group, torch.stack([sums[i] for i in chosen]))))
+        differ = [verdict for _, verdict in verdicts]
+        # The only number that the host waits for, if all is well.
+        if not self._anywhere(torch.cat(differ).any() if differ else False):
+            return ""
+        found = {
+            compared[i].where
+            for chosen, verdict in verdicts
+            for i, differs in zip(chosen, verdict.tolist(), strict=True)
+            if differs
+        }
+        return self._named(found)
+
+    def _anywhere(self, own: Tensor | bool) -> bool:
+        """Whether something holds on any rank."""
+        flag = torch.as_tensor(own, device=self.everyone.device).long().view(1)
+        self.everyone.all_reduce(flag, "max")
+        return bool(int(flag))
+
+    # ---- what is compared
+
+    def _compared(self) -> Iterator[Compared]:
+        """Runs of this rank's numbers of which the same ranks have copies, and the buffers."""
+        for unit in self.local.every_unit:
+            tie = self.local.groups.units[unit.number].tie
+            for run, tp in self._runs(unit):
+                groups = unit.groups.replica, tp, tie
+                for kind, numbers in self._kinds(unit, run):
+                    yield Compared(Where(kind, unit.number, unit.frozen), numbers, groups)
+        every_rank = self.local.groups.count, self.along_tp["norms"], None
+        for i, buffer in enumerate(self.buffers.values()):
+            yield Compared(Where(BUFFER, i), buffer, every_rank)
+
+    def _runs(self, unit: Unit) -> Iterator[tuple[slice, Group | None]]:
+        """This rank's part of a unit in runs, each with the group of its copies along tp."""
+        runs: list[tuple[slice, Group | None]] = []
+        for entry in unit.entries():
+            run = slice(entry.offset, entry.offset + entry.stop - entry.start)
+            group = self._group_along_tp(entry)
+            if runs and runs[-1] == (slice(runs[-1][0].start, run.start), group):
+                run = slice(runs.pop()[0].start, run.stop)
+            runs.append((run, group))
+        yield from runs
+
+    def _group_along_tp(self, entry: Entry) -> Group | None:
+        weight = entry.weight
+        if weight.adds == "kv":  # as many neighbours as have the same head
+            return self.along_tp["kv"]
+        return None if any(weight.over_tp) else self.along_tp["norms"]
+
+    def _kinds(self, unit: Unit, run: slice) -> Iterator[tuple[str, Tensor]]:
+        """What this rank keeps of a run: weights, what is computed with, the optimizer's state."""
+        yield WEIGHT, unit.home[run]
+        if unit.buffer is not None and not unit.same and unit.groups.gather.size == 1:
+            yield COMPUTE_COPY, unit.buffer[run]  # a gathered one is as old as the last gather
+        if unit.frozen:
+            return
+        update = self.updates[unit.number]
+        for part, view in update.every_run:
+            first, last = max(run.start, part.start), min(run.stop, part.stop)
+            for kind, kept in update.state.get(view, {}).items() if first < last else ():
+                if kept.shape == view.shape and kind != "step":
+                    yield kind, kept[first - part.start : last - part.start]
+
+    def _sum(self, compared: Compared) -> Tensor:
+        own = checksum(compared.numbers.flatten())
+        if compared.where.kind == BUFFER:
+            # A module may change its buffers, and differently on each rank. Either all of them do or none.
+            own = (own != self.at_start[compared.where.unit]).long()
+        return own.to(self.everyone.device)
+
+    # ---- where copies differ
+
+    def _named(self, found: set[Where]) -> str:
+        """Names the weights that differ and the ranks. Called on all ranks, also where all are equal."""
+        texts = exchange(self.everyone, json.dumps(sorted(found)))
+        everywhere = {Where(*each) for text in texts for each in json.loads(text)}
+        # Weight by weight, so that all copies of a weight are found, over whatever axes.
+        own = dict(self._sums_by_weight(everywhere))
+        holders: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+        for rank, text in enumerate(exchange(self.everyone, json.dumps(own))):
+            for key, value in json.loads(text).items():
+                holders[key][value].append(rank)
+        lines = {
+            _line(key.partition(APART)[0], who) for key, who in holders.items() if len(who) > 1
+        }
+        shown = sorted(lines)[:MOST]
+        more = [f"and {len(lines) - MOST} more"] if len(lines) > MOST else []
+        return "; ".join([*shown, *more])
+
+    def _sums_by_weight(self, found: set[Where]) -> Iterator[tuple[str, str]]:
+        """The checksum of each weight that this rank holds, by what its copies have in common."""
+        names = list(self.buffers)
+        for each in self._compared():
+            if each.where in found and each.where.kind == BUFFER:
+                yield f"{names[each.where.unit]}[{BUFFER}]", str(int(self._sum(each)))
+        for unit in self.local.every_unit:
+            for entry in unit.entries():
+                weight = entry.weight
+                run = slice(entry.offset, entry.offset + entry.stop - entry.start)
+                sums: dict[str, list[int]] = {}
+                for kind, numbers in self._kinds(unit, run):
+                    if Where(kind, unit.number, unit.frozen) in found:
+                        sums.setdefault(kind, []).append(int(checksum(numbers)))
+                for kind, values in sums.items():
+                    name = weight.name if kind == WEIGHT else f"{weight.name}[{kind}]"
+                    place = f"{weight.box} {entry.start} {entry.stop}"
+                    yield f"{name}{APART}{place}", " ".join(map(str, values))
+
+
+def _buffers(local: LocalModel, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    """The buffers of this rank's modules, by name. `names` are those of the model's pieces."""
+    for number, piece in local.pieces.items():
+        for name, buffer in piece.module.named_buffers():
+            if buffer.numel():
+                yield f"{names[number]}.{name}", buffer
+
+
+def _differ(group: Group, sums: Tensor) -> Tensor:
+    """Which of some checksums are not the same on all members of a group."""
+    # The largest, and the smallest as the complement of the largest complement, in one call.
+    both = torch.cat((sums, ~sums))
+    group.all_reduce(both, "max")
+    largest, smallest = both[: len(sums)], ~both[len(sums) :]
+    return largest != smallest
+
+
+def _line(name: str, holders: Mapping[str, Sequence[int]]) -> str:
+    """Which ranks hold other bits of a weight than the most do."""
+    alike = sorted(holders.values(), key=lambda ranks: (-len(ranks), ranks))
+    most, rest = alike[0], sorted(rank for ranks in alike[1:] for rank in ranks)
+    if len(most) == len(alike[1]):
+        return f"{name}: {named(sorted([*most, *rest]))} copies that differ"
+    return f"{name}: {named(rest)} another copy than {named(most).rpartition(' ')[0]}"
