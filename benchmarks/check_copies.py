@@ -1,6 +1,6 @@
 """Cost of comparing all copies of weights and optimizer state, as a share of training.
 
-    OMP_NUM_THREADS=1 python benchmarks/check_copies.py [--layouts "dp2; tp2 seq bf16"] [--size small] [--rounds 20]
+    OMP_NUM_THREADS=1 python benchmarks/check_copies.py [--size small] [--layouts "dp2; tp2 seq bf16"]
 
 Steps and comparisons take turns on the same ranks within one run, so only their ratio means anything.
 A share is what `train.check_copies = N` takes of a run: one comparison to N steps.

@@ -23,7 +23,7 @@ from phalanx.train.checkpoint import RanksFailed, SaveError
 from phalanx.train.checkpoint_format import CheckpointError
 from phalanx.train.data.token_files import DataError
 from phalanx.train.log import JournalError
-from phalanx.train.loop import TrainError
+from phalanx.train.loop import CopiesDiffer, TrainError
 from phalanx.train.rank import Rank
 
 WORDS = ["model={layers=2,hidden=16,heads=2,ffn=24,vocab=256}", "batch=4", "sequence=12"]
@@ -41,7 +41,7 @@ def families() -> Iterator[type[ValueError]]:
             yield kind
 
 
-BEGUN = {TrainError, JournalError, SaveError}  # the run had begun
+BEGUN = {TrainError, CopiesDiffer, JournalError, SaveError}  # the run had begun
 AMONG_RANKS = {RanksDiffer, PeerFailed}  # sentences, though they are errors between ranks
 
 
