@@ -31,7 +31,7 @@ COLUMNS = 4096  # of the table that a tensor is taken as
 CHUNK = {"cpu": 1 << 18}  # elements widened to int64 at once: what a cache holds
 LARGE_CHUNK = 1 << 22  # on a GPU
 MOST = 6  # differences that are listed
-ORDERS = 3  # of groups: see `Compared`
+ORDERS = 3  # of groups: see `ComparedTensor`
 WEIGHT, COMPUTE_COPY, BUFFER = "weight", "compute copy", "buffer"
 APART = " of "  # between the name of a weight and what its copies have in common
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # by itemsize
@@ -77,7 +77,7 @@ def _at_least(count: int) -> int:
     return 1 << max(10, (count - 1).bit_length())
 
 
-class Where(NamedTuple):
+class CopyOf(NamedTuple):
     """What a checksum is of: a kind of numbers of a unit, or a buffer by its place in the list of them."""
 
     kind: str
@@ -85,11 +85,11 @@ class Where(NamedTuple):
     frozen: bool = False
 
 
-class Compared(NamedTuple):
+class ComparedTensor(NamedTuple):
     """A checksum that the ranks of some groups have in common. The groups stand in an order that is the
     same on all ranks: replicas of data parallelism, copies along tp, stages that share a tied weight."""
 
-    where: Where
+    where: CopyOf
     numbers: Tensor
     groups: tuple[Group | None, Group | None, Group | None]
 
@@ -152,17 +152,17 @@ class Copies:
 
     # ---- what is compared
 
-    def _compared(self) -> Iterator[Compared]:
+    def _compared(self) -> Iterator[ComparedTensor]:
         """Runs of this rank's numbers of which the same ranks have copies, and the buffers."""
         for unit in self.local.every_unit:
             tie = self.local.groups.units[unit.number].tie
             for run, tp in self._runs(unit):
                 groups = unit.groups.replica, tp, tie
                 for kind, numbers in self._kinds(unit, run):
-                    yield Compared(Where(kind, unit.number, unit.frozen), numbers, groups)
+                    yield ComparedTensor(CopyOf(kind, unit.number, unit.frozen), numbers, groups)
         every_rank = self.local.groups.count, self.along_tp["norms"], None
         for i, buffer in enumerate(self.buffers.values()):
-            yield Compared(Where(BUFFER, i), buffer, every_rank)
+            yield ComparedTensor(CopyOf(BUFFER, i), buffer, every_rank)
 
     def _runs(self, unit: Unit) -> Iterator[tuple[slice, Group | None]]:
         """This rank's part of a unit in runs, each with the group of its copies along tp."""
@@ -195,7 +195,7 @@ class Copies:
                 if kept.shape == view.shape and kind != "step":
                     yield kind, kept[first - part.start : last - part.start]
 
-    def _sum(self, compared: Compared) -> Tensor:
+    def _sum(self, compared: ComparedTensor) -> Tensor:
         own = checksum(compared.numbers.flatten())
         if compared.where.kind == BUFFER:
             # A module may change its buffers, and differently on each rank. Either all of them do or none.
@@ -204,10 +204,10 @@ class Copies:
 
     # ---- where copies differ
 
-    def _named(self, found: set[Where]) -> str:
+    def _named(self, found: set[CopyOf]) -> str:
         """Names the weights that differ and the ranks. Called on all ranks, also where all are equal."""
         texts = exchange(self.everyone, json.dumps(sorted(found)))
-        everywhere = {Where(*each) for text in texts for each in json.loads(text)}
+        everywhere = {CopyOf(*each) for text in texts for each in json.loads(text)}
         # Weight by weight, so that all copies of a weight are found, over whatever axes.
         own = dict(self._sums_by_weight(everywhere))
         holders: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -221,7 +221,7 @@ class Copies:
         more = [f"and {len(lines) - MOST} more"] if len(lines) > MOST else []
         return "; ".join([*shown, *more])
 
-    def _sums_by_weight(self, found: set[Where]) -> Iterator[tuple[str, str]]:
+    def _sums_by_weight(self, found: set[CopyOf]) -> Iterator[tuple[str, str]]:
         """The checksum of each weight that this rank holds, by what its copies have in common."""
         names = list(self.buffers)
         for each in self._compared():
@@ -233,7 +233,7 @@ class Copies:
                 run = slice(entry.offset, entry.offset + entry.stop - entry.start)
                 sums: dict[str, list[int]] = {}
                 for kind, numbers in self._kinds(unit, run):
-                    if Where(kind, unit.number, unit.frozen) in found:
+                    if CopyOf(kind, unit.number, unit.frozen) in found:
                         sums.setdefault(kind, []).append(int(checksum(numbers)))
                 for kind, values in sums.items():
                     name = weight.name if kind == WEIGHT else f"{weight.name}[{kind}]"
