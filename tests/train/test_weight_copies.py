@@ -316,7 +316,7 @@ def test_a_run_whose_copies_differ_ends_before_the_next_save_and_names_the_rank(
     text = failed.value.refusal
     assert text.startswith("CopiesDiffer: step 4: copies that were equal bit by bit differ.")
     assert "rank 2 has another copy than ranks 0-1" in text
-    assert "The same command goes on from" in text
+    assert "The same command continues from" in text
     assert failed.value.restart_helps
     assert failed.value.exit_code == 1
     # Each other rank says the same, and the newest checkpoint is of before the change.
