@@ -404,28 +404,6 @@ def test_a_journal_that_was_cut_is_read_and_gone_on_with(tmp_path: Path) -> None
     assert read_journal(path)[1]["loss"] == "inf"
 
 
-# ---- rates
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
-def test_the_rate_rises_to_the_highest_and_ends_at_the_least(schedule: str) -> None:
-    choice = OptimizerChoice(lr=2.0, schedule=schedule, warmup_steps=4, min_lr=0.5)
-    rates = [learning_rate(choice, step, 40) for step in range(40)]
-    assert rates[:4] == [0.5, 1.0, 1.5, 2.0]
-    assert max(rates) == 2.0
-    assert rates[-1] == pytest.approx(0.5)
-    assert rates[3:] == sorted(rates[3:], reverse=True)
-
-
-def test_a_cosine_is_half_way_in_the_middle_and_wsd_level_until_its_fall() -> None:
-    cosine = OptimizerChoice(lr=1.0, min_lr=0.0)
-    assert learning_rate(cosine, 49, 100) == pytest.approx(0.5)
-    wsd = OptimizerChoice(lr=1.0, schedule="wsd", decay_steps=20, min_lr=0.0)
-    assert learning_rate(wsd, 79, 100) == 1.0
-    assert learning_rate(wsd, 89, 100) == pytest.approx(0.5)
-    assert learning_rate(OptimizerChoice(lr=1.0, schedule="constant"), 99, 100) == 1.0
-
-
 def test_the_layouts_of_this_file_are_of_all_axes() -> None:
     used = {axis.name for text in LAYOUTS for axis in Layout.parse(text).mesh.axes}
     assert used == {"dp", "tp", "pp", "cp"}
