@@ -437,3 +437,25 @@ def test_the_commands_refuse_it_before_a_rank_starts(
     said = capsys.readouterr().err
     assert "blocks.0.attention.out is a Scaled: tp computes nn.Linear, without what it adds" in said
     assert "Traceback" not in said
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(4, 4).tril())
+
+
+class Filled(Masked):
+    def reset_buffers(self) -> None:
+        self.mask.copy_(torch.ones(4, 4).tril())
+
+
+def test_a_buffer_that_nobody_fills_is_refused() -> None:
+    """It would be whatever the memory has in it: models are made on the meta device."""
+    model = changed(lambda model: model.blocks[1].attention.add_module("masked", Masked()))
+    (wrong,) = misfits(model, Layout())
+    assert wrong.startswith(
+        "blocks.1.attention.masked has the buffer mask, and no method reset_buffers"
+    )
+    filled = changed(lambda model: model.blocks[1].attention.add_module("masked", Filled()))
+    assert misfits(filled, Layout()) == ()

@@ -100,9 +100,11 @@ def check(
     layout = Layout.parse(text)
     shape, make = (model, None) if isinstance(model, Shape) else model_of(model)
     if make:
-        from ..parallel import refuse_unfit
+        from ..parallel import refuse_mixing, refuse_unfit
 
-        refuse_unfit(make(), layout)
+        own = make()
+        refuse_unfit(own, layout)
+        refuse_mixing(own, layout)
     sizes = {"batch": batch, "sequence": sequence}
     if wrong := misfit(layout, shape, **sizes):
         violations = tuple(legal(layout, shape, **sizes))

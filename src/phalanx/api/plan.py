@@ -15,7 +15,7 @@ from ..plan.search import Baseline, Plan, baselines, search
 from ..plan.step import Choice, Request
 from . import UsageError
 from .plan_text import plan_figures, plan_text
-from .request import model_of, request_for, where
+from .request import model_of, request_for, ways_refused, where
 from .signature import with_keywords
 
 SEQUENCES = 1 << 24  # of a step, as in a run file
@@ -168,7 +168,9 @@ def request(model: str | Shape, cluster: str, **terms: Unpack[PlanTerms]) -> Req
     )
     cluster = "" if cluster == "this" else cluster
     routing = Routing.parse(terms.get("routing") or BALANCED, asked.shape)
-    return replace(asked, limit=terms.get("limit", 0.85), cluster=cluster, routing=routing)
+    without = ways_refused(make) if make else frozenset()
+    limit = terms.get("limit", 0.85)
+    return replace(asked, limit=limit, cluster=cluster, routing=routing, without=without)
 
 
 def _number(name: str, parse: Callable[[str], int], value: str | int | None) -> int:

@@ -67,6 +67,17 @@ def model_of(name: str) -> tuple[Shape, Callable[[], Model] | None]:
     return shape, make
 
 
+def ways_refused(make: Callable[[], Model]) -> frozenset[str]:
+    """Of tp, seq, ring and ulysses those in which a model of the user's own would compute something else."""
+    from ..parallel import fitting
+
+    model = make()
+    heads = model.counts.get("heads", 2)
+    tp = next((n for n in range(2, heads + 1) if heads % n == 0), 2)
+    ways = {"tp": f"tp{tp}", "seq": f"tp{tp} seq", "ring": "cp2", "ulysses": "cp2:ulysses"}
+    return frozenset(way for way, text in ways.items() if not fitting(model, [Layout.parse(text)]))
+
+
 @dataclass(frozen=True)
 class Where:
     """Hardware that was named, and what its devices are called in the catalogue and by their driver."""

@@ -34,6 +34,12 @@ def named(words: str, request: Request, flag: str) -> Choice:
             f" {request.hardware.ranks:,}."
         )
     refuse_illegal(layout, request.shape, batch=request.batch, sequence=request.sequence)
+    if not request.takes(layout):
+        from ..parallel import load_model, refuse_mixing, refuse_unfit
+
+        own = load_model(request.model)
+        refuse_unfit(own, layout)
+        refuse_mixing(own, layout)
     (choice,) = judge(request, [layout])
     return choice
 

@@ -251,7 +251,7 @@ def _joined(config: Run, args: argparse.Namespace, notice: str, at: Rendezvous) 
 def _layout_that_fits(config: Run, ranks: int, gpus: int, notice: str) -> Layout:
     """The run's layout. Whatever can be refused before ranks train is refused here, by each rank of a
     launcher, or once for local ranks."""
-    from ..parallel import refuse_unfit
+    from ..parallel import refuse_mixing, refuse_unfit
     from ..train.checkpoint_load import ModelIdentity, newest, refuse_optimizer, refuse_other
     from ..train.program import maker_of, shape_of
     from ..train.rank import batches_of
@@ -287,7 +287,10 @@ def _layout_that_fits(config: Run, ranks: int, gpus: int, notice: str) -> Layout
         )
     batches_of(config, shape)
     if config.own:
-        refuse_unfit(maker_of(config)(), layout)
+        own = maker_of(config)()
+        refuse_unfit(own, layout)
+        if not launched(os.environ):  # else the first of all ranks tries it
+            refuse_mixing(own, layout)
     return layout
 
 

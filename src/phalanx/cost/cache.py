@@ -172,7 +172,8 @@ def _costed(
     bytes at many, and which piece is of which kind."""
     from ..parallel import build_model, load_model
     from ..parallel.experts import cut_blocks, expert_pieces
-    from .pieces import alike, cost_kinds
+    from ..parallel.kinds import alike
+    from .pieces import cost_kinds
 
     made: Model = build_model(_repeated(model)) if isinstance(model, Shape) else load_model(model)
     entries, outputs = {}, dict[Any, Any]()

@@ -7,11 +7,9 @@ norms and of repeated k and v heads along tp) are no part of a piece's operation
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +21,7 @@ from ..models import ExpertsPart
 from ..parallel import Model, Piece, Precision, time_multiple
 from ..parallel.batch import SHARE, edge_shape
 from ..parallel.experts import SENT, cut_blocks, expert_pieces
+from ..parallel.kinds import alike, one_of_each
 from ..parallel.local import build_local
 from ..parallel.low_precision import matmul_named
 from ..parallel.pieces import Bundle
@@ -50,39 +49,6 @@ def piece_costs(
     return tuple(found[kind] for kind in alike(model))
 
 
-def alike(model: Model) -> tuple[int, ...]:
-    """For each piece the number of its kind, in the order in which the kinds come."""
-    kinds: dict[Any, int] = {}
-    for number in range(len(model.pieces)):
-        kinds.setdefault(_signature(model, number), len(kinds))
-    return tuple(kinds[_signature(model, number)] for number in range(len(model.pieces)))
-
-
-def _signature(model: Model, number: int) -> tuple[Any, ...]:
-    """All that a piece's cost can depend on: its modules, their plain attributes, weights and buffers.
-
-    Attributes that begin with _ are a module's own affair: our blocks note their place in one.
-    """
-    module = model.pieces[number][1]
-    names = {parameter: name for name, parameter in model.weights.items()}
-    parts = []
-    for path, child in module.named_modules():
-        facts = tuple(
-            (key, value)
-            for key, value in sorted(vars(child).items())
-            if not key.startswith("_") and isinstance(value, bool | int | float | str | None)
-        )
-        weights = tuple(
-            (key, tuple(p.shape), p.dtype, p.requires_grad, model.rules.dims(names[p], p.dim()))
-            for key, p in child.named_parameters(recurse=False)
-        )
-        buffers = tuple((key, tuple(b.shape)) for key, b in child.named_buffers(recurse=False))
-        parts.append((path, type(child), facts, weights, buffers))
-    edge = number == 0, number == len(model.pieces) - 1
-    tied = tuple(unit for piece, unit in model.tied if piece == number)
-    return (*edge, tied, tuple(parts))
-
-
 def cost_kinds(
     model: Model,
     layout: Layout,
@@ -97,7 +63,7 @@ def cost_kinds(
     if model.shape is None:
         raise LayoutError("a model without a shape cannot be costed: add shape=Shape(...) to it.")
     cut = piece_layout(layout)
-    few = _one_of_each(cut_blocks(model, cut))
+    few = one_of_each(cut_blocks(model, cut))
     stages = (range(len(few.pieces)),)
     program = build(cut, stages, few.tied, frozen=few.frozen_units, experts=expert_pieces(few))
     compute = COMPUTE[cut.precision]
@@ -135,14 +101,6 @@ def cost_kinds(
     finally:
         world.clear()
     return found
-
-
-def _one_of_each(model: Model) -> Model:
-    """A model of its own with the first piece of every kind."""
-    kinds = alike(model)
-    firsts = [kinds.index(kind) for kind in range(max(kinds) + 1)]
-    pieces = copy.deepcopy(tuple(model.pieces[n] for n in firsts))
-    return replace(model, pieces=pieces)
 
 
 def _batch(

@@ -18,9 +18,10 @@ from ..parallel import Model, Precision, Unit
 from ..parallel.batch import edge_shape, microbatches
 from ..parallel.data import storage_of
 from ..parallel.experts import cut_blocks
+from ..parallel.kinds import alike
 from ..parallel.local import LocalModel, build_local
 from ..program import PieceCost, Program, Sizes, ops
-from .pieces import Like, alike, into, run
+from .pieces import Like, into, run
 from .scales import PREFIX, Known
 
 Batch = Mapping[str, Tensor]

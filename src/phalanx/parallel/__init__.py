@@ -5,6 +5,7 @@ from .context import install_context
 from .data import BufferPool, Entry, Precision, Unit
 from .fitness import fitting, refuse_unfit
 from .groups import Groups, open_groups
+from .mixing import refuse_mixing
 from .model import Model, Original, build_model, load_model, start
 from .pieces import Piece
 from .tensor import VocabularyCrossEntropy, Weight, cut_weights, install_regions
@@ -30,6 +31,7 @@ __all__ = [
     "microbatches",
     "on_device",
     "open_groups",
+    "refuse_mixing",
     "refuse_unfit",
     "share",
     "start",

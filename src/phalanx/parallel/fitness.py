@@ -18,6 +18,7 @@ from ..layout import Layout, LayoutError
 from ..layout.rules import AXIS_OF
 from ..models import IGNORED, Core, ExpertMlps, LoraLinear
 from ..models.loss import CrossEntropy
+from .mixing import mixing
 from .model import Model
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -34,9 +35,11 @@ def fitting(model: Model, layouts: Iterable[Layout]) -> tuple[Layout, ...]:
     known: dict[tuple[bool, ...], bool] = {}  # by all that a misfit depends on
     chosen = []
     for layout in layouts:
-        key = layout.tp > 1, layout.seq, layout.mesh.of("cp.ring") > 1, bool(layout.compile)
+        # Layouts of one key differ in sizes alone, which no misfit depends on.
+        cp = layout.mesh.of("cp.ring") > 1, layout.mesh.of("cp.ulysses") > 1
+        key = layout.tp > 1, layout.seq, *cp, bool(layout.compile)
         if key not in known:
-            known[key] = not misfits(model, layout)
+            known[key] = not misfits(model, layout) and not mixing(model, layout)
         if known[key]:
             chosen.append(layout)
     return tuple(chosen)
@@ -87,6 +90,13 @@ def _anywhere(name: str, module: nn.Module) -> Iterator[str]:
         )
     if isinstance(module, nn.Embedding):
         yield from _embedding(name, module)
+    empty = [key for key, x in module._buffers.items() if x is not None and x.is_meta]
+    if empty and not callable(getattr(module, "reset_buffers", None)):
+        yield (
+            f"{name} has the buffer {', '.join(empty)}, and no method reset_buffers() to fill it: a"
+            " model is made on the meta device, where a buffer has no values. Add the method, or"
+            " compute the values in the forward."
+        )
     if type(module) is nn.Linear and "weight" not in module._parameters:
         yield (
             f"the weight of {name} is computed from other parameters by a hook (weight_norm,"

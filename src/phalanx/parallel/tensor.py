@@ -97,7 +97,8 @@ def cut_weights(model: Model, layout: Layout, at: Mapping[str, int]) -> dict[str
         dims = model.rules.dims(name, len(shape))
         cuts = cut_of(model, layout, name, shape, at)
         adds = _adds(dims, cuts, layout)
-        copies = {"kv": max(cut.copies for cut in cuts), "": layout.tp, "norms": layout.tp}[adds]
+        shared = max((cut.copies for cut in cuts), default=1)  # a scalar has no dim to cut
+        copies = {"kv": shared, "": layout.tp, "norms": layout.tp}[adds]
         over_tp = tuple("tp" in axes for axes in layout.axes_of(dims))
         counted = tp % copies == 0 if adds or not any(over_tp) else True
         rate, frozen = model.rates.get(name, 0.0), name in model.frozen

@@ -243,7 +243,7 @@ def search(request: Request, *, top: int = 10) -> Plan:
 def _seq_only(space: Space, pricer: Pricer) -> frozenset[int]:
     """The sizes of tensor parallel that are never faster without `seq`, which holds more and sends
     as many bytes in fewer messages: the shortest microbatch decides for all."""
-    if space.request.shape.kind != "decoder":
+    if space.request.shape.kind != "decoder" or "seq" in space.request.without:
         return frozenset()
     found = set()
     for tp in {x.grid.tp for x in space.options} - {1}:
@@ -291,7 +291,7 @@ def baselines(request: Request) -> tuple[Baseline, ...]:
         """The first that fits; else the one that needs least."""
         least: Choice | None = None
         for each in meshes:
-            layouts = [x for x in each if not legal(x, r.shape, **terms)]
+            layouts = [x for x in each if r.takes(x) and not legal(x, r.shape, **terms)]
             # The smallest microbatch holds least, or nearly: where it is far too large, all are.
             smallest = [pricer.choose(x, r.room) for x in layouts[-1:]]
             near = any(choice.bytes <= _NEARLY * r.room for choice in smallest)
@@ -344,5 +344,6 @@ def _smallest(request: Request) -> Iterator[Iterator[Layout]]:
         if request.batch < dp or (model < ranks and least_held / model > request.room):
             continue
         for tp in (d for d in reversed(divisors(model)) if d <= node):
-            words = f"{'seq' if tp > 1 else ''} {'zero1' if dp > 1 else ''}"
+            seq = tp > 1 and "seq" not in request.without
+            words = f"{'seq' if seq else ''} {'zero1' if dp > 1 else ''}"
             yield _layouts(request, words, dp=dp, pp=model // tp, tp=tp)

@@ -127,7 +127,8 @@ class Space:
         ]
 
     def _legal(self, tp: int) -> bool:
-        return not legal(Layout(Mesh((Axis("tp", (tp,)),))), self.request.shape)
+        layout = Layout(Mesh((Axis("tp", (tp,)),)))
+        return self.request.takes(layout) and not legal(layout, self.request.shape)
 
     @property
     def least(self) -> float:
@@ -191,6 +192,9 @@ class Space:
                     for ulysses, ep in product(
                         _ulysses(cp, s.heads // tp, self.near // tp), shared
                     ):
+                        ways = {"ring": cp // ulysses, "ulysses": ulysses}
+                        if any(ways[way] > 1 for way in r.without & ways.keys()):
+                            continue
                         for order in ORDERS[: 2 if pp > 1 and data > ep else 1]:
                             yield Grid(data // ep, pp, cp // ulysses, ulysses, tp, ep, order)
 
@@ -242,6 +246,7 @@ class Space:
     def _inners(self, grid: Grid) -> tuple[Inner, ...]:
         seqs = (True, False) if grid.tp > 1 and self.request.shape.kind == "decoder" else (False,)
         seqs = seqs[:1] if grid.tp in self.seq_only else seqs
+        seqs = seqs if "seq" not in self.request.without else (False,)
         matmuls = ("", self.request.matmul) if self.request.matmul else ("",)
         # As many whole ones on each rank, or a part of each on all.
         even = grid.tp > 1 and self.request.shape.experts % (grid.ep * grid.tp) == 0

@@ -64,6 +64,14 @@ class Request:
     model: str = ""  # FILE.py:Class of somebody's own; the shape's if empty
     cluster: str = ""  # its name; empty for a measured machine
     routing: Routing = Routing()
+    # Of tp, seq, ring and ulysses those that a model of the user's own does not allow.
+    without: frozenset[str] = frozenset()
+
+    def takes(self, layout: Layout) -> bool:
+        """True if the model allows the ways in which a layout cuts it."""
+        used = {"tp": layout.tp > 1, "seq": layout.seq and layout.tp > 1}
+        used |= {way: layout.mesh.of(f"cp.{way}") > 1 for way in ("ring", "ulysses")}
+        return not any(used[way] for way in self.without)
 
     @property
     def room(self) -> float:

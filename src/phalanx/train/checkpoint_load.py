@@ -348,6 +348,7 @@ TOLD = (
     "optimizer", "validation.batches",
 )  # fmt: skip
 UNTOLD = {
+    "weights": "only where a run begins: later weights are the checkpoint's",
     "layout": "any layout gives the same numbers; its precision and matmul are told",
     "data": "compared by content: see data_notices",
     "out": "where the run lies",

@@ -18,7 +18,7 @@ from ..cost import step_flops
 from ..layout import Layout, LayoutError, Shape
 from ..layout.choices import FP16
 from ..layout.run import Run
-from ..parallel import Model, Unit, microbatches, on_device, share
+from ..parallel import Model, Unit, microbatches, on_device, refuse_mixing, share
 from ..parallel.experts import cut_blocks
 from ..parallel.local import LocalModel, build_local
 from ..parallel.low_precision import matmul_named, refuse_without_kernels
@@ -94,6 +94,8 @@ class Rank:
             self.shape = shape_of(run)
             self.batches = batches_of(run, self.shape)
             made = maker_of(run)()
+            if run.own and not world.rank:
+                refuse_mixing(made, layout)
             self.identity = ModelIdentity.of(made, self.shape, run.own)
             self.model: Model = cut_blocks(made, layout)
             self.parameters = sum(weight.numel() for weight in self.model.weights.values())

@@ -30,13 +30,13 @@ from torch.utils._pytree import tree_leaves
 from ..comm import Group, TallyWorld, Work, regions
 from ..comm.settle import Call
 from ..comm.tally import Tally
-from ..cost.pieces import alike
 from ..layout import Layout, LayoutError, Mesh
 from ..layout.choices import FP32
 from ..layout.mesh import Axis
 from ..parallel import Model, Unit, microbatches, tensor, time_multiple
 from ..parallel.data import Then, storage_of
 from ..parallel.experts import SENT, Routes, cut_blocks, expert_pieces
+from ..parallel.kinds import alike
 from ..parallel.local import build_local
 from ..parallel.tensor import Weight
 from ..program import Op, Program, build, check, ops

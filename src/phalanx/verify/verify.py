@@ -23,7 +23,7 @@ from ..layout import Layout, LayoutError, Shape
 from ..layout.choices import COMPARED, DTYPES, FP64, THREADS
 from ..layout.files import read_text
 from ..models import IGNORED
-from ..parallel import Model, Original, Precision, build_model, refuse_unfit
+from ..parallel import Model, Original, Precision, build_model, refuse_mixing, refuse_unfit
 from ..parallel.low_precision import matmul_named
 from ..program import ProgramError, Recorded, Timeline
 from ..train.muon import Muon
@@ -104,6 +104,7 @@ def verify(
     known, model = logged(log), make()
     for layout in layouts:
         refuse_unfit(model, layout)
+        refuse_mixing(model, layout)
     precision = precision_named(dtype)
     setting = Setting(
         partial(

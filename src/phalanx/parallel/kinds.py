@@ -1,0 +1,58 @@
+"""Pieces of a model that are alike: what is found out about one of them holds for all."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from types import FunctionType
+from typing import Any
+
+from .model import Model
+
+
+def alike(model: Model) -> tuple[int, ...]:
+    """For each piece the number of its kind, in the order in which the kinds come."""
+    kinds: dict[Any, int] = {}
+    for number in range(len(model.pieces)):
+        kinds.setdefault(_signature(model, number), len(kinds))
+    return tuple(kinds[_signature(model, number)] for number in range(len(model.pieces)))
+
+
+def _signature(model: Model, number: int) -> tuple[Any, ...]:
+    """All that a piece's cost can depend on: its modules, their plain attributes, weights and buffers.
+
+    Attributes that begin with _ are a module's own affair: our blocks note their place in one.
+    """
+    module = model.pieces[number][1]
+    names = {parameter: name for name, parameter in model.weights.items()}
+    parts = []
+    for path, child in module.named_modules():
+        facts = tuple(
+            (key, value)
+            for key, value in sorted(vars(child).items())
+            if not key.startswith("_") and _plain(value)
+        )
+        weights = tuple(
+            (key, tuple(p.shape), p.dtype, p.requires_grad, model.rules.dims(names[p], p.dim()))
+            for key, p in child.named_parameters(recurse=False)
+        )
+        buffers = tuple((key, tuple(b.shape)) for key, b in child.named_buffers(recurse=False))
+        parts.append((path, type(child), facts, weights, buffers))
+    edge = number == 0, number == len(model.pieces) - 1
+    tied = tuple(unit for piece, unit in model.tied if piece == number)
+    return (*edge, tied, tuple(parts))
+
+
+def _plain(value: object) -> bool:
+    """True for a value that tells two modules apart, as a size, a tuple of sizes or an activation."""
+    if isinstance(value, tuple | list):
+        return all(map(_plain, value))
+    return isinstance(value, bool | int | float | str | FunctionType | None)
+
+
+def one_of_each(model: Model) -> Model:
+    """A model of its own with the first piece of every kind."""
+    kinds = alike(model)
+    firsts = [kinds.index(kind) for kind in range(max(kinds) + 1)]
+    pieces = copy.deepcopy(tuple(model.pieces[n] for n in firsts))
+    return replace(model, pieces=pieces)
