@@ -92,6 +92,7 @@ def test_a_rank_that_the_kernel_confirms_is_seen_and_asked(
     ("pid", "started"),
     [(-1, 0), (-1, 1), (0, 0), (0, 1), (1, 0), (1, started_at(1)), (-ME, 0), (ME, 0), (ME, 1), (1 << 22, 0),
      (True, 0), (None, 0), ("1", 0), (1.0, 0), (1 << 70, 0), ([], {})],
+    ids=[str(place) for place in range(16)],  # not the numbers: workers would collect other tests
 )  # fmt: skip
 def test_a_number_that_is_no_rank_is_never_signalled(
     tmp_path: Path, positions: Positions, signals: list[int], pid: Any, started: Any
