@@ -16,6 +16,7 @@ from phalanx.train.checkpoint import Saver
 from phalanx.train.checkpoint_format import verify_checkpoint
 from phalanx.train.loop import _Loop
 from phalanx.train.rank import Rank
+from phalanx.train.stop import StopRequests
 from phalanx.verify.compare import EXACT
 
 LAYOUTS = (
@@ -51,7 +52,7 @@ class Went(NamedTuple):
 def _went(world: World, run: Run, layout: str, steps: int, copy: Path | None) -> Went:
     """Go on from what is there, save at once elsewhere, and make so many steps; then save."""
     rank = Rank(world, run, Layout.parse(layout))
-    loop = _Loop(rank, Positions(world.rank), quiet=True)
+    loop = _Loop(rank, Positions(world.rank), StopRequests(None), quiet=True)
     start = loop._resume()
     loop.log.start(start, rank.flops, (1.0, ""), rank.tokens)
     loop.looked_at = -1
