@@ -197,8 +197,12 @@ def pipe() -> Iterator[tuple[int, io.TextIOWrapper]]:
     read, write = os.pipe()
     fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
     stream = os.fdopen(write, "w", encoding="ascii")
+    before = set(output._OUTLETS)
     yield read, stream
     os.close(read)
+    # A thread that still writes does so by number: once closed, the number may be another test's file.
+    for outlet in set(output._OUTLETS) - before:
+        outlet.flush()
     stream.close()
 
 
