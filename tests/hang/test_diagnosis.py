@@ -97,7 +97,6 @@ def test_ranks_that_wait_for_each_other_are_told_the_first_call_that_differs() -
 def test_a_rank_that_waits_for_its_gpu_waits_for_those_that_do_not() -> None:
     found = diagnose([rank(0, waits=DEVICE), rank(1, waits=DEVICE), rank(2)], 60.0)
     assert found.ranks == (2,)
-    assert diagnose([rank(n, waits=DEVICE) for n in range(3)], 60.0).hangs
 
 
 def test_a_rank_that_has_ended_or_was_killed_is_named_when_others_wait_for_it() -> None:

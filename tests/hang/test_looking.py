@@ -18,8 +18,9 @@ import pytest
 
 from phalanx.cli.main import main
 from phalanx.hang import Positions, RankState, ask_elsewhere, snapshot
+from phalanx.hang.flight import Flight
 from phalanx.hang.hosted import Hosted, RankProcess
-from phalanx.hang.positions import LOG, PID, SIZE, STACKS, TEXTS
+from phalanx.hang.positions import FILES, LOG, PID, SIZE, STACKS, TEXTS
 from phalanx.hang.processes import Process, alive, started_at
 from phalanx.hang.rank_state import pack, unpack
 from phalanx.hang.ranks_folder import ASKED, FOLDER, LARGEST, RanksFolder
@@ -32,7 +33,7 @@ import os, signal, sys
 signal.signal({STACKS}, signal.SIG_DFL)
 if len(sys.argv) > 1:
     os.setuid(int(sys.argv[1]))
-files = [os.memfd_create("phalanx-position-0"), os.memfd_create("phalanx-stacks-0")]
+files = [os.memfd_create(f"phalanx-{{what}}-0") for what in {FILES}]
 os.truncate(files[0], {SIZE})
 print(*files, flush=True)
 sys.stdin.read()
@@ -173,7 +174,7 @@ def test_memory_of_another_user_or_by_another_name_is_refused(
     }  # fmt: skip
     for path in paths:
         with pytest.raises(OSError):
-            PositionReader(Process(ME, started_at(ME)), [path, positions.paths[1]], os.geteuid())
+            PositionReader(Process(ME, started_at(ME)), [path, *positions.paths[1:]], os.geteuid())
     for wrong in ([], positions.paths[:1], [*positions.paths, positions.paths[0]]):
         with pytest.raises(OSError):
             PositionReader(Process(ME, started_at(ME)), wrong)
@@ -291,6 +292,7 @@ GROUP = ("tp", (0, 1), 0)
 STATE = RankState(
     7, "b", 11, 4, "in a step", "note", "1B0", 3.0, 1.0, 1, "R", made=((GROUP, 3),),
     calls=(Made(1, GROUP, "barrier", "1B0", -1, False, 2),), stack=("File x",),
+    flights=(Flight("tp", (0, 1), 2, 3, 4, "all_reduce"),),
 )  # fmt: skip
 HOSTILE: list[Any] = [
     None, True, -1, -(1 << 70), 1 << 70, 1.5, float("nan"), float("inf"), 1e308, "", "x" * 10_000,

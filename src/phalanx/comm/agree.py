@@ -75,7 +75,8 @@ def exchange(group: Group, text: str, root: int | None = None) -> list[str]:
     raw = _packed(text)
     sizes = torch.empty(group.size, dtype=torch.int64, device=group.device)
     group.all_gather(sizes, torch.tensor([len(raw)], device=group.device))
-    counts: list[int] = sizes.tolist()
+    with group.reading():
+        counts: list[int] = sizes.tolist()
     texts = [bytearray() for _ in counts]
     for start in range(0, max(counts), PIECE):
         width = min(PIECE, max(counts) - start)
@@ -85,7 +86,9 @@ def exchange(group: Group, text: str, root: int | None = None) -> list[str]:
         pieces = torch.empty(group.size, width, dtype=torch.uint8, device=group.device)
         group.all_gather(pieces, piece.to(group.device))
         if root in (None, group.rank):
-            for whole, row in zip(texts, pieces.cpu(), strict=True):
+            with group.reading():
+                rows = pieces.cpu()
+            for whole, row in zip(texts, rows, strict=True):
                 whole += row.numpy().tobytes()
     if root not in (None, group.rank):
         return []
@@ -97,9 +100,12 @@ def broadcast_text(group: Group, text: str, root: int = 0) -> str:
     raw = _packed(text if group.rank == root else "").to(group.device)
     size = torch.tensor([len(raw)], device=group.device)
     group.broadcast(size, root)
-    whole = raw if group.rank == root else raw.new_empty(int(size))
+    with group.reading():
+        count = int(size)
+    whole = raw if group.rank == root else raw.new_empty(count)
     group.broadcast(whole, root)
-    return whole.cpu().numpy().tobytes().decode()
+    with group.reading():
+        return whole.cpu().numpy().tobytes().decode()
 
 
 def _packed(text: str) -> Tensor:

@@ -10,7 +10,8 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -201,6 +202,15 @@ class Group:
         if wait:
             work.wait()
         return work
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Marks a block that reads what a call leaves on the device: there a GPU is waited for."""
+        if self.positions is None or self.device.type != "cuda":
+            yield
+            return
+        with self.positions.reading():
+            yield
 
     def record(self, positions: Positions, kind: str, x: Tensor, op: str, at: int = -1) -> int:
         """Write down a call; its number."""

@@ -9,13 +9,15 @@ some ranks stand in a call that every member has made, and the network between t
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .positions import DEVICE, KNOWN, OVER
+from .positions import KNOWN, OVER
 from .rank_state import RankState
 from .reader import GroupKey, Made
 
 PATIENCE = (
     30  # times hang.timeout that a save, a start, a read or a compilation may do nothing at all
 )
+# Seconds for which a GPU may make no progress while too few waits for it have ended to know better.
+DEVICE_LEAST, DEVICE_KNOWN = 600.0, 3
 STOPPED = 2.0  # seconds that one rank may be stopped (SIGSTOP) while others are not
 _FRAMES, _CAUSES, _LINES = 6, 4, 16  # shown on the screen
 
@@ -45,19 +47,25 @@ class Limits:
 
     timeout: float
     longest: float  # the longest operation of any rank so far
+    device: float  # the longest time that a GPU made no progress, and went on
 
     @classmethod
     def of(cls, ranks: Sequence[RankState], timeout: float) -> "Limits":
-        return cls(timeout, max((r.longest for r in ranks), default=0.0))
+        longest = max((r.longest for r in ranks), default=0.0)
+        device = max((r.device_longest for r in ranks), default=0.0)
+        if max((r.device_waits for r in ranks), default=0) < DEVICE_KNOWN:
+            device = max(device, DEVICE_LEAST - timeout)
+        return cls(timeout, longest, device)
 
     @property
     def plain(self) -> float:
         return self.timeout + self.longest
 
     def of_rank(self, r: RankState) -> float:
+        plain = self.timeout + (self.device if r.on_device else self.longest)
         if r.phase in KNOWN:
-            return PATIENCE * self.timeout + self.longest
-        return self.plain
+            return max(plain, PATIENCE * self.timeout + self.longest)
+        return plain
 
 
 def diagnose(ranks: Sequence[RankState], timeout: float, missing: Sequence[str] = ()) -> Diagnosis:
@@ -91,7 +99,10 @@ def diagnose(ranks: Sequence[RankState], timeout: float, missing: Sequence[str] 
 def _headline(ranks: Sequence[RankState], live: Sequence[RankState], limits: Limits) -> str:
     step = max((r.step for r in live), default=0)
     idle = max((max(r.still, r.held) for r in ranks if r.phase not in OVER), default=0.0)
-    terms = f"hang.timeout = {limits.timeout:g} s, longest operation {limits.longest:.1f} s"
+    longest = f"longest operation {limits.longest:.1f} s"
+    if any(r.on_device for r in live):
+        longest = f"longest time without progress of a GPU {limits.device:.1f} s"
+    terms = f"hang.timeout = {limits.timeout:g} s, {longest}"
     return f"the run hangs at step {step + 1}: no progress for {idle:.0f} s ({terms})"
 
 
@@ -117,11 +128,12 @@ def _notices(live: Sequence[RankState], limits: Limits) -> Iterator[tuple[str, s
 
 def waited_for(r: RankState, world: World) -> tuple[int, ...]:
     """The ranks that a rank waits for; its own, where all that is known is that it waits for its GPU."""
-    if r.waits == 0 or r.over or r.state in "Tt":
+    if r.over or r.state in "Tt":
         return ()
-    if r.waits == DEVICE:
-        behind = [o.rank for o in world.values() if o.waits != DEVICE and o.rank != r.rank]
-        return tuple(behind) or (r.rank,)
+    if r.on_device:
+        return _device_waits_for(r, world)
+    if r.waits == 0:
+        return ()
     call = r.call
     if call is None:
         return (r.rank,)
@@ -134,6 +146,44 @@ def waited_for(r: RankState, world: World) -> tuple[int, ...]:
     # All have made it: one that does not wait may have to move its part of it.
     idle = [m for m in known if world[m].waits == 0]
     return tuple(absent or unknown or idle or others)
+
+
+def _device_waits_for(r: RankState, world: World) -> tuple[int, ...]:
+    """The ranks that a rank's GPU waits for: those whose host has not queued what this one has."""
+    others = [o for o in world.values() if o.rank != r.rank and not o.on_device]
+    mine = dict(r.made)
+    behind = [
+        o.rank
+        for o in others
+        for group, count in o.made
+        if r.rank in group[1] and count < mine.get(group, 0)
+    ]
+    if others:
+        return tuple(dict.fromkeys(behind)) or tuple(o.rank for o in others)
+    if r.flights:
+        late = _behind_in_flight(r, world)
+        inside = any(flight.started > flight.ended for flight in r.flights)
+        # A GPU inside no call of NCCL's is stuck in its own work.
+        return late or ((r.rank,) if inside else ())
+    if not r.device_op:
+        return (r.rank,)
+    # All hosts wait. A GPU in an operation without a call is stuck in its own work.
+    calls = [call for call in r.calls if call.op == r.device_op]
+    peers = {call.peer for call in calls if call.peer >= 0}
+    members = {m for call in calls if call.peer < 0 for m in call.group[1]}
+    return tuple(sorted((peers | members) - {r.rank}))
+
+
+def _behind_in_flight(r: RankState, world: World) -> tuple[int, ...]:
+    """The ranks whose GPUs have not started a call that this rank's GPU is in."""
+    late = set[int]()
+    for mine in r.flights:
+        for member in mine.ranks if mine.started > mine.ended else ():
+            theirs = world[member].flights if member in world else ()
+            same = [f for f in theirs if (f.group, f.ranks) == (mine.group, mine.ranks)]
+            if theirs and max((f.started for f in same), default=0) < mine.started:
+                late.add(member)
+    return tuple(sorted(late))
 
 
 def has_made(r: RankState, call: Made) -> bool:
@@ -181,7 +231,7 @@ def _is_cause(r: RankState, world: World, awaited: Awaited, limits: Limits) -> b
 
 def _waits_beyond(r: RankState, world: World, awaited: Awaited) -> bool:
     """Whether a rank waits for one of which nothing is known, or for its GPU and so perhaps for one."""
-    return r.waits == DEVICE or any(rank not in world for rank in awaited[r.rank])
+    return r.on_device or any(rank not in world for rank in awaited[r.rank])
 
 
 # ---- in words
@@ -208,7 +258,7 @@ def _waiters(ranks: Sequence[RankState], awaited: Awaited) -> Iterator[str]:
     alike: dict[str, list[RankState]] = {}
     for r in ranks:
         if awaited[r.rank]:
-            what = str(r.call or f"its own GPU, {r.op or r.phase}")
+            what = str(r.call or f"its GPU, {r.device_op or r.op or r.phase}")
             who = span([o for o in awaited[r.rank] if o != r.rank])
             alike.setdefault(f"for {who}, in {what}" if who else f"for {what}", []).append(r)
     for count, (what, waiting) in enumerate(alike.items()):
@@ -239,7 +289,9 @@ def _deadlock(live: Sequence[RankState], world: World, awaited: Awaited) -> Iter
     """Why all ranks wait for each other."""
     complete = [r for r in live if _is_complete(r, world)]
     different = list(_difference(live))
-    if different:
+    if live and all(r.on_device for r in live):
+        yield from _devices(live)
+    elif different:
         yield "all ranks wait for each other: they do not make the same calls"
         yield from different
     elif complete:
@@ -249,6 +301,20 @@ def _deadlock(live: Sequence[RankState], world: World, awaited: Awaited) -> Iter
     for r in [r for r in live if r.stack][:2]:
         yield f"rank {r.rank}:"
         yield from _frames(r, 3)
+
+
+def _devices(live: Sequence[RankState]) -> Iterator[str]:
+    """Where the GPUs stand, if all ranks wait for them and no single one is the cause."""
+    hosts = sorted({r.host for r in live})
+    between = f", or the network between {', '.join(hosts[:8])}" if len(hosts) > 1 else ""
+    yield f"all ranks wait for their GPUs, which make no progress: look at the GPUs{between}"
+    at: dict[str, list[int]] = {}
+    for r in live:
+        calls = [str(call) for call in r.calls if call.op == r.device_op][-1:]
+        at.setdefault(calls[0] if calls else r.device_op, []).append(r.rank)
+    for what, ranks in list(at.items())[:_CAUSES]:
+        if what:
+            yield f"    the GPUs of {span(ranks)} are at {what}"
 
 
 def _network(complete: Sequence[RankState], world: World) -> Iterator[str]:

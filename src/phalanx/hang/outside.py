@@ -15,7 +15,7 @@ from pathlib import Path
 
 from .elsewhere import answers, ask
 from .hosted import Hosted, RankProcess, entries_of
-from .positions import LONGEST, SINCE
+from .positions import DEVICE_LONGEST, DEVICE_WAITS, LONGEST, SINCE
 from .rank_state import RankState
 from .ranks_folder import RanksFolder, SmallFile
 from .watched_rank import WatchedRank
@@ -116,6 +116,8 @@ def _states(watched: Sequence[WatchedRank], seconds: float, *, stacks: bool) -> 
             if r.since <= begun and words[SINCE] > 0:  # no progress while we looked
                 r.since = min(r.since, words[SINCE] / 1e3)
             r.longest = max(r.longest, words[LONGEST] / 1e3)
+            r.device_longest = max(r.device_longest, words[DEVICE_LONGEST] / 1e3)
+            r.device_waits = max(0, words[DEVICE_WAITS])
             yield r.state(now, r.reader.stack(begin) if stacks else ())
         r.reader.close()
 

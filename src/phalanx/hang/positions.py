@@ -16,15 +16,21 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 # Words of the page. The rank writes these once, but for TEXTS, and BEAT while its interpreter runs.
 RANK, PID, THREAD, NATIVE, TEXTS, BEAT, HEARTBEAT = range(7)
 # These change as the rank makes progress.
-STEP, PHASE, OP, CALLS, WAITS = range(8, 13)
-# The watcher writes these, in ms: the last progress, the longest operation so far, its own last look.
-SINCE, LONGEST, LOOKED = range(16, 19)
+STEP, PHASE, OP, CALLS, WAITS, PASSED = range(8, 14)  # PASSED: events that the device has passed
+DEVICE_AT = (
+    14  # the text of the operation that the device is at; -1: it has done all, or has no queue
+)
+# The watcher writes these, in ms: the last progress, the longest operation so far, its own last look,
+# and the longest time for which a healthy device made no progress. Then the waits for it that ended.
+SINCE, LONGEST, LOOKED, DEVICE_LONGEST, DEVICE_WAITS = range(16, 21)
+# The watcher asks for the record of NCCL's calls by a number, and the rank answers with the same.
+ASKS, ANSWERS = 21, 22
 TOKEN = 24  # a random number, by which ranks find out whether they are on one host
 WORDS = 32
 NOTE, ROOM = 256, 2048  # bytes of the page: what a phase works on
@@ -35,7 +41,7 @@ CALLS_KEPT = 1024
 CALL = struct.Struct("6q")
 LOG = RING + CALLS_KEPT * CALL.size
 SIZE = LOG + (1 << 22)
-FILES = ("position", "stacks")  # the nameless files, by the end of their names
+FILES = ("position", "stacks", "flight")  # the nameless files, by the end of their names
 DEVICE = -1  # in WAITS: not for a call, but for the rank's own GPU
 BEATS = 0.5  # seconds
 
@@ -63,6 +69,9 @@ class Positions:
 
     watched = False  # by a process that ends the run when it hangs
     host = ""  # the name of this rank's host among those of the run
+    # On a GPU: at which operation the device is, and how many events it has passed; the record of NCCL.
+    look_at_device: Callable[[], tuple[int, int]] | None = None
+    flight: Callable[[], bytes] | None = None
 
     def __init__(self, rank: int) -> None:
         sizes = dict.fromkeys(FILES, 0) | {"position": SIZE}
@@ -80,7 +89,7 @@ class Positions:
         self._stop = threading.Event()
         self.words[RANK], self.words[PID] = rank, os.getpid()
         self.words[THREAD], self.words[NATIVE] = threading.get_ident(), threading.get_native_id()
-        self.words[OP] = -1
+        self.words[OP] = self.words[DEVICE_AT] = -1
         self.words[PHASE] = PHASES.index("starting")
         self.begun = self._since = time.monotonic()
         self._spent: dict[str, float] = {}
@@ -95,9 +104,37 @@ class Positions:
 
     def _beat(self) -> None:
         # Needs the interpreter's lock: where this makes no progress, something holds the lock.
-        self.words[HEARTBEAT] = threading.get_native_id()
+        words = self.words
+        words[HEARTBEAT] = threading.get_native_id()
+        before = tuple(words[STEP:PASSED])
         while not self._stop.wait(BEATS):
-            self.words[BEAT] += 1
+            words[BEAT] += 1
+            now = tuple(words[STEP:PASSED])
+            # Where the host makes progress itself, nobody has to know more.
+            if self.look_at_device is not None and now == before:
+                words[DEVICE_AT], words[PASSED] = self.look_at_device()
+            else:
+                words[DEVICE_AT] = -1
+            before = now
+            if self.flight is not None and words[ASKS] != words[ANSWERS]:
+                given = (self.flight, words[ASKS])
+                self.flight = None  # it is asked once: then the run ends
+                threading.Thread(target=self._record_flight, args=given, daemon=True).start()
+
+    def _record_flight(self, flight: Callable[[], bytes], number: int) -> None:
+        with suppress(OSError, RuntimeError, TypeError):
+            os.pwrite(self._files[2], flight(), 0)
+        self.words[ANSWERS] = number
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Marks that the rank waits for its own GPU in the block, for numbers that it reads."""
+        before = self.words[WAITS]
+        self.words[WAITS] = DEVICE
+        try:
+            yield
+        finally:
+            self.words[WAITS] = before
 
     def texts(self, texts: Sequence[str]) -> int:
         """Numbers these texts and returns the number of the first."""

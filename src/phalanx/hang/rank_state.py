@@ -1,9 +1,10 @@
 """One rank at one moment, as its host's watcher sees it: a value that travels between hosts."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from typing import Any
 
+from .flight import Flight, flight_lines
 from .positions import CALLS_KEPT, DEVICE, GROUPS, OVER
 from .reader import FRAMES, MOST_RANKS, TEXT, GroupKey, Made
 from .untrusted import LARGEST, Untrusted, flag, items, line, number, whole
@@ -35,9 +36,13 @@ class RankState:
     held: float = 0.0
     traced: str = ""  # the process that traces it, as a debugger does
     output: str = ""  # the stream that it waits for somebody to read
+    device_op: str = ""  # the operation that its GPU is at, while the rank itself makes no progress
+    device_longest: float = 0.0  # seconds that its GPU was waited for without progress, and went on
+    device_waits: int = 0  # waits for its GPU that have ended
     made: tuple[tuple[GroupKey, int], ...] = ()  # how many collectives of each group
     calls: tuple[Made, ...] = ()
     stack: tuple[str, ...] = ()
+    flights: tuple[Flight, ...] = ()  # NCCL's calls on its GPU, known once the run is ended
 
     @property
     def call(self) -> Made | None:
@@ -47,6 +52,12 @@ class RankState:
     @property
     def over(self) -> bool:
         return self.state == "X" or self.phase in OVER
+
+    @property
+    def on_device(self) -> bool:
+        """Whether it waits for its own GPU: in a read, or as no more operations can be queued there."""
+        queued = self.waits == 0 and self.device_op != "" and not self.locked
+        return (self.waits == DEVICE or queued) and not self.over
 
     @property
     def place(self) -> str:
@@ -65,17 +76,23 @@ class RankState:
             return "it has ended" if self.phase == "ended" else "it has failed"
         if self.state == "T":
             return f"it has been stopped (SIGSTOP) for {self.held:.0f} s, {self.place}"
+        if self.on_device and self.device_op:
+            return f"its GPU has been at {self.device_op} for {self.still:.0f} s"
+        if self.on_device:
+            return f"it has waited for its GPU for {self.still:.0f} s, {self.place}"
         return f"it has been {self.place} for {self.still:.0f} s"
 
     @property
     def lines(self) -> list[str]:
         """All that is known, with the whole stack."""
         waits = f", waits in {self.call}" if self.call else ""
+        if self.on_device:
+            waits = f", its GPU is at {self.device_op}" if self.device_op else ", waits for its GPU"
         doing = f" [{self.doing}]" if self.doing else ""
         who = f"rank {self.rank} on {self.host}, process {self.pid}"
         when = "ended" if self.over else f"no progress for {self.still:.1f} s"
         line = f"{who}: step {self.step + 1}, {self.place}{waits}, {when}{doing}"
-        return [line, *(f"      {frame}" for frame in self.stack)]
+        return [line, *(f"      {frame}" for frame in self.stack), *flight_lines(self.flights)]
 
     def to_json(self) -> dict[str, Any]:
         """For `--json`."""
@@ -84,7 +101,8 @@ class RankState:
         return table
 
 
-_PLAIN = [field.name for field in fields(RankState) if field.name not in ("made", "calls", "stack")]
+_NESTED = ("made", "calls", "stack", "flights")
+_PLAIN = [field.name for field in fields(RankState) if field.name not in _NESTED]
 
 
 def pack(states: Sequence[RankState]) -> dict[str, Any]:
@@ -102,7 +120,9 @@ def pack(states: Sequence[RankState]) -> dict[str, Any]:
         ]
         made = [[number_of(group), count] for group, count in state.made]
         plain = {name: getattr(state, name) for name in _PLAIN}
-        ranks.append({**plain, "made": made, "calls": calls, "stack": list(state.stack)})
+        flights = [list(astuple(flight)) for flight in state.flights]
+        more = {"made": made, "calls": calls, "stack": list(state.stack), "flights": flights}
+        ranks.append(plain | more)
     return {"groups": [list(group) for group in groups], "ranks": ranks}
 
 
@@ -141,10 +161,20 @@ def _state(table: Any, groups: Sequence[GroupKey], host: str) -> RankState:
         held=number(table["held"]),
         traced=line(table["traced"]),
         output=line(table["output"]),
+        device_op=line(table["device_op"], 2 * TEXT),
+        device_longest=number(table["device_longest"]),
+        device_waits=whole(table["device_waits"]),
         made=tuple((groups[whole(group)], whole(count)) for group, count in made),
         calls=tuple(_call(each, groups) for each in items(table["calls"], CALLS_KEPT)),
         stack=tuple(line(frame) for frame in items(table["stack"], FRAMES)),
+        flights=tuple(_flight(each) for each in items(table["flights"], 1024)),
     )
+
+
+def _flight(table: Any) -> Flight:
+    group, ranks, ended, started, queued, name = items(table, 6)
+    members = tuple(whole(rank, 0, MOST_RANKS) for rank in items(ranks, MOST_RANKS))
+    return Flight(line(group), members, whole(ended), whole(started), whole(queued), line(name))
 
 
 def _call(table: Any, groups: Sequence[GroupKey]) -> Made:

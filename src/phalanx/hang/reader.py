@@ -16,15 +16,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from .positions import (
+    ANSWERS,
+    ASKS,
     CALL,
     CALLS_KEPT,
     COUNTS,
+    DEVICE_AT,
     FILES,
     GROUPS,
     LOG,
     NOTE,
     OP,
     OVER,
+    PASSED,
     PHASE,
     RING,
     ROOM,
@@ -33,7 +37,6 @@ from .positions import (
     STEP,
     TEXTS,
     THREAD,
-    WAITS,
     WORDS,
     phase_named,
 )
@@ -43,6 +46,7 @@ from .untrusted import items, line, one_line, whole
 MOST_RANKS = 1 << 24  # that a rank's number is below
 TEXT = 2000  # characters of a text that are shown
 FRAMES = 200  # of a stack that are read
+FLIGHT = 1 << 24  # bytes of a record of NCCL's calls that are read
 _PAGE = struct.Struct(f"{WORDS}q")
 _WORD = struct.Struct("q")
 
@@ -124,7 +128,7 @@ class PositionReader:
 
     def mark(self) -> tuple[int, ...]:
         """The words that change when the rank makes progress."""
-        return self.words()[STEP : WAITS + 1]
+        return self.words()[STEP : PASSED + 1]
 
     @property
     def phase(self) -> str:
@@ -201,6 +205,21 @@ class PositionReader:
         if self.phase not in OVER and catches(self.process.pid, STACKS):
             self.process.send(STACKS)
         return begin
+
+    @property
+    def device_operation(self) -> str:
+        """The operation that the rank's device is at, while the rank itself makes no progress."""
+        return self.text(self.word(DEVICE_AT))
+
+    def ask_for_flight(self) -> None:
+        """Asks the rank for the record of NCCL's calls, which it may be unable to give."""
+        self.write(ASKS, 1)
+
+    def flight(self) -> bytes | None:
+        """The record of NCCL's calls that was asked for; None until it is there."""
+        if self.word(ANSWERS) != self.word(ASKS):
+            return None
+        return os.pread(self._files[2], FLIGHT, 0)
 
     def stack(self, begin: int) -> list[str]:
         """The stack of the rank's own thread, innermost frame first, of what was written since `begin`."""

@@ -9,6 +9,10 @@ from .hosted import RankProcess
 from .positions import (
     BEAT,
     BEATS,
+    DEVICE,
+    DEVICE_AT,
+    DEVICE_LONGEST,
+    DEVICE_WAITS,
     HEARTBEAT,
     KNOWN,
     LONGEST,
@@ -24,7 +28,6 @@ from .positions import (
 from .processes import Process, memory_held, stat_of, thread_by_kernel, tracer_of, unread_output
 from .rank_state import RankState
 from .reader import PositionReader
-from .untrusted import LARGEST
 
 # Times hang.timeout for which a save, a start, a read or a compilation may only compute.
 COMPUTING = 300
@@ -49,7 +52,13 @@ class WatchedRank:
         self.since = self.moved = self.looked = now
         self.beat, self.beat_since = words[BEAT], now
         # A watcher that was killed has left the longest operation that it saw.
-        self.longest = min(max(words[LONGEST], 0), LARGEST) / 1e3 if self.watches else 0.0
+        self.longest = self.device_longest = 0.0
+        self.device_waits = 0
+        if self.watches:
+            self.longest = max(words[LONGEST], 0) / 1e3
+            self.device_longest = max(words[DEVICE_LONGEST], 0) / 1e3
+            self.device_waits = max(words[DEVICE_WAITS], 0)
+        self.behind = False  # the rank's device has operations left to do
         self.effort = Effort(entry.pid, now)
         self.held_since: float | None = None
         self.output = ""
@@ -65,18 +74,27 @@ class WatchedRank:
             self.beat, self.beat_since = words[BEAT], now
         if mark != self.mark:
             self._progressed(now, mark)
+            self.behind = words[DEVICE_AT] >= 0
         elif self._is_held(now):
             self.skip(elapsed)
+        elif words[DEVICE_AT] >= 0:
+            self.behind = True
         elif words[WAITS] == 0:
             self._see_work(now, timeout, words[NATIVE], words[HEARTBEAT])
         if self.watches:
             self.reader.write(SINCE, int(self.since * 1e3))
             self.reader.write(LONGEST, int(self.longest * 1e3))
+            self.reader.write(DEVICE_LONGEST, int(self.device_longest * 1e3))
+            self.reader.write(DEVICE_WAITS, self.device_waits)
             self.reader.write(LOOKED, int(now * 1e3))
 
     def _progressed(self, now: float, mark: tuple[int, ...]) -> None:
-        waited = self.mark[WAITS - STEP] != 0
-        if not waited and phase_named(self.mark[PHASE - STEP]) not in (*KNOWN, *OVER):
+        waited, phase = self.mark[WAITS - STEP], phase_named(self.mark[PHASE - STEP])
+        if waited == DEVICE or (waited == 0 and self.behind):
+            # A wait for the device that ended was a healthy one, however long.
+            self.device_longest = max(self.device_longest, now - self.moved)
+            self.device_waits += waited == DEVICE and mark[WAITS - STEP] != DEVICE
+        elif waited == 0 and phase not in (*KNOWN, *OVER):
             self.longest = max(self.longest, now - self.moved)
         self.mark, self.since, self.moved = mark, now, now
         self.held_since, self.output = None, ""
@@ -179,6 +197,9 @@ class WatchedRank:
             held=now - self.held_since if self.held_since is not None else 0.0,
             traced=traced,
             output=self.output,
+            device_op=reader.device_operation,
+            device_longest=self.device_longest,
+            device_waits=self.device_waits,
             made=tuple(reader.made()),
             calls=tuple(reader.calls()),
             stack=tuple(stack),

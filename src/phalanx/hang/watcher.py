@@ -20,6 +20,7 @@ from pathlib import Path
 
 from .diagnosis import Diagnosis, diagnose
 from .elsewhere import LAST, Elsewhere, Others, answer, answer_for_ever
+from .flight import parse_flights
 from .hosted import ANSWER, Hosted
 from .processes import alive
 from .rank_state import RankState
@@ -32,6 +33,7 @@ BLIND = 3  # the exit code of a watcher that cannot see its ranks
 _POLL = 0.1
 _DIAGNOSE_EVERY = 0.3  # seconds: it reads all calls of all ranks
 _STACKS = 0.5  # seconds that stacks are waited for
+_FLIGHTS = 2.0  # seconds that the records of NCCL's calls are waited for
 _ANSWER = 1.5  # seconds that the stacks of other hosts are waited for
 _AHEAD = 3.0  # seconds before the timeout that other hosts are first asked
 _PRINTED = 10.0  # seconds that the watcher stays until its last words are printed
@@ -87,7 +89,11 @@ class Watcher:
         if found.hangs and not self.others.pending:
             states = self._with_stacks(states)
             others = self._with_stacks_of_others(states)
-            return diagnose([*states, *others.ranks], timeout, others.missing)
+            if any(r.reader.mark() != r.mark for r in self.ranks):
+                self.final = None  # some rank went on while this was gathered
+                return None
+            last = diagnose([*states, *others.ranks], timeout, others.missing)
+            return last if last.hangs else found
         for key, text in found.notices if self._speaks() else ():
             if key not in self.said:
                 self.said.add(key)
@@ -102,7 +108,23 @@ class Watcher:
             stacks = [r.reader.stack(b) for r, b in zip(self.ranks, begins, strict=True)]
             pairs = list(zip(states, stacks, strict=True))
             if time.monotonic() > end or all(stack or s.state in "TtDX" for s, stack in pairs):
-                return [replace(state, stack=tuple(stack)) for state, stack in pairs]
+                states = [replace(state, stack=tuple(stack)) for state, stack in pairs]
+                return self._with_flights(states)
+
+    def _with_flights(self, states: list[RankState]) -> list[RankState]:
+        """Asks ranks that wait for their GPUs what NCCL does there; a rank may be unable to answer."""
+        asked = [n for n, state in enumerate(states) if state.on_device]
+        for n in asked:
+            self.ranks[n].reader.ask_for_flight()
+        end = time.monotonic() + _FLIGHTS
+        while asked and time.monotonic() < end:
+            time.sleep(0.05)
+            for n in list(asked):
+                raw = self.ranks[n].reader.flight()
+                if raw is not None:
+                    states[n] = replace(states[n], flights=parse_flights(raw))
+                    asked.remove(n)
+        return states
 
     # ---- other hosts
 

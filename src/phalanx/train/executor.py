@@ -34,6 +34,7 @@ from ..parallel.recompute import Selected
 from ..program import Op, Program, ProgramError, Span, Timeline, ops
 from ..program.graph import lane
 from ..program.state import INPUT, State, restarts
+from .device_progress import DeviceProgress
 from .muon import MuonUpdate
 from .optimizer import Optimizer, Scale, Update
 from .precision import LossScale
@@ -105,6 +106,9 @@ class Executor:
         self.trains = any(op.kind in ops.PROPAGATES for op in self.row)
         self.shares = any(SHARE in piece.takes for piece in local.pieces.values())
         self.clip, self.scaling, self.clock = clip, scaling, StepClock(local.pool.device)
+        self.places = {op: place for place, op in enumerate(self.row)}
+        # Only events of a GPU come later than the host.
+        self.progress = DeviceProgress(local.pool.device) if self.clock.events else None
         self.out, self.back = CopyLane(local.pool.device), CopyLane(local.pool.device)
         self.handlers: dict[str, Callable[[Op], Work | None]] = {
             ops.COUNT: self._count, ops.FORWARD: self._forward, ops.RECOMPUTE: self._again,
@@ -177,8 +181,11 @@ class Executor:
         return result
 
     def write_to(self, positions: Positions, names: Sequence[str]) -> None:
-        """Write down from here on at which operation this rank is; with the names of pieces."""
+        """Writes down from here on at which operation this rank is, with the names of pieces."""
         self.words = positions.words
+        if self.progress is not None:
+            looks = positions.look_at_device
+            positions.look_at_device = partial(_first_waiting, self.progress, looks)
         self.first = positions.texts([f"{op} ({op.described(names)})" for op in self.row])
 
     def _numbers(self) -> dict[str, Tensor]:
@@ -191,7 +198,7 @@ class Executor:
             with self.ranges(op):
                 for need in self.waits[op]:
                     self._wait(need)
-                start = self.clock.moment()
+                start = self._moment(op)
                 work = self.handlers[op.kind](op)
         except CommError as error:
             # Every rank says for itself at which operation it lost the others.
@@ -201,7 +208,7 @@ class Executor:
             error.add_note(f"rank {self.rank} was at {op}.")
             raise
         if work is None:
-            self.moments.append((op, start, self.clock.moment()))
+            self.moments.append((op, start, self._moment(op)))
         else:
             self.under_way[op] = work, start
 
@@ -210,7 +217,14 @@ class Executor:
         if op in self.under_way:
             work, start = self.under_way.pop(op)
             work.wait()
-            self.moments.append((op, start, self.clock.moment()))
+            self.moments.append((op, start, self._moment(op)))
+
+    def _moment(self, op: Op) -> Any:
+        """The present, as an operation begins or ends; its device will come past it."""
+        moment = self.clock.moment()
+        if self.progress is not None:
+            self.progress.add(self.first + self.places[op], moment)
+        return moment
 
     def _compare(self, state: State, op: Op) -> None:
         """Raise if what this rank holds after an operation is not what the program says."""
@@ -525,7 +539,8 @@ class Validator(Executor):
         group = self.local.groups.everyone
         total = torch.tensor([result.loss], dtype=torch.float64, device=group.device)
         group.all_reduce(total)
-        return float(total), result.count
+        with group.reading():
+            return float(total), result.count
 
 
 def _norms(unit: Unit) -> Tensor:
@@ -545,6 +560,17 @@ def _norms(unit: Unit) -> Tensor:
             parts = [x[:whole].view(-1, _SHORT), x[whole:].view(1, -1)]
         norms += [torch.linalg.vector_norm(p, dim=-1, dtype=wide) for p in parts if p.numel()]
     return torch.cat([norm if norm.dim() == 1 else norm.flatten() for norm in norms])
+
+
+def _first_waiting(
+    progress: DeviceProgress, other: Callable[[], tuple[int, int]] | None
+) -> tuple[int, int]:
+    """Where a device is in the operations of two executors, of which one has none under way."""
+    at, passed = progress.look()
+    if other is None:
+        return at, passed
+    its, more = other()
+    return max(at, its), passed + more
 
 
 class StepClock:

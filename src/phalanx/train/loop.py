@@ -393,6 +393,8 @@ class _Loop:
         own = own.to(self.everyone.device)
         table = own.new_empty(self.everyone.size, len(own))  # a row for each rank
         self.everyone.all_gather(table, own)
+        with self.everyone.reading():
+            table = table.cpu()
         norm = math.nan if self.result.norm is None else self.result.norm
         numbers = {"loss": self.result.total, "norm": norm, "lr": lr}
         steps = len(self.log.seconds)

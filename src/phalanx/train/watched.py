@@ -19,6 +19,7 @@ from ..hang.positions import TOKEN
 from ..hang.processes import started_at
 from ..layout.run import Run
 from .checkpoint_memory import memory_folder
+from .flight import flight_record
 from .hosts import RankHome, hosts_of, machine_name, place
 from .watcher_process import WatcherProcess
 
@@ -61,6 +62,8 @@ def watched(world: World, run: Run) -> Iterator[Positions]:
             hosted.folder.make()
             hosted.folder.write(hosted.name, str(hosted))
         watcher = WatcherProcess(hosted, positions)
+    if world.device.type == "cuda":
+        positions.flight = flight_record
     world.record(positions)
     how = "failed"
     try:

@@ -1,0 +1,44 @@
+"""How far a GPU has come in the operations that the host has queued for it.
+
+Over NCCL the host queues a whole step and then waits in one read, so where it stands says nothing. The
+executor records an event at the begin and the end of each operation; another thread asks which of them
+the device has come past.
+"""
+
+from collections import deque
+from typing import Any
+
+import torch
+
+
+class DeviceProgress:
+    """The events that a device has not come past yet, each with the operation it belongs to. The rank's
+    thread adds them, and the thread that beats looks."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device
+        self._queued: deque[tuple[int, Any]] = deque()
+        self._passed = 0
+
+    def add(self, place: int, event: Any) -> None:
+        """An event that has just been recorded; `place` is the number of the operation's text."""
+        self._queued.append((place, event))
+
+    def look(self) -> tuple[int, int]:
+        """The operation that the device is at, -1 when it has come past all, and how many events it
+        has passed so far."""
+        if self._device is not None:
+            # A thread's device is GPU 0 at first, and to ask there would use memory of that.
+            torch.cuda.set_device(self._device)
+            self._device = None
+        while self._queued:
+            place, event = self._queued[0]
+            try:
+                passed = event.query()
+            except RuntimeError:  # the device has failed, which the rank's own thread will hear
+                return place, self._passed
+            if not passed:
+                return place, self._passed
+            self._queued.popleft()
+            self._passed += 1
+        return -1, self._passed
