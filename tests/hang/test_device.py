@@ -8,8 +8,11 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,14 +22,16 @@ from test_diagnosis import made, rank
 from phalanx.comm.base import Group
 from phalanx.hang import Positions, RankState, diagnose
 from phalanx.hang import positions as positions_module
+from phalanx.hang import watcher as watcher_module
 from phalanx.hang.diagnosis import DEVICE_LEAST
 from phalanx.hang.flight import Flight, parse_flights
 from phalanx.hang.hosted import Hosted, RankProcess
-from phalanx.hang.positions import DEVICE, OP, STEP, WAITS
+from phalanx.hang.positions import DEVICE, OP, PHASES, STEP, WAITS
 from phalanx.hang.processes import started_at
 from phalanx.hang.rank_state import pack, unpack
 from phalanx.hang.watched_rank import WatchedRank
 from phalanx.hang.watcher import Watcher
+from phalanx.layout.run import Hangs
 from phalanx.train.device_progress import DeviceProgress
 from phalanx.train.flight import flight_record
 
@@ -50,6 +55,25 @@ def test_a_long_first_step_on_a_gpu_is_not_ended(still: float) -> None:
     assert not diagnose(first, 60.0).hangs
     assert not diagnose(first[:1], 60.0).hangs
     assert diagnose([replace(r, still=DEVICE_LEAST + 1) for r in first], 60.0).hangs
+
+
+DEFAULT = Hangs().timeout
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("state", "RSD")
+def test_by_default_nothing_that_takes_under_ten_minutes_is_ended(phase: str, state: str) -> None:
+    # A slow disk (D), a step of four minutes on the device after short ones, a computation.
+    short = {"longest": 0.1, "device_longest": 0.1, "device_waits": 1000}
+    host = [rank(n, 599.0, phase=phase, state=state, op="", **short) for n in range(3)]
+    device = [replace(r, waits=DEVICE) for r in host]
+    for ranks in (host, device, host[:1], device[:1]):
+        assert not diagnose(ranks, DEFAULT).hangs
+
+
+def test_by_default_a_save_that_does_nothing_is_ended_after_half_an_hour() -> None:
+    assert not diagnose([rank(0, 1799.0, phase="saving", op="")], DEFAULT).hangs
+    assert diagnose([rank(0, 1801.0, phase="saving", op="")], DEFAULT).hangs
 
 
 def test_a_gpu_may_take_the_timeout_beyond_its_longest_wait() -> None:
@@ -203,6 +227,15 @@ def test_a_device_is_at_the_first_event_that_it_has_not_passed() -> None:
     assert progress.look() == (-1, 4)
 
 
+def test_events_of_a_step_that_is_over_are_not_kept_and_count_as_passed() -> None:
+    progress = DeviceProgress()
+    for step in range(1, 4):
+        for place in range(5):
+            progress.add(place, FakeEvent())
+        progress.forget()
+        assert progress.look() == (-1, 5 * step)
+
+
 def test_a_device_that_has_failed_is_at_its_last_event() -> None:
     class Failed(FakeEvent):
         def query(self) -> bool:
@@ -270,3 +303,28 @@ def test_what_is_no_record_of_nccl_is_none(raw: bytes) -> None:
 
 def test_the_record_that_torch_keeps_can_be_read() -> None:
     assert isinstance(parse_flights(flight_record()), tuple)  # nothing was recorded here
+
+
+def test_a_machine_that_was_asleep_has_not_hung(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # CLOCK_MONOTONIC does not count suspension on Linux; where a clock does, or a virtual machine was
+    # paused, the watcher sees a gap between two of its own looks.
+    positions = Positions(0)
+    positions.begin()
+    entry = RankProcess(0, os.getpid(), started_at(os.getpid()), tuple(positions.paths))
+    watcher = Watcher(Hosted("a", str(tmp_path), ("a",), 60.0, (entry,)))
+    now, naps = time.monotonic(), [0.1, 0.1, 36_000.0, 0.1, 5_000.0, 0.1]
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        if naps:
+            now += naps.pop(0)
+        else:
+            positions.close("ended")
+
+    clock = SimpleNamespace(monotonic=lambda: now, sleep=sleep)
+    monkeypatch.setattr(watcher_module, "time", clock)
+    monkeypatch.setattr(Watcher, "_begin_to_answer", lambda _: None)
+    assert watcher.watch() is None
+    assert not naps

@@ -88,7 +88,7 @@ def test_who_does_nothing_is_ended_after_30_times_the_timeout(
 def test_who_reads_or_writes_is_left_alone_for_ever(
     phase: str, work: Work, positions: Positions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    still, hangs = still_after(positions, phase, 2 * COMPUTING * LIMIT, work, monkeypatch)
+    still, hangs = still_after(positions, phase, 2 * COMPUTING * PATIENCE * LIMIT, work, monkeypatch)
     assert still <= 41.0
     assert not hangs
 
@@ -97,7 +97,7 @@ def test_who_reads_or_writes_is_left_alone_for_ever(
 def test_who_only_computes_is_left_alone_for_long_and_not_for_ever(
     phase: str, positions: Positions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    most = COMPUTING * LIMIT
+    most = COMPUTING * PATIENCE * LIMIT
     assert still_after(positions, phase, most - 2, computing, monkeypatch)[0] < 10.0
     much = most + PATIENCE * LIMIT + 10
     assert still_after(positions, phase, much, computing, monkeypatch)[1]

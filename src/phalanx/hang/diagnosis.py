@@ -13,9 +13,9 @@ from .positions import KNOWN, OVER
 from .rank_state import RankState
 from .reader import GroupKey, Made
 
-PATIENCE = (
-    30  # times hang.timeout that a save, a start, a read or a compilation may do nothing at all
-)
+# A save, a start, a read or a compilation may do nothing at all for so many times hang.timeout, but
+# for no more than so many seconds, unless hang.timeout itself is longer.
+PATIENCE, PATIENCE_MOST = 30, 1800.0
 # Seconds for which a GPU may make no progress while too few waits for it have ended to know better.
 DEVICE_LEAST, DEVICE_KNOWN = 600.0, 3
 STOPPED = 2.0  # seconds that one rank may be stopped (SIGSTOP) while others are not
@@ -64,8 +64,13 @@ class Limits:
     def of_rank(self, r: RankState) -> float:
         plain = self.timeout + (self.device if r.on_device else self.longest)
         if r.phase in KNOWN:
-            return max(plain, PATIENCE * self.timeout + self.longest)
+            return max(plain, patience(self.timeout) + self.longest)
         return plain
+
+
+def patience(timeout: float, times: int = PATIENCE) -> float:
+    """Seconds for which a save, a start, a read or a compilation may do nothing at all."""
+    return max(timeout, min(times * timeout, PATIENCE_MOST))
 
 
 def diagnose(ranks: Sequence[RankState], timeout: float, missing: Sequence[str] = ()) -> Diagnosis:

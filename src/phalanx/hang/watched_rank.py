@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 
-from .diagnosis import PATIENCE, STOPPED
+from .diagnosis import PATIENCE, STOPPED, patience
 from .effort import Effort
 from .hosted import RankProcess
 from .positions import (
@@ -29,8 +29,9 @@ from .processes import Process, memory_held, stat_of, thread_by_kernel, tracer_o
 from .rank_state import RankState
 from .reader import PositionReader
 
-# Times hang.timeout for which a save, a start, a read or a compilation may only compute.
-COMPUTING = 300
+# A save, a start, a read or a compilation may compute for so many times its patience without
+# reading or writing a byte.
+COMPUTING = 10
 _HELD_EVERY = 0.5  # seconds between two looks at what the threads of a rank wait for
 
 
@@ -122,12 +123,12 @@ class WatchedRank:
         effort.look(now)
         if phase in KNOWN:
             # Nothing computes for ever without a byte.
-            last, most = max(self.moved, effort.moved_at), COMPUTING * timeout
+            last, most = max(self.moved, effort.moved_at), COMPUTING * patience(timeout)
             computes = not timeout or effort.computed_at - last < most
             self.since = max(self.since, effort.moved_at)
         else:
             # No first step and no read of data takes longer: then the rank is stuck in a loop.
-            if timeout and now - self.moved > (PATIENCE - 2) * timeout:
+            if timeout and now - self.moved > patience(timeout, PATIENCE - 2):
                 return
             computes = phase == "first step"  # which loads code
             self.since = max(self.since, effort.moved_at)

@@ -157,7 +157,7 @@ class Hangs:
     """When a run is taken to hang, and which ranks are reported as slow."""
 
     timeout: float = key(
-        60.0,
+        600.0,
         "seconds, beyond its longest operation, that a rank may stand still until the run is ended"
         " with the reason; 0: never",
         maximum=1e6,

@@ -24,6 +24,12 @@ class DeviceProgress:
         """An event that has just been recorded; `place` is the number of the operation's text."""
         self._queued.append((place, event))
 
+    def forget(self) -> None:
+        """Counts all events as passed: the host has read what the device computed after them."""
+        # The deque is replaced and not emptied: the other thread may be looking at it.
+        queued, self._queued = self._queued, deque()
+        self._passed += len(queued)
+
     def look(self) -> tuple[int, int]:
         """The operation that the device is at, -1 when it has come past all, and how many events it
         has passed so far."""
@@ -31,14 +37,15 @@ class DeviceProgress:
             # A thread's device is GPU 0 at first, and to ask there would use memory of that.
             torch.cuda.set_device(self._device)
             self._device = None
-        while self._queued:
-            place, event = self._queued[0]
+        queued = self._queued
+        while queued:
+            place, event = queued[0]
             try:
                 passed = event.query()
             except RuntimeError:  # the device has failed, which the rank's own thread will hear
                 return place, self._passed
             if not passed:
                 return place, self._passed
-            self._queued.popleft()
+            queued.popleft()
             self._passed += 1
         return -1, self._passed

@@ -173,6 +173,8 @@ class Executor:
         words[WAITS] = DEVICE if self.local.pool.device.type == "cuda" else 0
         read = dict(zip(named, torch.cat([*named.values()]).tolist(), strict=True))
         words[WAITS] = 0
+        if self.progress is not None:
+            self.progress.forget()
         at = self.clock.seconds
         spans = (Span(self.rank, self.lanes[op], op, at(a), at(b)) for op, a, b in self.moments)
         result = StepResult(Timeline(tuple(spans)), **read)
