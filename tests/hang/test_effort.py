@@ -88,7 +88,9 @@ def test_who_does_nothing_is_ended_after_30_times_the_timeout(
 def test_who_reads_or_writes_is_left_alone_for_ever(
     phase: str, work: Work, positions: Positions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    still, hangs = still_after(positions, phase, 2 * COMPUTING * PATIENCE * LIMIT, work, monkeypatch)
+    still, hangs = still_after(
+        positions, phase, 2 * COMPUTING * PATIENCE * LIMIT, work, monkeypatch
+    )
     assert still <= 41.0
     assert not hangs
 
