@@ -96,6 +96,21 @@ def test_the_end_of_a_process_waits_only_as_long_as_something_moves() -> None:
     assert reader.lines == ["one", "two", "three"]
 
 
+def test_a_reader_that_was_waited_for_in_vain_is_not_waited_for_again() -> None:
+    reader, outlet = _paused()
+    outlet.put("one\n")
+    reader.begun.wait()
+    assert outlet.flush(grace=0.01) == 1
+    outlet.put("two\n")
+    assert outlet.flush(grace=1e9, longest=1e9) == 2
+    reader.reads.set()
+    while not outlet.idle:
+        pass
+    outlet.put("three\n")
+    assert outlet.flush() == 0
+    assert reader.lines == ["one", "two", "three"]
+
+
 def test_a_file_that_cannot_be_written_for_a_while_costs_those_lines_only() -> None:
     reader, outlet = _paused()
     reader.reads.set()

@@ -48,7 +48,8 @@ class Outlet:
         self._dropped = 0  # lines that have not been mentioned yet
         self._writing = False
         self._thread = 0
-        self.moved = time.monotonic()  # when the queue or the file last took something
+        self.moved = time.monotonic()  # when the file last took something
+        self._given_up = -1.0  # the same, when the last flush gave up
 
     def put(self, text: str) -> None:
         """Queue a text. It is dropped if the queue is full."""
@@ -106,9 +107,14 @@ class Outlet:
     def flush(self, grace: float = GRACE, longest: float = LONGEST) -> int:
         """Wait until everything is written, or nothing moves any more. Returns the number of lines
         that could not be written."""
-        end = time.monotonic() + longest
-        self.moved = max(self.moved, time.monotonic())
-        while self._writing and time.monotonic() < min(end, self.moved + grace):
+        began = time.monotonic()
+        # A reader that has been waited for in vain, and has taken nothing since, is not waited for again.
+        patience = 0.0 if self.moved == self._given_up else grace
+        while self._writing:
+            now = time.monotonic()
+            if now > began + longest or now > max(began, self.moved) + patience:
+                self._given_up = self.moved
+                break
             time.sleep(0.002)
         with self.lock:
             waiting = sum(lines for _, lines in self._queue)
