@@ -191,6 +191,42 @@ def test_narrow_heads_cost_attention_less_before_its_third_generation() -> None:
     assert slower("flash-3") > 1.2
 
 
+def _attention_rate(name: str, kernel: str) -> float:
+    """FLOP/s of long causal attention with heads of 128 on a device of the catalogue."""
+    load = AttentionLoad(1, 16, 16, 1 << 20, 1 << 20, 128, 1, 2)
+    return load.flops / Roofline(device(name)).attention(load, "bf16", kernel)
+
+
+@pytest.mark.parametrize("name", ["b200", "gb200", "h100-nvl", "h100-pcie"])
+def test_attention_with_older_instructions_gains_by_units_and_clock_alone(name: str) -> None:
+    # FlashAttention-1 and -2 use mma.sync: 200 and 335 TFLOP/s on the 132 units of an H100 at 1.83 GHz.
+    chip = device(name).chip
+    assert chip is not None
+    for kernel, rate in (("flash-1", 200e12), ("flash-2", 335e12)):
+        most = rate / (132 * 1.83) * chip.units * chip.matrix_clock_ghz
+        assert _attention_rate(name, kernel) <= 1.01 * most
+    assert device(name).attention_tflops == {}
+
+
+def test_the_newest_attention_kernel_of_a_new_device_is_a_part_of_its_best_matmul() -> None:
+    b200 = device("b200").reached_tflops["bf16"] * 1e12
+    assert _attention_rate("b200", "flash-3") == pytest.approx(0.6 * b200, rel=0.01)
+    assert _attention_rate("b200", "flash-2") < 0.4 * _attention_rate("b200", "flash-3")
+    # Kernels of makers without mma.sync, and of slow devices, are that part in every generation.
+    assert _attention_rate("rtx-4090", "flash-2") == _attention_rate("rtx-4090", "flash-3")
+
+
+def test_a_format_that_was_not_measured_reaches_no_more_of_its_peak_than_those_that_were() -> None:
+    mi300x, a100 = Roofline(device("mi300x")), device("a100-80")
+    measured = mi300x.reached("bf16") / mi300x.device.peak("bf16")
+    assert measured == pytest.approx(668.4 / 1307.4, rel=1e-3)
+    assert mi300x.reached("fp8") / mi300x.device.peak("fp8") == pytest.approx(measured)
+    # A device that reaches more of a peak than is usual is not assumed to do so in other formats.
+    assert Roofline(a100).reached("tf32") == pytest.approx(0.75 * a100.peak("tf32"))
+    unmeasured = replace(device("h100-sxm"), reached_tflops={})
+    assert Roofline(unmeasured).reached("bf16") == 0.75 * unmeasured.peak("bf16")
+
+
 def test_sums_that_do_not_overlap_come_after_the_pipeline_and_not_stage_by_stage() -> None:
     beside = replace(BARE, overlaps_data=False)
     (alone, _), (seen, three) = (_one(f"{dp}pp4 1f1b:16 bf16", what=beside) for dp in ("", "dp2 "))

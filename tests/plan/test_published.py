@@ -8,6 +8,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from by_hand import pieces
 
 from phalanx.cli import plan_calibrate, plan_score
 from phalanx.cli.usage import UsageError
+from phalanx.cost import cached_costs
 from phalanx.layout import Layout, Shape
 from phalanx.plan import MachineError
 from phalanx.plan.calibrate import fit
@@ -457,14 +459,122 @@ def test_software_is_known_by_a_name_that_a_cell_has_in_it() -> None:
     assert {each: profile_named(each).name for each in named} == named
 
 
-def test_rows_with_experts_are_left_out_and_counted(tmp_path: Path) -> None:
+EXPERTS: dict[str, object] = {
+    **GOOD, "layers": "", "hidden": "", "heads": "", "kv_heads": "", "head_dim": "", "ffn": "", "vocab": "",
+    "tp": 1, "pp": 1, "dp": 16, "ep": 8, "step_time_s": 9,
+}  # fmt: skip
+
+
+def _with_columns(path: Path, rows: list[dict[str, object]], *names: str) -> Path:
+    """A table with columns beside the usual ones."""
+    plain = [{key: x for key, x in row.items() if key not in names} for row in rows]
+    head, *lines = table(path, plain).read_text().splitlines()
+    more = [",".join(str(row.get(name, "")) for name in names) for row in rows]
+    joined = [f"{line},{cells}" for line, cells in zip(lines, more, strict=True)]
+    path.write_text("\n".join([f"{head},{','.join(names)}", *joined]) + "\n")
+    return path
+
+
+def test_rows_with_experts_are_the_published_model_that_they_name_in_any_spelling(
+    tmp_path: Path,
+) -> None:
+    names = {
+        "DeepSeekV3": (61, 256), "DeepSeek-V3 (w/o MTP)": (61, 256), "Mixtral 8x7B": (32, 8),
+        "mixtral_8x7b": (32, 8), "Qwen3_30B_a3B": (48, 128), "GPT OSS 120B": (36, 128),
+    }  # fmt: skip
+    path = table(tmp_path / "t.csv", [{**EXPERTS, "model": name} for name in names])
+    for row, (layers, experts) in zip(read_table(path), names.values(), strict=True):
+        assert row.why == "" and row.case is not None
+        assert (row.case.shape.layers, row.case.shape.experts) == (layers, experts)
+        # The ranks that share experts are among those that have batches of their own.
+        layout = row.case.layout
+        assert (layout.ep, layout.dp, layout.ranks, layout.data) == (8, 2, 16, 16)
+        assert (row.case.rows, layout.microbatches) == (1, 4)
+
+
+def test_experts_of_other_models_are_read_from_columns(tmp_path: Path) -> None:
+    own = {**GOOD, "model": "Own-MoE", "tp": 1, "dp": 16, "ep": 4, "global_batch": 16, "pp": 1}
+    own |= {"experts": 16, "top_k": 2, "expert_ffn": 512, "step_time_s": 9}
+    said = [own, {**own, "dp": 4}, {**own, "top_k": ""}]
+    rows = read_table(_with_columns(tmp_path / "t.csv", said, "experts", "top_k", "expert_ffn"))
+    shapes = [row.case.shape for row in rows if row.case]
+    assert [(s.experts, s.top_k, s.expert_ffn) for s in shapes] == [(16, 2, 512)] * 2
+    assert rows[0].case == rows[1].case  # dp with and without the ranks of ep
+    assert "top_k" in rows[2].why
+
+
+def test_rows_whose_experts_are_unknown_are_left_out_with_what_to_write(tmp_path: Path) -> None:
     said: list[dict[str, object]] = [
-        {}, {"ep": 8}, {"model": "Mixtral 8x7B"}, {"model": "Qwen3-30B-A3B"}, {"ep": 1},
+        {}, {"ep": 8}, {"model": "Nemotron-A3B"}, {"ep": 1}, {"model": "Mixtral 8x7B"},
     ]  # fmt: skip
-    path = table(tmp_path / "t.csv", [{**GOOD, **each} for each in said])
-    found = _score(path, profile("default"))
-    assert found["predicted"] == 2
-    assert found["left_out"] == {"it has experts (MoE, or ep > 1), which score does not read": 3}
+    rows = read_table(table(tmp_path / "t.csv", [{**GOOD, **each} for each in said]))
+    assert [row.case is None for row in rows] == [False, True, True, False, True]
+    assert "columns experts, top_k and expert_ffn" in rows[1].why
+    assert "is not the 32 of 8x7b" in rows[4].why
+    (bad,) = read_table(
+        table(tmp_path / "u.csv", [{**EXPERTS, "model": "DeepSeek-V3", "ep": 6}])
+    )
+    assert "ep: '6'" in bad.why
+
+
+def test_a_row_with_experts_is_costed_and_predicted(tmp_path: Path) -> None:
+    wanted = {**EXPERTS, "model": "Mixtral 8x7B", "gpus": 64, "dp": 64, "global_batch": 512}
+    (run,), refused = runs_of(
+        read_table(table(tmp_path / "t.csv", [wanted])), partial(cached_costs, place=tmp_path)
+    )
+    assert not refused
+    shape, tokens = Shape.load("8x7b"), 512 * 4096
+    least = 6 * shape.active * tokens / (64 * 989.4e12)  # the active parameters alone, at the peak
+    assert 1.2 * least < run.choice(run.row.profile).step < 10 * least
+
+
+def test_words_of_a_cell_are_known_in_any_order_and_with_any_sign_between_them(
+    tmp_path: Path,
+) -> None:
+    precisions = {"bf16/fp16": "fp16", "fp16/bf16": "fp16", "BF16 mixed precision": "bf16",
+                  "mixed fp16": "fp16", "fp16 + bf16": "fp16"}  # fmt: skip
+    said: list[dict[str, object]] = [{"precision": word} for word in precisions]
+    places = ("optimizer->CPU", "CPU optimizer", "optimizer states to CPU", "CPU <- optimizer")
+    said += [{"offload": word} for word in places]
+    said += [{"zero": word} for word in ("ZeRO stage 3", "stage-3 zero", "full shard FSDP")]
+    said += [{"schedule": word} for word in ("1F1B interleaved", "interleaved 1F1B (vpp)")]
+    said += [{"act_ckpt": word} for word in ("full recompute", "uniform full")]
+    rows = read_table(table(tmp_path / "t.csv", [{**GOOD, "step_time_s": 9, **x} for x in said]))
+    assert [row.why for row in rows] == [""] * len(said)
+    layouts = [row.case.layout for row in rows if row.case]
+    assert [x.precision for x in layouts[:5]] == list(precisions.values())
+    assert [x.offload for x in layouts[5:9]] == [("optimizer",)] * 4
+    assert [x.zero for x in layouts[9:12]] == [3] * 3
+    assert [x.schedule for x in layouts[12:14]] == ["interleaved"] * 2
+    assert [x.recompute for x in layouts[14:]] == ["all"] * 2
+    # Words that say nothing are not guessed.
+    for column, word in (("precision", "mixed"), ("offload", "CPU"), ("schedule", "schedule")):
+        (row,) = read_table(table(tmp_path / "u.csv", [{**GOOD, column: word}]))
+        assert row.why.startswith(f"line 2, {column}: ")
+
+
+def test_a_rate_that_counts_causal_attention_is_a_shorter_step(tmp_path: Path) -> None:
+    said = {**GOOD, "step_time_s": "", "tflops_gpu": 10, "seq": 65536}
+    formulas = ("6N + 12*L*h*s, full attention", "CAUSAL attention: 6*s^2*d*h*L")
+    full, causal = read_table(
+        table(tmp_path / "t.csv", [{**said, "mfu_formula": each} for each in formulas])
+    )
+    case = full.case
+    assert case is not None
+    shape = case.shape
+    halves = 6 * shape.layers * shape.hidden * 65536 * case.tokens
+    assert full.step - causal.step == pytest.approx(halves / (10e12 * full.ranks))
+
+
+def test_kernels_that_a_framework_names_are_those_of_its_profile() -> None:
+    named = {
+        "Own trainer / flash_attention2": ("default", "flash-2"), "Own (flash-attn v1)": ("default", "flash-1"),
+        "DeepSpeed 0.19 + FA3/FA4": ("deepspeed-zero3", "flash-3"), "Own, cuDNN": ("default", "flash-3"),
+        "DeepSpeed": ("deepspeed-zero3", "scores"), "Megatron-Core": ("megatron-core", "flash-3"),
+    }  # fmt: skip
+    found = {each: profile_named(each) for each in named}
+    assert {each: (x.name, x.attention) for each, x in found.items()} == named
+    assert profile_named("Own + Liger").fused and not profile_named("Own").fused
 
 
 def test_a_byte_order_mark_and_columns_in_capitals_are_read(tmp_path: Path) -> None:

@@ -17,9 +17,13 @@ from .curve import FACTORS
 from .device import Device, MachineError
 from .link import Cluster, link
 
-# What is assumed of a device whose best product, or attention kernel, nobody has measured.
-REACHED = 0.75  # of the stated peak
-FLASH = 0.6  # of the best product
+# Assumptions for a device whose best matmul, or attention kernel, nobody has measured.
+REACHED = 0.75  # of the stated peak, unless other formats of the device reach less of theirs
+FLASH = 0.6  # of the best matmul
+# FLOPs a cycle of each streaming multiprocessor, at most, in kernels whose tensor-core instructions are
+# Ampere's (mma.sync): newer devices run these no faster, whatever their peak. From the 200 and 335
+# TFLOP/s that FlashAttention-1 and -2 reach on an H100, which has twice an A100's peak per cycle.
+_AMPERE_FLOPS = {"flash-1": 828.0, "flash-2": 1387.0}
 STREAM = 0.85  # of the memory's stated bandwidth that long reads and writes see
 _QUANTISED = 1.0  # bytes more for each number of what a product in fp8 takes: cut by who made it
 _TILES = ((128, 256), (128, 128), (64, 128))  # of a product, and how well each size runs
@@ -64,11 +68,16 @@ class Roofline:
 
     def reached(self, dtype: str) -> float:
         """FLOP/s of the best product: measured, or assumed from the peak."""
-        said = self.device.reached_tflops.get(dtype, 0.0) * 1e12
-        found = said or REACHED * self.device.peak(dtype)
+        found = self.device.reached_tflops.get(dtype, 0.0) * 1e12
+        found = found or self._usual_part() * self.device.peak(dtype)
         if not found:
             raise MachineError(f"{self.device.title} states no rate of {dtype}.")
         return found
+
+    def _usual_part(self) -> float:
+        """Part of the peak that is assumed of an unmeasured format: no more than measured ones reach."""
+        measured = self.device.reached_tflops.items()
+        return min([REACHED, *(1e12 * rate / self.device.peak(name) for name, rate in measured)])
 
     def product(self, p: Product, dtype: str) -> float:
         if dtype not in DTYPES:
@@ -92,14 +101,26 @@ class Roofline:
         return float(best * p.k / (p.k + _DEPTH))
 
     def attention(self, a: AttentionLoad, dtype: str, kernel: str) -> float:
-        # The newest generation that the device has, of those up to the one that is asked for.
-        known = self.device.attention_tflops
-        said = max((name for name in known if name <= kernel), default="")
-        usual = BF16 if self.device.peak(BF16) else dtype
-        rate = 1e12 * known[said] if said else FLASH * self.reached(usual)
-        narrow = min(1.0, (a.head_dim / 128) ** (_NARROW_3 if said == "flash-3" else _NARROW))
+        generation = self.attention_measured(kernel)
+        rate = 1e12 * self.device.attention_tflops.get(generation, 0.0)
+        rate = rate or self._assumed_attention(dtype, kernel)
+        power = _NARROW_3 if generation == "flash-3" else _NARROW
+        narrow = min(1.0, (a.head_dim / 128) ** power)
         short = _RAMP * (1.0 if a.causal else 0.5)
         return float(a.flops / (rate * narrow * a.keys / (a.keys + short)))
+
+    def attention_measured(self, kernel: str) -> str:
+        """The newest measured generation of attention kernels, up to the one asked for; "" if none is."""
+        known = self.device.attention_tflops
+        return max((name for name in known if name <= kernel), default="")
+
+    def _assumed_attention(self, dtype: str, kernel: str) -> float:
+        """FLOP/s of a kernel that nobody has measured on this device."""
+        usual = BF16 if self.device.peak(BF16) else dtype
+        rate, chip = FLASH * self.reached(usual), self.device.chip
+        if chip is None or kernel not in _AMPERE_FLOPS:
+            return rate
+        return min(rate, _AMPERE_FLOPS[kernel] * chip.units * chip.matrix_clock_ghz * 1e9)
 
     def move(self, size: float) -> float:
         return size / (STREAM * self.device.memory.bandwidth)

@@ -4,7 +4,8 @@ Every fitted number says how far software is from what the machine could do: 1 i
 `profiles.toml` holds ours and those of published runs; `benchmarks/planner_fit.py` fits them.
 """
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -106,9 +107,32 @@ def profile(name: str) -> SoftwareProfile:
     return known[name]
 
 
+# The attention kernel that a table names beside the framework, the newest first: it may name several.
+_NAMED_KERNELS = (
+    ("flash-3", r"\bfa-?[34]\b|flash[-_ ]?att\w*[-_ ]?v?[34]\b|cudnn"),
+    ("flash-2", r"\bfa-?2\b|flash[-_ ]?att[a-z]*[-_ ]?v?2\b"),
+    ("flash-1", r"\bfa-?1\b|flash[-_ ]?att[a-z]*[-_ ]?v?1\b"),
+)
+_NAMED_FUSED = r"liger|\brms(?:norm)?[-_ ]kernel|transformer[-_ ]?engine"
+
+
 def profile_named(framework: str) -> SoftwareProfile:
-    """The profile that a table's `framework` means: by the longest name that it begins with, else that
-    it has in it; `default` where none is known."""
+    """The profile that a table's `framework` means, with the kernels that the text names."""
+    found = _profile_named(framework)
+    kernels = (
+        kernel
+        for kernel, words in _NAMED_KERNELS
+        if re.search(words, framework, re.IGNORECASE)
+    )
+    fused = re.search(_NAMED_FUSED, framework, re.IGNORECASE) is not None
+    return replace(
+        found, attention=next(kernels, found.attention), fused=found.fused or fused
+    )
+
+
+def _profile_named(framework: str) -> SoftwareProfile:
+    """The profile by the longest name that the text begins with, else that it has in it; `default`
+    where none is known."""
     names = {name: each for each in profiles().values() for name in each.frameworks}
     places = {name: framework.lower().find(name.lower()) for name in names}
     fits = [name for name, place in places.items() if place >= 0]

@@ -73,7 +73,10 @@ def runs_of(
         if case is None or hardware is None:
             refused[i] = row.why
             continue
-        shape = replace(case.shape, name="", layers=1, batch=1, source="")
+        layers = max(1, len(case.shape.windows))
+        shape = replace(
+            case.shape, name="", layers=layers, dense_layers=0, batch=1, source=""
+        )
         cut = piece_layout(case.layout)
         name = costed_as(cut, row.profile)
         key = shape, case.sequence, name

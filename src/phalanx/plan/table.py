@@ -4,7 +4,7 @@ import csv
 import math
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -43,6 +43,14 @@ _ZERO = r"(?:zero-?)?(?:stage-?)?([0-3])"
 _WHERE_TO = re.compile("->|=>|→|-to-(?=cpu|host)")  # optimizer->CPU
 # Of mixed precision the narrowest format counts: matmuls run in it.
 _NARROWEST_FIRST = ("fp4", "fp8", "fp16", "bf16", "tf32", "fp32")
+# The sizes of experts, and what tables call their columns.
+_EXPERT_COLUMNS = {
+    "experts": ("experts", "num_experts", "n_experts"),
+    "top_k": ("top_k", "topk", "moe_top_k"),
+    "expert_ffn": ("expert_ffn", "moe_ffn", "moe_ffn_hidden"),
+    "shared_experts": ("shared_experts",),
+    "dense_layers": ("dense_layers",),
+}
 _EXPERTS = r"moe|mixtral|\b\d+x\d+(\.\d+)?b|deepseek.?v[23]|-a\d+(\.\d+)?b\b|dbrx"
 
 
@@ -123,9 +131,6 @@ def _row(
         status = "oom" if oom else _meaning(fields, "status")
         ranks = _count(fields, "gpus", 0)
         batch = _number(fields, "global_batch")
-        experts = any(_number(fields, key) > 1 for key in ("ep", "experts", "num_experts"))
-        if experts or re.search(_EXPERTS, fields.get("model", ""), re.IGNORECASE):
-            raise MachineError("it has experts (MoE, or ep > 1), which score does not read")
         kind = _device(fields["hardware"])
         made = _case(fields, profile)
         _refuse_format(made, kind, fields.get("precision", ""))
@@ -197,7 +202,8 @@ def _meaning(fields: Mapping[str, str], key: str, kind: str = "") -> str:
     lower = re.sub(r"\.0$", "", text.lower())
     for spelled in (re.sub(r"[()]", " ", lower), re.sub(r"\(.*?\)", " ", lower)):
         word = re.sub(r"[\s_-]+", "-", spelled.strip())
-        for each in (word, _WHERE_TO.split(word)[0].strip("-")):
+        joined = re.sub("[-/+,&<>=→←]+", "-", word).strip("-")
+        for each in (word, _WHERE_TO.split(word)[0].strip("-"), joined):
             meaning = _known(each, kind)
             if meaning is not None:
                 return meaning
@@ -207,18 +213,35 @@ def _meaning(fields: Mapping[str, str], key: str, kind: str = "") -> str:
 
 def _known(word: str, kind: str) -> str | None:
     """The meaning of a word, or of several words with / between them, in any order; None: unknown."""
+    bag = _bag(word)
     for meaning, words in _MEANINGS[kind].items():
-        if word in words:
+        if word in words or (bag and bag in map(_bag, words)):
             return meaning
     if kind == "zero" and (found := re.fullmatch(_ZERO, word)):
         return found[1]
-    parts = [part.strip("-") for part in re.split("[/+,&]", word)]
+    if kind == "zero" and (found := re.fullmatch(r"stage-?([0-3])-zero|([0-3])-zero", word)):
+        return found[1] or found[2]
+    parts = [part.strip("-") for part in re.split("[/+,&]|-with-|-and-", word)]
     if len(parts) == 1 or not all(parts):
         return None
     meanings = {_known(part, kind) for part in parts}
     if kind == "precision" and meanings <= set(_NARROWEST_FIRST):
         return min(meanings & set(_NARROWEST_FIRST), key=_NARROWEST_FIRST.index)
     return meanings.pop() if len(meanings) == 1 else None
+
+
+# Words of a cell that say nothing by themselves: "bf16 mixed precision", "states of the optimizer on CPU".
+_FILLING = frozenset(
+    "a amp and automatic checkpointing gemms in matmul matmuls mixed mode of offload offloaded"
+    " offloading on precision recompute recomputation schedule state states the to training with".split()
+)
+
+
+@lru_cache(maxsize=1024)
+def _bag(word: str) -> frozenset[str]:
+    """The parts of a word that mean something, in no order; () if it has none, or only one letter."""
+    parts = frozenset(word.split("-")) - _FILLING
+    return parts if len("".join(parts)) > 1 else frozenset()
 
 
 def _refuse_format(case: Case, device: Device, text: str) -> None:
@@ -243,8 +266,10 @@ def _case(fields: Mapping[str, str], profile: SoftwareProfile) -> Case:
     n = {key: _count(fields, key) for key in ("gpus", "tp", "pp", "cp", "vpp")}
     if not fields.get("tp") and not fields.get("pp") and not fields.get("dp"):
         raise MachineError("the row does not say its layout")
-    inner = n["tp"] * n["pp"] * n["cp"]
+    inner, ep = n["tp"] * n["pp"] * n["cp"], _count(fields, "ep")
     dp = _count(fields, "dp", max(1, n["gpus"] // inner))
+    if dp * ep * inner == n["gpus"]:
+        dp *= ep  # the table counts ranks that share experts apart from dp
     if dp * inner != n["gpus"]:
         product = f"{dp} x {n['tp']} x {n['pp']} x {n['cp']} = {dp * inner}"
         raise CellError("gpus", fields["gpus"], f"is not dp x tp x pp x cp = {product}")
@@ -268,7 +293,15 @@ def _case(fields: Mapping[str, str], profile: SoftwareProfile) -> Case:
     if dp % shard:
         raise CellError("hsdp_shard", fields["hsdp_shard"], f"does not divide dp={dp}")
     shard = shard if zero else dp
-    parts = {"pp": (n["pp"],), "dp": (dp // shard, shard), "cp": (n["cp"], 1), "tp": (n["tp"],)}
+    if shard % ep:
+        raise CellError("ep", fields["ep"], f"does not divide the {shard} ranks of data parallelism")
+    parts = {
+        "pp": (n["pp"],),
+        "dp": (dp // shard, shard // ep),
+        "cp": (n["cp"], 1),
+        "ep": (ep,),
+        "tp": (n["tp"],),
+    }
     mesh = Mesh(tuple(Axis(*each) for each in parts.items()))
     layout = Layout(
         mesh=mesh,
@@ -284,6 +317,8 @@ def _case(fields: Mapping[str, str], profile: SoftwareProfile) -> Case:
     for broken in legal(layout, shape):
         if broken.rule in ("heads", "kv", "ffn"):
             raise CellError("tp", str(n["tp"]), f"is impossible: {broken.what}")
+        if broken.rule in ("ep", "experts"):
+            raise CellError("ep", str(ep), f"is impossible: {broken.what}")
     if n["pp"] > 1:
         less = "one layer less" in fields.get("inferred", "") + fields.get("notes", "")
         first, last = _ends(shape, n["pp"], less=less, balanced=profile.balanced)
@@ -333,6 +368,55 @@ def _empty(case: Case, profile: SoftwareProfile) -> bool:
 
 
 def _shape(fields: Mapping[str, str]) -> Shape:
+    """The model of a row: by its sizes, or, where it has experts and the row does not give theirs, by
+    the name of a published model."""
+    experts = {ours: _first(fields, names) for ours, names in _EXPERT_COLUMNS.items()}
+    if not experts["experts"] and _has_experts(fields):
+        return _published_shape(fields)
+    dense = _dense_shape(fields)
+    if not experts["experts"]:
+        return dense
+    if not experts["top_k"]:
+        raise MachineError("the row does not say how many experts a token goes through (top_k)")
+    return replace(dense, bias="none", gated=True, **experts)
+
+
+def _has_experts(fields: Mapping[str, str]) -> bool:
+    named = re.search(_EXPERTS, fields.get("model", ""), re.IGNORECASE)
+    return _count(fields, "ep") > 1 or named is not None
+
+
+def _first(fields: Mapping[str, str], names: Sequence[str]) -> int:
+    """The count of the first of these columns that has one, or 0."""
+    return next((_count(fields, name) for name in names if _number(fields, name)), 0)
+
+
+def _published_shape(fields: Mapping[str, str]) -> Shape:
+    """The catalogue's shape of the model that a row names, if the row's own sizes agree with it."""
+    title = fields.get("model", "")
+    known = {name: Shape.load(name) for name in Shape.names()}
+    titles = {_plain(shape.source.partition(",")[0]): shape for shape in known.values()}
+    titles |= {_plain(name): shape for name, shape in known.items()}
+    shape = titles.get(_plain(re.sub(r"\(.*?\)", " ", title)))
+    if shape is None or not shape.experts:
+        names = ", ".join(name for name, each in known.items() if each.experts)
+        raise MachineError(
+            f"model {title[:40]!r} has experts, and the row does not give their sizes: write columns"
+            f" experts, top_k and expert_ffn, or name one of {names}"
+        )
+    for column, size in (("layers", shape.layers), ("hidden", shape.hidden)):
+        given = _number(fields, column)
+        if given and given != size:
+            raise CellError(column, fields[column], f"is not the {size} of {shape.name}")
+    return replace(shape, sequence=_count(fields, "seq", 0))
+
+
+def _plain(title: str) -> str:
+    """A model's name without case and punctuation: DeepSeek-V3 as DeepSeekV3."""
+    return re.sub(r"[^a-z0-9]", "", title.lower())
+
+
+def _dense_shape(fields: Mapping[str, str]) -> Shape:
     gated = bool(_meaning(fields, "glu", "flag"))
     if not _number(fields, "layers") or not _number(fields, "hidden"):
         raise MachineError("the row does not say its model's layers or width")
@@ -377,7 +461,8 @@ def _formula(fields: Mapping[str, str], case: Case) -> float:
     text = fields.get("mfu_formula", "")
     if text.startswith(("96", "Megatron-DeepSpeed")):
         return 96.0 * tokens * l * h * h * (1 + s / (6 * h) + v / (16 * l * h))
-    model = 6.0 * case.shape.total * tokens + 12.0 * l * h * s * tokens
+    pairs = 0.5 if "causal" in text.lower() else 1.0  # of tokens, as the source counts them
+    model = 6.0 * case.shape.active * tokens + 12.0 * pairs * l * h * s * tokens
     return model - (0.0 if case.shape.tied else 6.0 * v * h * tokens)  # the embedding is a lookup
 
 
