@@ -511,9 +511,7 @@ def test_rows_whose_experts_are_unknown_are_left_out_with_what_to_write(tmp_path
     assert [row.case is None for row in rows] == [False, True, True, False, True]
     assert "columns experts, top_k and expert_ffn" in rows[1].why
     assert "is not the 32 of 8x7b" in rows[4].why
-    (bad,) = read_table(
-        table(tmp_path / "u.csv", [{**EXPERTS, "model": "DeepSeek-V3", "ep": 6}])
-    )
+    (bad,) = read_table(table(tmp_path / "u.csv", [{**EXPERTS, "model": "DeepSeek-V3", "ep": 6}]))
     assert "ep: '6'" in bad.why
 
 

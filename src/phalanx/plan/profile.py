@@ -120,14 +120,10 @@ def profile_named(framework: str) -> SoftwareProfile:
     """The profile that a table's `framework` means, with the kernels that the text names."""
     found = _profile_named(framework)
     kernels = (
-        kernel
-        for kernel, words in _NAMED_KERNELS
-        if re.search(words, framework, re.IGNORECASE)
+        kernel for kernel, words in _NAMED_KERNELS if re.search(words, framework, re.IGNORECASE)
     )
     fused = re.search(_NAMED_FUSED, framework, re.IGNORECASE) is not None
-    return replace(
-        found, attention=next(kernels, found.attention), fused=found.fused or fused
-    )
+    return replace(found, attention=next(kernels, found.attention), fused=found.fused or fused)
 
 
 def _profile_named(framework: str) -> SoftwareProfile:

@@ -74,9 +74,7 @@ def runs_of(
             refused[i] = row.why
             continue
         layers = max(1, len(case.shape.windows))
-        shape = replace(
-            case.shape, name="", layers=layers, dense_layers=0, batch=1, source=""
-        )
+        shape = replace(case.shape, name="", layers=layers, dense_layers=0, batch=1, source="")
         cut = piece_layout(case.layout)
         name = costed_as(cut, row.profile)
         key = shape, case.sequence, name

@@ -294,7 +294,9 @@ def _case(fields: Mapping[str, str], profile: SoftwareProfile) -> Case:
         raise CellError("hsdp_shard", fields["hsdp_shard"], f"does not divide dp={dp}")
     shard = shard if zero else dp
     if shard % ep:
-        raise CellError("ep", fields["ep"], f"does not divide the {shard} ranks of data parallelism")
+        raise CellError(
+            "ep", fields["ep"], f"does not divide the {shard} ranks of data parallelism"
+        )
     parts = {
         "pp": (n["pp"],),
         "dp": (dp // shard, shard // ep),
