@@ -484,7 +484,8 @@ def test_rows_with_experts_are_the_published_model_that_they_name_in_any_spellin
     }  # fmt: skip
     path = table(tmp_path / "t.csv", [{**EXPERTS, "model": name} for name in names])
     for row, (layers, experts) in zip(read_table(path), names.values(), strict=True):
-        assert row.why == "" and row.case is not None
+        assert row.why == ""
+        assert row.case is not None
         assert (row.case.shape.layers, row.case.shape.experts) == (layers, experts)
         # The ranks that share experts are among those that have batches of their own.
         layout = row.case.layout
@@ -566,13 +567,14 @@ def test_a_rate_that_counts_causal_attention_is_a_shorter_step(tmp_path: Path) -
 
 def test_kernels_that_a_framework_names_are_those_of_its_profile() -> None:
     named = {
-        "Own trainer / flash_attention2": ("default", "flash-2"), "Own (flash-attn v1)": ("default", "flash-1"),
+        "Own / flash_attention2": ("default", "flash-2"), "Own (flash-attn v1)": ("default", "flash-1"),
         "DeepSpeed 0.19 + FA3/FA4": ("deepspeed-zero3", "flash-3"), "Own, cuDNN": ("default", "flash-3"),
         "DeepSpeed": ("deepspeed-zero3", "scores"), "Megatron-Core": ("megatron-core", "flash-3"),
     }  # fmt: skip
     found = {each: profile_named(each) for each in named}
     assert {each: (x.name, x.attention) for each, x in found.items()} == named
-    assert profile_named("Own + Liger").fused and not profile_named("Own").fused
+    assert profile_named("Own + Liger").fused
+    assert not profile_named("Own").fused
 
 
 def test_a_byte_order_mark_and_columns_in_capitals_are_read(tmp_path: Path) -> None:

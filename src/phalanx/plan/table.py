@@ -30,6 +30,8 @@ _DEVICES = (
 )  # fmt: skip
 _WORDS = tomllib.loads((Path(__file__).parent / "words.toml").read_text(encoding="utf-8"))
 _COMMON = _WORDS.pop("common")
+# Words that say nothing by themselves: "bf16 mixed precision", "states of the optimizer on CPU".
+_FILLING = frozenset(_WORDS.pop("filling")["words"])
 _MEANINGS: dict[str, dict[str, list[str]]] = {
     column: {
         is_: [w for word in words for w in _COMMON.get(word, [word])]
@@ -230,13 +232,6 @@ def _known(word: str, kind: str) -> str | None:
     return meanings.pop() if len(meanings) == 1 else None
 
 
-# Words of a cell that say nothing by themselves: "bf16 mixed precision", "states of the optimizer on CPU".
-_FILLING = frozenset(
-    "a amp and automatic checkpointing gemms in matmul matmuls mixed mode of offload offloaded"
-    " offloading on precision recompute recomputation schedule state states the to training with".split()
-)
-
-
 @lru_cache(maxsize=1024)
 def _bag(word: str) -> frozenset[str]:
     """The parts of a word that mean something, in no order; () if it has none, or only one letter."""
@@ -380,7 +375,16 @@ def _shape(fields: Mapping[str, str]) -> Shape:
         return dense
     if not experts["top_k"]:
         raise MachineError("the row does not say how many experts a token goes through (top_k)")
-    return replace(dense, bias="none", gated=True, **experts)
+    return replace(
+        dense,
+        bias="none",
+        gated=True,
+        experts=experts["experts"],
+        top_k=experts["top_k"],
+        expert_ffn=experts["expert_ffn"],
+        shared_experts=experts["shared_experts"],
+        dense_layers=experts["dense_layers"],
+    )
 
 
 def _has_experts(fields: Mapping[str, str]) -> bool:
