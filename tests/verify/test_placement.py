@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 import phalanx.verify.placement as placement
-from phalanx.comm import World
+from phalanx.comm import World, regions
 from phalanx.layout import Layout, Shape
-from phalanx.parallel import build_model, groups, local
+from phalanx.models import token_loss
+from phalanx.parallel import build_model, experts, groups, local, tensor
+from phalanx.program import Op
+from phalanx.train.executor import Executor
 from phalanx.verify import SHAPES, covering, every_layout
 from phalanx.verify.placement import placement_faults
-from seeded.fault import FAULTS
+from seeded.fault import FAULTS, swapped
 
 # Of the seeded faults those that are an error of a sum over ranks, with words of what is said.
 SUMS = {
@@ -60,7 +66,8 @@ MANY = [
     ("experts", "pp2 ep2 dualpipe-v:3 overlap"), ("experts", "tp4 ep2 accum:2"),
     ("experts", "tp2 seq recompute:selective"), ("experts", "dp2 ep2 tp2 seq experts:tp zero3"),
     ("latent", "cp2 tp2 seq experts:tp,cp"), ("sinks", "ep2 cp2 experts:cp accum:2"),
-    ("experts", "pp2 tp2 seq experts:tp dualpipe-v:3 overlap"),
+    ("experts", "pp2 tp2 seq experts:tp dualpipe-v:3 overlap"), ("olmo", "tp4"),
+    ("olmo", "dp2 tp4 seq zero1"),  # norms over heads of k that ranks share
 ]  # fmt: skip
 
 
@@ -83,6 +90,122 @@ def test_tokens_of_ranks_of_tp_that_do_not_reach_all_experts_are_found(
     layout = Layout.parse("ep2 tp2 seq experts:tp")
     found = placement_faults(partial(build_model, SHAPES["experts"]), layout)
     assert any("the output of layers.1 was not summed over tp" in each for each in found), found
+
+
+def summed_forwards_only(self: tensor.CutRMSNorm, x: Tensor) -> Tensor:
+    squares = tensor.share_of(x.square().sum(-1, keepdim=True), self.copies)
+    squares = regions.reduce(squares, self.group)
+    return x * torch.rsqrt(squares / self.width + self.eps) * self.weight
+
+
+def counted_by_each(self: tensor.CutRMSNorm, x: Tensor) -> Tensor:
+    squares = x.square().sum(-1, keepdim=True)
+    squares = regions.copy(regions.reduce(squares, self.group), self.group)
+    return x * torch.rsqrt(squares / self.width + self.eps) * self.weight
+
+
+def of_own_words(self: tensor.VocabularyCrossEntropy, logits: Tensor, targets: Tensor) -> Tensor:
+    words = self.cut.stop - self.cut.start
+    return token_loss(logits, targets, first=self.cut.start, width=words)
+
+
+def with_sums_of_own_words(
+    self: tensor.VocabularyCrossEntropy, logits: Tensor, targets: Tensor
+) -> Tensor:
+    """The largest logit is agreed on, and the sums are not."""
+
+    def agree(x: Tensor, op: str) -> None:
+        if op == "max":
+            self.group.all_reduce(x, op)
+
+    words = self.cut.stop - self.cut.start
+    return token_loss(logits, targets, first=self.cut.start, width=words, agree=agree)
+
+
+def on_every_rank(self: Executor, y: Tensor) -> None:
+    self.loss += y
+
+
+right_agree = Executor._agree
+
+
+def of_every_replica(self: Executor, op: Op) -> Any:
+    """The norm as if each replica were the first one."""
+    groups = [unit.groups.replica for unit in self.local.units.values()]
+    with placement._as_rank(0, groups):
+        return right_agree(self, op)
+
+
+def of_a_part(groups: object, counts: Tensor) -> Tensor:
+    return counts
+
+
+Mistake = tuple[Any, str, Any]
+MISTAKES: dict[str, tuple[str, str, Mistake, str]] = {
+    "wide norm: its sum is made forwards only": (
+        "olmo", "tp2", (tensor.CutRMSNorm, "forward", summed_forwards_only),
+        "the gradient of a sum was not summed over tp",
+    ),
+    "wide norm: so it is where ranks share heads": (
+        "olmo", "dp2 tp4 zero1", (tensor.CutRMSNorm, "forward", summed_forwards_only),
+        "the gradient of a sum was not summed over tp",
+    ),
+    "wide norm: features that ranks share are counted by each": (
+        "olmo", "tp4", (tensor.CutRMSNorm, "forward", counted_by_each),
+        "ranks that share a head of k and v of what is the same",
+    ),
+    "cross-entropy of a rank's own words": (
+        "gqa", "tp2", (tensor.VocabularyCrossEntropy, "forward", of_own_words),
+        "the loss was not summed over tp",
+    ),
+    "cross-entropy whose sums are of a rank's own words": (
+        "gpt", "dp2 tp2 seq", (tensor.VocabularyCrossEntropy, "forward", with_sums_of_own_words),
+        "the loss was not summed over tp",
+    ),
+    "the loss is counted on every rank of tp": (
+        "gqa", "pp2 tp2", (Executor, "_add_loss", on_every_rank),
+        "the loss is counted on every rank of tp",
+    ),
+    "the norm counts every replica": (
+        "gqa", "dp2", (Executor, "_agree", of_every_replica),
+        "the norm counts layers.0 on every replica along dp.shard",
+    ),
+    "the norm counts every replica of HSDP": (
+        "gqa", "dp2x2 tp2 zero2", (Executor, "_agree", of_every_replica),
+        "the norm counts head on every replica along dp.replicate",
+    ),
+    "a sequence's loss has the counts of a part of it": (
+        "latent", "cp2", (experts, "_summed", of_a_part),
+        "a router's counts of a sequence were not summed over cp.ring",
+    ),
+    "seq: a sequence's loss has a rank's counts": (
+        "latent", "tp2 seq", (experts, "_summed", of_a_part),
+        "a router's counts of a sequence were not summed over tp",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_loss_a_norm_or_a_statistic_of_a_part_is_found_and_named(name: str) -> None:
+    shape, text, mistake, words = MISTAKES[name]
+    make, layout = partial(build_model, SHAPES[shape]), Layout.parse(text)
+    assert placement_faults(make, layout) == ()
+    with swapped(*mistake):
+        found = placement_faults(make, layout)
+    assert any(words in each for each in found), found
+
+
+def test_counts_of_a_batch_over_some_of_its_ranks_are_found() -> None:
+    shape = replace(SHAPES["latent"], sequence_loss=0.0, batch_loss=0.3)
+    make = partial(build_model, shape)
+    layout = Layout.parse("dp2 cp2 tp2 seq")
+    assert placement_faults(make, layout) == ()
+    with swapped(experts, "_summed", lambda groups, counts: right_summed(groups[1:], counts)):
+        found = placement_faults(make, layout)
+    assert any("a router's counts of the batch were not summed over" in each for each in found)
+
+
+right_summed = experts._summed
 
 
 @pytest.mark.slow

@@ -277,7 +277,11 @@ def _needs(figures: Mapping[str, Any]) -> Iterator[str]:
         yield f"Its sums over ranks are wrong in {len(faults)} places, of which the first are:"
         yield from (f"- {fault}" for fault in faults[:8])
     elif faults is not None:
-        yield "Every sum over ranks is made, once, and over the right axes."
+        yield (
+            "No sum over ranks is missing, made twice or over a wrong axis: of pieces' outputs and gradients,"
+            " weights' gradients, counts of tokens, the loss and the norm. That they add up right numbers is"
+            " for verify to say."
+        )
 
 
 def spans(numbers: Iterable[int]) -> str:

@@ -93,7 +93,7 @@ class Router(nn.Module):
         self.sequence_loss, self.batch_loss = sizes.sequence_loss, sizes.batch_loss
         self.z_loss = sizes.z_loss
         self.of_sequences: Callable[[Tensor], Tensor] = lambda counts: counts
-        self.of_batch = self.of_sequences
+        self.of_batch: Callable[[Tensor], Tensor] = self.of_sequences
         self.experts = sizes.experts
         self.tally: Tensor | None = None
         self.weight = nn.Parameter(torch.empty(sizes.experts, sizes.hidden))

@@ -33,6 +33,7 @@ from ..comm.tally import Tally
 from ..layout import Layout, LayoutError, Mesh
 from ..layout.choices import FP32
 from ..layout.mesh import Axis
+from ..models import Router
 from ..parallel import Model, Unit, microbatches, tensor, time_multiple
 from ..parallel.data import Then, storage_of
 from ..parallel.experts import SENT, Routes, cut_blocks, expert_pieces
@@ -372,9 +373,35 @@ class _Placing(Executor):
 
     def _agree(self, op: Op) -> Any:
         self.walk.strict = False  # who counts which weight is looked at apart
+        self._agree_elsewhere(op)
         work = super()._agree(op)
         self.walk.strict = True
         return self.walk.whole(self, "the norm", "norm", work)
+
+    def _agree_elsewhere(self, op: Op) -> None:
+        """The same call as another replica makes it, whose weights this rank's replica counts already."""
+        units = self.local.units.values()
+        replicas = [unit.groups.replica for unit in units if unit.groups.replica.size > 1]
+        with _as_rank(1, replicas):
+            super()._agree(op)
+        for number in self.norms:
+            group = self.local.units[number].groups.replica
+            for axis in _axes_of(group):
+                name = self.walk.model.pieces[number % self.program.pieces][0]
+                self.walk.fault(f"the norm counts {name} on every replica along {AXES[axis]}")
+
+    def _add_loss(self, y: Tensor) -> None:
+        tp = self.local.groups.tp
+        for axis in _axes_of(tp):
+            if self.walk.known.of(y)[axis] > REPLICATED:
+                self.walk.fault(f"the loss was not summed over {AXES[axis]}")
+        if tp.size > 1:
+            known = self.loss._version
+            with _as_rank(1, [tp]):
+                super()._add_loss(y)
+            if self.loss._version != known:
+                self.walk.fault("the loss is counted on every rank of tp")
+        super()._add_loss(y)
 
     def _exchange(self, op: Op) -> Work:
         exchange, group = self.local.exchange, self.local.exchange.tokens
@@ -448,7 +475,7 @@ class _Walk:
     def faults(self) -> list[str]:
         world = _PlacedWorld(self, self.rank, self.layout.ranks)
         try:
-            with self.known, _placed_slices(self.known):
+            with self.known, _placed_regions(self.known):
                 self._step(world)
         finally:
             world.clear()
@@ -460,9 +487,35 @@ class _Walk:
             if unit.buffer is not None:
                 self.place_weights(unit)
         self._counts_once()
+        self._watch_routers()
         executor = _Placing(self.local, self.program, self.rank, None, clip=1.0)
         executor.walk = self
         executor.step(self._batches(), 1e-3)
+
+    def _watch_routers(self) -> None:
+        """What a router's losses go by: counts of whole sequences, or of the whole batch."""
+        parts = ("cp.ring", "cp.ulysses", *(("tp", COPIES) if self.layout.seq else ()))
+        modules = (m for piece in self.local.pieces.values() for m in piece.module.modules())
+        for router in modules:
+            if not isinstance(router, Router):
+                continue
+            data = (*parts, "dp.replicate", "dp.shard", "ep")
+            router.of_sequences = self._whole_counts(router.of_sequences, parts, "a sequence")
+            router.of_batch = self._whole_counts(router.of_batch, data, "the batch")
+
+    def _whole_counts(
+        self, summed: Callable[[Tensor], Tensor], axes: Sequence[str], what: str
+    ) -> Callable[[Tensor], Tensor]:
+        def counts(own: Tensor) -> Tensor:
+            strict, self.strict = self.strict, False  # other tokens may well have as many
+            total = summed(own)
+            self.strict = strict
+            for axis, place in zip(AXES, self.known.of(total), strict=True):
+                if axis in axes and self.sizes[axis] > 1 and place > REPLICATED:
+                    self.fault(f"a router's counts of {what} were not summed over {axis}")
+            return total
+
+        return counts
 
     def _batches(self) -> list[dict[str, Tensor]]:
         shape, layout = self.model.shape, self.layout
@@ -592,12 +645,27 @@ def _axes_of(group: Group) -> tuple[int, ...]:
 
 
 @contextmanager
-def _placed_slices(known: _Known) -> Iterator[None]:
-    """A rank's slice of what all have is its own; no call of a group says so."""
-    plain = regions.carry
+def _as_rank(rank: int, groups: Sequence[Group]) -> Iterator[None]:
+    """Takes this rank for another one of some groups: what it does there differs by its number alone."""
+    before = [(group, group.rank) for group in groups]
+    for group in groups:
+        group.rank = rank
+    try:
+        yield
+    finally:
+        for group, own in before:
+            group.rank = own
 
-    def carry(x: Tensor, kind: str, group: Group, dim: int, join: int) -> Tensor:
-        y = plain(x, kind, group, dim, join)
+
+@contextmanager
+def _placed_regions(known: _Known) -> Iterator[None]:
+    """What no call of a group tells of: a rank's slice, or its share, of what all have is its own; and of a
+    sum that all have, the gradient is whole only if all did the same with it."""
+    carry, reduce, share_of = regions.carry, regions.reduce, tensor.share_of
+    copies = (AXES.index(COPIES),)
+
+    def placed_carry(x: Tensor, kind: str, group: Group, dim: int, join: int) -> Tensor:
+        y = carry(x, kind, group, dim, join)
         if kind == "take" and isinstance(group, _PlacedGroup):
             places = known.of(x)
             for axis in group.axes:
@@ -608,8 +676,32 @@ def _placed_slices(known: _Known) -> Iterator[None]:
             known.set(y, _along_axes(places, group.axes, SHARDED))
         return y
 
-    regions.carry = carry
+    def placed_reduce(x: Tensor, group: Group) -> Tensor:
+        y = reduce(x, group)
+        if isinstance(group, _PlacedGroup) and y.requires_grad:
+            walk, axes = group.walk, _axes_of(group)
+
+            def come(gradient: Tensor) -> None:
+                for axis in axes:
+                    if known.of(gradient)[axis] > REPLICATED:
+                        walk.fault(f"the gradient of a sum was not summed over {AXES[axis]}")
+
+            y.register_hook(come)  # type: ignore[no-untyped-call]
+        return y
+
+    def placed_share(x: Tensor, ranks: int) -> Tensor:
+        def set_apart(share: Tensor) -> None:
+            known.set(share, _along_axes(known.of(share), copies, VARYING))
+
+        y = share_of(x, ranks)
+        if ranks > 1:
+            set_apart(y)
+            if x.requires_grad:  # its gradient is a share as well
+                x.register_hook(set_apart)  # type: ignore[no-untyped-call]
+        return y
+
+    regions.carry, regions.reduce, tensor.share_of = placed_carry, placed_reduce, placed_share
     try:
         yield
     finally:
-        regions.carry = plain
+        regions.carry, regions.reduce, tensor.share_of = carry, reduce, share_of
