@@ -229,6 +229,20 @@ ROWS: list[tuple[list[str], tuple[str, ...]]] = [
     # Names of what there is to choose from.
     (["verify", "--backend", "zz"], ("--backend", "'zz'", "'gloo'")),
     (["verify", "--axes", "dp zz"], ("--axes", "'zz'", "dp pp cp tp")),
+    # No value, as of a script's variable that is not set.
+    (["check", "dp2", "--model", "tiny", "--device", ""], ("--device is empty", "leave --device out")),
+    (["draw", "1f1b", "--model", ""], ("--model is empty", "leave --model out")),
+    (["plan", "--explain="], ("--explain is empty", "leave --explain out")),
+    (["report", "folder.svg", "--beside", "a", ""], ("--beside is empty",)),
+    (["check", "dp2", "--model", "tiny", "--batch=--"], ("--batch is '--'", "write a value")),
+    (["launch", "slurm", "good.toml", "--time=--"], ("--time is '--'", "write a value")),
+    (["launch", "k8s", "good.toml", "--volume=--"], ("--volume is '--'", "write a value")),
+    # Of other systems.
+    (["launch", "k8s", "good.toml", "--time", "1:00:00"], ("--time does not go with k8s", "for slurm")),
+    (["launch", "slurm", "good.toml", "--image=a"], ("--image does not go", "for k8s, kubeflow")),
+    (["launch", "kubeflow", "good.toml", "--master", "a"], ("--master does not go", "for torchrun")),
+    (["launch", "torchrun", "good.toml", "--volume", "a"], ("--volume does not go", "k8s, kubeflow")),
+    (["launch", "ray", "good.toml", "--accelerator", "a"], ("--accelerator does not go", "for sky")),
     (["verify", "--axes", ""], ("--axes names nothing", "dp pp cp tp")),
     (["verify", "--dtype", ESC], ("--dtype", r"\x1b", "'float64'")),
     (["verify", "--optimizer", "lion"], ("--optimizer", "'adamw'")),

@@ -148,6 +148,9 @@ def test_what_cannot_be_compared_is_refused_in_a_sentence(
     assert "name one" in both
     wide = str(run_of(tmp_path / "wide", "dp4 tp4", "NVIDIA H100 80GB HBM3"))
     assert "16 ranks" in _refused(capsys, wide, "--cluster", "h100x8")
+    for other in ("nowhere", str(tmp_path)):  # it would only be missing on the page
+        beside = _refused(capsys, run, "--beside", wide, other)
+        assert f"{other} holds no run" in beside
 
 
 @pytest.mark.parametrize(

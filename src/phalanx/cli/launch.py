@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import indent
 
@@ -42,6 +42,11 @@ GRACE = 120  # seconds before a time limit, or after a request to end, in which 
 _LONGEST_NAME = 40
 # Plain words that YAML reads as something else than text.
 _YAML_WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "nan", "inf"}
+# Options that only some systems' texts have, with what each of these is filled in as.
+_OF_SOME = {
+    "time": "time", "image": "image", "volume": "volume", "accelerator": "sky_devices",
+    "master": "master",
+}  # fmt: skip
 # Times that sbatch takes, and the seconds of each part.
 _TIMES = {
     r"(\d+)": (60,),
@@ -73,6 +78,7 @@ def run(argv: list[str]) -> int:
         help="a node that all reach, for torchrun")  # fmt: skip
     add("--submit", action="store_true", help="hand it to the system instead of printing it")
     args = parser.read(argv, intermixed=True)
+    _refuse_unused(args.system, argv)
     file, submit = SYSTEMS[args.system]
     values = _values(args)
     text = filled(file, values)
@@ -103,6 +109,24 @@ def filled(name: str, values: Mapping[str, object]) -> str:
 
     text = (_FOLDER / name).read_text(encoding="utf-8")
     return re.sub(r"(?m)^( *)\{\{([\w.]+)\}\}\n|\{\{([\w.]+)\}\}", replaced, text)
+
+
+def _refuse_unused(system: str, argv: Sequence[str]) -> None:
+    """Refuse an option of other systems: a time limit, say, that this system would never hear of."""
+    given = {word.partition("=")[0] for word in argv}
+    for option, name in _OF_SOME.items():
+        if f"--{option}" in given and name not in _names_in(SYSTEMS[system][0]):
+            others = [other for other, (file, _) in SYSTEMS.items() if name in _names_in(file)]
+            raise UsageError(
+                f"--{option} does not go with {system}: it is for {', '.join(others)}."
+                f" Leave it out, and edit what is printed for {system}."
+            )
+
+
+def _names_in(file: str) -> set[str]:
+    """The values that a file of `jobs` is filled in with, and those that it includes."""
+    names = set(re.findall(r"\{\{([\w.]+)\}\}", (_FOLDER / file).read_text(encoding="utf-8")))
+    return names.union(*(_names_in(name) for name in names if "." in name))
 
 
 def _refuse_secrets(url: Url) -> None:

@@ -54,7 +54,7 @@ def run(argv: list[str]) -> int:
     add = parser.add
     add("words", nargs="*", metavar="RUN.toml key=value", help="a run file, and keys to set in it")
     add("--ranks", type=whole(1, RANKS), help="local processes; default: one for each GPU, or 2")
-    add("--layout", metavar="TEXT", help="the layout, the same as layout=TEXT")
+    add("--layout", empty=True, metavar="TEXT", help="the layout, the same as layout=TEXT")
     add("--adopt", action="store_true", help="resume from a checkpoint with other model settings")
     add("--force", action="store_true", help="start even if memory is estimated not to suffice")
     add("--backend")

@@ -142,10 +142,14 @@ class Parser(argparse.ArgumentParser):
             self.add("--json", action="store_true", help="the result as JSON, and nothing else")
         self._written: list[Callable[[argparse.Namespace], None]] = []
         self._wrong: list[str] = []
+        self._may_be_empty: set[str] = set()
 
-    def add(self, *names: str, **changes: Any) -> None:
-        """An argument; what `OPTIONS` has by its name is taken from there."""
+    def add(self, *names: str, empty: bool = False, **changes: Any) -> None:
+        """An argument; what `OPTIONS` has by its name is taken from there. `empty`: an empty text is a
+        value, such as the layout of one rank."""
         words = OPTIONS.get(names[0], {}) | changes
+        if empty:
+            self._may_be_empty.add(names[0])
         if "type" in words:
             shown = {} if words.get("choices") else {"metavar": "N"}
             words = {**shown, **words, "type": _sentence(words["type"])}
@@ -168,11 +172,28 @@ class Parser(argparse.ArgumentParser):
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         """A value that is wrong is written down, so that all are refused at once."""
+        if problem := self._no_value(action, arg_strings):
+            self._wrong.append(problem)
+            return None
         try:
             return super()._get_values(action, arg_strings)
         except argparse.ArgumentError as error:
             self._wrong.append(_explained(str(error)))
             return None
+
+    def _no_value(self, action: argparse.Action, values: Sequence[str]) -> str:
+        """Explains what an option was given in place of a value, or returns ""."""
+        if not action.option_strings:
+            return ""
+        flag = action.option_strings[-1]
+        # argparse drops the dashes of `--batch=--` and goes on with an empty list.
+        if "--" in values:
+            return f"{flag} is '--'; write a value."
+        # A script's unset variable. To go on without the option would leave out what was asked for.
+        free = action.type is None and not action.choices and flag not in self._may_be_empty
+        if free and "" in values:
+            return f"{flag} is empty; write a value, or leave {flag} out."
+        return ""
 
     def error(self, message: str) -> NoReturn:
         # What is required may have been given, wrongly.

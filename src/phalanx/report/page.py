@@ -47,6 +47,17 @@ def number(record: Mapping[str, Any], name: str) -> float:
         return math.nan
 
 
+def records_of(folder: Path) -> list[Record]:
+    """The records of a run; a folder that holds no run is refused."""
+    records = read_journal(folder / "metrics.jsonl")
+    if not any(record["event"] == "start" for record in records):
+        raise ReportError(
+            f"{folder} holds no run: metrics.jsonl with a start is missing."
+            " Name the folder that `phalanx train` wrote, its `out`."
+        )
+    return records
+
+
 def stretches(records: Iterable[Record]) -> list[tuple[Record, list[Record]]]:
     """Each start of a run, with its steps."""
     found: list[tuple[Record, list[Record]]] = []
@@ -126,13 +137,7 @@ class RunReport:
 
 def report(folder: Path, more: "Extras | None" = None) -> "RunReport":
     """What a run's folder shows, and with `more` what was asked beside it."""
-    records = read_journal(folder / "metrics.jsonl")
-    journal, more = _Journal(records), more or Extras()
-    if not journal.starts:
-        raise ReportError(
-            f"{folder} holds no run: metrics.jsonl with a start is missing."
-            " Name the folder that `phalanx train` wrote, its `out`."
-        )
+    journal, more = _Journal(records_of(folder)), more or Extras()
     step, faults = more.step, partial(faults_svg, journal.records)
     measured = timeline(step) if step else paragraphs([more.no_step or "Not measured yet."])
     parts = partial(breakdown_svg, step) if step else None

@@ -8,9 +8,8 @@ from statistics import median
 from typing import Any
 
 from ..draw import ChartAxis, Html, Series, chart
-from ..layout.journal import read_journal
 from ..layout.numbers import si_text
-from .page import number, stretches
+from .page import number, records_of, stretches
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +28,7 @@ def speeds(folders: Sequence[Path]) -> tuple[Speed, ...]:
     """Of every start with two lines of steps or more."""
     found = []
     for folder in folders:
-        for start, steps in stretches(read_journal(folder / "metrics.jsonl")):
+        for start, steps in stretches(records_of(folder)):
             rates = [x for x in (number(step, "tokens_per_second") for step in steps) if x > 0]
             ranks = start.get("ranks")
             if len(rates) > 1 and isinstance(ranks, int) and 0 < ranks < 1 << 20:
