@@ -28,6 +28,7 @@ IN_PLACE = Sizes(SIZES.kept, SIZES.input, gradient=SIZES.gradient, selected=SIZE
 TEXTS = (
     "accum:2", "pp2 1f1b:3", "pp2 zb-h2:4", "pp3 zb-v:3", "dp2 zero1 accum:2", "dp2 pp2 1f1b:3 zero2",
     "dp2 pp2 1f1b:3 zero3 gather:micro prefetch:2", "dp2 pp2 zb-h1:3 zero3", "offload:activations",
+    "dp2x2 zero2", "dp2x2 zero2 accum:3 reduce:micro", "dp2x2 pp2 1f1b:3 zero3",
 )  # fmt: skip
 AGAIN = ("none", "all", "every=2", "sqrt", "selective")
 
@@ -80,12 +81,15 @@ def _weights(program: Program, row: tuple[Op, ...], s: Sizes) -> Iterator[Alive]
         if not adds:
             continue
         comes = [_arrival(row, i) for i in sums]
+        # Of replicas of shards the second sum works on the part alone: the whole gradient goes before it.
+        halves = [i for i, op in enumerate(row) if op.kind == "H" and op.piece == unit]
+        complete = [_arrival(row, i) for i in halves] or comes
         (update,) = [i for i, op in enumerate(row) if op == Op("U", unit)] or [end]
         left = s.gradient_shard[unit] if s.gradient_shard else s.gradient[unit]
         earlier = -1
-        for n, (total, arrives) in enumerate(zip(sums, comes, strict=True)):
+        for n, (total, arrives, done) in enumerate(zip(sums, comes, complete, strict=True)):
             start = min(i for i in adds if i > earlier)
-            last = update if n == 0 else arrives - 1  # the later ones are added to the first
+            last = update if n == 0 else done - 1  # the later ones are added to the first
             if s.gradient_shard:
                 yield start, arrives - 1, s.gradient[unit]
                 yield total, last, left
@@ -97,13 +101,14 @@ def _weights(program: Program, row: tuple[Op, ...], s: Sizes) -> Iterator[Alive]
 @cache
 def _arrival(row: tuple[Op, ...], i: int) -> int:
     """Before which position a sum is waited for: a later sum that finds it and another under way,
-    the next one of its unit, the agreement, its unit's T or update, or the end."""
+    the next one of its unit, that over its replicas, the agreement, its unit's T or update, or the end."""
+    kind = row[i].kind
     for j in range(i + 1, len(row)):
         own = row[j].piece == row[i].piece
-        if row[j].kind == "A" or (own and row[j].kind in "STU"):
+        if row[j].kind == "A" or (own and row[j].kind in ("STUH" if kind == "S" else "HTU")):
             return j
-        between = [k for k in range(i + 1, j) if row[k].kind == "S"]
-        if row[j].kind == "S" and any(_arrival(row, k) >= j for k in between):
+        between = [k for k in range(i + 1, j) if row[k].kind == kind]
+        if row[j].kind == kind and any(_arrival(row, k) >= j for k in between):
             return j
     return len(row)
 

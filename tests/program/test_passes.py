@@ -197,6 +197,18 @@ def test_nothing_goes_out_that_is_used_at_once() -> None:
     assert faults(offload_activations(_one(3, 1))) == ()
 
 
+def test_what_is_used_after_one_other_computation_stays() -> None:
+    """1F1B by hand. Out takes the time of a computation, and back the time of another: with fewer than two
+    between forward and backward the rank would wait for its own copies."""
+    stages = [range(n, n + 1) for n in range(3)]
+    program = offload_activations(expand(schedule("1f1b", 3, 4), stages))
+    assert [" ".join(map(str, row)) for row in program.rows] == [
+        "0F0 0O0 0F1 0O1 0Z0 0F2 0O2 0B0 0Z1 0F3 0O3 0Z2 0B1 0Z3 0B2 0B3",
+        "1F0 1F1 1O1 1B0 1Z1 1F2 1O2 1B1 1Z2 1F3 1B2 1B3",
+        "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3",
+    ]
+
+
 def test_inside_a_recomputed_segment_there_is_nothing_to_move_out() -> None:
     again = recompute(_one(8, 1), LINE, "every=4")
     assert {op.piece for op in again.rows[0] if op.kind == "R"} == {0, 1, 2, 3}
