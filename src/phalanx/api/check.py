@@ -278,9 +278,9 @@ def _needs(figures: Mapping[str, Any]) -> Iterator[str]:
         yield from (f"- {fault}" for fault in faults[:8])
     elif faults is not None:
         yield (
-            "No sum over ranks is missing, made twice or over a wrong axis: of pieces' outputs and gradients,"
-            " weights' gradients, counts of tokens, the loss and the norm. That they add up right numbers is"
-            " for verify to say."
+            "No sum over ranks is missing, made twice or made over a wrong axis: pieces' outputs and"
+            " gradients, weights' gradients, token counts, the loss and the gradient norm."
+            " `phalanx verify` compares the values themselves."
         )
 
 
