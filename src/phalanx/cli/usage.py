@@ -144,11 +144,11 @@ class Parser(argparse.ArgumentParser):
         self._wrong: list[str] = []
         self._may_be_empty: set[str] = set()
 
-    def add(self, *names: str, empty: bool = False, **changes: Any) -> None:
+    def add(self, *names: str, **changes: Any) -> None:
         """An argument; what `OPTIONS` has by its name is taken from there. `empty`: an empty text is a
         value, such as the layout of one rank."""
         words = OPTIONS.get(names[0], {}) | changes
-        if empty:
+        if words.pop("empty", False):
             self._may_be_empty.add(names[0])
         if "type" in words:
             shown = {} if words.get("choices") else {"metavar": "N"}
