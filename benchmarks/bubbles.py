@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from phalanx.comm import World
 from phalanx.comm.launch import launch
-from phalanx.layout import Layout, Rules, Shape
+from phalanx.layout import Layout, Rules, Shape, plain_pieces
 from phalanx.parallel import Model, build_model, microbatches
 from phalanx.parallel.local import build_local, model_stages
-from phalanx.program import Timeline, build
+from phalanx.program import StepOptions, Timeline, build
 from phalanx.train.executor import Executor
 from phalanx.train.optimizer import AdamW
 
@@ -55,7 +55,9 @@ def sleeping(world: World, text: str, layers: int) -> list[Timeline]:
     middle = [(f"layers.{i}", Sleeper(0.02 * 4 / layers)) for i in range(layers)]
     model = Model((first, *middle, last), Rules.parse("layers.*.weight : embed embed"), shape=shape)
     layout = Layout.parse(text)
-    program = build(layout, model_stages(model, layout), model.tied)
+    program = build(
+        layout, plain_pieces(model_stages(model, layout), tied=model.tied), StepOptions(agree=False)
+    )
     local = build_local(world, layout, model, program)
     executor = Executor(local, program, world.rank, AdamW())
     own = microbatches({"inputs": torch.randn(8, 4)}, layout, 0)

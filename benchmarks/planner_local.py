@@ -41,6 +41,7 @@ from phalanx.plan.calibrate import CostedRun, Measured, calibrated, costed
 from phalanx.plan.local import hardware_of_machine, local_profile
 from phalanx.plan.profile import NUMBERS, SoftwareProfile
 from phalanx.plan.step import case_of
+from phalanx.program import StepOptions
 from phalanx.train.executor import Executor
 from phalanx.train.optimizer import AdamW
 from phalanx.train.precision import precision_of
@@ -93,7 +94,7 @@ def steps_of(world: World, shape: Shape, text: str, number: int, count: int) -> 
     """Seconds of `count` steps of one layout after those that warm up, in which memory is taken."""
     layout = Layout.parse(text)
     model = build_model(shape)
-    program = program_of(model, layout, agree=False)
+    program = program_of(model, layout, StepOptions(agree=False))
     held = build_local(
         world, layout, model, program, precision=precision_of("fp32"), prefix=f"{number}/"
     )

@@ -20,11 +20,10 @@ from phalanx.api.step import step_of
 from phalanx.cost import step_flops
 from phalanx.draw import Html, Picture, paragraphs, table, timeline
 from phalanx.draw.page import frame
-from phalanx.layout import Layout, LayoutError, Shape, legal, nearest, stage_pieces
+from phalanx.layout import Layout, LayoutError, Shape, legal, nearest, staged_pieces
 from phalanx.layout.choices import BF16
 from phalanx.layout.families import shape_of
 from phalanx.layout.numbers import bytes_text, count_text, seconds_text
-from phalanx.layout.stages import partial_pieces, program_experts
 from phalanx.plan.device import devices
 from phalanx.plan.hardware import hardware_of
 from phalanx.plan.link import cluster, clusters
@@ -152,9 +151,7 @@ def _request(shape: Shape, device: str, ranks: int, costs: Mapping[str, Any]) ->
 def _program(asked: Asked, layout: Layout, shape: Shape) -> Program:
     if asked.operations:
         return Program.parse(asked.operations, "the operations")
-    tied = ((shape.pieces - 1, 0),) if shape.tied else ()
-    stages, parts = stage_pieces(layout, shape), partial_pieces(layout, shape)
-    return build(layout, stages, tied, parts=parts, experts=program_experts(layout, shape))
+    return build(layout, staged_pieces(layout, shape))
 
 
 def _notes(layout: Layout) -> tuple[str, ...]:

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.draw import Html, paragraphs, table, tag
-from phalanx.layout import Layout, Shape, legal, stage_pieces
+from phalanx.layout import Layout, Shape, legal, staged_pieces
 from phalanx.layout.cases import SHAPES
 from phalanx.layout.choices import COMPARED, DTYPES, FP64, GLOO, SHM, THREADS
-from phalanx.program import Program, build, faults
+from phalanx.program import Program, StepOptions, build, faults
 
 HERE = Path(__file__).parent
 FILE = HERE / "wall.json"
@@ -159,8 +159,7 @@ def changed_programs() -> Data:
 
 def program_text(model: str, layout: str) -> str:
     where, shape = Layout.parse(layout), SHAPES.get(model) or Shape.load(model)
-    tied = ((shape.pieces - 1, 0),) if shape.tied else ()
-    return str(build(where, stage_pieces(where, shape), tied))
+    return str(build(where, staged_pieces(where, shape), StepOptions(agree=False)))
 
 
 def _made() -> dict[str, Any]:

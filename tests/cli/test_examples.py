@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from phalanx.cli import main
-from phalanx.layout import Layout, LayoutError
+from phalanx.layout import Layout, LayoutError, plain_pieces
 from phalanx.parallel import load_model
-from phalanx.program import Costs, check, schedule, simulate
+from phalanx.program import Costs, StepOptions, check, schedule, simulate
 
 ROOT = Path(__file__).parents[2]
 STRANGER = ROOT / "examples" / "stranger.py"
@@ -80,7 +80,9 @@ def test_the_example_schedule_hides_messages_and_holds_more_than_1f1b() -> None:
 def _step(layout: Layout):  # type: ignore[no-untyped-def]
     from phalanx.program import build
 
-    return build(layout, [range(s, s + 1) for s in range(layout.pp)])
+    return build(
+        layout, plain_pieces([range(s, s + 1) for s in range(layout.pp)]), StepOptions(agree=False)
+    )
 
 
 def _time(layout: Layout, costs: Costs) -> float:

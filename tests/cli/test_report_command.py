@@ -13,9 +13,9 @@ import pytest
 from phalanx.cli import report as report_verb
 from phalanx.cli import train as train_verb
 from phalanx.cli.main import main
-from phalanx.layout import Layout, Shape, stage_pieces
+from phalanx.layout import Layout, Shape, plain_pieces, staged_pieces
 from phalanx.plan import Curve, Machine, Rate, Store
-from phalanx.program import Costs, Recorded, build, simulate
+from phalanx.program import Costs, Recorded, StepOptions, build, simulate
 
 SHAPE = Shape(name="small", layers=2, hidden=32, heads=2, ffn=64, vocab=256, sequence=16, batch=4)
 MACHINE = Machine(
@@ -30,7 +30,7 @@ MACHINE = Machine(
 
 
 # A step of one rank that took no time.
-PROGRAM = str(build(Layout.parse(""), [range(1)]))
+PROGRAM = str(build(Layout.parse(""), plain_pieces([range(1)]), StepOptions(agree=False)))
 SPANS = [[0, "compute", "0F0", 0.0, 0.0]]
 STEP = json.dumps({"phalanx run": 1, "program": PROGRAM, "spans": SPANS})
 
@@ -55,7 +55,7 @@ def run_of(folder: Path, text: str = "dp2 zero1", device: str = "CPU", own: str 
     ]  # fmt: skip
     lines = "".join(json.dumps(record) + "\n" for record in (start, *steps))
     (folder / "metrics.jsonl").write_text(lines)
-    program = build(layout, stage_pieces(layout, SHAPE), agree=True)
+    program = build(layout, staged_pieces(layout, SHAPE))
     costs = Costs({"F": 2e-3, "I": 1.5e-3, "W": 1.5e-3, "G": 1e-3})
     recorded = Recorded(program, simulate(program, costs))
     args = json.loads(str(recorded)) | {"step": 3, "layout": text}

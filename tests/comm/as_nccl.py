@@ -103,7 +103,7 @@ def use_every_group(world: World, texts: list[str]) -> list[int]:
     for text in texts:
         layout = Layout.parse(text)
         model = build_model(SHAPES["gpt"])
-        program = program_of(model, layout, agree=True)
+        program = program_of(model, layout)
         groups = open_groups(world, layout, model, program)
         counts.append(0)
         units = [

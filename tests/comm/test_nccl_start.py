@@ -305,7 +305,7 @@ def test_groups_take_as_many_splits_of_the_communicator_at_any_number_of_ranks(t
     shape = replace(SHAPES["gpt"], layers=8, heads=8, kv_heads=8)
     model = build_model(shape)
     world = Counting(layout.ranks)
-    open_groups(world, layout, model, program_of(model, layout, agree=True))
+    open_groups(world, layout, model, program_of(model, layout))
     assert least <= len(world.split_ranks) <= (1 if text == "dp8" else 20)
     pairs = {pair for groups in world.split_ranks for pair in groups}
     stages = layout.mesh.groups(["pp"])[0]

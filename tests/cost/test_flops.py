@@ -10,10 +10,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from phalanx.cost import forward_flops, step_flops
-from phalanx.layout import Layout, Shape
+from phalanx.layout import Layout, Shape, plain_pieces
 from phalanx.parallel import build_model
 from phalanx.parallel.local import model_stages
-from phalanx.program import build
+from phalanx.program import StepOptions, build
 
 TINY = Shape.load("tiny")
 SHAPES = {
@@ -80,7 +80,9 @@ def test_the_mlp_counts_its_square_weights() -> None:
 def test_the_hardware_does_also_what_is_recomputed(recompute: str, again: set[int]) -> None:
     """What stands right before its own backward is still there and is not done twice."""
     layout = Layout.parse(f"accum:2 recompute:{recompute}")
-    program = build(layout, model_stages(build_model(TINY), layout))
+    program = build(
+        layout, plain_pieces(model_stages(build_model(TINY), layout)), StepOptions(agree=False)
+    )
     repeated = {op.piece for row in program.rows for op in row if op.kind == "R"}
     ops = forward_flops(TINY, 4, 64)
     once = sum(op.causal * (3.5 if op.attends else 3) for op in ops)

@@ -92,7 +92,7 @@ def _weights(units: dict[int, Unit]) -> float:
 def measured(world: World, layout: Layout) -> Held:
     """One step of a rank, the second, when the optimizer's state is there."""
     model = build_model(SHAPE)
-    program = program_of(model, layout, agree=True)
+    program = program_of(model, layout)
     held = build_local(world, layout, model, program)
     performer = Executor(
         held, program, world.rank, AdamW(), clip=1.0,
@@ -139,7 +139,7 @@ def promised(program: Program, sizes: Sizes, row: int) -> Held:
 @pytest.mark.parametrize("text", TEXTS)
 def test_peak_memory_is_what_was_promised_within_five_percent_by_kind(text: str) -> None:
     layout = Layout.parse(text)
-    program = program_of(build_model(SHAPE), layout, agree=True)
+    program = program_of(build_model(SHAPE), layout)
     sizes = sizes_of(partial(build_model, SHAPE), layout, program, BATCH, Precision())
     found = launch(measured, layout.ranks, layout, backend="threads")
     for row in range(len(program.rows)):
@@ -150,7 +150,7 @@ def test_peak_memory_is_what_was_promised_within_five_percent_by_kind(text: str)
 
 def test_over_gloo_what_was_sent_stays_until_the_step_ends() -> None:
     layout = Layout.parse("pp2 gpipe:8")
-    program = program_of(build_model(SHAPE), layout, agree=True)
+    program = program_of(build_model(SHAPE), layout)
     make = partial(build_model, SHAPE)
     sizes = sizes_of(make, layout, program, BATCH, Precision(), backend="gloo")
     without = sizes_of(make, layout, program, BATCH, Precision())

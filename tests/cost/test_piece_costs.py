@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_iter
 from phalanx.comm import AloneWorld
 from phalanx.cost import forward_flops, piece_costs, sizes_of
 from phalanx.cost.scales import Scales
-from phalanx.layout import Layout, LayoutError, Shape, piece_layout
+from phalanx.layout import Layout, LayoutError, Shape, piece_layout, plain_pieces
 from phalanx.parallel import Precision, build_model, load_model
 from phalanx.parallel.data import storage_of
 from phalanx.parallel.local import build_local
-from phalanx.program import Load, PieceCost, at_rows, build
+from phalanx.program import Load, PieceCost, StepOptions, at_rows, build
 from phalanx.train.program import program_of
 
 TINY = Shape.load("tiny")
@@ -150,7 +150,7 @@ def test_states_are_zeros_bytes(zero: int) -> None:
     layout = Layout.parse(f"dp{n} zero{zero} bf16")
     shape = replace(TINY, batch=8)
     model = build_model(shape)
-    program = program_of(model, layout, agree=True)
+    program = program_of(model, layout)
     ids = torch.empty(8, shape.sequence, dtype=torch.long, device="meta")
     batch = dict.fromkeys(("tokens", "targets", "positions"), ids)
     precision = Precision(torch.bfloat16, torch.float32, torch.float32)
@@ -171,7 +171,9 @@ def test_kept_bytes_are_those_that_the_cpus_kernels_save(shape: Shape, text: str
     model = build_model(shape)
     world = AloneWorld()
     try:
-        program = build(piece_layout(layout), (range(shape.pieces),))
+        program = build(
+            piece_layout(layout), plain_pieces((range(shape.pieces),)), StepOptions(agree=False)
+        )
         held = build_local(world, layout, model, program)
         saved: dict[int, int] = {}
         weights = {storage_of(p) for u in held.units.values() for p in u.parameters.values()}

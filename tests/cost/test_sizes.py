@@ -23,7 +23,7 @@ BATCH = batch_of(SHAPE, 0, dtype=torch.float32)
 def test_recomputing_keeps_less_and_selective_lies_between() -> None:
     def peak(text: str) -> float:
         layout = Layout.parse(text)
-        program = program_of(build_model(SHAPE), layout, agree=True)
+        program = program_of(build_model(SHAPE), layout)
         sizes = sizes_of(partial(build_model, SHAPE), layout, program, BATCH, Precision())
         return peaks(program, sizes)[0].kinds["activations"]
 

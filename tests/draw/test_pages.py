@@ -13,8 +13,8 @@ import pytest
 import phalanx.draw
 from browser import needs_chromium, opened
 from phalanx.draw import Picture, chrome, page, svg, tag
-from phalanx.layout import Layout
-from phalanx.program import Costs, Op, Sizes, Span, Timeline, build, simulate
+from phalanx.layout import Layout, plain_pieces
+from phalanx.program import Costs, Op, Sizes, Span, StepOptions, Timeline, build, simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
 HOSTILE = """</script><script>alert("1")</script> <img src=x onerror='a()'> & "q" {{data}}"""
@@ -25,7 +25,9 @@ def timeline(speed: float = 1.0) -> Timeline:
     pieces = [range(2), range(2, 4)]
     kinds = {"F": 1, "B": 2, "send": 0.5, "G": 1, "S": 1, "U": 0.25}
     costs = Costs({k: v * speed for k, v in kinds.items()}, share=dict.fromkeys(range(4), 0.5))
-    return simulate(build(layout, pieces), costs, Sizes.counts(4))
+    return simulate(
+        build(layout, plain_pieces(pieces), StepOptions(agree=False)), costs, Sizes.counts(4)
+    )
 
 
 PICTURE = Picture("one & <two>", timeline(), held=(2, 1), notes=("a <note>",), unit="pieces")

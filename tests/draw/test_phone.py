@@ -16,8 +16,8 @@ from phalanx.draw import Picture, page
 from phalanx.lab.catalogue import Size
 from phalanx.lab.show import lab_page
 from phalanx.lab.trial import conduct
-from phalanx.layout import Layout
-from phalanx.program import Costs, Recorded, build, simulate
+from phalanx.layout import Layout, plain_pieces
+from phalanx.program import Costs, Recorded, StepOptions, build, simulate
 from phalanx.report import report
 from phalanx.report.step import step_extras
 
@@ -38,7 +38,11 @@ document.body.textContent = "FOUND" + JSON.stringify(found) + "END";
 def timeline() -> Picture:
     layout = Layout.parse("dp2 pp2 zero3 1f1b:8")
     return Picture(
-        "step", simulate(build(layout, [range(2), range(2, 4)]), Costs({"F": 1, "B": 2}))
+        "step",
+        simulate(
+            build(layout, plain_pieces([range(2), range(2, 4)]), StepOptions(agree=False)),
+            Costs({"F": 1, "B": 2}),
+        ),
     )
 
 
@@ -47,7 +51,11 @@ def of_a_run(folder: Path) -> str:
     steps = [{"event": "step", "step": n, "loss": 5 - n / 9, "seconds": 0.1} for n in range(1, 9)]
     text = "".join(json.dumps(record) + "\n" for record in [start, *steps])
     (folder / "metrics.jsonl").write_text(text)
-    program = build(Layout.parse("dp2 pp2 zero3 1f1b:8"), [range(2), range(2, 4)])
+    program = build(
+        Layout.parse("dp2 pp2 zero3 1f1b:8"),
+        plain_pieces([range(2), range(2, 4)]),
+        StepOptions(agree=False),
+    )
     recorded = Recorded(program, simulate(program, Costs({"F": 1, "B": 2})))
     told = json.loads(str(recorded)) | {"step": 1, "layout": "dp2 pp2"}
     (folder / "timeline.json").write_text(json.dumps(told))

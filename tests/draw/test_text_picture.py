@@ -7,8 +7,8 @@ import re
 import pytest
 
 from phalanx.draw import Picture, text
-from phalanx.layout import Layout, Mesh
-from phalanx.program import Costs, Op, Span, Timeline, build, simulate
+from phalanx.layout import Layout, Mesh, plain_pieces
+from phalanx.program import Costs, Op, Span, StepOptions, Timeline, build, simulate
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -21,7 +21,10 @@ def timeline(
     )
     pieces = [range(s, s + 1) for s in range(layout.virtual_stages)]
     share = dict.fromkeys(range(len(pieces)), 1 / layout.chunks)
-    return simulate(build(layout, pieces), Costs(kinds or {"F": 1, "B": 2}, share=share))
+    return simulate(
+        build(layout, plain_pieces(pieces), StepOptions(agree=False)),
+        Costs(kinds or {"F": 1, "B": 2}, share=share),
+    )
 
 
 def rows(drawn: str) -> dict[str, str]:
@@ -53,7 +56,12 @@ def test_1f1b_of_two_stages_looks_like_this() -> None:
 def test_zero3_of_four_layers_reduces_computes_and_gathers_side_by_side() -> None:
     layout = Layout.parse("dp2 zero3")
     costs = Costs({"F": 4, "B": 8, "G": 4, "S": 4, "U": 4}, share=dict.fromkeys(range(4), 0.25))
-    drawn = text(Picture("zero3", simulate(build(layout, [range(4)]), costs)))
+    drawn = text(
+        Picture(
+            "zero3",
+            simulate(build(layout, plain_pieces([range(4)]), StepOptions(agree=False)), costs),
+        )
+    )
     # 1S has waited for 3S, so 3U follows it; the last updates have nothing left to compute beside.
     assert drawn.splitlines()[3:6] == [
         "rank 0   ····0F0 1F0 2F0 3F0 3B0──── 2B0──── 1B0──── 3U─ 0B0──── 2U─ 1U─ 0U─",

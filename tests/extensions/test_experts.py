@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from phalanx.comm import Group, Work, World
 from phalanx.comm.launch import launch
-from phalanx.layout import Layout, Rules, rules
+from phalanx.layout import Layout, Rules, plain_pieces, rules
 from phalanx.parallel import Model, Precision, microbatches, start
 from phalanx.parallel.data import Together
 from phalanx.parallel.local import build_local
@@ -179,7 +179,7 @@ class ExpertExecutor(Executor):
 
 def program_in(layout: Layout) -> Program:
     stages = (range(5),) if layout.pp == 1 else (range(2), range(2, 5))
-    program = exchanges(build(layout, stages, agree=True))
+    program = exchanges(build(layout, plain_pieces(stages)))
     check(program)
     return program
 

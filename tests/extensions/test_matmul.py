@@ -68,7 +68,7 @@ class Products:
 def trained(world: World, layout: Layout, multiply: Multiply) -> dict[str, Tensor]:
     """The gradients of one step, as momentum's first update shows them."""
     model = build_model(GQA)
-    program = program_of(model, layout, agree=True)
+    program = program_of(model, layout)
     precision = Precision(*(torch.float64,) * 3, matmul=Products(multiply))
     local = build_local(world, layout, model, program, precision=precision)
     executor = Executor(local, program, world.rank, Sgd())

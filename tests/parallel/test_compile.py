@@ -62,7 +62,7 @@ def step(world: World, layout: Layout, count: int = 1) -> Executor:
     """The executor of a layout after some steps of the four-block model."""
     shape = SHAPES["gqa"]
     model = build_model(shape)
-    program = program_of(model, layout, agree=True)
+    program = program_of(model, layout)
     local = build_local(world, layout, model, program, precision=WIDE)
     executor = Executor(local, program, world.rank, AdamW())
     whole = batch_of(shape, 0)
@@ -160,7 +160,7 @@ def uses(world: World, text: str) -> tuple[int, int]:
     """How many hold a unit's weights before a block's forward, and after it."""
     layout = Layout.parse(text)
     model = build_model(SHAPES["gqa"])
-    local = build_local(world, layout, model, program_of(model, layout, agree=True), precision=WIDE)
+    local = build_local(world, layout, model, program_of(model, layout), precision=WIDE)
     piece, unit = local.pieces[1], local.units[1]
     unit.gather().wait()
     assert unit.buffer is not None
@@ -180,7 +180,7 @@ def kept(world: World, text: str) -> int:
     """Bytes that a block's forward leaves for its backward."""
     layout = Layout.parse(text)
     model = build_model(SHAPES["gqa"])
-    local = build_local(world, layout, model, program_of(model, layout, agree=True), precision=WIDE)
+    local = build_local(world, layout, model, program_of(model, layout), precision=WIDE)
     x = torch.randn(2, 8, SHAPES["gqa"].hidden, dtype=torch.float64)
     weights = {storage_of(p) for u in local.units.values() for p in u.parameters.values()}
     saved: dict[int, int] = {}

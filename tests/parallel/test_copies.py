@@ -49,7 +49,7 @@ def held_after(
     world: World, layout: Layout, shape: Shape, optimizer: AdamW | Sgd, steps: int
 ) -> list[Held]:
     model = build_model(shape)
-    program = program_of(model, layout, agree=True)
+    program = program_of(model, layout)
     precision = precision_of(layout.precision)
     local = build_local(world, layout, model, program, precision=precision)
     executor = Executor(
@@ -132,7 +132,7 @@ def test_copies_of_norms_of_heads_stay_equal(layout: str) -> None:
 def runs(world: World, layout: Layout) -> dict[tuple[int, int], list[object]]:
     """By unit and shard: what each run of an update covers."""
     model = build_model(ODD)
-    local = build_local(world, layout, model, program_of(model, layout, agree=True))
+    local = build_local(world, layout, model, program_of(model, layout))
     told = {
         (number, unit.groups.gather.rank): [
             [(s.start, s.stop, s.decay) for s in unit.own_segments()],
@@ -159,7 +159,7 @@ Span = tuple[str, tuple[slice, ...], tuple[int, ...], int, int]  # a run of numb
 def covered(world: World, layout: Layout, shape: Shape) -> tuple[list[Span], ...]:
     """What a rank's norm counts, what its updates change with the right decay, what it holds."""
     model = build_model(shape)
-    program = program_of(model, layout, agree=True)
+    program = program_of(model, layout)
     local = build_local(world, layout, model, program)
     counts, updates, held = list[Span](), list[Span](), list[Span]()
     for number, unit in local.units.items():

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from phalanx.comm import World
 from phalanx.comm.alone import AloneWorld
 from phalanx.comm.launch import launch
-from phalanx.layout import Layout, Rules
+from phalanx.layout import Layout, Rules, plain_pieces
 from phalanx.parallel import Model
 from phalanx.parallel.local import build_local
-from phalanx.program import build
+from phalanx.program import StepOptions, build
 from phalanx.train.executor import Executor
 from phalanx.train.optimizer import Sgd
 
@@ -63,7 +63,7 @@ def gradients(world: World, text: str, count: int) -> dict[str, Tensor]:
     pieces: list[nn.Module] = [First(), Odd(), Last()]
     layout, model = Layout.parse(text), model_of(pieces)
     stages = (range(3),)
-    program = build(layout, stages, model.tied)
+    program = build(layout, plain_pieces(stages, tied=model.tied), StepOptions(agree=False))
     held = build_local(world, layout, model, program, poison=True)
     for unit in held.units.values():
         for numel in (unit.numel, unit.part):
@@ -92,7 +92,12 @@ def gradients(world: World, text: str, count: int) -> dict[str, Tensor]:
 def wanted(count: int) -> dict[str, Tensor]:
     pieces: list[nn.Module] = [First(), Odd(), Last()]
     model = model_of(copy.deepcopy(pieces))
-    held = build_local(AloneWorld(), Layout(), model, build(Layout(), (range(3),), ()))
+    held = build_local(
+        AloneWorld(),
+        Layout(),
+        model,
+        build(Layout(), plain_pieces((range(3),), tied=()), StepOptions(agree=False)),
+    )
     plain = nn.Sequential(*pieces)
     weights = dict(held.units[0].parameters) | dict(held.units[1].parameters)
     for name, parameter in plain.named_parameters():

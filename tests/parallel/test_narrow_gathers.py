@@ -31,7 +31,7 @@ NUMBERS = MATRICES + 2 * 16
 def gathered(world: World, layout: Layout) -> list[tuple[torch.dtype, int]]:
     """Dtype and size of what a rank gets in the gathers of one step, and the kinds of its weights."""
     model = build_model(GQA)
-    program = program_of(model, layout, agree=True)
+    program = program_of(model, layout)
     precision = Precision(BF16, torch.float32, torch.float32, matmul_named(layout.matmul))
     local = build_local(world, layout, model, program, precision=precision, poison=True)
     executor = Executor(local, program, world.rank, AdamW())
@@ -85,7 +85,7 @@ def test_bytes_that_are_promised_are_those_of_8_bits(zero: int) -> None:
     def sizes(word: str) -> tuple[float, float]:
         layout = Layout.parse(f"dp3 zero{zero} bf16 {word}")
         make = partial(build_model, GQA)
-        program = program_of(make(), layout, agree=True)
+        program = program_of(make(), layout)
         found = sizes_of_run(make, layout, program, GQA.sequence, "cpu")
         return found.gathered[1], found.home[1]
 

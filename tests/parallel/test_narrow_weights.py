@@ -50,7 +50,7 @@ class Account:
 
 def engine(world: World, layout: Layout, steps: int, lr: float) -> Account:
     model = build_model(SHAPE)
-    program = program_of(model, layout, agree=True)
+    program = program_of(model, layout)
     precision = precision_of(layout.precision)
     local = build_local(world, layout, model, program, precision=precision, poison=True)
     fp16 = layout.precision == "fp16"

@@ -103,7 +103,7 @@ def held(world: World, text: str, shape: Shape, dropout: float = 0.0) -> int:
     """Bytes that a block's forward leaves, its input and what says where tokens stand too."""
     layout = Layout.parse(text)
     model = build_model(shape, dropout=dropout)
-    piece = build_local(world, layout, model, program_of(model, layout, agree=True)).pieces[1]
+    piece = build_local(world, layout, model, program_of(model, layout)).pieces[1]
     places = layout.tp if layout.seq else 1
     with Live() as live:
         x = torch.randn(ROWS, shape.sequence // places, shape.hidden)

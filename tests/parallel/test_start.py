@@ -90,9 +90,7 @@ Parts = list[tuple[Entry, Tensor]]
 def held(world: World, layout: Layout, shape: Shape, seed: int) -> tuple[Parts, Parts]:
     """What a rank begins with: its part at home, and the weights as they are gathered."""
     model = build_model(shape)
-    local = build_local(
-        world, layout, model, program_of(model, layout, agree=True), seed=seed, precision=WIDE
-    )
+    local = build_local(world, layout, model, program_of(model, layout), seed=seed, precision=WIDE)
     homes, wholes = [], []
     for unit in local.units.values():
         for entry in unit.entries():

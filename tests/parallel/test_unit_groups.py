@@ -3,21 +3,16 @@ process whatever each unit is sharded and replicated over."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 from phalanx.comm import World
 from phalanx.comm.launch import launch
-from phalanx.layout import Layout, LayoutError, Rules, program_pieces, rules
-from phalanx.layout.stages import frozen_pieces, partial_pieces, program_experts
+from phalanx.layout import Layout, LayoutError, Rules, rules
 from phalanx.parallel import Model, Precision, build_model, groups, microbatches
-from phalanx.parallel.experts import cut_blocks, expert_pieces
 from phalanx.parallel.groups import UnitAxes, open_groups, unit_axes
 from phalanx.parallel.local import build_local
-from phalanx.parallel.tensor import partial_units
 from phalanx.train.executor import Executor
 from phalanx.train.optimizer import AdamW
 from phalanx.train.program import program_of
@@ -33,7 +28,7 @@ NONE = UnitAxes((), ("dp.replicate", "dp.shard"))
 def trained(world: World, layout: Layout) -> tuple[dict[int, tuple[int, int]], dict[str, Tensor]]:
     """By unit how many shards and replicas it has; the whole weights after two steps of AdamW."""
     model = build_model(GQA)
-    program = program_of(model, layout, agree=True)
+    program = program_of(model, layout)
     held = build_local(world, layout, model, program)
     executor = Executor(held, program, world.rank, AdamW(), clip=0.5)
     for step in range(2):
@@ -117,31 +112,12 @@ def test_a_unit_s_axes_are_the_layout_s_without_those_that_cut_it(
             unit_axes(model, layout, 2)
 
 
-@pytest.mark.parametrize("name", ["gqa", "gpt", "qwen", "experts", "mlp"])
-@pytest.mark.parametrize(
-    "text", ["", "tp2", "tp2 seq", "tp4", "tp4 seq", "ep2", "ep2 tp2 seq", "ep2 tp2 seq experts:tp"]
-)
-def test_what_a_shape_says_of_sums_over_tp_follows_from_the_rule_table(
-    name: str, text: str
-) -> None:
-    layout = Layout.parse(text)
-    for shape in (
-        SHAPES[name], replace(SHAPES[name], norms="both"), replace(SHAPES[name], freeze=("layers.1",))
-    ):  # fmt: skip
-        if layout.ep == 1 or shape.experts:
-            model = cut_blocks(build_model(shape), layout)
-            assert set(partial_pieces(layout, shape)) == partial_units(model, layout)
-            assert frozen_pieces(layout, shape) == model.frozen_units
-            assert program_experts(layout, shape) == expert_pieces(model)
-            assert len(program_pieces(layout, shape)) == len(model.pieces)
-
-
 def test_a_tied_unit_alone_has_a_group_over_the_stages_that_use_it() -> None:
     layout = Layout.parse("pp3")
     model = build_model(GPT)
 
     def ties(world: World) -> list[tuple[int, ...]]:
-        opened = open_groups(world, layout, model, program_of(model, layout, agree=True))
+        opened = open_groups(world, layout, model, program_of(model, layout))
         ranks = [unit.tie.ranks for unit in opened.units]
         world.clear()
         return ranks

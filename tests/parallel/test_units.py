@@ -31,7 +31,7 @@ def train(
 ) -> dict[str, object]:
     """A few steps; what the rank holds afterwards, and at most while it worked."""
     model = build_model(shape)
-    program = program_of(model, layout, agree=True)
+    program = program_of(model, layout)
     held = build_local(world, layout, model, program, precision=precision, poison=True)
     performer = Executor(held, program, world.rank, AdamW(), clip=1.0)
     losses = []
@@ -128,8 +128,8 @@ def test_cut_weights_tile_the_whole_of_every_weight() -> None:
 
 def of_shared_memory(world: World, text: str) -> list[bool]:
     layout, model = Layout.parse(text), build_model(GQA)
-    held = build_local(world, layout, model, program_of(model, layout, agree=True))
-    performer = Executor(held, program_of(model, layout, agree=True), world.rank, AdamW())
+    held = build_local(world, layout, model, program_of(model, layout))
+    performer = Executor(held, program_of(model, layout), world.rank, AdamW())
     performer.step(
         microbatches(batch_of(GQA, 0, dtype=torch.float32), layout, held.coordinates["dp"]), 1e-3
     )
@@ -150,7 +150,7 @@ def summed_in_turn(world: World) -> list[float]:
     """Two gradients of one unit, of which the second is still on its way over the shards when the first is
     summed over the replicas: this rank's gradient after each of the two sums."""
     layout, model = Layout.parse("dp2x2 zero2 accum:2 reduce:micro"), build_model(SHAPES["mlp"])
-    held = build_local(world, layout, model, program_of(model, layout, agree=True))
+    held = build_local(world, layout, model, program_of(model, layout))
     unit = held.units[1]
 
     def begun(value: float) -> Work:
@@ -180,9 +180,7 @@ def test_replicas_sum_the_parts_of_a_shard_in_the_order_in_which_these_were_begu
 
 def kinds(world: World, layout: Layout, precision: Precision) -> set[bool]:
     model = build_model(GQA)
-    held = build_local(
-        world, layout, model, program_of(model, layout, agree=True), precision=precision
-    )
+    held = build_local(world, layout, model, program_of(model, layout), precision=precision)
     return {isinstance(unit, PlainUnit) for unit in held.units.values()}
 
 

@@ -23,6 +23,7 @@ from phalanx.plan.local import profile_for
 from phalanx.plan.matrices import matrix_bytes, matrix_times, newton_schulz, program_matrices
 from phalanx.plan.profile import profile
 from phalanx.plan.step import Pricer
+from phalanx.program import StepOptions
 from phalanx.program.memory import Sizes, peaks
 from phalanx.train.muon import Muon, MuonUpdate
 from phalanx.train.program import program_of
@@ -48,7 +49,7 @@ def test_a_shape_knows_the_matrices_of_its_models_blocks(name: str) -> None:
 def held(world: World, layout: Layout) -> list[tuple[int, int]]:
     """By unit with matrices: the numbers of the plan's kind that a rank moves, and those it has."""
     model = build_model(SHAPES["gqa"])
-    program = program_of(model, layout, agree=True, whole=True)
+    program = program_of(model, layout, StepOptions(whole_matrices=True))
     local = build_local(world, layout, model, program)
     updates = [Muon().of(unit) for unit in local.units.values()]
     moved = [
@@ -145,7 +146,9 @@ def test_a_plan_of_a_run_file_has_the_optimizer_of_the_run(tmp_path: Path) -> No
 
 
 def test_the_matrices_of_two_units_are_on_their_way_at_once() -> None:
-    program = program_of(build_model(SHAPES["gqa"]), Layout.parse("dp2"), agree=True, whole=True)
+    program = program_of(
+        build_model(SHAPES["gqa"]), Layout.parse("dp2"), StepOptions(whole_matrices=True)
+    )
     none = (0.0,) * 6
     (peak,) = peaks(program, Sizes(none, none, matrices=(0.0, 3.0, 3.0, 3.0, 3.0, 0.0)))
     assert peak.kinds["messages"] == peak.total == 6.0

@@ -12,9 +12,15 @@ import numpy as np
 import pytest
 
 from phalanx.api.request import request_for
-from phalanx.layout import Layout, LayoutError, Shape, legal, piece_layout, stage_pieces
+from phalanx.layout import (
+    Layout,
+    LayoutError,
+    Shape,
+    legal,
+    piece_layout,
+    staged_pieces,
+)
 from phalanx.layout.choices import DUALPIPE_V
-from phalanx.layout.stages import partial_pieces
 from phalanx.plan import refused
 from phalanx.plan.device import MachineError
 from phalanx.plan.hardware import Hardware, hardware_of
@@ -140,8 +146,7 @@ def test_the_step_is_the_makespan_of_the_whole_program_on_the_whole_mesh(text: s
     layout, asked = Layout.parse(f"{text} bf16"), request()
     priced = Pricer(asked).priced(layout)
     found = choice(priced)
-    parts = partial_pieces(layout, SHAPE)
-    program = build(layout, stage_pieces(layout, SHAPE), agree=True, parts=parts)
+    program = build(layout, staged_pieces(layout, SHAPE))
     made = compiled(program, joint=joint_lanes(layout, asked.hardware))
     _, ends = event_times(made, priced.costs())
     assert found.step == pytest.approx(max(ends), rel=1e-9)
@@ -167,7 +172,7 @@ def test_further_microbatches_of_a_full_pipeline_take_what_the_whole_simulation_
     priced = Pricer(replace(asked, batch=count * layout.dp)).priced(layout)
     found, whole = choice(priced), predicted(priced)
     assert found.step == pytest.approx(whole.makespan, rel=1e-9)
-    program = build(layout, stage_pieces(layout, asked.shape), agree=True)
+    program = build(layout, staged_pieces(layout, asked.shape))
     fullest = max(peak.total for peak in peaks(program, priced.sizes))
     bytes_ = asked.profile.context + asked.profile.reserve * fullest
     assert found.bytes == pytest.approx(bytes_, rel=1e-9)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from phalanx.layout import Layout
-from phalanx.program import Costs, Op, Program, build, schedule
+from phalanx.layout import Layout, plain_pieces
+from phalanx.program import Costs, Op, Program, StepOptions, build, schedule
 from phalanx.program.passes import messages
 
 # (name, chunks) of every schedule that has a pipeline.
@@ -40,7 +40,11 @@ def step(text: str, pieces: int, *, tied: bool = False, agree: bool = False) -> 
     n = layout.virtual_stages
     bounds = [i * pieces // n for i in range(n + 1)]
     stages = [range(a, b) for a, b in itertools.pairwise(bounds)]
-    return build(layout, stages, ((pieces - 1, 0),) if tied else (), agree=agree)
+    return build(
+        layout,
+        plain_pieces(stages, tied=((pieces - 1, 0),) if tied else ()),
+        StepOptions(agree=agree),
+    )
 
 
 def per_rank(program: Program) -> Program:

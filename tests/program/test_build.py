@@ -5,8 +5,8 @@ from itertools import pairwise, product
 import pytest
 from program_worlds import PIPELINES
 
-from phalanx.layout import Layout, Shape, legal, stage_pieces
-from phalanx.program import Costs, Op, build, check, faults, simulate
+from phalanx.layout import Layout, Shape, legal, plain_pieces, staged_pieces
+from phalanx.program import Costs, Op, StepOptions, build, check, faults, simulate
 
 ZEROS = (
     "", "zero1", "zero2", "zero3", "zero3 gather:micro", "zero3 gather:micro reduce:step prefetch:0",
@@ -31,7 +31,11 @@ def test_every_mixture_of_choices_is_proved(name: str, chunks: int) -> None:
         text = f"dp2 pp{pp} {name}{count}:3 {zero} recompute:{again} {away}"
         layout = Layout.parse(text)
         for tied, agree in ((False, False), (True, True)):
-            program = build(layout, stages, ((pieces - 1, 0),) if tied else (), agree=agree)
+            program = build(
+                layout,
+                plain_pieces(stages, tied=((pieces - 1, 0),) if tied else ()),
+                StepOptions(agree=agree),
+            )
             assert faults(program) == (), text
 
 
@@ -45,7 +49,7 @@ def test_every_legal_layout_of_the_tiny_model_on_eight_ranks_is_proved() -> None
             layout = Layout.parse(f"dp{dp} pp{pp} cp{cp} tp{tp} {zero} {schedule}")
             if legal(layout, tiny):
                 continue
-            program = build(layout, stage_pieces(layout, tiny), agree=True)
+            program = build(layout, staged_pieces(layout, tiny))
             assert faults(program) == ()
             assert len(program.rows) == pp
             count += 1
@@ -55,7 +59,7 @@ def test_every_legal_layout_of_the_tiny_model_on_eight_ranks_is_proved() -> None
 def test_reducing_3_backward_of_2_and_fetching_1_stand_side_by_side() -> None:
     """The picture of ZeRO-3 that its teaching examples draw, over the deep MLP of 4 layers."""
     layout = Layout.parse("dp2 zero3")
-    program = build(layout, stage_pieces(layout, Shape.load("mlp")))
+    program = build(layout, staged_pieces(layout, Shape.load("mlp")), StepOptions(agree=False))
     timeline = simulate(program, Costs({"F": 1, "B": 2, "G": 1, "S": 1, "U": 0.5}))
     at = {s.op: s for s in timeline.spans}
     back = at[Op.parse("2B0")]
@@ -74,7 +78,7 @@ def test_one_mechanism_is_ddp_and_the_three_stages_of_zero() -> None:
     counts = {}
     for text in ("dp2 accum:2", "dp2 zero1 accum:2", "dp2 zero2 accum:2", "dp2 zero3 accum:2"):
         layout = Layout.parse(text)
-        (row,) = build(layout, [range(3)]).rows
+        (row,) = build(layout, plain_pieces([range(3)]), StepOptions(agree=False)).rows
         kinds = [op.kind for op in row]
         counts[text] = tuple(kinds.count(k) for k in "GDSU")
     assert counts == {
@@ -87,10 +91,13 @@ def test_one_mechanism_is_ddp_and_the_three_stages_of_zero() -> None:
 
 
 def test_each_schedule_s_held_microbatches_survive_the_passes() -> None:
-    bare = build(Layout.parse("pp4 1f1b:8"), [range(r, r + 1) for r in range(4)])
+    bare = build(
+        Layout.parse("pp4 1f1b:8"),
+        plain_pieces([range(r, r + 1) for r in range(4)]),
+        StepOptions(agree=False),
+    )
     full = build(
         Layout.parse("dp2 pp4 1f1b:8 zero3 gather:micro recompute:all offload:activations"),
-        [range(r, r + 1) for r in range(4)],
-        agree=True,
+        plain_pieces([range(r, r + 1) for r in range(4)]),
     )
     assert check(bare).held == check(full).held == (4, 3, 2, 1)

@@ -4,8 +4,19 @@ from itertools import pairwise
 
 import pytest
 
-from phalanx.layout import Layout
-from phalanx.program import Costs, Op, Program, ProgramError, Sizes, build, check, ops, simulate
+from phalanx.layout import Layout, plain_pieces
+from phalanx.program import (
+    Costs,
+    Op,
+    Program,
+    ProgramError,
+    Sizes,
+    StepOptions,
+    build,
+    check,
+    ops,
+    simulate,
+)
 from phalanx.program.memory import peaks
 
 STAGES = (range(5),)  # embedding, three pieces of a block with experts, head
@@ -13,7 +24,11 @@ EXPERTS = (2,)
 
 
 def step(text: str) -> Program:
-    return build(Layout.parse(text), STAGES, frozen=(3,), experts=EXPERTS)
+    return build(
+        Layout.parse(text),
+        plain_pieces(STAGES, frozen=(3,), experts=EXPERTS),
+        StepOptions(agree=False),
+    )
 
 
 def computed(program: Program) -> str:
@@ -62,7 +77,13 @@ def test_no_pipeline_waits_for_itself_when_it_overlaps(schedule: str, microbatch
     starts = range(1, 2 + 3 * layout.virtual_stages, 3)
     bounds = [0, *starts[1:-1], starts[-1] + 1]
     stages = tuple(range(a, b) for a, b in pairwise(bounds))
-    check(build(layout, stages, experts=[start + 1 for start in starts[:-1]]))
+    check(
+        build(
+            layout,
+            plain_pieces(stages, experts=[start + 1 for start in starts[:-1]]),
+            StepOptions(agree=False),
+        )
+    )
 
 
 def test_a_forward_beside_a_backward_hides_what_either_sends() -> None:
@@ -72,7 +93,11 @@ def test_a_forward_beside_a_backward_hides_what_either_sends() -> None:
     experts = [p + 1 for p in range(1, 49, 3)]
     times = []
     for text in ("zb-v", "dualpipe-v"):
-        program = build(Layout.parse(f"pp2 ep2 {text}:16"), stages, experts=experts)
+        program = build(
+            Layout.parse(f"pp2 ep2 {text}:16"),
+            plain_pieces(stages, experts=experts),
+            StepOptions(agree=False),
+        )
         free, slow = (Costs({"F": 1, "I": 1, "W": 1, "E": x, "J": x}) for x in (0.0, 0.9))
         times.append((simulate(program, free).makespan, simulate(program, slow).makespan))
     (plain, blocking), (same, hidden) = times

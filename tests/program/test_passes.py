@@ -6,8 +6,18 @@ from itertools import combinations, product
 import pytest
 from program_worlds import pipeline, step
 
-from phalanx.layout import Layout
-from phalanx.program import Op, Program, ProgramError, Sizes, build, check, faults, schedule
+from phalanx.layout import Layout, plain_pieces
+from phalanx.program import (
+    Op,
+    Program,
+    ProgramError,
+    Sizes,
+    StepOptions,
+    build,
+    check,
+    faults,
+    schedule,
+)
 from phalanx.program.memory import peaks
 from phalanx.program.passes import (
     _with_segments,
@@ -37,7 +47,7 @@ def _kinds(program: Program, kinds: str) -> list[list[str]]:
 def test_frozen_units_are_gathered_at_most_and_never_summed_or_updated(text: str) -> None:
     layout = Layout.parse(text)
     stages = [range(3), range(3, 6)] if layout.pp > 1 else [range(6)]
-    program = build(layout, stages, ((5, 0),), agree=True, frozen=(0, 1, 5))
+    program = build(layout, plain_pieces(stages, tied=((5, 0),), frozen=(0, 1, 5)))
     check(program)
     assert Program.parse(str(program)) == program
     units = {
@@ -46,7 +56,7 @@ def test_frozen_units_are_gathered_at_most_and_never_summed_or_updated(text: str
     assert units["S"] == units["U"] == {2, 3, 4}
     assert units["G"] == ({0, 1, 2, 3, 4, 5} if layout.zero == 3 else {2, 3, 4})
     assert units["T"] == set()
-    plain = build(layout, stages, ((5, 0),), agree=True)
+    plain = build(layout, plain_pieces(stages, tied=((5, 0),)))
     sizes = Sizes.counts(6)
     for some, every in zip(peaks(program, sizes), peaks(plain, sizes), strict=True):
         assert some.kinds["gradients"] <= every.kinds["gradients"]
@@ -340,11 +350,18 @@ def test_fit_counts_the_gathered_weights_and_gradients_that_later_passes_add() -
     one = (1.0,) * 8
     sizes = Sizes(kept=(4.0,) * 8, input=one, gathered=(3.0,) * 8, gradient=one, gradient_shard=one)
     stages = [range(4), range(4, 8)]
-    whole = build(Layout.parse("dp2 pp2 1f1b:4 zero3"), stages)
+    whole = build(
+        Layout.parse("dp2 pp2 1f1b:4 zero3"), plain_pieces(stages), StepOptions(agree=False)
+    )
     high = max(peak.total for peak in check(whole, sizes).bytes or ())
     for limit in (high, high - 4, high - 8):
-        found = build(layout, stages, sizes=sizes, limit=limit)
+        found = build(
+            layout, plain_pieces(stages), StepOptions(agree=False, sizes=sizes, limit=limit)
+        )
         assert max(peak.total for peak in check(found, sizes).bytes or ()) <= limit
-    assert build(layout, stages, sizes=sizes, limit=high) == whole
+    assert (
+        build(layout, plain_pieces(stages), StepOptions(agree=False, sizes=sizes, limit=high))
+        == whole
+    )
     with pytest.raises(ProgramError, match="recompute:fit needs the bytes"):
-        build(layout, stages)
+        build(layout, plain_pieces(stages), StepOptions(agree=False))

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from program_worlds import per_rank, step
 
-from phalanx.layout import Layout, Mesh, Shape, stage_pieces
-from phalanx.program import KINDS, Op, Program, ProgramError, build
+from phalanx.layout import Layout, Mesh, Shape, staged_pieces
+from phalanx.program import KINDS, Op, Program, ProgramError, StepOptions, build
 
 PROGRAMS = Path(__file__).parent / "programs"
 
@@ -103,7 +103,7 @@ def golden(name: str) -> Program:
     """The program that a golden file should hold."""
     text, model, agree = GOLDEN[name]
     layout = Layout.parse(text)
-    return build(layout, stage_pieces(layout, Shape.load(model)), agree=agree)
+    return build(layout, staged_pieces(layout, Shape.load(model)), StepOptions(agree=agree))
 
 
 @pytest.mark.parametrize("name", sorted(GOLDEN))

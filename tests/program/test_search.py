@@ -5,8 +5,8 @@ from itertools import product
 import pytest
 from program_worlds import PIPELINES, pipeline
 
-from phalanx.layout import Layout
-from phalanx.program import Costs, ProgramError, build, check, faults, search, simulate
+from phalanx.layout import Layout, plain_pieces
+from phalanx.program import Costs, ProgramError, StepOptions, build, check, faults, search, simulate
 from phalanx.program.passes import messages
 
 
@@ -82,7 +82,9 @@ def test_a_layout_s_search_orders_whole_stages_by_what_their_pieces_cost() -> No
     layout = Layout.parse("pp3 searched:6")
     stages = [range(3), range(3, 4), range(4, 6)]
     costs = Costs({"F": 1, "I": 1, "W": 1}, {("F", 1): 3.0, ("I", 4): 2.0})
-    found = build(layout, stages, costs=costs, held=[3, 3, 3])
+    found = build(
+        layout, plain_pieces(stages), StepOptions(agree=False, costs=costs, held=[3, 3, 3])
+    )
     assert faults(found) == ()
     summed = {"F": (5.0, 1.0, 2.0), "I": (3.0, 1.0, 3.0), "W": (3.0, 1.0, 2.0)}
     pieces = {(kind, stage): time for kind, row in summed.items() for stage, time in enumerate(row)}

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from phalanx.draw import Picture, breakdown_svg, memory_svg, recorded_picture, shards_svg, svg
-from phalanx.layout import Layout, Shape, stage_pieces
+from phalanx.layout import Layout, Shape, plain_pieces, staged_pieces
 from phalanx.parallel import build_model
-from phalanx.program import Op, Recorded, Span, Timeline, build, simulate
+from phalanx.program import Op, Recorded, Span, StepOptions, Timeline, build, simulate
 from phalanx.report import report
 from phalanx.report.faults import BINS, faults_svg
 from phalanx.report.scaling import scaling_svg, speeds
@@ -86,7 +86,9 @@ def test_what_a_rank_holds_is_an_area_as_high_as_its_bytes() -> None:
 def test_a_message_lasts_from_its_sending_until_it_is_received() -> None:
     """Its sender looks after it when the step is over: it was a bar over the whole step, and 100 times
     as long as predicted."""
-    program = build(Layout.parse("pp2 gpipe:2"), [range(1), range(1, 2)])
+    program = build(
+        Layout.parse("pp2 gpipe:2"), plain_pieces([range(1), range(1, 2)]), StepOptions(agree=False)
+    )
     right = simulate(program)
     end = max(s.end for s in right.spans)
     late = tuple(s._replace(end=end) if s.op.kind == ">" else s for s in right.spans)
@@ -113,7 +115,7 @@ SHAPE = Shape(name="s", layers=2, hidden=8, heads=2, ffn=12, vocab=16, sequence=
 
 def test_what_a_step_holds_is_what_the_model_has_in_bytes() -> None:
     layout = Layout.parse("")
-    program = build(layout, stage_pieces(layout, SHAPE))
+    program = build(layout, staged_pieces(layout, SHAPE), StepOptions(agree=False))
     sizes = sizes_of_run(partial(build_model, SHAPE), layout, program, 4, "cpu")
     numbers = sum(p.numel() for p in build_model(SHAPE).weights.values())
     points = (simulate(program, sizes=sizes).memory or {})[0]
@@ -129,7 +131,7 @@ def test_what_a_step_holds_is_what_the_model_has_in_bytes() -> None:
 
 def test_each_rank_has_the_rows_that_plain_tensors_say() -> None:
     layout = Layout.parse("dp2 tp2 zero3")
-    program = build(layout, stage_pieces(layout, SHAPE))
+    program = build(layout, staged_pieces(layout, SHAPE), StepOptions(agree=False))
     slices = shards_of(partial(build_model, SHAPE), layout, program, 16)
     whole = torch.arange(16 * 8).view(16, 8)
     seen = []

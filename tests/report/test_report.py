@@ -12,8 +12,8 @@ import pytest
 
 from browser import needs_chromium, opened
 from phalanx.draw import ChartAxis, Series, chart
-from phalanx.layout import Layout
-from phalanx.program import Costs, Recorded, build, simulate
+from phalanx.layout import Layout, plain_pieces
+from phalanx.program import Costs, Recorded, StepOptions, build, simulate
 from phalanx.report import ReportError
 from phalanx.report import report as report_of
 from phalanx.report.step import step_extras
@@ -78,7 +78,7 @@ def written(folder: Path, hostile: str = "") -> Path:
     lines = "".join(json.dumps(record) + "\n" for record in journal(hostile))
     (folder / "metrics.jsonl").write_text(lines + '{"event": "st')
     (folder / "run.toml").write_text(f"steps = 12 # {hostile}")
-    program = build(Layout.parse("dp2 zero3"), [range(4)])
+    program = build(Layout.parse("dp2 zero3"), plain_pieces([range(4)]), StepOptions(agree=False))
     recorded = Recorded(program, simulate(program, Costs({"F": 1e-3, "B": 2e-3, "G": 1e-3})))
     told = json.loads(str(recorded)) | {"step": 6, "layout": "dp2 zero3"}
     (folder / "timeline.json").write_text(json.dumps(told))

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.cost import cached_costs
-from phalanx.layout import Layout, Shape, stage_pieces
-from phalanx.layout.stages import partial_pieces
+from phalanx.layout import Layout, Shape, staged_pieces
 from phalanx.plan import Curve, Machine, Rate, Store
 from phalanx.plan.local import hardware_of_machine, local_profile
 from phalanx.plan.search import judge
@@ -46,8 +45,7 @@ MACHINE = Machine(
 def step_of(text: str) -> Step:
     """A step whose operations all ran, whatever they took."""
     layout = Layout.parse(text)
-    parts = partial_pieces(layout, SHAPE)
-    program = build(layout, stage_pieces(layout, SHAPE), agree=True, parts=parts)
+    program = build(layout, staged_pieces(layout, SHAPE))
     recorded = Recorded(program, simulate(program))
     return Step(4, layout, SHAPE, "", SHAPE.sequence, "CPU", recorded, None)
 
@@ -119,7 +117,7 @@ def test_an_operation_that_took_what_was_predicted_has_ratio_one(place: Path) ->
     assert set(kinds) == {"F", "I", "W", "U", "<", "A"}
     # All operations of a kind made to last as long as the median of what is predicted for them.
     costs = Costs({k: v for k, v in kinds.items() if k not in "<A"})
-    timeline = simulate(build(layout, stage_pieces(layout, SHAPE), agree=True), costs)
+    timeline = simulate(build(layout, staged_pieces(layout, SHAPE)), costs)
     hardware = hardware_of_machine(MACHINE, 2)
     again = predicted(
         _with(step, timeline),

@@ -14,6 +14,7 @@ from phalanx.comm import World, launch
 from phalanx.layout import Layout, Shape
 from phalanx.parallel import Precision, build_model, microbatches
 from phalanx.parallel.local import build_local
+from phalanx.program import StepOptions
 from phalanx.train.checkpoint import Saver
 from phalanx.train.checkpoint_format import Progress, raw_bytes, read_manifest
 from phalanx.train.checkpoint_load import TensorReader, load
@@ -45,7 +46,7 @@ class Run:
         self.layout, self.shape = Layout.parse(f"{layout} fp64"), shape
         model = build_model(shape)
         whole = optimizer.whole_matrices
-        program = program_of(model, self.layout, agree=True, whole=whole)
+        program = program_of(model, self.layout, StepOptions(whole_matrices=whole))
         precision = Precision(compute, WIDE, WIDE)
         self.local = build_local(world, self.layout, model, program, seed=seed, precision=precision)
         self.performer = Executor(

@@ -27,6 +27,7 @@ from phalanx.layout import Layout, Shape
 from phalanx.models import kernels
 from phalanx.parallel import Precision, build_model, context, local, microbatches, pieces
 from phalanx.parallel.local import build_local
+from phalanx.program import StepOptions
 from phalanx.train.executor import Executor
 from phalanx.train.muon import Muon
 from phalanx.train.optimizer import AdamW, Sgd
@@ -160,7 +161,7 @@ def step(
     """The waits of a step, the second, as some things are made in the first."""
     # Four virtual stages need four blocks.
     model = build_model(SHAPE if layout.pp > 1 else replace(SHAPE, layers=2))
-    program = program_of(model, layout, agree=True, whole=optimizer.whole_matrices)
+    program = program_of(model, layout, StepOptions(whole_matrices=optimizer.whole_matrices))
     rank = layout.ranks - 1  # of the last stage, which has the loss
     mine = build_local(
         TallyWorld(rank, layout.ranks, device), layout, model, program,

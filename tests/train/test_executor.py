@@ -20,7 +20,7 @@ from phalanx.draw import chrome, recorded_picture
 from phalanx.layout import Layout
 from phalanx.parallel import Precision, build_model, microbatches
 from phalanx.parallel.local import build_local
-from phalanx.program import Program, ProgramError, Recorded, check
+from phalanx.program import Program, ProgramError, Recorded, StepOptions, check
 from phalanx.train.executor import Executor, StepClock, StepResult
 from phalanx.train.optimizer import AdamW, Sgd
 from phalanx.train.precision import LossScale, precision_of
@@ -72,7 +72,7 @@ def performer_of(
     world: World, layout: Layout, program: Program | None = None, **options: object
 ) -> tuple[Executor, list[dict[str, torch.Tensor]]]:
     model = build_model(GQA)
-    program = program or program_of(model, layout, agree=True)
+    program = program or program_of(model, layout)
     precision = options.pop("precision", F64)
     held = build_local(world, layout, model, program, precision=precision)  # type: ignore[arg-type]
     performer = Executor(
@@ -122,13 +122,13 @@ def step_of(world: World, layout: Layout, program: Program | None) -> StepResult
 
 def test_a_program_from_an_edited_file_trains_as_the_one_it_came_from() -> None:
     layout = Layout.parse("pp2 1f1b:3")
-    text = str(program_of(build_model(GQA), layout, agree=True))
+    text = str(program_of(build_model(GQA), layout))
     # Somebody lets the first stage run one forward further ahead.
     head, row = text.split("ranks 1:")[0], text.split("ranks 1:")[1]
     edited = Program.parse(head + "ranks 1:" + row)
     assert edited == Program.parse(text)
     check(edited)
-    gpipe = program_of(build_model(GQA), Layout.parse("pp2 gpipe:3"), agree=True)
+    gpipe = program_of(build_model(GQA), Layout.parse("pp2 gpipe:3"))
     loaded = Program.parse(str(gpipe))
     a = launch(step_of, 2, layout, loaded, backend="threads")
     b = launch(step_of, 2, layout, None, backend="threads")
@@ -138,7 +138,7 @@ def test_a_program_from_an_edited_file_trains_as_the_one_it_came_from() -> None:
 
 def test_a_timeline_holds_every_operation_of_the_row_once() -> None:
     layout = Layout.parse("dp2 pp2 zero3 1f1b:3")
-    program = program_of(build_model(GQA), layout, agree=True)
+    program = program_of(build_model(GQA), layout)
     results = launch(step_of, 4, layout, None, backend="threads")
     for rank, result in enumerate(results):
         ran = sorted(str(span.op) for span in result.timeline.spans)
@@ -235,7 +235,7 @@ def test_a_message_that_never_comes_ends_in_the_names_of_those_who_wait() -> Non
 def losses(world: World, optimizer: Sgd | AdamW) -> list[float]:
     layout = Layout.parse("dp2 zero2")
     model = build_model(GQA)
-    program = program_of(model, layout, agree=False)
+    program = program_of(model, layout, StepOptions(agree=False))
     held = build_local(world, layout, model, program, precision=F64)
     performer = Executor(held, program, world.rank, optimizer)
     seen = []

@@ -15,11 +15,11 @@ import torch
 from loop_worlds import losses, records, small, trained, weights
 
 from phalanx.comm import RankFailed
-from phalanx.layout import Layout
+from phalanx.layout import Layout, plain_pieces
 from phalanx.layout.journal import read_journal
 from phalanx.layout.run import OptimizerChoice
 from phalanx.parallel import local
-from phalanx.program import Sizes, Timeline, build
+from phalanx.program import Sizes, StepOptions, Timeline, build
 from phalanx.program.build import forward_only
 from phalanx.program.memory import peaks
 from phalanx.train import loop, stop
@@ -92,7 +92,7 @@ def test_bits_per_byte_are_the_validation_loss_in_bits(alone: Path) -> None:
 
 def test_a_validation_of_dropped_weights_holds_no_more_of_them_at_once_than_a_step() -> None:
     layout = Layout.parse("dp2 zero3 accum:2")
-    program = build(layout, [range(5)])
+    program = build(layout, plain_pieces([range(5)]), StepOptions(agree=False))
     bare = forward_only(program, layout)
     assert {op.kind for row in bare.rows for op in row} == set("NFGD")
     (most,), (held,) = (peaks(p, Sizes.counts(5)) for p in (program, bare))

@@ -27,7 +27,7 @@ from phalanx.parallel.experts import Exchange, cut_blocks
 from phalanx.parallel.groups import Groups, UnitGroups, open_groups
 from phalanx.parallel.local import build_local
 from phalanx.parallel.pieces import CopyLane
-from phalanx.program import Costs, Op, Program, Span, Timeline, ops, simulate
+from phalanx.program import Costs, Op, Program, Span, StepOptions, Timeline, ops, simulate
 from phalanx.train.executor import Executor, StepClock
 from phalanx.train.optimizer import AdamW
 from phalanx.train.program import program_of
@@ -123,7 +123,7 @@ def timed_step(
 ) -> tuple[Program, Timeline, dict[str, Log]]:
     """This rank's step on a made-up clock, and when the calls of each group started and ended."""
     model = cut_blocks(build_model(SHAPES[shape]), layout)
-    program = program_of(model, layout, agree=agree)
+    program = program_of(model, layout, StepOptions(agree=agree))
     held = build_local(world, layout, model, program)
     times = open_groups(world, layout, model, program, prefix="times ")
     clock = Clock()

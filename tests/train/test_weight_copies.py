@@ -23,6 +23,7 @@ from phalanx.layout import Layout, Shape
 from phalanx.parallel import build_model, microbatches
 from phalanx.parallel.experts import cut_blocks
 from phalanx.parallel.local import build_local
+from phalanx.program import StepOptions
 from phalanx.train import loop
 from phalanx.train.checkpoint import kept_of
 from phalanx.train.copies import COLUMNS, Copies, checksum
@@ -138,7 +139,7 @@ def test_changes_that_a_plain_sum_would_not_see_change_the_checksum(dtype: torch
 def held(world: World, layout: Layout, shape: Shape, optimizer: Optimizer, steps: int) -> Any:
     """A rank's copies after some steps, its model and its updates."""
     model = cut_blocks(build_model(shape), layout)
-    program = program_of(model, layout, agree=True, whole=optimizer.whole_matrices)
+    program = program_of(model, layout, StepOptions(whole_matrices=optimizer.whole_matrices))
     precision = precision_of(layout.precision or "fp32")
     local = build_local(world, layout, model, program, precision=precision)
     scaling = LossScale(1024.0) if layout.precision == "fp16" else None

@@ -17,7 +17,7 @@ from adversary import late_worlds
 from phalanx.layout import Layout, LayoutError, Rules
 from phalanx.layout.matrices import orthogonal_work
 from phalanx.parallel import Model, build_model, cut_weights
-from phalanx.program import Costs, Op, Program, check, ops, simulate
+from phalanx.program import Costs, Op, Program, StepOptions, check, ops, simulate
 from phalanx.train.muon import Muon, matrices_of, orthogonalized
 from phalanx.train.program import program_of
 from phalanx.verify import SHAPES, batch_of, covering, every_layout, verify
@@ -194,7 +194,7 @@ def test_the_cost_of_a_matrix_is_that_of_its_products() -> None:
 
 def test_the_ways_to_and_from_owners_are_simulated_and_needed() -> None:
     layout = Layout.parse("dp2 zero1")
-    program = program_of(build_model(SHAPES["gqa"]), layout, agree=True, whole=True)
+    program = program_of(build_model(SHAPES["gqa"]), layout, StepOptions(whole_matrices=True))
     assert Program.parse(str(program)) == program
     (row,) = program.rows
     # Beside the update before it; neither the embedding nor the head has matrices.
@@ -203,6 +203,6 @@ def test_the_ways_to_and_from_owners_are_simulated_and_needed() -> None:
     costs = {"F": 1.0, "B": 2.0, "U": 1.0}
     slow = Costs({**costs, ops.TO_OWNERS: 5.0})
     assert simulate(program, slow).makespan >= simulate(program, Costs(costs)).makespan + 4 * 5 - 3
-    plain = program_of(build_model(SHAPES["gqa"]), layout, agree=True)
+    plain = program_of(build_model(SHAPES["gqa"]), layout)
     assert not {ops.TO_OWNERS, ops.FROM_OWNERS} & {op.kind for op in plain.rows[0]}
     check(program)

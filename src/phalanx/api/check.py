@@ -9,10 +9,8 @@ from typing import Any
 
 from ..draw import text_table
 from ..draw.words import wrapped
-from ..layout import Layout, Shape, Violation, legal, nearest, stage_pieces
+from ..layout import Layout, Run, Shape, Violation, legal, nearest, stage_pieces
 from ..layout.numbers import bytes_text, count_text, si_text
-from ..layout.run import run_file
-from ..layout.stages import by_program_piece, frozen_pieces, partial_pieces, program_experts
 from ..plan.hardware import Hardware, hardware_of
 from ..plan.link import whole_servers
 from ..plan.matrices import newton_schulz, program_matrices
@@ -22,13 +20,16 @@ from ..program import Program, Proof, build
 from ..program import check as prove
 from . import UsageError
 from .request import (
+    RunStep,
     held,
     held_text,
-    in_precision,
     misfit,
-    model_of,
     range_text,
+    refuse_beside_run,
     request_for,
+    run_named,
+    step_of_layout,
+    step_of_run,
     verdict,
     where,
 )
@@ -75,8 +76,8 @@ class Checked:
 
 
 def check(
-    layout: str | Layout,
-    model: str | Shape,
+    layout: str | Layout | Run,
+    model: str | Shape = "",
     *,
     batch: int = 0,
     sequence: int = 0,
@@ -88,45 +89,49 @@ def check(
 ) -> Checked:
     """Whether a layout fits a model, and the bytes of its fullest rank.
 
-    `model` is the name of a shape, a .toml file, hf:FOLDER or FILE.py:Class. `batch` counts sequences,
-    and `sequence` tokens; 0 is the model's. With `device` or `cluster` the bytes are compared with what
-    it has. `optimizer` is that of a run file, or adamw. `clip`: the program has the agreement of gradient
-    clipping. `sums`: find sums over ranks that are missing, made twice or over the wrong axis, by the
-    operations that train; this loads torch.
+    `layout` may be a run, or a run file: then the step is that of the run. `model` is the name of a shape, a
+    .toml file, hf:FOLDER or FILE.py:Class. `batch` counts sequences, and `sequence` tokens; 0 is the
+    model's. With `device` or `cluster` the bytes are compared with what it has. `optimizer` is that of a run
+    file, or adamw. `clip` is accepted and changes nothing: every run agrees on the gradient norm. `sums`:
+    find sums over ranks that are missing, made twice or over the wrong axis, by the operations that
+    train; this loads torch.
 
         check("dp2 pp4 tp2 1f1b:8", "8b", device="h100").fits
+        check("run.toml").memory
     """
-    text = str(layout)
-    layout = Layout.parse(text)
-    shape, make = (model, None) if isinstance(model, Shape) else model_of(model)
-    if make:
-        from ..parallel import refuse_mixing, refuse_unfit
-
-        own = make()
-        refuse_unfit(own, layout)
-        refuse_mixing(own, layout)
-    sizes = {"batch": batch, "sequence": sequence}
+    del clip
+    run = run_named(layout, model)
+    if run is not None:
+        refuse_beside_run(batch=batch, sequence=sequence, optimizer=optimizer)
+        step = step_of_run(run)
+    else:
+        assert not isinstance(layout, Run)
+        step = step_of_layout(layout, model, optimizer=optimizer, batch=batch, sequence=sequence)
+    layout, shape = step.layout, step.shape
+    step.refuse_unfit()
+    sizes = {"batch": step.batch, "sequence": step.sequence}
     if wrong := misfit(layout, shape, **sizes):
         violations = tuple(legal(layout, shape, **sizes))
         near = tuple(nearest(layout, shape, **sizes))
         reasons = [{"rule": v.rule, "what": v.what, "way_out": v.way_out} for v in violations]
         refused = {"legal": False, "violations": reasons, "nearest": [*map(str, near)]}
         return Checked(layout, shape, refused, violations, near, wrong)
-    run = None if optimizer or not isinstance(model, str) else run_file(model)
     request = request_for(
         shape,
         _hardware(layout, device, cluster),
-        batch=batch,
-        sequence=sequence,
-        model=str(model) if make else "",
-        muon=(run.optimizer.name if run else optimizer) == "muon",
+        batch=step.batch,
+        sequence=step.sequence,
+        model=step.model,
+        muon=step.muon,
     )
-    figures = _figures(text, layout, shape, request, clip=clip)
+    precision = layout.precision if step.has_precision else request.precision
+    figures = _figures(step, request, replace(layout, precision=precision))
     if sums:
         from ..parallel import build_model
         from ..verify import placement_faults
 
-        figures["faults_of_sums"] = [*placement_faults(make or partial(build_model, shape), layout)]
+        make = step.make or partial(build_model, shape)
+        figures["faults_of_sums"] = [*placement_faults(make, layout, step.options)]
     return Checked(layout, shape, figures)
 
 
@@ -140,17 +145,17 @@ def _hardware(layout: Layout, device: str, cluster: str) -> Hardware:
     return hardware if device else replace(hardware, name="", memory=math.inf)
 
 
-def _figures(
-    text: str, layout: Layout, shape: Shape, request: Request, *, clip: bool
-) -> dict[str, Any]:
-    stages = stage_pieces(layout, shape)
-    tied = ((stages[-1][-1], 0),) if shape.tied else ()
-    # What `fit` recomputes depends on bytes, which are not known here; the rest is proved without it.
-    fitting = layout.recompute == "fit"
-    built = replace(layout, recompute="none") if fitting else layout
-    parts = partial_pieces(layout, shape)
-    still, experts = frozen_pieces(layout, shape), program_experts(layout, shape)
-    program = build(built, stages, tied, agree=clip, parts=parts, frozen=still, experts=experts)
+def proved_program(step: RunStep) -> Program:
+    """The program that is proved: the run's. What `recompute:fit` recomputes depends on bytes, which are
+    not known here; the rest is proved without it."""
+    fitting = step.layout.recompute == "fit"
+    layout = replace(step.layout, recompute="none") if fitting else step.layout
+    return build(layout, step.pieces, step.options)
+
+
+def _figures(step: RunStep, request: Request, priced: Layout) -> dict[str, Any]:
+    layout, shape = step.layout, step.shape
+    program = proved_program(step)
     proof = prove(program)
     return {
         "legal": True,
@@ -161,14 +166,13 @@ def _figures(
         "active_parameters": shape.active,
         "trained_parameters": shape.trained,
         "operations": sum(map(len, program.rows)),
-        "virtual_stages": [[stage.start, stage.stop] for stage in stages],
-        "stages": [_held(layout, shape, program, proof, row) for row in range(layout.pp)],
-    } | _memory(request, text)
+        "virtual_stages": [[stage.start, stage.stop] for stage in step.pieces.stages],
+        "stages": [_held(step, program, proof, row) for row in range(layout.pp)],
+    } | _memory(request, priced)
 
 
-def _memory(request: Request, text: str) -> dict[str, Any]:
+def _memory(request: Request, layout: Layout) -> dict[str, Any]:
     """Of the fullest rank, and whether a device has it."""
-    layout = in_precision(text, request.precision)
     choice = held(request, layout)
     kinds, range_ = choice.memory, choice.range(request.profile)
     figures: dict[str, Any] = {
@@ -203,15 +207,13 @@ def _newton_schulz(request: Request, layout: Layout) -> dict[str, float]:
     return {"flops": flops, "moved": moved}
 
 
-def _held(
-    layout: Layout, shape: Shape, program: Program, proof: Proof, row: int
-) -> dict[str, object]:
+def _held(step: RunStep, program: Program, proof: Proof, row: int) -> dict[str, object]:
     """What the ranks of one pipeline stage hold."""
+    layout, rows = step.layout, step.pieces.rows
     pieces = sorted(p for p, at in program.host.items() if at == row)
-    units = {u for p in pieces for u in program.units(p)}
-    of = partial(by_program_piece, layout, shape)
-    numbers, experts = of(shape.parameters, shape.routed), of(shape.routed, shape.routed)
-    whole, routed = (sum(each[u] for u in units) for each in (numbers, experts))
+    units = [rows[unit] for unit in {u for p in pieces for u in program.units(p)}]
+    whole = sum(unit.numel for unit in units)
+    routed = sum(unit.routed_numel for unit in units)
     shards = layout.shards if layout.zero == 3 else 1
     held = (whole - routed) / shards + routed / max(shards, layout.copies_sharing)
     kinds = proof.counts[row].kinds

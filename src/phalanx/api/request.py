@@ -7,21 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..cost import cached_costs
-from ..layout import Layout, LayoutError, Shape, legal, nearest
-from ..layout.choices import BF16, FP32, MATMUL_WORDS
+from ..layout import Layout, LayoutError, Run, Shape, StagedPieces, legal, nearest, staged_pieces
+from ..layout.choices import ADAMW, BF16, FP32, MATMUL_WORDS
 from ..layout.families import code_of
 from ..layout.numbers import bytes_text
-from ..layout.run import shape_named
+from ..layout.run import run_file, shape_named
 from ..layout.source import names_source, refuse_broken
 from ..plan import Machine, cluster
 from ..plan.hardware import Hardware, hardware_of
 from ..plan.local import hardware_of_machine, profile_for
 from ..plan.step import Choice, Pricer, Request
+from ..program import StepOptions, options_for
 from . import UsageError
 
 if TYPE_CHECKING:
@@ -65,6 +66,111 @@ def model_of(name: str) -> tuple[Shape, Callable[[], Model] | None]:
     if shape is None:
         raise LayoutError(f"{name}: describe() gives no shape; add shape=Shape(...) to its Model.")
     return shape, make
+
+
+@dataclass(frozen=True)
+class RunStep:
+    """The step of a run: a layout, the model that it is for, and the options of the run.
+
+    `make` makes a model of the user's own, whose modules then say what its pieces are. `batch` and
+    `sequence` are those of the run; 0 is the model's.
+    """
+
+    layout: Layout
+    shape: Shape
+    optimizer: str = ADAMW
+    make: Callable[[], Model] | None = None
+    model: str = ""  # FILE.py:Class of the user's own
+    batch: int = 0
+    sequence: int = 0
+    has_precision: bool = True  # False for a layout that names none: it may then be bf16 on a GPU
+
+    @property
+    def muon(self) -> bool:
+        return self.options.whole_matrices
+
+    @property
+    def options(self) -> StepOptions:
+        return options_for(self.optimizer)
+
+    @cached_property
+    def pieces(self) -> StagedPieces:
+        if self.make is None:
+            return staged_pieces(self.layout, self.shape)
+        from ..parallel.rows import model_pieces
+
+        return model_pieces(self.make(), self.layout)
+
+    def refuse_unfit(self) -> None:
+        """Raise if the layout would make a model of the user's own compute something else."""
+        if self.make is not None:
+            from ..parallel import refuse_mixing, refuse_unfit
+
+            own = self.make()
+            refuse_unfit(own, self.layout)
+            refuse_mixing(own, self.layout)
+
+
+def run_named(what: object, model: object = "") -> Run | None:
+    """The run that was named in place of a layout: a run itself, or the path of its file."""
+    if isinstance(what, Run):
+        run: Run | None = what
+    elif isinstance(what, str) and what.endswith(".toml"):
+        run = Run.load(what)
+    else:
+        return None
+    if model:
+        raise UsageError("--model does not go with a run file, which names its model: model=NAME.")
+    return run
+
+
+def refuse_beside_run(**given: object) -> None:
+    """Raise if an argument was given that is a key of the run."""
+    keys = {"seq": "sequence", "optimizer": "optimizer.name"}
+    for name, value in given.items():
+        if value:
+            key = keys.get(name, name)
+            raise UsageError(f"--{name} does not go with a run file. Set its key: {key}={value}.")
+
+
+def step_of_run(run: Run) -> RunStep:
+    """The step that a run trains with."""
+    shape, make = model_of(run.own) if run.own else (run.shape, None)
+    shape = run.sized(shape) if run.own else shape
+    layout = run.layout_of(shape)
+    if layout is None:
+        raise UsageError(
+            'layout = "auto" is chosen where the run starts. Name a layout: layout="dp2 tp2".'
+        )
+    return RunStep(
+        layout,
+        shape,
+        run.optimizer.name,
+        make,
+        run.own,
+        batch=shape.batch,
+        sequence=run.tokens(shape),
+    )
+
+
+def step_of_layout(
+    layout: str | Layout,
+    model: str | Shape,
+    *,
+    optimizer: str = "",
+    batch: int = 0,
+    sequence: int = 0,
+) -> RunStep:
+    """The step of a layout for a model; the optimizer is that of a run file which names the model."""
+    run = None if isinstance(model, Shape) else run_file(model)
+    shape, make = (model, None) if isinstance(model, Shape) else model_of(model)
+    optimizer = optimizer or (run.optimizer.name if run else ADAMW)
+    if sequence and shape.positions != "learned":  # how stages are balanced depends on it
+        shape = replace(shape, sequence=sequence)
+    own = str(model) if make else ""
+    named = "precision" in Layout.written(str(layout))
+    parsed = Layout.parse(str(layout))
+    return RunStep(parsed, shape, optimizer, make, own, batch, sequence, has_precision=named)
 
 
 def ways_refused(make: Callable[[], Model]) -> frozenset[str]:

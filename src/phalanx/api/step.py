@@ -3,18 +3,18 @@
 `draw` and `simulate` take the same words as `phalanx draw`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import TypedDict, Unpack
 
 from ..draw import MeshPicture, Picture, recorded_picture
-from ..layout import Layout, LayoutError, Mesh, Shape, stage_pieces
-from ..layout.choices import SCHEDULES, SEARCHED, traits
+from ..layout import Layout, LayoutError, Mesh, Run, Shape, StagedPieces, plain_pieces
+from ..layout.choices import ADAMW, SCHEDULES, SEARCHED, traits
 from ..layout.files import read_text
 from ..layout.source import names_source
-from ..layout.stages import by_program_piece, program_experts
+from ..layout.stages import by_program_piece
 from ..plan.step import Pricer
 from ..program import (
     KINDS,
@@ -22,6 +22,7 @@ from ..program import (
     Program,
     Recorded,
     Sizes,
+    StepOptions,
     Timeline,
     build,
     check,
@@ -31,7 +32,16 @@ from ..program import (
 )
 from ..program import simulate as simulated
 from . import TEXT, UsageError
-from .request import in_precision, refuse_illegal, request_for, where
+from .request import (
+    RunStep,
+    refuse_beside_run,
+    refuse_illegal,
+    request_for,
+    run_named,
+    step_of_layout,
+    step_of_run,
+    where,
+)
 from .signature import with_keywords
 
 
@@ -50,6 +60,7 @@ class StepTerms(TypedDict, total=False):
     batch: int
     seq: int
     cluster: str
+    optimizer: str
     costs: Mapping[str, float] | str | None
     memory_limit: float | None
     clip: bool
@@ -70,7 +81,7 @@ class StepProgram:
     stages: int
     chunks: int = 1
     notes: tuple[str, ...] = ()
-    free: Program | None = None  # the same without the agreement of clipping, where there is one
+    free: Program | None = None  # the same without the agreement on the gradient norm
 
     def timeline(self, steps: int = 1, sizes: Sizes | None = None) -> Timeline:
         return simulated(repeat(self.program, steps), self.costs, sizes)
@@ -86,34 +97,37 @@ class StepProgram:
 
 @with_keywords(StepTerms)
 def simulate(
-    what: str | Layout | Program, model: str | Shape = "", **terms: Unpack[StepTerms]
+    what: str | Layout | Program | Run, model: str | Shape = "", **terms: Unpack[StepTerms]
 ) -> Timeline:
     """The timeline of a step: when each rank does what, its makespan and its bubble.
 
-    `what` is a schedule's name, a layout with its `model`, a program, or `program FILE`.
+    `what` is a schedule's name, a layout with its `model`, a run or its file, a program, or `program FILE`.
 
         simulate("1f1b", stages=4, microbatches=8).bubble_fraction
         simulate("dp2 pp2 zero3 1f1b:4", "8b", cluster="h100x4").makespan
 
     The keywords are those of `draw`.
     """
-    if terms.get("cluster") and model:
-        return _priced(str(what), model, terms).timeline
+    if terms.get("cluster") and _names_step(what, model):
+        return _priced(_step_asked(what, model, terms), terms).timeline
     return step_of(what, model, terms).timeline(terms.get("repeat") or 1)
 
 
 @with_keywords(StepTerms)
 def draw(
-    what: str | Layout | Program, model: str | Shape = "", **terms: Unpack[StepTerms]
+    what: str | Layout | Program | Run, model: str | Shape = "", **terms: Unpack[StepTerms]
 ) -> Picture | MeshPicture:
     """The picture of a step, of a mesh (`mesh LAYOUT`), or of a step that ran (`run FILE`).
+
+    The step of a run (a `Run`, or the name of its file) or of a layout with its `model` is the one that
+    `phalanx train` carries out.
 
     A notebook shows it, `print` draws it as text, and its `save` writes a file by its suffix.
 
         draw("dp2 pp2 zero3 1f1b:4", "124m", costs="F=1,B=2,G=0.2,S=0.2")
 
-    what: a schedule by name, a layout with its `model`, a Program, "program FILE", "mesh LAYOUT" or
-        "run FILE"
+    what: a schedule by name, a layout with its `model`, a Run or its file, a Program, "program FILE",
+        "mesh LAYOUT" or "run FILE"
     model: the model of a layout: a shape by name, a Shape or a .toml file
 
     Of a schedule by itself:
@@ -131,11 +145,12 @@ def draw(
     batch: sequences of a step; by default the model's
     seq: tokens of a sequence; by default the model's
     cluster: hardware that prices the operations in seconds, as "h100x64"
+    optimizer: adamw, sgd or muon; by default that of a run file that names the model, or adamw
 
     Of all:
     costs: time by kind of operation, as "F=1,B=2,send=0.1" or {"F": 1, "B": 2}
     memory_limit: microbatches that a stage may hold (searched), or pieces (recompute fit)
-    clip: with gradient clipping, for which all ranks agree on the norm
+    clip: with gradient clipping, for which all ranks agree on the norm, as they do in every run
     repeat: steps in a row, by default 1
     """
     kind, _, name = str(what).partition(" ") if isinstance(what, str) else ("", "", "")
@@ -143,19 +158,26 @@ def draw(
         return MeshPicture.parse(name)
     if kind == "run":
         return recorded_picture(Recorded.parse(read_text(name, "recorded step", UsageError, TEXT)))
-    if terms.get("cluster") and model:
-        return _priced(str(what), model, terms)
+    if terms.get("cluster") and _names_step(what, model):
+        return _priced(_step_asked(what, model, terms), terms)
     return step_of(what, model, terms).picture(terms.get("repeat") or 1)
 
 
-def step_of(what: str | Layout | Program, model: str | Shape, terms: StepTerms) -> StepProgram:
+def _names_step(what: object, model: object) -> bool:
+    """True for a run, and for a layout with its model."""
+    return bool(model) or isinstance(what, Run) or str(what).endswith(".toml")
+
+
+def step_of(
+    what: str | Layout | Program | Run, model: str | Shape, terms: StepTerms
+) -> StepProgram:
     known = StepTerms.__annotations__
     if unknown := ", ".join(sorted(set(terms) - set(known))):
         raise UsageError(f"{unknown} means nothing here; write {', '.join(known)}.")
     name = str(what)
     of_file = isinstance(what, str) and name.split()[:1] == ["program"]
     if of_file or isinstance(what, Program):
-        not_its = (*OF_A_SCHEDULE, "batch", "seq", "cluster", "memory_limit", "clip")
+        not_its = (*OF_A_SCHEDULE, "batch", "seq", "cluster", "optimizer", "memory_limit", "clip")
         if given := "--model" if model else _given(terms, not_its):
             raise UsageError(f"{given} does not go with a program file, which is the step itself.")
     if isinstance(what, Program):
@@ -169,10 +191,10 @@ def step_of(what: str | Layout | Program, model: str | Shape, terms: StepTerms) 
         path = files[0]
         text = read_text(path, "program", UsageError, TEXT)
         return _of_program(path, Program.parse(text, path), terms)
-    if model:
-        return _of_layout(name, model, terms)
-    if "cluster" in terms:
-        raise UsageError("--cluster prices a layout of a model: add --model.")
+    if _names_step(what, model):
+        return _of_run_step(_step_asked(what, model, terms), terms)
+    if given := _given(terms, ("cluster", "optimizer")):
+        raise UsageError(f"{given} belongs to a layout of a model: add --model.")
     if isinstance(what, Layout) or (name not in SCHEDULES and _is_layout(name)):
         raise UsageError(f"the layout {name!r} needs a model: add --model 124m, or another shape.")
     return _of_schedule(name, terms)
@@ -223,18 +245,19 @@ def _of_schedule(name: str, terms: StepTerms) -> StepProgram:
     title += f", {layout.chunks} chunks" if layout.chunks > 1 else ""
     title += f", zero{layout.zero}" if layout.zero else ""
     title += f", recompute {layout.recompute}" if layout.recompute != "none" else ""
-    program, free = _built(layout, pieces, (), terms, costs)
+    options = StepOptions(agree=terms.get("clip", False), costs=costs)
+    program, free = _built(layout, plain_pieces(pieces), terms, options)
     return StepProgram(title, program, costs, stages, layout.chunks, notes, free)
 
 
-def _of_layout(text: str, model: str | Shape, terms: StepTerms) -> StepProgram:
-    """The step of a layout for a model; an illegal one is refused with the nearest that is not."""
-    layout, shape = _legal(text, model, terms)
+def _of_run_step(step: RunStep, terms: StepTerms) -> StepProgram:
+    """The step that a run carries out. The costs price it and do not change it."""
+    layout, shape = step.layout, step.shape
     kinds = costs_of(terms.get("costs"), split=layout.splits_backward)
     # What a piece costs: its part of an average stage, by multiply-adds; what is done with a unit,
     # by its weights.
     of = partial(by_program_piece, layout, shape)
-    work, weights = of(shape.cost, shape.routed_cost), of(shape.parameters, shape.routed)
+    work, weights = of(shape.cost, shape.routed_cost), [row.numel for row in step.pieces.rows]
     costs = Costs(
         kinds,
         share={p: layout.pp * w / sum(work) for p, w in enumerate(work)},
@@ -244,32 +267,41 @@ def _of_layout(text: str, model: str | Shape, terms: StepTerms) -> StepProgram:
             for p, w in enumerate(weights)
         },
     )
-    tied = ((len(work) - 1, 0),) if shape.tied else ()
-    experts = program_experts(layout, shape)
-    program, free = _built(layout, stage_pieces(layout, shape), tied, terms, costs, experts)
+    program, free = _built(layout, step.pieces, terms, step.options)
     title = f"{str(layout) or 'one rank'} on {shape.name}"
+    title += f", {step.optimizer}" if step.optimizer != ADAMW else ""
     return StepProgram(title, program, costs, layout.pp, layout.chunks, free=free)
 
 
-def _legal(text: str, model: str | Shape, terms: StepTerms) -> tuple[Layout, Shape]:
+def _step_asked(what: object, model: str | Shape, terms: StepTerms) -> RunStep:
+    """The step of a run or of a layout; an illegal one is refused with the nearest legal ones."""
     if given := _given(terms, OF_A_SCHEDULE):
         raise UsageError(
             f"{given} is part of the layout; write it there, as in 'dp2 pp2 zero3 1f1b:4'."
         )
-    layout, shape = Layout.parse(text), model if isinstance(model, Shape) else Shape.load(model)
-    refuse_illegal(layout, shape, batch=terms.get("batch", 0), sequence=terms.get("seq", 0))
-    return layout, shape
+    batch, sequence = terms.get("batch", 0), terms.get("seq", 0)
+    optimizer = terms.get("optimizer", "")
+    if (run := run_named(what, model)) is not None:
+        refuse_beside_run(batch=batch, seq=sequence, optimizer=optimizer)
+        step = step_of_run(run)
+    else:
+        step = step_of_layout(str(what), model, optimizer=optimizer, batch=batch, sequence=sequence)
+    refuse_illegal(step.layout, step.shape, batch=step.batch, sequence=step.sequence)
+    step.refuse_unfit()
+    return step
 
 
-def _priced(text: str, model: str | Shape, terms: StepTerms) -> Picture:
+def _priced(step: RunStep, terms: StepTerms) -> Picture:
     """The step of a layout as `phalanx plan` prices it, in seconds; of ranks that do the same, one."""
     if given := _given(terms, ("costs", "memory_limit", "clip")):
         raise UsageError(f"{given} does not go with --cluster, which prices a step as it is.")
-    layout, shape = _legal(text, model, terms)
+    layout, shape = step.layout, step.shape
     hardware = where(terms["cluster"], None, layout.ranks).hardware
-    batch, sequence = terms.get("batch", 0), terms.get("seq", 0)
-    request = request_for(shape, hardware, batch=batch, sequence=sequence)
-    layout = in_precision(text, request.precision)
+    request = request_for(
+        shape, hardware, batch=step.batch, sequence=step.sequence, model=step.model, muon=step.muon
+    )
+    if not step.has_precision:
+        layout = replace(layout, precision=request.precision)
     pricer = Pricer(replace(request, precision=layout.precision))
     title = f"{layout} on {shape.name}, {hardware.name}"
     return Picture(title, pricer.timeline(layout, layout.microbatches), clock="s")
@@ -321,14 +353,9 @@ def costs_of(times: Mapping[str, float] | str | None, *, split: bool) -> dict[st
 
 
 def _built(
-    layout: Layout,
-    pieces: Sequence[range],
-    tied: tuple[tuple[int, int], ...],
-    terms: StepTerms,
-    costs: Costs,
-    experts: Sequence[int] = (),
+    layout: Layout, pieces: StagedPieces, terms: StepTerms, options: StepOptions
 ) -> tuple[Program, Program | None]:
-    """The program, and with clipping also the one without."""
+    """The program; and over several steps that agree on the gradient norm also the one without."""
     limit, fitting = terms.get("memory_limit"), layout.recompute == "fit"
     if limit is not None and not traits(layout.schedule).searched and not fitting:
         raise UsageError(
@@ -337,20 +364,16 @@ def _built(
         )
     if limit is None and fitting:
         raise UsageError("recompute fit needs --memory-limit: how many pieces a stage may hold.")
-    count = pieces[-1].stop
-    step = partial(
-        build,
-        layout,
-        pieces,
-        tied,
-        experts=experts,
-        costs=costs,
+    count = len(pieces)
+    options = replace(
+        options,
         sizes=Sizes(kept=(1.0,) * count, input=(0.0,) * count) if fitting else None,
         limit=float("inf") if limit is None else limit,
-        held=None if limit is None else [limit] * layout.pp,
+        held=None if limit is None else (limit,) * layout.pp,
     )
-    clip = terms.get("clip", False)
-    return step(agree=clip), step() if clip else None
+    compared = options.agree and (terms.get("repeat") or 1) > 1
+    free = build(layout, pieces, replace(options, agree=False)) if compared else None
+    return build(layout, pieces, options), free
 
 
 def _spread(layers: int | None, stages: int) -> tuple[range, ...]:
@@ -371,14 +394,14 @@ def many(count: int, what: str) -> str:
 
 
 def _barrier(step: StepProgram, timeline: Timeline, steps: int) -> tuple[str, ...]:
-    """What the agreement of clipping costs over several steps, measured by leaving it out."""
+    """The cost of agreeing on the gradient norm over several steps, measured by leaving it out."""
     if step.free is None or steps == 1:
         return ()
     free = simulated(repeat(step.free, steps), step.costs).makespan
     if free >= timeline.makespan - 1e-9:
         return ()
     return (
-        "clipping is a barrier: no stage updates before all have agreed on the norm, so the next step"
+        "the gradient norm is a barrier: no stage updates before all have agreed on it, so the next step"
         f" cannot begin in this one's idle time. Without it the {steps} steps take {free:.4g}, not"
         f" {timeline.makespan:.4g}: the barrier takes the gain away.",
     )

@@ -3,17 +3,18 @@
 import os
 from pathlib import Path
 
-from ..layout import Layout, Run, RunError, Shape, legal, stage_pieces
-from ..layout.choices import DTYPES, FP32, LOCAL_RANKS
+from ..layout import Layout, Run, RunError, Shape, legal
+from ..layout.choices import DTYPES, FP32, LOCAL_RANKS, OPTIMIZERS, SGD
 from ..layout.codec import Mistake
 from ..layout.environment import launched
 from ..layout.files import open_regular, reason
 from ..layout.host import machine_memory
+from ..layout.pieces import staged_pieces
 from ..layout.run import PYTHON, refuse_random_by_name
 from ..layout.source import names_source
-from ..layout.stages import program_experts
 from ..layout.url import Url
 from ..program import build, check, refuse_own
+from ..program.options import options_of
 from .usage import UsageError
 
 GIB = 2**30
@@ -28,8 +29,7 @@ def refuse_before(run: Run) -> None:
         # A schedule of the user's own is run once here; ranks would each say what is wrong with it.
         refuse_own(layout)
         if shape is not None and layout.recompute != "fit" and not legal(layout, shape):
-            experts = program_experts(layout, shape)
-            check(build(layout, stage_pieces(layout, shape), experts=experts))
+            check(build(layout, staged_pieces(layout, shape), options_of(run)))
     wrong: list[Mistake] = []
     elsewhere = launched(os.environ)  # then ranks stand on other machines too
     if layout is not None and not elsewhere and layout.ranks > LOCAL_RANKS:
@@ -104,7 +104,8 @@ def _memory(run: Run, shape: Shape, layout: Layout | None) -> list[Mistake]:
 
 def moments(run: Run) -> int:
     """Numbers that the optimizer keeps of each weight."""
-    return {"adamw": 2, "sgd": 1 if run.optimizer.momentum else 0, "muon": 1}[run.optimizer.name]
+    without = run.optimizer.name == SGD and not run.optimizer.momentum
+    return 0 if without else OPTIMIZERS[run.optimizer.name].moments
 
 
 def _variables(url: Url) -> list[Mistake]:

@@ -1,5 +1,5 @@
 """`phalanx check`: checks a layout against a model: the memory of its ranks, or every reason why it cannot
-run; or whether a program file can.
+run; or the step of a run file; or whether a program file can run.
 
 Exit code 0: its program is proved, and fits in the memory of --device or --cluster; 1: it does not,
 with every reason; 2: wrong usage. Bytes are those of `plan --explain`: in bf16, on a CPU fp32, unless
@@ -9,6 +9,7 @@ the layout says otherwise. A model that nobody has costed yet loads torch.
   phalanx check "dp8 tp8 zero1 accum:8" --model 8b --batch 64 --cluster h100x64
   phalanx check "dp8 zero3 bf16" --model run.toml --device h100
   phalanx check "dp64 pp8 tp8 seq zero1 1f1b:8" --model 8b --sums
+  phalanx check run.toml layout="dp2 tp2 seq zero1" optimizer.name=muon
   phalanx check step.txt
 """
 
@@ -21,12 +22,14 @@ from ..api.step import many
 from ..layout import Layout, Shape
 from ..layout.choices import OPTIMIZERS
 from ..program import Program, check, faults
+from .run_words import run_of_words
 from .usage import Parser, UsageError, read, result
 
 
 def run(argv: list[str]) -> int:
     parser = Parser(__doc__)
-    parser.add("what", nargs="+", metavar="LAYOUT", help="a layout's text, or a program file")
+    help = "a layout's text; a run file and key=value, as for train; or a program file"
+    parser.add("what", nargs="+", metavar="LAYOUT", help=help)
     parser.add("--model")
     add = parser.add
     add("--batch", default=0)
@@ -35,14 +38,16 @@ def run(argv: list[str]) -> int:
     add("--cluster", default="", metavar="NAME", help="must fit on it, as h100x64, or this")
     help = "default: of a run file, else adamw"
     add("--optimizer", default="", choices=OPTIMIZERS, help=help)
-    add("--clip", action="store_true", help="with gradient clipping")
+    add("--clip", action="store_true", help="accepted; every run agrees on the norm")
     add("--sums", action="store_true", help="prove that each sum over ranks is made once")
-    args = parser.read(argv)
+    add("--layout", metavar="TEXT", help="the layout of a run file, the same as layout=TEXT")
+    args = parser.read(argv, intermixed=True)
     text = " ".join(args.what)
-    if args.model is not None:
+    run_ = run_of_words(args.what, args.layout)
+    if run_ is not None or args.model is not None:
         names = ("batch", "sequence", "device", "cluster", "optimizer", "clip", "sums")
         terms: Any = {name: getattr(args, name) for name in names}
-        checked = check_layout(text, args.model, **terms)
+        checked = check_layout(run_ or text, args.model or "", **terms)
         good = checked.fits and checked.right
         return result(args, checked.figures, str(checked), good=good)
     if args.sums:

@@ -5,6 +5,7 @@ WHAT is one of
   a schedule       {schedules},
                    or your own as file.py:function
   a layout         "dp2 pp2 zero3 1f1b:4", with --model
+  RUN.toml         a run file, and key=value, as `phalanx train` takes them: the step of that run
   program FILE     a program saved with --out step.txt, perhaps edited
   run FILE         a step that ran, over its prediction: phalanx draw run --help
   mesh LAYOUT      coordinates and groups of ranks: phalanx draw mesh --help
@@ -13,6 +14,7 @@ WHAT is one of
 Costs are per stage: a stage of several chunks or layers spends them over all of these. B left out
 costs what I and W cost together, R left out what F does; any other kind left out costs nothing.
 
+  phalanx draw run.toml optimizer.name=muon
   phalanx draw interleaved --stages 4 --microbatches 8 --chunks 2
   phalanx draw accum --layers 4 --zero 3 --costs F=4,B=8,G=4,S=4,U=2
   phalanx draw searched --costs F=1,I=1,W=1 --memory-limit 4 --out best.svg
@@ -35,9 +37,10 @@ from ..draw import (
     text,
     text_table,
 )
-from ..layout import Layout
-from ..layout.choices import CHUNKS, SCHEDULES
-from ..program import Costs, Recorded, Sizes, Timeline, build, check, ops, simulate
+from ..layout import Layout, Run, plain_pieces
+from ..layout.choices import CHUNKS, OPTIMIZERS, SCHEDULES
+from ..program import Costs, Recorded, Sizes, StepOptions, Timeline, build, check, ops, simulate
+from .run_words import run_of_words
 from .usage import (
     Parser,
     UsageError,
@@ -61,13 +64,14 @@ def run(argv: list[str]) -> int:
         return others[argv[0]](argv[1:])
     parser = _parser()
     parser.subverbs = (*others, "program", *SCHEDULES)
-    args = parser.read(argv)
+    args = parser.read(argv, intermixed=True)
     args.clip = args.clip or None
     given = {name: getattr(args, name) for name in StepTerms.__annotations__}
     terms: Any = {name: value for name, value in given.items() if value is not None}
-    what = " ".join(args.what)
-    if args.cluster and args.model:
-        return _priced(args, terms)
+    run = run_of_words(args.what, args.layout)
+    what = run or " ".join(args.what)
+    if args.cluster and (args.model or run):
+        return _priced(args, what, terms)
     step = step_of(what, args.model or "", terms)
     # Memory over time is on a page and in a trace.
     memory = bool(args.out) and args.out.endswith((".html", ".json"))
@@ -79,8 +83,8 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _priced(args: argparse.Namespace, terms: Any) -> int:
-    picture = draw(" ".join(args.what), args.model, **terms)
+def _priced(args: argparse.Namespace, what: str | Run, terms: Any) -> int:
+    picture = draw(what, args.model or "", **terms)
     assert isinstance(picture, Picture)
     if args.out:
         write(args.out, FORMATS, picture)
@@ -106,14 +110,16 @@ def _parser() -> Parser:
     add("--recompute", metavar="MODE", help="none, all, every=C, sqrt or fit")
     parser.section("a layout")
     add("--model")
+    add("--layout", metavar="TEXT", help="the layout of a run file, the same as layout=TEXT")
     add("--batch")
     add("--seq")
     add("--cluster", metavar="NAME", help="with times in seconds, as planned for h100x64")
+    add("--optimizer", choices=OPTIMIZERS, help="default: of a run file, else adamw")
     parser.section("all of them")
     add("--costs", metavar="K=T,...", help="as F=1,B=2 or F=1,I=1,W=1,send=0.1; also R P G S U ...")
     held = "searched: microbatches a stage may hold; recompute fit: pieces"
     add("--memory-limit", type=real(), help=held)
-    add("--clip", action="store_true", help="clip gradients: all agree before any update")
+    add("--clip", action="store_true", help="clip gradients by their global norm, as every run can")
     add("--repeat", type=whole(1, 10_000), default=1, help="steps in a row")
     _add_picture(
         parser, (*FORMATS, ".txt"), ".svg, .html, .json (for Perfetto), .txt (the program)"
@@ -247,9 +253,10 @@ def _recompute(argv: list[str]) -> int:
     costs = Costs(costs_of(args.costs, split=False))
     sizes = Sizes(kept=(1.0,) * args.layers, input=(1.0,) * args.layers)
     table: list[dict[str, Any]] = []
+    pieces = plain_pieces([range(args.layers)])
     every = (f"every={2**k}" for k in range(1, args.layers.bit_length()))
     for mode in ("none", "all", *every, "sqrt"):
-        program = build(Layout(recompute=mode), [range(args.layers)])
+        program = build(Layout(recompute=mode), pieces, StepOptions(agree=False))
         time, proof = simulate(program, costs).makespan, check(program, sizes)
         peak = (proof.bytes or proof.counts)[0]
         line = {

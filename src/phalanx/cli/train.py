@@ -38,6 +38,7 @@ from ..layout.run import BYTES, PYTHON, Run, RunError, misfits
 from ..plan import Machine
 from .arguments import hide_secrets, without_secrets
 from .before import refuse_before
+from .run_words import adopted, load_run
 from .usage import Parser, UsageError, complain, hush, print_json, progress, say, whole
 
 if TYPE_CHECKING:
@@ -97,22 +98,19 @@ def run(argv: list[str]) -> int:
 
 def _run_of(args: argparse.Namespace) -> tuple[Run, str]:
     """The run, and a line for the screen where its model is that of its newest checkpoint."""
-    files = [word for word in args.words if "=" not in word]
-    if len(files) > 1:
-        raise UsageError(f"{' and '.join(files)}: name one run file; keys are set by key=value.")
-    overrides = [word for word in args.words if "=" in word]
+    words = [*args.words]
     if args.layout is not None:
-        overrides.append(f"layout={args.layout}")
+        words.append(f"layout={args.layout}")
     if args.adopt:
-        overrides.append("checkpoint.adopt=true")
+        words.append("checkpoint.adopt=true")
     notices: list[str] = []
 
     def adopt(plain: Run) -> Run:
-        adopted, notice = _adopted(plain)
+        run, notice = adopted(plain)
         notices.append(notice)
-        return adopted
+        return run
 
-    run = Run.load(files[0] if files else "", tuple(overrides), adopt)
+    run = load_run(words, adopt)
     return run, "".join(notices)
 
 
@@ -155,28 +153,6 @@ def _tokens_of(run: Run, data: str, number: int) -> str:
     )
     complain(f"{out}: {done.form}{left_out(done)}")
     return out
-
-
-def _adopted(run: Run) -> tuple[Run, str]:
-    """A run that names no model goes on with that of its newest checkpoint, trained or imported."""
-    if not run.checkpoints.is_dir():
-        return run, ""
-    from ..train.checkpoint_load import differing_sizes, newest, own_model, table_of
-
-    saved = newest(run.checkpoints)
-    if saved is None:
-        return run, ""
-    path, manifest = saved
-    if own := own_model(manifest):
-        raise UsageError(
-            f"{path} is of the model {own!r}, and the run names none. Write model={own!r}: code is"
-            " never run because a checkpoint names it."
-        )
-    shape = manifest.shape
-    if shape is None or not differing_sizes(shape, run.shape):
-        return run, ""
-    text = f"model: {shape.name!r} with {shape.layers} layers, as {path} has it"
-    return replace(run, model=table_of(shape)), text
 
 
 def _train(config: Run, args: argparse.Namespace, notice: str) -> int:

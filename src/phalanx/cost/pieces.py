@@ -15,17 +15,18 @@ import torch
 from torch import Tensor
 
 from ..comm import Message, TallyWorld
-from ..layout import Layout, LayoutError, piece_layout
+from ..layout import Layout, LayoutError, StagedPieces, piece_layout
 from ..layout.choices import DTYPES, PRECISIONS
 from ..models import ExpertsPart
 from ..parallel import Model, Piece, Precision, time_multiple
 from ..parallel.batch import SHARE, edge_shape
-from ..parallel.experts import SENT, cut_blocks, expert_pieces
+from ..parallel.experts import SENT, cut_blocks
 from ..parallel.kinds import alike, one_of_each
 from ..parallel.local import build_local
 from ..parallel.low_precision import matmul_named
 from ..parallel.pieces import Bundle
 from ..parallel.recompute import Selected
+from ..parallel.rows import model_rows
 from ..program import PieceCost, build
 from .scales import PREFIX, Known, Scales
 from .target import Target, fuse
@@ -64,8 +65,8 @@ def cost_kinds(
         raise LayoutError("a model without a shape cannot be costed: add shape=Shape(...) to it.")
     cut = piece_layout(layout)
     few = one_of_each(cut_blocks(model, cut))
-    stages = (range(len(few.pieces)),)
-    program = build(cut, stages, few.tied, frozen=few.frozen_units, experts=expert_pieces(few))
+    pieces = StagedPieces(model_rows(few, cut), (range(len(few.pieces)),))
+    program = build(cut, pieces)
     compute = COMPUTE[cut.precision]
     wide = torch.promote_types(compute, torch.float32)
     known = {} if known is None else known

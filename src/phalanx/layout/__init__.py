@@ -4,6 +4,7 @@ torch."""
 from .layout import Layout
 from .legal import Violation, legal, nearest
 from .mesh import Axis, LayoutError, Mesh
+from .pieces import PieceRow, StagedPieces, plain_pieces, staged_pieces
 from .recipe import recipe
 from .rules import Rules
 from .run import Run, RunError
@@ -15,15 +16,19 @@ __all__ = [
     "Layout",
     "LayoutError",
     "Mesh",
+    "PieceRow",
     "Rules",
     "Run",
     "RunError",
     "Shape",
+    "StagedPieces",
     "Violation",
     "legal",
     "nearest",
     "piece_layout",
     "recipe",
+    "plain_pieces",
     "program_pieces",
     "stage_pieces",
+    "staged_pieces",
 ]

@@ -105,7 +105,21 @@ AUTO, THREADS, SHM, GLOO, NCCL = "auto", "threads", "shm", "gloo", "nccl"
 BACKENDS = (AUTO, THREADS, SHM, GLOO, NCCL)  # what carries messages
 LOCAL_RANKS = 256  # that one command starts on this machine
 DEVICES = (AUTO, "cpu", "cuda")
-OPTIMIZERS = ("adamw", "sgd", "muon")
+
+
+class OptimizerTraits(NamedTuple):
+    """What an optimizer needs."""
+
+    moments: int  # tensors that it keeps for each weight; of SGD with momentum
+    whole_matrices: bool = False  # an owner updates each matrix whole
+
+
+ADAMW, SGD, MUON = "adamw", "sgd", "muon"
+OPTIMIZERS = {
+    ADAMW: OptimizerTraits(2),
+    SGD: OptimizerTraits(1),
+    MUON: OptimizerTraits(1, whole_matrices=True),
+}
 
 
 @cache

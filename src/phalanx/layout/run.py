@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from .choices import OPTIMIZERS, PRECISIONS, elsewhere
+from .choices import ADAMW, OPTIMIZERS, PRECISIONS, elsewhere
 from .codec import FileError, Mistake, Reader, dump, key, text_of
 from .families import code_of
 from .files import parse_toml, read_text, unmakable
@@ -42,7 +42,7 @@ class RunError(FileError):
 class OptimizerChoice:
     """The optimizer and the learning-rate schedule."""
 
-    name: str = key("adamw", "adamw, sgd or muon", choices=OPTIMIZERS)
+    name: str = key(ADAMW, "adamw, sgd or muon", choices=tuple(OPTIMIZERS))
     lr: float = key(3e-4, "peak learning rate", above=0)
     schedule: str = key(
         "cosine",

@@ -232,6 +232,10 @@ class Shape:
         """Whether a piece has experts."""
         return self.experts > 0 and self.dense_layers < piece <= self.layers
 
+    def window(self, piece: int) -> int:
+        """Tokens that a block attends to; 0: all."""
+        return self.windows[(piece - 1) % len(self.windows)] if self.windows else 0
+
     def routed(self, piece: int) -> int:
         """Numbers in the weights of one piece that ep cuts."""
         return self.experts * self._feed_forward(self.expert_ffn) if self.sparse(piece) else 0

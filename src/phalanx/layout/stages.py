@@ -18,12 +18,6 @@ def program_pieces(layout: Layout, shape: Shape) -> tuple[tuple[int, int], ...]:
     return tuple((p, part) for p, count in enumerate(counts) for part in range(count))
 
 
-def program_experts(layout: Layout, shape: Shape) -> tuple[int, ...]:
-    """The pieces of a layout's program into which tokens come from other ranks."""
-    pieces = program_pieces(layout, shape)
-    return tuple(n - 1 for n, (_, part) in enumerate(pieces) if part == 2)
-
-
 def by_program_piece(
     layout: Layout, shape: Shape, whole: Callable[[int], int], routed: Callable[[int], int]
 ) -> list[int]:
@@ -33,14 +27,6 @@ def by_program_piece(
     cut = {piece for piece, part in pieces if part}
     parts = {p: (whole(p) - routed(p), routed(p), 0) for p in cut}
     return [parts[p][part] if p in cut else whole(p) for p, part in pieces]
-
-
-def frozen_pieces(layout: Layout, shape: Shape) -> tuple[int, ...]:
-    """The pieces of a layout's program of which no weight is trained, or that have none."""
-    bare = {2} if shape.norms == "pre" else set[int]()
-    still = bare | ({1, 2} if shape.lora_r else set())
-    pieces = enumerate(program_pieces(layout, shape))
-    return tuple(n for n, (p, part) in pieces if p in shape.frozen or part in still)
 
 
 def stage_pieces(layout: Layout, shape: Shape) -> tuple[range, ...]:
@@ -57,26 +43,6 @@ def stage_pieces(layout: Layout, shape: Shape) -> tuple[range, ...]:
     ends = [first[1 + b] for b in accumulate(counts, initial=0)]  # piece 0 is the embedding
     ends[0], ends[-1] = 0, 1 + first[shape.pieces - 1]
     return tuple(range(a, b) for a, b in pairwise(ends))
-
-
-def partial_pieces(layout: Layout, shape: Shape) -> tuple[int, ...]:
-    """The pieces of a built-in model with weights of whose gradients ranks of tp have parts: norms
-    that see other tokens (`seq`), q and k norms, latents, key and value heads that several ranks hold.
-    Of LoRA in a linear that is cut, one of the two factors is whole."""
-    if layout.tp == 1 or shape.kind == "mlp":
-        return ()
-    pieces = program_pieces(layout, shape)
-    first, last = 0, len(pieces) - 1
-    whole = [n for n, (_, part) in enumerate(pieces) if not part and 0 < n < last]
-    if shape.lora_r:
-        return tuple(whole)
-    each_head = shape.kv_latent or (shape.qk_norm and not shape.qk_norm_wide)
-    blocks = whole if layout.seq or each_head or layout.tp > shape.kv_heads else []
-    if layout.seq and shape.norms != "pre":  # behind the experts there is a norm too
-        blocks = sorted([*blocks, *(n for n, (_, part) in enumerate(pieces) if part == 2)])
-    ends = ([first] if shape.positions == "learned" else []) + [last]
-    chosen = (*blocks, *(ends if layout.seq else ()))
-    return tuple(n for n in chosen if pieces[n][0] not in shape.frozen)
 
 
 def balance(costs: Sequence[int], parts: int, first: int = 0, last: int = 0) -> tuple[int, ...]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import replace
 from types import FunctionType
 from typing import Any
+
+from torch import nn
 
 from .model import Model
 
@@ -13,22 +16,21 @@ from .model import Model
 def alike(model: Model) -> tuple[int, ...]:
     """For each piece the number of its kind, in the order in which the kinds come."""
     kinds: dict[Any, int] = {}
-    for number in range(len(model.pieces)):
-        kinds.setdefault(_signature(model, number), len(kinds))
-    return tuple(kinds[_signature(model, number)] for number in range(len(model.pieces)))
+    names = {parameter: name for name, parameter in model.weights.items()}
+    every = (_signature(model, number, names) for number in range(len(model.pieces)))
+    return tuple(kinds.setdefault(signature, len(kinds)) for signature in every)
 
 
-def _signature(model: Model, number: int) -> tuple[Any, ...]:
+def _signature(model: Model, number: int, names: Mapping[nn.Parameter, str]) -> tuple[Any, ...]:
     """All that a piece's cost can depend on: its modules, their plain attributes, weights and buffers.
 
     Attributes that begin with _ are a module's own affair: our blocks note their place in one.
     """
     module = model.pieces[number][1]
-    names = {parameter: name for name, parameter in model.weights.items()}
     parts = []
     for path, child in module.named_modules():
         facts = tuple(
-            (key, value)
+            (key, _hashable(value))
             for key, value in sorted(vars(child).items())
             if not key.startswith("_") and _plain(value)
         )
@@ -48,6 +50,17 @@ def _plain(value: object) -> bool:
     if isinstance(value, tuple | list):
         return all(map(_plain, value))
     return isinstance(value, bool | int | float | str | FunctionType | None)
+
+
+def _hashable(value: Any) -> Any:
+    """A value that equals another's if both do the same. A function made anew for each module, as a lambda
+    in a constructor, is known by its code and by what it closes over."""
+    if isinstance(value, tuple | list):
+        return tuple(map(_hashable, value))
+    if not isinstance(value, FunctionType):
+        return value
+    cells = [cell.cell_contents for cell in value.__closure__ or ()]
+    return value.__code__, tuple(_hashable(x) if _plain(x) else id(x) for x in cells)
 
 
 def one_of_each(model: Model) -> Model:

@@ -20,7 +20,8 @@ from torch.nn import functional as F
 
 from ..comm import Group, regions
 from ..layout import Layout, LayoutError
-from ..layout.rules import AXIS_OF, LATENT, LORA, PARTIAL, Cut
+from ..layout.pieces import Sum, sum_over_tp
+from ..layout.rules import AXIS_OF, LORA, Cut
 from ..models import Dropout, ExpertMlps, LoraLinear, Merge, RMSNorm, Router, Spread, token_loss
 from .groups import Groups
 from .model import Model
@@ -96,38 +97,15 @@ def cut_weights(model: Model, layout: Layout, at: Mapping[str, int]) -> dict[str
         shape = tuple(parameter.shape)
         dims = model.rules.dims(name, len(shape))
         cuts = cut_of(model, layout, name, shape, at)
-        adds = _adds(dims, cuts, layout)
+        adds = sum_over_tp(dims, cuts, layout)
         shared = max((cut.copies for cut in cuts), default=1)  # a scalar has no dim to cut
-        copies = {"kv": shared, "": layout.tp, "norms": layout.tp}[adds]
+        copies = shared if adds is Sum.KV else layout.tp
         over_tp = tuple("tp" in axes for axes in layout.axes_of(dims))
         counted = tp % copies == 0 if adds or not any(over_tp) else True
         rate, frozen = model.rates.get(name, 0.0), name in model.frozen
         known = name, shape, cuts, len(shape) > 1, adds, counted, rate, frozen
         weights[name] = Weight(*known, model.rules.matrices(name, shape), over_tp)
     return weights
-
-
-def partial_units(model: Model, layout: Layout) -> set[int]:
-    """The units of which ranks of tp have parts of gradients: they did different work."""
-    weights = cut_weights(model, layout, {})
-    trained = (name for name, weight in weights.items() if weight.adds and not weight.frozen)
-    return {model.unit_of[name] % len(model.pieces) for name in trained}
-
-
-def _adds(dims: Sequence[str], cuts: Sequence[Cut], layout: Layout) -> str:
-    """The gradient rule along tp: sum over the copies that did different work, over no others."""
-    if layout.tp == 1:
-        return ""
-    if any(cut.copies > 1 for cut in cuts):
-        return "kv"  # other query heads used the same key and value head
-    if any("tp" in axes for axes in layout.axes_of(dims)):
-        return ""  # cut: every rank has its own part
-    if PARTIAL in dims:
-        return ""
-    if {"head", LATENT, LORA} & {*dims}:
-        # q and k norms, latents: other heads. A factor of an adapter that is whole, the other being cut.
-        return "norms"
-    return "norms" if layout.seq else ""  # norms and row biases: other tokens under seq
 
 
 class RowLinear(nn.Module):

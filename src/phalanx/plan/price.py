@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
-from ..layout import Layout, Shape, program_pieces, stage_pieces
+from ..layout import Layout, Shape, program_pieces, stage_pieces, staged_pieces
 from ..layout.choices import DTYPES, FP8, MATMULS
-from ..layout.stages import program_experts
 from ..program import (
     AttentionLoad,
     Costs,
@@ -519,7 +518,7 @@ class Priced:
             pieces[ops.FROM_OWNERS, n] = took.from_owners * alone
         # Apart by the nearest of those axes.
         near = min((distance(x, a) for a in x.expert_axes if x.mesh.of(a) > 1), default=1)
-        for n in program_experts(x, shape):
+        for n in staged_pieces(x, shape).experts:
             told = network("all_to_all", _NUMBER * shape.experts, x.expert_ranks, near)
             pieces[ops.COUNT_ROUTES, n] = told * alone
             # What comes to the experts goes back: of a busy rank it is more than what it sends itself.

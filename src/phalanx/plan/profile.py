@@ -6,11 +6,12 @@ Every fitted number says how far software is from what the machine could do: 1 i
 
 import re
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 from ..layout.choices import no_such
 from ..layout.codec import key, load
+from ..program import StepOptions
 from .device import MachineError, MachineFileError, catalogue
 
 SCORES = "scores"  # attention as products with a softmax between them
@@ -84,6 +85,16 @@ class SoftwareProfile:
     error: float = key(0.14, "of step time: four of five runs that no fit saw are nearer")
     source: str = ""
     name: str = ""
+
+    @cached_property
+    def options(self) -> StepOptions:
+        """How this software orders a step, beside the layout."""
+        return StepOptions(
+            whole_matrices=self.muon,
+            agree=not self.rolls,
+            overlaps=self.overlaps_data,
+            gathers_at_once=self.gathers_at_once,
+        )
 
     @property
     def fused_attention(self) -> bool:

@@ -8,19 +8,17 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-from ..layout import Axis, Layout, Mesh, Shape, piece_layout, stage_pieces
-from ..layout.choices import BF16, FP32, SCHEDULES, traits
-from ..layout.stages import frozen_pieces, partial_pieces, program_experts
-from ..program import KINDS, Costs, Op, Program, Sizes, Timeline, build, ops
+from ..layout import Axis, Layout, Mesh, Shape, StagedPieces, piece_layout, staged_pieces
+from ..layout.choices import BF16, FP32, SCHEDULES
+from ..program import KINDS, Costs, Op, Program, Sizes, StepOptions, Timeline, build, ops
 from ..program.memory import fullest
 from ..program.program import uncollected
 from ..program.simulate import Compiled, Repeat, compiled, critical, repeating, shift, times
 from ..program.simulate import timeline as spans
 from ..program.state import State
 from .hardware import Hardware
-from .matrices import program_matrices
 from .plausible import refuse_impossible, refuse_no_numbers
 from .price import Case, PieceKinds, Priced, Three, costed_as, nearest, parts_of
 from .profile import SoftwareProfile
@@ -229,9 +227,11 @@ class _Built:
 
 
 @lru_cache(maxsize=_BUILT)
-def _built(layout: Layout, joint: frozenset[str], *, overlaps: bool, **what: Any) -> _Built:
-    blocking = () if overlaps else _UNIT_LANES
-    return _Built(build(layout, overlaps=overlaps, **what), layout.shards == 1, blocking, joint)
+def _built(
+    layout: Layout, pieces: StagedPieces, options: StepOptions, joint: frozenset[str]
+) -> _Built:
+    blocking = () if options.overlaps else _UNIT_LANES
+    return _Built(build(layout, pieces, options), layout.shards == 1, blocking, joint)
 
 
 def joint_lanes(layout: Layout, hardware: Hardware) -> frozenset[str]:
@@ -246,26 +246,19 @@ def joint_lanes(layout: Layout, hardware: Hardware) -> frozenset[str]:
 
 def _program(priced: Priced, count: int) -> _Built:
     """The program of a case with so many microbatches."""
-    x, shape, profile = priced.case.layout, priced.case.shape, priced.profile
-    stages, frozen = stage_pieces(x, shape), frozen_pieces(x, shape)
-    matrices = enumerate(program_matrices(shape, x) if profile.muon else ())
-    what: dict[str, Any] = {
-        "stages": stages,
-        "tied": ((stages[-1][-1], 0),) if shape.tied else (),
-        "parts": partial_pieces(x, shape),
-        "frozen": frozen,
-        "experts": program_experts(x, shape),
-        "whole": tuple(n for n, each in matrices if any(each) and n not in frozen),
-        "agree": not profile.rolls,
-        "overlaps": profile.overlaps_data,
-        "at_once": profile.gathers_at_once,
-    }
+    x, profile = priced.case.layout, priced.profile
+    pieces, options = staged_pieces(x, priced.case.shape), profile.options
     few, joint = _representative(x, count), joint_lanes(x, priced.hardware)
-    if not traits(x.schedule).searched and x.recompute != "fit":
-        return _built(few, joint, **what)
+    if x.recompute != "fit":
+        return _built(few, pieces, options, joint)
     limit = (priced.hardware.memory - profile.context) / profile.reserve
-    what |= {"costs": priced.costs(), "sizes": priced.sizes, "limit": limit}
-    return _built.__wrapped__(few, joint, **what)
+    options = replace(options, sizes=priced.sizes, limit=limit)
+    return _built.__wrapped__(few, pieces, options, joint)
+
+
+def planned_program(priced: Priced, count: int) -> Program:
+    """The program that is simulated for a case with so many microbatches."""
+    return _program(priced, count).program
 
 
 class _Stretch(NamedTuple):

@@ -5,6 +5,7 @@ from .check import Proof, check, faults
 from .load import AttentionLoad, Load, MessageLoad, PieceCost, Product, at_rows, averaged, joined
 from .memory import Sizes
 from .ops import KINDS, Kind
+from .options import StepOptions, options_for, options_of
 from .program import Op, Program, ProgramError
 from .recorded import Recorded
 from .schedules import SCHEDULES, refuse_own, schedule
@@ -28,11 +29,14 @@ __all__ = [
     "Recorded",
     "Sizes",
     "Span",
+    "StepOptions",
     "Timeline",
     "PieceCost",
     "at_rows",
     "averaged",
     "joined",
+    "options_for",
+    "options_of",
     "build",
     "check",
     "faults",

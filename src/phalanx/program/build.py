@@ -5,48 +5,26 @@ from dataclasses import replace
 
 from ..layout import Layout
 from ..layout.choices import traits
+from ..layout.pieces import StagedPieces
 from . import passes
-from .memory import Sizes
 from .ops import BACKWARDS, COUNT, COUNT_ROUTES, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
+from .options import StepOptions
 from .program import Op, Program, ProgramError, uncollected
 from .schedules import refuse_vast, schedule
 from .search import search
 from .simulate import Costs
 
+DEFAULT = StepOptions()
+
 
 @uncollected()
-def build(
-    layout: Layout,
-    stages: Sequence[range],
-    tied: tuple[tuple[int, int], ...] = (),
-    *,
-    agree: bool = False,
-    parts: Collection[int] = (),
-    frozen: Collection[int] = (),
-    experts: Collection[int] = (),
-    whole: Collection[int] = (),
-    overlaps: bool = True,
-    at_once: bool = True,
-    costs: Costs | None = None,
-    sizes: Sizes | None = None,
-    limit: float = float("inf"),
-    held: Sequence[float] | None = None,
-) -> Program:
-    """The program of a layout. `stages` are the pieces of each virtual stage, `tied` the (piece,
-    unit) pairs that share a weight, `parts` the units whose gradients ranks of tp have parts of, `frozen`
-    those that have none, `experts` the pieces into which ranks exchange tokens, `whole` the units with
-    matrices that the optimizer needs whole; without `overlaps`, gradients that are summed once a step
-    are summed when all of it is computed; without `at_once`, weights that are gathered once a step are
-    gathered each before the next one's use. `recompute:fit` needs sizes and a limit in bytes; a searched
-    schedule orders for these costs, each rank keeping at most `held` microbatches."""
-    refuse_vast(max((stage.stop for stage in stages), default=0) * layout.microbatches)
-    if traits(layout.schedule).searched:
-        costs = costs or Costs({FORWARD: 1, INPUT_GRADIENT: 1, WEIGHT_GRADIENT: 1})
-        whole_stages = _stage_costs(costs, stages)
-        order = search(layout.pp, layout.microbatches, layout.chunks, whole_stages, held)
-    else:
-        order = schedule(layout.schedule, layout.pp, layout.microbatches, layout.chunks)
-    program = passes.expand(Program(order.rows, layout.mesh), stages, tied, frozen)
+def build(layout: Layout, pieces: StagedPieces, options: StepOptions = DEFAULT) -> Program:
+    """The program of a layout: one training step of a model with these pieces."""
+    stages, experts = pieces.stages, pieces.experts
+    refuse_vast(len(pieces) * layout.microbatches)
+    order = _order(layout, stages, options)
+    program = Program(order.rows, layout.mesh)
+    program = passes.expand(program, stages, pieces.tied, pieces.frozen)
 
     first, each = traits(layout.schedule).forward_first, layout.reduce == "micro"
     replicas = layout.shards > 1 and layout.mesh.of("dp.replicate") > 1
@@ -57,20 +35,31 @@ def build(
             program = passes.overlap(program, stages, experts, forward_first=first)
         if "activations" in layout.offload:
             program = passes.offload_activations(program)
-        program = _fed(layout, program, experts, at_once)
-        at_end = not (overlaps or each)
+        program = _fed(layout, program, experts, options.gathers_at_once)
+        at_end = not (options.overlaps or each)
         program = passes.reduce(program, each_microbatch=each, replicas=replicas, at_end=at_end)
-        program = passes.sum_parts(passes.tie(program), parts)
-        return passes.matrices(passes.finish(program, agree=agree), whole)
+        program = passes.sum_parts(passes.tie(program), pieces.partial)
+        program = passes.finish(program, agree=options.agree)
+        return passes.matrices(program, pieces.matrices if options.whole_matrices else ())
 
     if layout.recompute != "fit":
         # A compiled backward computes again by itself what its graph did not keep.
         inside = layout.compile and layout.recompute == "selective"
         mode = "none" if inside else layout.recompute
         return rest(passes.recompute(program, stages, mode, experts))
-    if sizes is None:
+    if options.sizes is None:
         raise ProgramError("recompute:fit needs the bytes that pieces keep and a memory limit.")
-    return rest(passes.recompute_to_fit(program, sizes, [limit] * len(program.rows), rest))
+    limits = [options.limit] * len(program.rows)
+    return rest(passes.recompute_to_fit(program, options.sizes, limits, rest))
+
+
+def _order(layout: Layout, stages: Sequence[range], options: StepOptions) -> Program:
+    """The schedule: the order in which virtual stages compute."""
+    if not traits(layout.schedule).searched:
+        return schedule(layout.schedule, layout.pp, layout.microbatches, layout.chunks)
+    costs = options.costs or Costs({FORWARD: 1, INPUT_GRADIENT: 1, WEIGHT_GRADIENT: 1})
+    whole_stages = _stage_costs(costs, stages)
+    return search(layout.pp, layout.microbatches, layout.chunks, whole_stages, options.held)
 
 
 def _fed(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
@@ -14,10 +13,10 @@ from ..layout import Layout, LayoutError, Shape
 from ..layout.run import Run
 from ..models.loss import CrossEntropy
 from ..parallel import Model, Precision, build_model, load_model
-from ..parallel.experts import cut_blocks, expert_pieces
-from ..parallel.local import model_stages
-from ..parallel.tensor import partial_units
-from ..program import Program, build, check
+from ..parallel.experts import cut_blocks
+from ..parallel.rows import model_pieces
+from ..program import Program, StepOptions, build, check
+from ..program.build import DEFAULT
 from ..program.memory import peaks
 
 Maker = Callable[[], Model]
@@ -55,25 +54,9 @@ def shape_of(run: Run) -> Shape:
     return run.sized(plain)
 
 
-def program_of(model: Model, layout: Layout, *, agree: bool, whole: bool = False) -> Program:
-    """The checked program of a layout for this model. `whole`: see `Optimizer`."""
-    return _checked(cut_blocks(model, layout), layout, agree=agree, whole=whole)
-
-
-def _checked(model: Model, layout: Layout, *, whole: bool, **how: Any) -> Program:
-    trained = (name for name in model.weights if whole and name not in model.frozen)
-    shapes = {name: tuple(model.weights[name].shape) for name in trained}
-    matrices = (name for name, shape in shapes.items() if model.rules.matrices(name, shape))
-    program = build(
-        layout,
-        model_stages(model, layout),
-        model.tied,
-        parts=partial_units(model, layout),
-        frozen=model.frozen_units,
-        experts=expert_pieces(model),
-        whole={model.unit_of[name] % len(model.pieces) for name in matrices},
-        **how,
-    )
+def program_of(model: Model, layout: Layout, options: StepOptions = DEFAULT) -> Program:
+    """The checked program of a layout for this model."""
+    program = build(layout, model_pieces(model, layout), options)
     check(program)
     return program
 
@@ -84,13 +67,12 @@ def fitting_program(
     batch: Mapping[str, Tensor],
     precision: Precision,
     limit: Callable[[float], float],
-    *,
-    whole: bool = False,
+    options: StepOptions = DEFAULT,
 ) -> Program:
     """The program of a `recompute:fit` layout. `limit` says how many bytes a rank may hold, given
-    what the fullest one would hold without recomputing anything. `whole`: see `Optimizer`."""
+    what the fullest one would hold without recomputing anything."""
     model = cut_blocks(make(), layout)
-    plain = program_of(model, replace(layout, recompute="none"), agree=True, whole=whole)
+    plain = program_of(model, replace(layout, recompute="none"), options)
     sizes = sizes_of(make, layout, plain, batch, precision)
     most = limit(max(peak.total for peak in peaks(plain, sizes)))
-    return _checked(model, layout, agree=True, whole=whole, sizes=sizes, limit=most)
+    return program_of(model, layout, replace(options, sizes=sizes, limit=most))

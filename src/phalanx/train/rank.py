@@ -23,7 +23,7 @@ from ..parallel.experts import cut_blocks
 from ..parallel.local import LocalModel, build_local
 from ..parallel.low_precision import matmul_named, refuse_without_kernels
 from ..plan import Machine, device_named
-from ..program import Program
+from ..program import Program, options_of
 from ..program.build import forward_only
 from ..program.memory import Sizes, peaks
 from .agreement import facts_of
@@ -104,8 +104,7 @@ class Rank:
             self.precision = replace(precision_of(layout.precision), matmul=matmul)
             refuse_bfloat16(self.precision, world.device)
             self.optimizer, fits = optimizer_of(run), layout.recompute == "fit"
-            whole = self.optimizer.whole_matrices
-            program = None if fits else program_of(self.model, layout, agree=True, whole=whole)
+            program = None if fits else program_of(self.model, layout, options_of(run))
             facts |= facts_of(run, layout, self.shape, self.model, program)
         self.program: Program = program or self._fitting_program()
         seed = run.seed if drawn and not run.hub else None
@@ -136,9 +135,9 @@ class Rank:
         group, own = self.world.split("limit", [range(self.world.size)]), self.run
         least = torch.tensor([memory_limit(own, self.world)], dtype=torch.float64).to(group.device)
         group.all_reduce(least, "min")
-        make, rows, whole = maker_of(own), self.batches.batch(0), self.optimizer.whole_matrices
+        rows, options = self.batches.batch(0), options_of(own)
         return fitting_program(
-            make, self.layout, rows, self.precision, lambda most: float(least), whole=whole
+            maker_of(own), self.layout, rows, self.precision, lambda most: float(least), options
         )
 
     # ---- data

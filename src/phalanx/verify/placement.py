@@ -30,17 +30,19 @@ from torch.utils._pytree import tree_leaves
 from ..comm import Group, TallyWorld, Work, regions
 from ..comm.settle import Call
 from ..comm.tally import Tally
-from ..layout import Layout, LayoutError, Mesh
+from ..layout import Layout, LayoutError, Mesh, StagedPieces
 from ..layout.choices import FP32
 from ..layout.mesh import Axis
 from ..models import Router
 from ..parallel import Model, Unit, microbatches, tensor, time_multiple
 from ..parallel.data import Then, storage_of
-from ..parallel.experts import SENT, Routes, cut_blocks, expert_pieces
+from ..parallel.experts import SENT, Routes, cut_blocks
 from ..parallel.kinds import alike
 from ..parallel.local import build_local
+from ..parallel.rows import model_rows
 from ..parallel.tensor import Weight
-from ..program import Op, Program, build, check, ops
+from ..program import Op, Program, StepOptions, build, check, ops
+from ..program.build import DEFAULT
 from ..train.executor import Executor
 
 
@@ -71,7 +73,9 @@ _OVERWRITES = {"copy_", "zero_", "fill_"}
 _MAKES = ("empty", "zeros", "ones", "full", "arange", "new_", "rand")
 
 
-def placement_faults(make: Callable[[], Model], layout: Layout) -> tuple[str, ...]:
+def placement_faults(
+    make: Callable[[], Model], layout: Layout, options: StepOptions = DEFAULT
+) -> tuple[str, ...]:
     """What is wrong with a layout's sums over ranks: the operation, the weight or value, the axis."""
     small = _shortened(layout)
     found: dict[str, None] = {}
@@ -83,15 +87,7 @@ def placement_faults(make: Callable[[], Model], layout: Layout) -> tuple[str, ..
             continue  # as one that is looked at, or with parts of the same weights
         few = cut_blocks(_few(make(), small), small)
         stages = _stages([name for name, _ in few.pieces], small.pp * small.chunks)
-        program = build(
-            small,
-            stages,
-            few.tied,
-            agree=True,
-            parts=tensor.partial_units(few, small),
-            frozen=few.frozen_units,
-            experts=expert_pieces(few),
-        )
+        program = build(small, StagedPieces(model_rows(few, small), stages), options)
         check(program)
         found |= dict.fromkeys(_Walk(few, small, program, rank).faults())
     return tuple(found)

@@ -18,7 +18,7 @@ from ..parallel.experts import cut_blocks
 from ..parallel.local import LocalModel, build_local
 from ..parallel.pieces import Bundle
 from ..parallel.tensor import Weight
-from ..program import Op, Program, Timeline
+from ..program import Op, Program, StepOptions, Timeline
 from ..program.build import forward_only
 from ..train.executor import Executor, Validator
 from ..train.muon import Muon
@@ -170,11 +170,11 @@ class _Tracer:
 
 def program_in(layout: Layout, model: Callable[[], Model], setting: Setting) -> Program:
     """The program of a layout for this model; `recompute:fit` that cannot be met is an error."""
-    whole = setting.optimizer.whole_matrices
+    options = StepOptions(whole_matrices=setting.optimizer.whole_matrices)
     if layout.recompute != "fit":
-        return program_of(model(), layout, agree=True, whole=whole)
+        return program_of(model(), layout, options)
     return fitting_program(
-        model, layout, setting.batches(0), setting.precision, lambda most: FIT * most, whole=whole
+        model, layout, setting.batches(0), setting.precision, lambda most: FIT * most, options
     )
 
 

@@ -1,0 +1,290 @@
+"""One row for each piece of a layout's program, with everything that a reader of a step needs to know.
+
+The rows are derived here from a `Shape`; `parallel/rows.py` derives the same rows from a model's modules
+and rule table. Nobody else asks a shape or a model for these facts.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cached_property, lru_cache
+
+from .layout import Layout
+from .rules import FEATURES, LATENT, LORA, PARTIAL, Cut
+from .shape import Shape
+from .stages import stage_pieces
+from .weights import piece_weights
+
+
+class Part(StrEnum):
+    """The part of a model's piece that a piece of the program is."""
+
+    WHOLE = "whole"
+    ROUTING = "routing"  # of a block with experts: attention, and the choice of experts
+    EXPERTS = "experts"  # the experts, applied to tokens received from other ranks
+    MERGING = "merging"  # the results, added to the residual stream
+
+
+# The parts of a block with experts, in the order of the data.
+PARTS_APART = (Part.ROUTING, Part.EXPERTS, Part.MERGING)
+_NORMS_AND_BIASES = frozenset({"head", LATENT, LORA})
+
+
+@dataclass(frozen=True)
+class WeightRow:
+    """One weight of a piece: its name in the piece, its dims by name, their lengths."""
+
+    name: str
+    dims: tuple[str, ...]
+    shape: tuple[int, ...]
+    granule: tuple[int, ...]  # of each dim: the length that is never divided, as a head's
+    trained: bool = True
+    # (rows, columns) of each matrix that an optimizer such as Muon updates whole.
+    matrices: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for length in self.shape:
+            count *= length
+        return count
+
+    @property
+    def routed(self) -> bool:
+        """True for a weight of routed experts, which ep distributes."""
+        return "experts" in self.dims
+
+    def cuts(self, layout: Layout, rank: int = 0) -> tuple[Cut, ...]:
+        """The part of each dim that a rank of tp holds, of those that share the weight's experts."""
+        at = {"tp": rank}
+        every = zip(layout.axes_of(self.dims), self.shape, self.granule, strict=True)
+        return tuple(
+            Cut.of(length, *layout.mesh.part(axes, at), granule) for axes, length, granule in every
+        )
+
+
+class Sum(StrEnum):
+    """The reason why ranks of tp add up their gradients of a weight."""
+
+    NONE = ""
+    KV = "kv"  # several ranks hold a key and value head, for other query heads each
+    NORMS = "norms"  # the weight is whole everywhere, and met other tokens or other heads
+
+
+def sum_over_tp(dims: Sequence[str], cuts: Sequence[Cut], layout: Layout) -> Sum:
+    """The gradient rule along tp: sum over the copies that did different work, over no others."""
+    if layout.tp == 1:
+        return Sum.NONE
+    if any(cut.copies > 1 for cut in cuts):
+        return Sum.KV
+    sharded = any("tp" in axes for axes in layout.axes_of(dims))
+    if sharded or PARTIAL in dims:
+        return Sum.NONE
+    if _NORMS_AND_BIASES & {*dims}:
+        # q and k norms, latents: other heads. A factor of an adapter that is whole, the other being cut.
+        return Sum.NORMS
+    return Sum.NORMS if layout.seq else Sum.NONE  # norms and row biases: other tokens under seq
+
+
+@dataclass(frozen=True)
+class PieceRow:
+    """One piece of a layout's program.
+
+    Pieces of equal `kind` do the same work on weights of the same sizes. `weights` are those of its own
+    unit; a piece also reads the units in `uses`, which belong to earlier pieces (tied embeddings).
+    `partial`: ranks of tp hold parts of some gradient sums of this unit.
+    """
+
+    piece: int  # of the model
+    part: Part
+    kind: int
+    weights: tuple[WeightRow, ...] = ()
+    uses: tuple[int, ...] = ()
+    partial: bool = False
+    frozen: bool = False
+
+    def __hash__(self) -> int:
+        # Without the weights: rows are keys of caches, and equal kinds have equal weights.
+        return hash((self.piece, self.part, self.kind, self.partial, self.frozen))
+
+    @property
+    def receives_tokens(self) -> bool:
+        """True for a piece into which tokens travel from other ranks."""
+        return self.part is Part.EXPERTS
+
+    @property
+    def has_matrices(self) -> bool:
+        """True if an optimizer such as Muon updates a matrix of this unit whole."""
+        return any(weight.trained and weight.matrices for weight in self.weights)
+
+    @property
+    def numel(self) -> int:
+        """Parameters of the piece's own unit."""
+        return sum(weight.numel for weight in self.weights)
+
+    @property
+    def routed_numel(self) -> int:
+        """Those of them that are in routed experts."""
+        return sum(weight.numel for weight in self.weights if weight.routed)
+
+
+@dataclass(frozen=True)
+class StagedPieces:
+    """The pieces of a layout's program, and the run of them that each virtual stage holds."""
+
+    rows: tuple[PieceRow, ...]
+    stages: tuple[range, ...]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def _numbers(self, chosen: Iterable[bool]) -> tuple[int, ...]:
+        return tuple(number for number, yes in enumerate(chosen) if yes)
+
+    @cached_property
+    def tied(self) -> tuple[tuple[int, int], ...]:
+        """(piece, unit): the piece also uses a weight of an earlier piece's unit."""
+        return tuple((number, unit) for number, row in enumerate(self.rows) for unit in row.uses)
+
+    @cached_property
+    def frozen(self) -> tuple[int, ...]:
+        return self._numbers(row.frozen for row in self.rows)
+
+    @cached_property
+    def partial(self) -> tuple[int, ...]:
+        return self._numbers(row.partial for row in self.rows)
+
+    @cached_property
+    def experts(self) -> tuple[int, ...]:
+        """The pieces into which tokens come from other ranks."""
+        return self._numbers(row.receives_tokens for row in self.rows)
+
+    @cached_property
+    def matrices(self) -> tuple[int, ...]:
+        """The units with matrices that an optimizer may need whole."""
+        return self._numbers(row.has_matrices for row in self.rows)
+
+
+def plain_pieces(
+    stages: Sequence[range],
+    *,
+    tied: Sequence[tuple[int, int]] = (),
+    frozen: Sequence[int] = (),
+    experts: Sequence[int] = (),
+    partial: Sequence[int] = (),
+) -> StagedPieces:
+    """Equal pieces of which only their numbers matter: those of a schedule without a model."""
+    rows = tuple(
+        PieceRow(
+            number,
+            Part.EXPERTS if number in experts else Part.WHOLE,
+            0,
+            uses=tuple(unit for piece, unit in tied if piece == number),
+            partial=number in partial,
+            frozen=number in frozen,
+        )
+        for number in range(max((stage.stop for stage in stages), default=0))
+    )
+    return StagedPieces(rows, tuple(stages))
+
+
+def row_of(piece: int, part: Part, kind: int, weights: Sequence[WeightRow]) -> PieceRow:
+    """The row of a piece whose weights are known. A merging part has a unit even without a weight."""
+    trains = any(weight.trained for weight in weights)
+    has_unit = bool(weights) or part is Part.MERGING
+    return PieceRow(piece, part, kind, tuple(weights), frozen=has_unit and not trains)
+
+
+def in_layout(row: PieceRow, layout: Layout) -> PieceRow:
+    """The row with what depends on how the layout cuts its weights."""
+    sums = (sum_over_tp(w.dims, w.cuts(layout), layout) for w in row.weights if w.trained)
+    return replace(row, partial=True) if layout.tp > 1 and any(sums) else row
+
+
+@lru_cache(maxsize=512)
+def staged_pieces(layout: Layout, shape: Shape) -> StagedPieces:
+    """The pieces of a layout's program for a model of this shape."""
+    rows = _rows(shape, layout.experts_apart)
+    cut = {row.kind: in_layout(row, layout).partial for row in rows} if layout.tp > 1 else {}
+    chosen = (replace(row, partial=True) if cut.get(row.kind) else row for row in rows)
+    return StagedPieces(tuple(chosen), stage_pieces(layout, shape))
+
+
+def parts_of_pieces(shape: Shape, apart: bool) -> tuple[tuple[int, Part], ...]:
+    """For each piece of a program the shape's piece, and the part of it that it is: where experts are
+    `apart`, a block that has some is three pieces, between which tokens travel."""
+    every = range(shape.pieces)
+    parts = {p: PARTS_APART if apart and shape.sparse(p) else (Part.WHOLE,) for p in every}
+    return tuple((piece, part) for piece in every for part in parts[piece])
+
+
+@lru_cache(maxsize=64)
+def _rows(shape: Shape, apart: bool) -> tuple[PieceRow, ...]:
+    kinds: dict[tuple[object, ...], PieceRow] = {}
+    rows = []
+    for piece, part in parts_of_pieces(shape, apart):
+        weights = _weights_of(shape, piece, part)
+        key = _kind(shape, piece, part, frozen=not any(weight.trained for weight in weights))
+        if key not in kinds:
+            kinds[key] = row_of(piece, part, len(kinds), weights)
+        uses = (0,) if shape.tied and piece == shape.pieces - 1 else ()
+        rows.append(replace(kinds[key], piece=piece, uses=uses))
+    return tuple(rows)
+
+
+def _kind(shape: Shape, piece: int, part: Part, *, frozen: bool) -> tuple[object, ...]:
+    """Everything in which the pieces of one shape can differ."""
+    if not 0 < piece <= shape.layers:
+        return (piece,)
+    if part in (Part.EXPERTS, Part.MERGING):  # without attention
+        return part, frozen
+    return part, frozen, shape.sparse(piece), shape.window(piece)
+
+
+# ---- the weights of the built-in models
+
+
+def _weights_of(shape: Shape, piece: int, part: Part) -> tuple[WeightRow, ...]:
+    weights = _weights(shape, piece)
+    if part is Part.WHOLE:
+        return weights
+    return tuple(weight for weight in weights if _part_of(weight.name) is part)
+
+
+def _part_of(name: str) -> Part:
+    """The part of a block with experts that holds a weight."""
+    if name.startswith("mlp.routed."):
+        return Part.EXPERTS
+    return Part.MERGING if name.startswith("mlp_post_norm.") else Part.ROUTING
+
+
+def _weights(shape: Shape, piece: int) -> tuple[WeightRow, ...]:
+    """The weights of a shape's piece. A tied output weight is the embedding's."""
+    counts = {} if shape.kind == "mlp" else {"heads": shape.heads, "kv": shape.kv_heads}
+    return tuple(
+        WeightRow(
+            name,
+            dims,
+            lengths,
+            granules(dims, lengths, counts),
+            trained=".lora." in name if shape.lora_r else piece not in shape.frozen,
+            matrices=_matrices(dims, lengths),
+        )
+        for name, dims, lengths in piece_weights(shape, piece)
+    )
+
+
+def granules(
+    dims: Sequence[str], lengths: Sequence[int], counts: Mapping[str, int]
+) -> tuple[int, ...]:
+    """Of each dim the length that is never divided; `counts` says how many whole units a dim has."""
+    every = zip(dims, lengths, strict=True)
+    return tuple(max(1, length // counts.get(dim, length)) for dim, length in every)
+
+
+def _matrices(dims: Sequence[str], lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """A weight between two features is a matrix; one of experts is a matrix for each."""
+    if len(dims) < 2 or not {*dims[-2:]} <= {*FEATURES} or dims[:-2] not in ((), ("experts",)):
+        return ()
+    count = lengths[0] if len(dims) > 2 else 1
+    return ((lengths[-2], lengths[-1]),) * count

@@ -1,0 +1,44 @@
+"""The choices of a step that neither its layout nor its model makes: those of its run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..layout import Run
+from ..layout.choices import OPTIMIZERS
+from .memory import Sizes
+from .simulate import Costs
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """How a step updates, and what its schedule and its recomputation are chosen by.
+
+    `whole_matrices`: the optimizer updates whole matrices, as Muon does. `agree`: all ranks agree on the
+    gradient norm, and that it is finite, before any update; every run does, with or without clipping and
+    loss scaling. Without `overlaps`, gradients that are summed once a step are summed when the rank has
+    computed all of it; without `gathers_at_once`, weights that are gathered once a step are gathered
+    each before the next one's use.
+
+    A searched schedule is the best for these `costs`, where each rank keeps at most `held` microbatches;
+    runs search with equal costs. `recompute:fit` needs `sizes` and a `limit` in bytes.
+    """
+
+    whole_matrices: bool = False
+    agree: bool = True
+    overlaps: bool = True
+    gathers_at_once: bool = True
+    costs: Costs | None = None
+    held: tuple[float, ...] | None = None
+    sizes: Sizes | None = None
+    limit: float = float("inf")
+
+
+def options_for(optimizer: str) -> StepOptions:
+    """The options of a run with the optimizer of that name."""
+    return StepOptions(whole_matrices=OPTIMIZERS[optimizer].whole_matrices)
+
+
+def options_of(run: Run) -> StepOptions:
+    """The options of a run: the only place where a run's keys become choices of its step."""
+    return options_for(run.optimizer.name)
