@@ -64,7 +64,7 @@ def _variants() -> Iterator[Shape]:
         yield replace(shape, lora_r=2)
         yield replace(shape, lora_r=2, lora_targets=("wo",))
         yield replace(shape, windows=(4, 0))
-        yield replace(shape, windows=(0, 4, 4))
+        yield replace(shape, windows=(0, 4, 4)[: shape.layers])
         yield replace(shape, tied=not shape.tied)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from phalanx.comm import Group, Work, regions
+from phalanx.layout import pieces
 from phalanx.layout.rules import Cut
 from phalanx.parallel import Unit, count_valid, local, tensor
 from phalanx.parallel.data import BufferPool, Segment, Then
@@ -63,8 +64,10 @@ def _() -> AbstractContextManager[None]:
 
 
 def _adds(wrong: Callable[[str, tuple[str, ...]], str]) -> AbstractContextManager[None]:
-    right = tensor._adds
-    return swapped(tensor, "_adds", lambda dims, cuts, x: wrong(right(dims, cuts, x), tuple(dims)))
+    right = pieces.sum_over_tp
+    return swapped(
+        pieces, "sum_over_tp", lambda dims, cuts, x: wrong(right(dims, cuts, x), tuple(dims))
+    )
 
 
 @fault("seq: norm gradients are not summed over tp", "gqa", "tp2 seq", "gradient of head.norm")

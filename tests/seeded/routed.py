@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.comm import Work
-from phalanx.layout import Mesh
+from phalanx.layout import Mesh, pieces
 from phalanx.models import ExpertMlps, Router
 from phalanx.models.experts import _Counted
-from phalanx.parallel import Unit, batch, experts, groups, local, tensor
+from phalanx.parallel import Unit, batch, experts, groups, local
 from phalanx.parallel.groups import UnitAxes
 from phalanx.parallel.tensor import Weight, _Installer
 from phalanx.train import executor
@@ -119,12 +119,12 @@ def _() -> Iterator[None]:
 
 @fault("seq: counts of the ranks of tp are not summed", "experts", "tp2 seq", BIAS)
 def _() -> AbstractContextManager[None]:
-    right = tensor._adds
+    right = pieces.sum_over_tp
 
     def adds(dims: Any, *rest: Any) -> str:
         return "" if dims == ("-",) else right(dims, *rest)
 
-    return swapped(tensor, "_adds", adds)
+    return swapped(pieces, "sum_over_tp", adds)
 
 
 @fault("experts: padding is counted", "experts", "cp2", BIAS)
@@ -167,12 +167,12 @@ def _() -> AbstractContextManager[None]:
 
 @fault("tp: gradients of latents are those of a rank's heads", "latent", "tp2", "attn.kv_a_norm")
 def _() -> AbstractContextManager[None]:
-    right = tensor._adds
+    right = pieces.sum_over_tp
 
     def adds(dims: Any, *rest: Any) -> str:
         return "" if "latent" in dims else right(dims, *rest)
 
-    return swapped(tensor, "_adds", adds)
+    return swapped(pieces, "sum_over_tp", adds)
 
 
 def _sums(wrong: int) -> AbstractContextManager[None]:

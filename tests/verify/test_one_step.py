@@ -25,9 +25,8 @@ from phalanx.plan.local import profile_for
 from phalanx.plan.price import Priced
 from phalanx.plan.step import case_of, planned_program
 from phalanx.program import Op, options_of
-from phalanx.train.optimizer import optimizer_of
 from phalanx.train.program import program_of
-from phalanx.train.rank import Rank
+from phalanx.train.rank import Rank, optimizer_of
 from phalanx.verify import SHAPES, covering, every_layout
 from phalanx.verify.verify import OPTIMIZERS as COMPARED_OPTIMIZERS
 

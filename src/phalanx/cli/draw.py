@@ -5,7 +5,7 @@ WHAT is one of
   a schedule       {schedules},
                    or your own as file.py:function
   a layout         "dp2 pp2 zero3 1f1b:4", with --model
-  RUN.toml         a run file, and key=value, as `phalanx train` takes them: the step of that run
+  RUN.toml         a run file, and key=value, as `phalanx train` takes them
   program FILE     a program saved with --out step.txt, perhaps edited
   run FILE         a step that ran, over its prediction: phalanx draw run --help
   mesh LAYOUT      coordinates and groups of ranks: phalanx draw mesh --help

@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from ..layout.run import Adopt, Run
 from .usage import UsageError
 
-# A key of a run file. Layouts have `=` only behind a colon: recompute:every=2.
-_KEY = re.compile(r"[a-z_]+(\.[a-z_]+)*=")
+# The keys of a run file. Layouts have `=` only behind a colon: recompute:every=2.
+_KEYS = "|".join(field.name for field in fields(Run))
+_KEY = re.compile(rf"({_KEYS})(\.[a-z_]+)*=")
 
 
 def load_run(words: Sequence[str], adopt: Adopt | None = None) -> Run:

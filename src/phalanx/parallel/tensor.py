@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..comm import Group, regions
-from ..layout import Layout, LayoutError
-from ..layout.pieces import Sum, sum_over_tp
+from ..layout import Layout, LayoutError, pieces
 from ..layout.rules import AXIS_OF, LORA, Cut
 from ..models import Dropout, ExpertMlps, LoraLinear, Merge, RMSNorm, Router, Spread, token_loss
 from .groups import Groups
@@ -97,9 +96,9 @@ def cut_weights(model: Model, layout: Layout, at: Mapping[str, int]) -> dict[str
         shape = tuple(parameter.shape)
         dims = model.rules.dims(name, len(shape))
         cuts = cut_of(model, layout, name, shape, at)
-        adds = sum_over_tp(dims, cuts, layout)
+        adds = pieces.sum_over_tp(dims, cuts, layout)
         shared = max((cut.copies for cut in cuts), default=1)  # a scalar has no dim to cut
-        copies = shared if adds is Sum.KV else layout.tp
+        copies = shared if adds == pieces.Sum.KV else layout.tp
         over_tp = tuple("tp" in axes for axes in layout.axes_of(dims))
         counted = tp % copies == 0 if adds or not any(over_tp) else True
         rate, frozen = model.rates.get(name, 0.0), name in model.frozen
