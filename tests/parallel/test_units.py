@@ -128,8 +128,9 @@ def test_cut_weights_tile_the_whole_of_every_weight() -> None:
 
 def of_shared_memory(world: World, text: str) -> list[bool]:
     layout, model = Layout.parse(text), build_model(GQA)
-    held = build_local(world, layout, model, program_of(model, layout))
-    performer = Executor(held, program_of(model, layout), world.rank, AdamW())
+    program = program_of(model, layout)
+    held = build_local(world, layout, model, program)
+    performer = Executor(held, program, world.rank, AdamW())
     performer.step(
         microbatches(batch_of(GQA, 0, dtype=torch.float32), layout, held.coordinates["dp"]), 1e-3
     )
