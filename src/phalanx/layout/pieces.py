@@ -16,7 +16,7 @@ from .stages import stage_pieces
 from .weights import piece_weights
 
 
-class Part(StrEnum):
+class BlockPart(StrEnum):
     """The part of a model's piece that a piece of the program is."""
 
     WHOLE = "whole"
@@ -26,7 +26,7 @@ class Part(StrEnum):
 
 
 # The parts of a block with experts, in the order of the data.
-PARTS_APART = (Part.ROUTING, Part.EXPERTS, Part.MERGING)
+PARTS_APART = (BlockPart.ROUTING, BlockPart.EXPERTS, BlockPart.MERGING)
 _NORMS_AND_BIASES = frozenset({"head", LATENT, LORA})
 
 
@@ -96,7 +96,7 @@ class PieceRow:
     """
 
     piece: int  # of the model
-    part: Part
+    part: BlockPart
     kind: int
     weights: tuple[WeightRow, ...] = ()
     uses: tuple[int, ...] = ()
@@ -110,7 +110,7 @@ class PieceRow:
     @property
     def receives_tokens(self) -> bool:
         """True for a piece into which tokens travel from other ranks."""
-        return self.part is Part.EXPERTS
+        return self.part is BlockPart.EXPERTS
 
     @property
     def has_matrices(self) -> bool:
@@ -177,7 +177,7 @@ def plain_pieces(
     rows = tuple(
         PieceRow(
             number,
-            Part.EXPERTS if number in experts else Part.WHOLE,
+            BlockPart.EXPERTS if number in experts else BlockPart.WHOLE,
             0,
             uses=tuple(unit for piece, unit in tied if piece == number),
             partial=number in partial,
@@ -188,10 +188,10 @@ def plain_pieces(
     return StagedPieces(rows, tuple(stages))
 
 
-def row_of(piece: int, part: Part, kind: int, weights: Sequence[WeightRow]) -> PieceRow:
+def row_of(piece: int, part: BlockPart, kind: int, weights: Sequence[WeightRow]) -> PieceRow:
     """The row of a piece whose weights are known. A merging part has a unit even without a weight."""
     trains = any(weight.trained for weight in weights)
-    has_unit = bool(weights) or part is Part.MERGING
+    has_unit = bool(weights) or part is BlockPart.MERGING
     return PieceRow(piece, part, kind, tuple(weights), frozen=has_unit and not trains)
 
 
@@ -210,11 +210,11 @@ def staged_pieces(layout: Layout, shape: Shape) -> StagedPieces:
     return StagedPieces(tuple(chosen), stage_pieces(layout, shape))
 
 
-def parts_of_pieces(shape: Shape, apart: bool) -> tuple[tuple[int, Part], ...]:
+def parts_of_pieces(shape: Shape, apart: bool) -> tuple[tuple[int, BlockPart], ...]:
     """For each piece of a program the shape's piece, and the part of it that it is: where experts are
     `apart`, a block that has some is three pieces, between which tokens travel."""
     every = range(shape.pieces)
-    parts = {p: PARTS_APART if apart and shape.sparse(p) else (Part.WHOLE,) for p in every}
+    parts = {p: PARTS_APART if apart and shape.sparse(p) else (BlockPart.WHOLE,) for p in every}
     return tuple((piece, part) for piece in every for part in parts[piece])
 
 
@@ -232,11 +232,11 @@ def _rows(shape: Shape, apart: bool) -> tuple[PieceRow, ...]:
     return tuple(rows)
 
 
-def _kind(shape: Shape, piece: int, part: Part, *, frozen: bool) -> tuple[object, ...]:
+def _kind(shape: Shape, piece: int, part: BlockPart, *, frozen: bool) -> tuple[object, ...]:
     """Everything in which the pieces of one shape can differ."""
     if not 0 < piece <= shape.layers:
         return (piece,)
-    if part in (Part.EXPERTS, Part.MERGING):  # without attention
+    if part in (BlockPart.EXPERTS, BlockPart.MERGING):  # without attention
         return part, frozen
     return part, frozen, shape.sparse(piece), shape.window(piece)
 
@@ -244,18 +244,18 @@ def _kind(shape: Shape, piece: int, part: Part, *, frozen: bool) -> tuple[object
 # ---- the weights of the built-in models
 
 
-def _weights_of(shape: Shape, piece: int, part: Part) -> tuple[WeightRow, ...]:
+def _weights_of(shape: Shape, piece: int, part: BlockPart) -> tuple[WeightRow, ...]:
     weights = _weights(shape, piece)
-    if part is Part.WHOLE:
+    if part is BlockPart.WHOLE:
         return weights
     return tuple(weight for weight in weights if _part_of(weight.name) is part)
 
 
-def _part_of(name: str) -> Part:
+def _part_of(name: str) -> BlockPart:
     """The part of a block with experts that holds a weight."""
     if name.startswith("mlp.routed."):
-        return Part.EXPERTS
-    return Part.MERGING if name.startswith("mlp_post_norm.") else Part.ROUTING
+        return BlockPart.EXPERTS
+    return BlockPart.MERGING if name.startswith("mlp_post_norm.") else BlockPart.ROUTING
 
 
 def _weights(shape: Shape, piece: int) -> tuple[WeightRow, ...]:

@@ -11,7 +11,7 @@ from torch import nn
 from ..layout import Layout
 from ..layout.pieces import (
     PARTS_APART,
-    Part,
+    BlockPart,
     PieceRow,
     StagedPieces,
     WeightRow,
@@ -25,7 +25,7 @@ from .kinds import alike
 from .local import model_stages
 from .model import Model
 
-_PARTS: dict[type[nn.Module], Part] = dict(
+_PARTS: dict[type[nn.Module], BlockPart] = dict(
     zip((RoutingPart, ExpertsPart, MergingPart), PARTS_APART, strict=True)
 )
 
@@ -45,8 +45,8 @@ def model_rows(model: Model, layout: Layout) -> tuple[PieceRow, ...]:
     rows = []
     piece = -1
     for number, ((_, module), kind) in enumerate(zip(model.pieces, alike(model), strict=True)):
-        part = _PARTS.get(type(module), Part.WHOLE)
-        piece += part in (Part.WHOLE, Part.ROUTING)
+        part = _PARTS.get(type(module), BlockPart.WHOLE)
+        piece += part in (BlockPart.WHOLE, BlockPart.ROUTING)
         row = row_of(piece, part, kind, weights[number])
         rows.append(replace(in_layout(row, layout), uses=tuple(uses[number])))
     return tuple(rows)
