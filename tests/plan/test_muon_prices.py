@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,11 +21,18 @@ from phalanx.parallel.local import build_local
 from phalanx.plan import cluster
 from phalanx.plan.hardware import hardware_of
 from phalanx.plan.local import profile_for
-from phalanx.plan.matrices import matrix_bytes, matrix_times, newton_schulz, program_matrices
+from phalanx.plan.matrices import (
+    MatrixTimes,
+    matrix_bytes,
+    matrix_times,
+    newton_schulz,
+    program_matrices,
+)
 from phalanx.plan.profile import profile
 from phalanx.plan.step import Pricer
 from phalanx.program import StepOptions
 from phalanx.program.memory import Sizes, peaks
+from phalanx.program.ops import TO_OWNERS
 from phalanx.train.muon import Muon, MuonUpdate
 from phalanx.train.program import program_of
 from phalanx.verify import SHAPES
@@ -34,6 +42,7 @@ from phalanx.verify import SHAPES
 def test_a_shape_knows_the_matrices_of_its_models_blocks(name: str) -> None:
     shape = SHAPES[name]
     model = build_model(shape)
+    each = program_matrices(shape, Layout())
     for piece in range(1, shape.layers + 1):
         found = [
             tuple(sorted((r.stop - r.start, c.stop - c.start)))
@@ -42,8 +51,24 @@ def test_a_shape_knows_the_matrices_of_its_models_blocks(name: str) -> None:
             for r, c in model.rules.matrices(n, tuple(w.shape))
             for _ in range(w.shape[0] if w.dim() == 3 else 1)
         ]
-        dense, routed = shape.matrices(piece)
+        dense, routed = each[piece]
         assert sorted(tuple(sorted(sides)) for sides in dense + routed) == sorted(found)
+
+
+@pytest.mark.parametrize("trained", [{"lora_r": 2}, {"freeze": ("layers.1",)}])
+def test_weights_that_are_not_trained_have_no_owners(trained: dict[str, Any]) -> None:
+    """With LoRA Muon updates no matrix at all, and of frozen blocks none."""
+    shape = replace(SHAPES["gqa"], **trained)
+    layout = Layout.parse("dp2 zero1 bf16")
+    hardware = hardware_of(cluster("h100x8"))
+    matrices = program_matrices(shape, layout)
+    model = build_model(shape)
+    program = program_of(model, layout, StepOptions(whole_matrices=True))
+    exchanged = {op.piece for row in program.rows for op in row if op.kind == TO_OWNERS}
+    assert exchanged == {n for n, each in enumerate(matrices) if any(each)}
+    assert 2 not in exchanged
+    assert matrix_times(matrices[2], layout, hardware) == MatrixTimes()
+    assert matrix_bytes(matrices[2], layout, 2.0) == 0
 
 
 def held(world: World, layout: Layout) -> list[tuple[int, int]]:
@@ -104,7 +129,7 @@ def test_newton_schulz_is_counted_in_flops_and_bytes(capsys: pytest.CaptureFixtu
 
     # A block of this MLP is a square matrix, so that each of 15 products has 1,024^3 multiply-adds.
     mlp = Shape.load("mlp")
-    assert mlp.matrices(1)[0] == [(1024, 1024)]
+    assert program_matrices(mlp, Layout())[1][0] == ((1024, 1024),)
     each = 2 * 15 * 1024**3
     words = ["--model", "mlp", "--optimizer", "muon", "--json"]
     assert main(["cost", *words]) == 0

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import cycle, product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,10 +25,10 @@ from phalanx.plan.link import cluster
 from phalanx.plan.local import profile_for
 from phalanx.plan.price import Priced
 from phalanx.plan.step import case_of, planned_program
-from phalanx.program import Op, options_of
+from phalanx.program import Op, Program, build, options_of
 from phalanx.train.program import program_of
 from phalanx.train.rank import Rank, optimizer_of
-from phalanx.verify import SHAPES, covering, every_layout
+from phalanx.verify import SHAPES, covering, every_layout, placement
 from phalanx.verify.verify import OPTIMIZERS as COMPARED_OPTIMIZERS
 
 Capture = pytest.CaptureFixture[str]
@@ -165,3 +166,27 @@ def test_a_layout_beside_a_run_file_and_an_automatic_layout_are_refused(
         assert "run file" in capsys.readouterr().err
     assert main(["draw", "dp2", "--model", "tiny", "--layout", "dp4"]) == 2
     assert "--layout goes with a run file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "text", ["dp2 tp2 seq zero1", "dp2 pp2 zero3 1f1b:4", "ep2 tp2 seq accum:2"]
+)
+def test_sums_are_proved_of_the_operations_of_the_run(
+    text: str, optimizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The proof looks at fewer pieces and ranks, so kinds of operations are compared."""
+    step = step_of_layout(text, _EXPERTS if "ep2" in text else _DENSE, optimizer=optimizer)
+    built: list[Program] = []
+
+    def recorded(*arguments: Any) -> Program:
+        built.append(build(*arguments))
+        return built[-1]
+
+    monkeypatch.setattr(placement, "build", recorded)
+    make = partial(build_model, step.shape)
+    assert placement.placement_faults(make, step.layout, step.options) == ()
+    ran = {op.kind for row in _ran(step, optimizer, 1.0) for op in row}
+    assert built
+    for program in built:
+        assert {op.kind for row in program.rows for op in row} == ran

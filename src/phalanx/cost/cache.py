@@ -43,7 +43,7 @@ _LOG = logging.getLogger(__name__)
 _FORMAT = 2
 _MANY = 16  # rows: a microbatch is seldom larger
 _SOURCE = Path(__file__).parents[1]
-_FILES = "comm/regions.py comm/tally.py layout/rules.py program/load.py"
+_FILES = "comm/regions.py comm/tally.py layout/pieces.py layout/rules.py program/load.py"
 _RUN = ("models/*.py", "parallel/*.py", "cost/*.py", *_FILES.split())
 
 Kinds = tuple[Callable[[float], PieceCost], ...]

@@ -338,18 +338,6 @@ class Shape:
             ("down", width, self.hidden, count),
         ]
 
-    def matrices(self, piece: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Features in and out of a block's matrices (`Rules.matrices`), and of all its routed experts'.
-        Experts that are shared are one as wide as all."""
-        products = [(name, a, b) for name, a, b, _ in self.products(piece) if name != "router"]
-        if not self.sparse(piece):
-            return [(a, b) for _, a, b in products], []
-        of_experts = [p for p in products if p[0] in ("gate", "up", "down")]
-        dense = [(a, b) for name, a, b in products if (name, a, b) not in of_experts]
-        if many := self.shared_experts:
-            dense += [(a * many, b) if n == "down" else (a, b * many) for n, a, b in of_experts]
-        return dense, [(a, b) for _, a, b in of_experts] * self.experts
-
     def cost(self, piece: int) -> int:
         """Forward work of a piece for one sequence, in multiply-adds: what stages are balanced by. A
         lookup is nothing, the head multiplies by the whole vocabulary, attention counts causal."""

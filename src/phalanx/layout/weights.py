@@ -23,7 +23,7 @@ def _weight(name: str, dims: str, *lengths: int) -> Lengths:
 
 
 def piece_weights(shape: Shape, piece: int) -> Iterator[Lengths]:
-    """The weights of one piece, in the order in which its modules hold them."""
+    """The weights of one piece, in the order in which they are used."""
     if shape.kind == "mlp":
         if 0 < piece <= shape.layers:
             yield _weight("weight", "embed ffn", shape.hidden, shape.hidden)
@@ -78,7 +78,6 @@ def _output(shape: Shape) -> Iterator[Lengths]:
 def _attention(shape: Shape) -> Iterator[Lengths]:
     hidden, head = shape.hidden, shape.head_dim
     wide, narrow = shape.heads * head, shape.kv_heads * head
-    yield from _output(shape)
     bias = shape.bias != "none"
     yield from _linear("attn.wq", hidden, wide, "heads embed", bias=bias)
     yield from _linear("attn.wk", hidden, narrow, "kv embed", bias=bias)
@@ -89,12 +88,12 @@ def _attention(shape: Shape) -> Iterator[Lengths]:
     elif shape.qk_norm:
         yield _weight("attn.q_norm.weight", "head", head)
         yield _weight("attn.k_norm.weight", "head", head)
+    yield from _output(shape)
 
 
 def _latent_attention(shape: Shape) -> Iterator[Lengths]:
     """Latent attention: queries, keys and values are made of narrow vectors (DeepSeek-V2 2024)."""
     hidden, latent, wide = shape.hidden, shape.kv_latent, shape.heads * shape.head_dim
-    yield from _output(shape)
     if shape.q_latent:
         yield _weight("attn.wq_a.weight", "latent embed", shape.q_latent, hidden)
         yield _weight("attn.q_a_norm.weight", "latent", shape.q_latent)
@@ -105,6 +104,7 @@ def _latent_attention(shape: Shape) -> Iterator[Lengths]:
     yield _weight("attn.kv_a_norm.weight", "latent", latent)
     both = shape.heads * (shape.head_dim - shape.turned + shape.valued)
     yield _weight("attn.wkv_b.weight", "heads latent", both, latent)
+    yield from _output(shape)
 
 
 def _mlp(shape: Shape, name: str, width: int) -> Iterator[Lengths]:

@@ -24,7 +24,6 @@ from ..models import (
     Decoder,
     DecoderSizes,
     DeepMlp,
-    MergingPart,
     RopeScaling,
     adapt,
     decoder,
@@ -102,15 +101,6 @@ class Model:
     def frozen(self) -> frozenset[str]:
         """The names of the weights that are not trained."""
         return frozenset(name for name, p in self.weights.items() if not p.requires_grad)
-
-    @cached_property
-    def frozen_units(self) -> tuple[int, ...]:
-        """The pieces of whose units no weight is trained; of a block, also a part that has none."""
-        count = len(self.pieces)
-        units = {name: unit % count for name, unit in self.unit_of.items()}
-        trained = {unit for name, unit in units.items() if name not in self.frozen}
-        parts = {n for n, (_, piece) in enumerate(self.pieces) if isinstance(piece, MergingPart)}
-        return tuple(sorted({*units.values(), *parts} - trained))
 
     @cached_property
     def unit_of(self) -> dict[str, int]:

@@ -4,10 +4,9 @@ ways of matrices there and back. In seconds of some hardware, and in FLOPs and b
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ..layout import Layout, Shape
+from ..layout import Layout, PieceRow, Shape, staged_pieces
 from ..layout.choices import BF16, DTYPES
 from ..layout.matrices import STEPS, dealt, orthogonal_products, orthogonal_work
-from ..layout.stages import program_pieces
 from ..program import Product
 from .hardware import Hardware
 
@@ -25,16 +24,21 @@ Matrices = tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]
 
 
 def program_matrices(shape: Shape, x: Layout) -> list[Matrices]:
-    """Of each piece of a layout's program. Of a block that ep cuts into three the first has what is
-    dense, the second its experts."""
-    pieces = program_pieces(x, shape)
-    cut = {piece for piece, part in pieces if part}
-    found: list[Matrices] = []
-    for piece, part in pieces:
-        dense, routed = shape.matrices(piece) if 0 < piece <= shape.layers else ([], [])
-        first, second = (part == 0, part == 1) if piece in cut else (True, True)
-        found.append((tuple(dense) * first, tuple(routed) * second))
-    return found
+    """The trained matrices of each piece of a layout's program."""
+    return [row_matrices(row) for row in staged_pieces(x, shape).rows]
+
+
+def row_matrices(row: PieceRow) -> Matrices:
+    """Features in and out of the matrices of a piece that are trained: dense ones, and those of experts."""
+    trained = [weight for weight in row.weights if weight.trained]
+    dense = (sides for weight in trained if not weight.routed for sides in weight.matrices)
+    # Experts one after the other, each with all of its matrices: an owner has whole experts.
+    every = (weight.matrices for weight in trained if weight.routed and weight.matrices)
+    routed = zip(*every, strict=True)
+    return (
+        tuple((into, out) for out, into in dense),
+        tuple((into, out) for expert in routed for out, into in expert),
+    )
 
 
 def _groups(matrices: Matrices, x: Layout) -> list[tuple[tuple[tuple[int, int], ...], int, int]]:

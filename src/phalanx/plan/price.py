@@ -487,8 +487,11 @@ class Priced:
             return 0.0
         if ends or not (x.matmul and MATMULS[x.matmul].square):
             return 0.0
-        dense, _ = self.case.shape.matrices(self.case.shape.layers)
-        return min(sum(a * b for a, b in dense) / x.tp, cost.weights - cost.experts)
+        shape = self.case.shape
+        last = (row for row in staged_pieces(x, shape).rows if row.piece == shape.layers)
+        dense = (weight for row in last for weight in row.weights if not weight.routed)
+        sides = (each for weight in dense for each in weight.matrices)
+        return min(sum(a * b for a, b in sides) / x.tp, cost.weights - cost.experts)
 
     def costs(self, slower: float = 1.0) -> Costs:
         """Seconds of every operation, where computing is so much slower."""
