@@ -92,18 +92,24 @@ def test_the_end_of_a_process_waits_only_as_long_as_something_moves() -> None:
     assert outlet.flush(grace=0.01) == 3
     assert outlet.flush(grace=60.0, longest=0.01) == 3
     reader.reads.set()
+    while not outlet.idle:
+        pass
     assert outlet.flush() == 0
     assert reader.lines == ["one", "two", "three"]
 
 
-def test_a_reader_that_was_waited_for_in_vain_is_not_waited_for_again() -> None:
+def test_a_reader_that_was_waited_for_in_vain_is_not_waited_for_as_long_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     reader, outlet = _paused()
     outlet.put("one\n")
     reader.begun.wait()
     assert outlet.flush(grace=0.01) == 1
     outlet.put("two\n")
     assert outlet.flush(grace=1e9, longest=1e9) == 2
-    reader.reads.set()
+    monkeypatch.setattr(output, "AGAIN", 1e9)
+    threading.Timer(0.0, reader.reads.set).start()
+    assert outlet.flush(grace=1e9, longest=1e9) == 0  # it has come back
     while not outlet.idle:
         pass
     outlet.put("three\n")

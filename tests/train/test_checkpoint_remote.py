@@ -483,16 +483,27 @@ class Hanging(LocalFileSystem):
         return super().open(path, mode, **words)
 
 fsspec.register_implementation("hanging", Hanging)
+EARLY
 sys.exit(main(sys.argv[1:]))
+"""
+# Ctrl-C after the last step, and before the wait for the upload begins.
+EARLY = """
+import signal
+from phalanx.train.loop import _Loop
+waits = _Loop._end_uploads
+def early(self):
+    signal.raise_signal(signal.SIGINT)
+    return waits(self)
+_Loop._end_uploads = early
 """
 
 
-@pytest.mark.parametrize("layout", ["", "dp2"])
+@pytest.mark.parametrize(("layout", "early"), [("", ""), ("dp2", ""), ("", EARLY)])
 def test_a_process_ends_though_an_upload_hangs_and_ctrl_c_ends_the_wait(
-    layout: str, tmp_path: Path
+    layout: str, early: str, tmp_path: Path
 ) -> None:
     program, out = tmp_path / "hanging.py", tmp_path / "run"
-    program.write_text(HANGING)
+    program.write_text(HANGING.replace("EARLY", early))
     words = [
         "train", f"out={out}", f"checkpoint.remote=hanging://{tmp_path}/there", "steps=2", "batch=4",
         "model={layers=1,hidden=16,heads=2,ffn=24,vocab=256}", "sequence=8", "validation.batches=0",
@@ -506,7 +517,8 @@ def test_a_process_ends_though_an_upload_hangs_and_ctrl_c_ends_the_wait(
     assert process.stderr is not None
     try:
         assert any("it stands" in line for line in iter(process.stderr.readline, ""))
-        process.send_signal(signal.SIGINT)
+        if not early:
+            process.send_signal(signal.SIGINT)
         said = process.communicate(timeout=60)[1]
     finally:
         process.kill()

@@ -28,6 +28,7 @@ _FEW = (
     ROOM // 4
 )  # from here on, text that ends no line is dropped: a progress bar is drawn anew anyway
 GRACE = 3.0  # seconds without any progress after which the end of a process leaves text unwritten
+AGAIN = 0.3  # the same for a reader that has been waited for in vain before
 LONGEST = 30.0  # seconds for all of it, where somebody reads very slowly
 
 
@@ -108,8 +109,9 @@ class Outlet:
         """Wait until everything is written, or nothing moves any more. Returns the number of lines
         that could not be written."""
         began = time.monotonic()
-        # A reader that has been waited for in vain, and has taken nothing since, is not waited for again.
-        patience = 0.0 if self.moved == self._given_up else grace
+        # A reader that has been waited for in vain, and has taken nothing since, gets little time again:
+        # the end of a process flushes several times. It gets some, as it may have come back just now.
+        patience = min(grace, AGAIN) if self.moved == self._given_up else grace
         while self._writing:
             now = time.monotonic()
             if now > began + longest or now > max(began, self.moved) + patience:

@@ -199,6 +199,7 @@ class _Loop:
                 self.memory = MemoryCheckpoints(folder, positions.host, rank.local, rank.updates)
         self.copies: Copies | None = None
         self.bad = 0
+        self.stops = 0.0  # ranks that were asked to stop by the end of the last step
         self.own = OwnTime(queued=rank.world.device.type == "cuda")
         self.stragglers = Stragglers(rank.run.hang.straggler, rank.program.owner)
         self.unsaved = ""
@@ -240,8 +241,8 @@ class _Loop:
                     with self.positions.phase("in a step" if step > start else "first step"):
                         self._step(step)
                     stepped()
-                    done = step + 1
-                    stopped = self.result.stops > 0 and done < run.steps
+                    done, self.stops = step + 1, self.result.stops
+                    stopped = self.stops > 0 and done < run.steps
                     self._after(done, stopped=stopped)
                 except DataError as unusable:  # the run had begun: no mistake in the command
                     raise TrainError(f"step {step + 1}: {unusable}") from unusable
@@ -337,8 +338,9 @@ class _Loop:
 
     def _end_uploads(self) -> str:
         """Wait for the last upload while it makes progress; returns why the newest checkpoint is not
-        there, on all ranks. A signal or a STOP file that comes meanwhile ends the wait."""
-        stopped = self.trainer.wants_to_stop()
+        there, on all ranks. A signal or a STOP file that has not ended the steps ends the wait."""
+        # As all ranks have agreed in the last step: a request that came after it is a new one.
+        stopped = self.stops > 0
 
         def waits(under_way: bool) -> bool:
             """Whether rank 0 is to wait on. The ranks meet again and again, so that none waits long."""

@@ -105,8 +105,8 @@ class _Recorder(Executor):
         for number, unit in self.local.units.items():
             if unit.piece == op.piece:
                 runs = [slice(e.offset, e.offset + e.stop - e.start) for e in unit.entries()]
-                # A piece may have no weights.
-                flat = torch.cat((unit.home[:0], *unit.gradients(runs)))
+                # A piece may have no weights. With offload:optimizer only these lie on the host.
+                flat = torch.cat([*unit.gradients(runs)]) if runs else unit.home[:0]
                 self.seen[number] = flat.detach() / self._loss_scale
         super()._update(op)
 
