@@ -56,7 +56,12 @@ def test_a_signal_ends_a_run_with_75_and_its_name(
     name: str, run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     number = signal.Signals[name]
-    assert run(lambda out: os.kill(os.getpid(), number), "--json") == 75
+    # A shell that starts the tests in the background has SIGINT ignored, and a run respects that.
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        assert run(lambda out: os.kill(os.getpid(), number), "--json") == 75
+    finally:
+        signal.signal(number, before)
     result = json.loads(capfd.readouterr().out)
     assert (result["step"], result["stopped"], result["by"]) == (3, True, name)
     assert records(tmp_path / "run", "stop")[0]["by"] == name
