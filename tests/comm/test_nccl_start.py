@@ -57,7 +57,7 @@ def test_what_is_set_in_the_environment_is_left_and_the_rest_is_set() -> None:
     environment = dict(own)
     set_up(environment)
     assert environment == own | {
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     }  # fmt: skip
 
 

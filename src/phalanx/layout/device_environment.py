@@ -12,12 +12,12 @@ SETTINGS = {
     # Buffers of many sizes come and go: segments that grow leave fewer gaps.
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
     # NCCL's last calls are recorded, and written down where one does not end.
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+    "TORCH_FR_BUFFER_SIZE": "2000",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
 _OTHER_NAMES = {
     "PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF",
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": "TORCH_FR_BUFFER_SIZE",
+    "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",  # of which torch says that it is deprecated
 }
 
 
