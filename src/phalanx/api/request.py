@@ -174,7 +174,7 @@ def step_of_layout(
 
 
 def ways_refused(make: Callable[[], Model]) -> frozenset[str]:
-    """Of tp, seq, ring and ulysses those in which a model of the user's own would compute something else."""
+    """The ways among tp, seq, ring and ulysses that would change what a user's own model computes."""
     from ..parallel import fitting
 
     model = make()

@@ -192,7 +192,7 @@ def _behind_in_flight(r: RankState, world: World) -> tuple[int, ...]:
 
 
 def has_made(r: RankState, call: Made) -> bool:
-    """Whether a rank has made a collective of a group of its own."""
+    """True if a rank has made a collective of a group of its own."""
     counts = dict(r.made)
     if call.group in counts:
         return counts[call.group] > call.nth
@@ -201,7 +201,7 @@ def has_made(r: RankState, call: Made) -> bool:
 
 
 def _has_matched(r: RankState, waiter: RankState, call: Made) -> bool:
-    """Whether a rank has made its side of the message that `waiter` waits for in `call`."""
+    """True if a rank has made its side of the message that `waiter` waits for in `call`."""
     sides = (
         c.nth
         for c in r.calls
@@ -211,7 +211,7 @@ def _has_matched(r: RankState, waiter: RankState, call: Made) -> bool:
 
 
 def _is_complete(r: RankState, world: World) -> bool:
-    """Whether a rank waits in a call that every other rank of it has made too."""
+    """True if a rank waits in a call that every other rank of it has made too."""
     call = r.call
     if call is None:
         return False
@@ -235,7 +235,7 @@ def _is_cause(r: RankState, world: World, awaited: Awaited, limits: Limits) -> b
 
 
 def _waits_beyond(r: RankState, world: World, awaited: Awaited) -> bool:
-    """Whether a rank waits for one of which nothing is known, or for its GPU and so perhaps for one."""
+    """True if a rank waits for one of which nothing is known, or for its GPU and so perhaps for one."""
     return r.on_device or any(rank not in world for rank in awaited[r.rank])
 
 

@@ -101,7 +101,7 @@ def _seconds(path: str, fields: int) -> float:
 
 
 def _counters(path: str) -> int:
-    """What grows as a process or thread reads and writes: bytes, and calls."""
+    """Counters of what a process or thread reads and writes: bytes, and calls."""
     with suppress(OSError, IndexError, ValueError):
         return sum(int(line.split()[1]) for line in Path(path).read_text().splitlines()[:6])
     return 0

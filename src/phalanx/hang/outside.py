@@ -96,7 +96,7 @@ def _watched(
 
 
 def _may_signal(folder: RanksFolder, file: SmallFile) -> bool:
-    """Whether the user whose ranks these are is also the one whom the run belongs to."""
+    """True if the user whose ranks these are is also the one whom the run belongs to."""
     with suppress(OSError):
         return folder.owner == file.owner
     return False

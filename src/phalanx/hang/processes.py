@@ -91,7 +91,7 @@ def _descriptor_of(pid: int) -> int:
 
 
 def alive(pid: int, started: int) -> bool:
-    """Whether the process still is the one that was started at that tick of the clock."""
+    """True if the process still is the one that was started at that tick of the clock."""
     return started > 0 and started_at(pid) == started
 
 
@@ -126,7 +126,7 @@ def users_of(pid: int) -> set[int]:
 
 
 def catches(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal; without one the signal may end it."""
+    """True if a process has a handler for a signal; without one the signal may end it."""
     caught = int(status_of(pid).get("SigCgt", "0"), 16)
     return bool(caught >> (number - 1) & 1)
 
@@ -224,7 +224,7 @@ def _threads(pid: int) -> list[int]:
 
 
 def _stream(pid: int, number: int) -> str:
-    """Where an output stream leads; empty for files, which nobody has to read."""
+    """The target of an output stream; empty for files, which nobody has to read."""
     with suppress(OSError):
         target = os.readlink(f"/proc/{pid}/fd/{number}")
         if target.startswith(("pipe:", "socket:", "/dev/pts/", "/dev/tty", "/dev/console")):
@@ -233,7 +233,7 @@ def _stream(pid: int, number: int) -> str:
 
 
 def _is_full(pid: int, number: int) -> bool:
-    """Whether an output stream takes no more at present."""
+    """True if an output stream takes no more at present."""
     with suppress(OSError):
         flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
         file = os.open(f"/proc/{pid}/fd/{number}", flags)

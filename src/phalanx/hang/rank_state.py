@@ -55,7 +55,7 @@ class RankState:
 
     @property
     def on_device(self) -> bool:
-        """Whether it waits for its own GPU: in a read, or as no more operations can be queued there."""
+        """True if it waits for its own GPU: in a read, or as no more operations can be queued there."""
         queued = self.waits == 0 and self.device_op != "" and not self.locked
         return (self.waits == DEVICE or queued) and not self.over
 

@@ -102,7 +102,7 @@ class WatchedRank:
         self.effort.begin(now)
 
     def _is_held(self, now: float) -> bool:
-        """Whether the rank could not run on if it wanted to."""
+        """True if the rank could not run on if it wanted to."""
         held = self.kernel_state in ("T", "t")
         if not held and now - self.moved > 1.0 and now - self._held_looked > _HELD_EVERY:
             self._held_looked = now
@@ -163,14 +163,14 @@ class WatchedRank:
         return stat_of(f"/proc/{self.entry.pid}/task/{self.reader.word(NATIVE)}")[0]
 
     def stands(self, now: float, seconds: float) -> bool:
-        """Whether the rank has made no progress for so long, for whatever reason."""
+        """True if the rank has made no progress for so long, for whatever reason."""
         if self.reader.phase in OVER:
             return False
         held = now - self.held_since if self.held_since is not None else 0.0
         return now - self.since + held > seconds
 
     def is_stopped(self, now: float) -> bool:
-        """Whether the rank has been stopped by a signal (SIGSTOP) for longer than one rank alone may."""
+        """True if the rank has been stopped by a signal (SIGSTOP) for longer than one rank alone may."""
         held = self.held_since is not None and now - self.held_since > STOPPED
         return held and self.kernel_state == "T"
 

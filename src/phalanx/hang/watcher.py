@@ -157,7 +157,7 @@ class Watcher:
         answer(hosted.folder, hosted.host, hosted.start, asked, self.seen())
 
     def _speaks(self) -> bool:
-        """Whether this host speaks for all: the first one that answers does."""
+        """True if this host speaks for all: the first one that answers does."""
         return self.hosted.host == next(
             host for host in self.hosted.hosts if host not in self.others.missing
         )

@@ -108,7 +108,7 @@ DEVICES = (AUTO, "cpu", "cuda")
 
 
 class OptimizerTraits(NamedTuple):
-    """What an optimizer needs."""
+    """Traits of an optimizer."""
 
     moments: int  # tensors that it keeps for each weight; of SGD with momentum
     whole_matrices: bool = False  # an owner updates each matrix whole

@@ -124,7 +124,7 @@ class Outlet:
 
     @property
     def idle(self) -> bool:
-        """Whether no thread of this outlet is left."""
+        """True if no thread of this outlet is left."""
         return not self._writing and not Path(f"/proc/self/task/{self._thread or '-'}").exists()
 
 

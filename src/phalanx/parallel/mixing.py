@@ -146,7 +146,7 @@ class _Trial:
         return found
 
     def _difference(self, whole: _ProbeRun) -> str:
-        """What is not as in the whole run, in a sentence; "" where nothing is."""
+        """The difference from the whole run, in a sentence; "" where nothing is."""
         try:
             ranks = run_threads(_on_rank, self.layout.ranks, (self,), _SECONDS, 0)
             self._compare(whole, ranks)

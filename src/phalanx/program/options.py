@@ -12,7 +12,7 @@ from .simulate import Costs
 
 @dataclass(frozen=True)
 class StepOptions:
-    """How a step updates, and what its schedule and its recomputation are chosen by.
+    """Options of a step: how it updates, and what selects its schedule and recomputation.
 
     `whole_matrices`: the optimizer updates whole matrices, as Muon does. `agree`: all ranks agree on the
     gradient norm, and that it is finite, before any update; every run does, with or without clipping and

@@ -504,7 +504,7 @@ def file_of(rank: int) -> str:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a file of a checkpoint's tensors may have this name."""
+    """True if a file of a checkpoint's tensors may have this name."""
     return _FILE.fullmatch(name) is not None
 
 

@@ -153,7 +153,7 @@ class Uploader:
             return results
 
     def under_way(self, seconds: float) -> bool:
-        """Whether an upload is under way; waits so long for it to end."""
+        """True if an upload is under way; waits so long for it to end."""
         with self.work:
             self.work.wait_for(lambda: self.current is None, seconds)
             self._look()
@@ -177,7 +177,7 @@ class Uploader:
 
     @property
     def stuck(self) -> bool:
-        """Whether uploads that were given up still hang."""
+        """True if uploads that were given up still hang."""
         return any(task.thread.is_alive() for task in self._stuck)
 
     def close(self) -> None:

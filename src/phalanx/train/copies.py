@@ -145,7 +145,7 @@ class Copies:
         return self._named(found)
 
     def _anywhere(self, own: Tensor | bool) -> bool:
-        """Whether something holds on any rank."""
+        """True if something holds on any rank."""
         flag = torch.as_tensor(own, device=self.everyone.device).long().view(1)
         self.everyone.all_reduce(flag, "max")
         return bool(int(flag))
@@ -250,7 +250,7 @@ def _buffers(local: LocalModel, names: Sequence[str]) -> Iterator[tuple[str, Ten
 
 
 def _differ(group: Group, sums: Tensor) -> Tensor:
-    """Which of some checksums are not the same on all members of a group."""
+    """The checksums that differ between members of a group."""
     # The largest, and the smallest as the complement of the largest complement, in one call.
     both = torch.cat((sums, ~sums))
     group.all_reduce(both, "max")
@@ -259,7 +259,7 @@ def _differ(group: Group, sums: Tensor) -> Tensor:
 
 
 def _line(name: str, holders: Mapping[str, Sequence[int]]) -> str:
-    """Which ranks hold other bits of a weight than the most do."""
+    """The ranks whose bits of a weight differ from the majority's."""
     alike = sorted(holders.values(), key=lambda ranks: (-len(ranks), ranks))
     most, rest = alike[0], sorted(rank for ranks in alike[1:] for rank in ranks)
     if len(most) == len(alike[1]):

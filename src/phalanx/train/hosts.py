@@ -30,7 +30,7 @@ class RankHome:
     token: int
 
     def sees(self, other: "RankHome") -> bool:
-        """Whether this process, of this rank, can read another rank's memory."""
+        """True if this process, of this rank, can read another rank's memory."""
         if self.process.rank == other.process.rank:
             return True
         return self.place == other.place and _token_of(other.process) == other.token

@@ -143,7 +143,7 @@ class RemoteFolder:
         return {step: self._files(step) for step in sorted(found, reverse=True) if step >= 0}
 
     def steps(self) -> list[int]:
-        """Those of which a whole checkpoint is there, the newest first."""
+        """Steps with a complete checkpoint, newest first."""
         return [step for step, names in self._folders().items() if MANIFEST in names]
 
     def body(self, step: int, name: str = MANIFEST) -> dict[str, Any] | None:

@@ -161,7 +161,7 @@ class RemoteOwner:
 
 
 def gone(owner: RemoteOwner, mine: RemoteOwner) -> bool:
-    """Whether a start is known to do nothing more: it said so, its process is no more, or this start
+    """True if a start is known to do nothing more: it said so, its process is no more, or this start
     holds the lock of the folder that it needs."""
     if owner.ended or owner.start == mine.start:
         return True
@@ -192,7 +192,7 @@ def run_for(owner: str | None, there: str | None, own: str | None, *, akin: bool
 
 
 def are_akin(local: Manifest | None, body: Mapping[str, Any] | None) -> bool:
-    """Whether two checkpoints are of one run by what they say of it: the seed, the model, and the
+    """True if two checkpoints are of one run by what they say of it: the seed, the model, and the
     folder that the run file names. The data may change from start to start."""
     if local is None or body is None:
         return False
@@ -246,7 +246,7 @@ class Ownership:
         self._ends = threading.Event()
 
     def owns(self, run: str, step: int) -> bool:
-        """Whether a checkpoint of this id may be changed."""
+        """True if a checkpoint of this id may be changed."""
         return run == self.run or (not run and step in self.me.adopted)
 
     # ---- taking the folder
@@ -268,7 +268,7 @@ class Ownership:
             self.run = loaded.run_id or self.run
 
     def resumable(self, run: str, step: int) -> bool:
-        """Whether this run may go on from a checkpoint of this id."""
+        """True if this run may go on from a checkpoint of this id."""
         if self.claimed:
             return self.owns(run, step)
         return self.local is None or run in ("", self.run)
@@ -323,7 +323,7 @@ class Ownership:
             return None
 
     def _unchanged(self, raw: bytes, seconds: float) -> bool:
-        """Whether the owner's text was seen unchanged for so long. An owner that writes is at work."""
+        """True if the owner's text was seen unchanged for so long. An owner that writes is at work."""
         before, since = self._watched
         if not since:
             self._watched = raw, time.monotonic()

@@ -44,7 +44,7 @@ def sums_of(layout: Layout) -> Layout:
 
 
 def can_replay(model: Model, cuts: Layout) -> bool:
-    """Whether one process can cut the sums of this model as the layout does."""
+    """True if one process can cut the sums of this model as the layout does."""
     if model.shape is None or model.shape.kind != "decoder":
         return False
     if cuts.tp == 1:
@@ -272,7 +272,7 @@ def _inside(tensors: Mapping[str, Tensor], child: str) -> dict[str, Tensor]:
 
 
 def _added_once(model: Model, cuts: Layout, prefix: str, name: str) -> bool:
-    """Whether it is a bias that is added once, behind the sum of the ranks' results."""
+    """True if it is a bias that is added once, behind the sum of the ranks' results."""
     if PARTIAL in model.rules.dims(f"{prefix}.{name}"):
         return True
     owner, _, kind = name.rpartition(".")
