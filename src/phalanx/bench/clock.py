@@ -53,7 +53,7 @@ class Clock:
 
     @property
     def method(self) -> str:
-        """How it measures, in a sentence."""
+        """Describes the method of measurement in a sentence."""
         how = "device events" if self.device.type == "cuda" else "the system's monotonic clock"
         among = "among ranks barriers before and after, the slowest rank counts"
         return f"{how}; warmed up, device idle before and after; medians over repeats; {among}"

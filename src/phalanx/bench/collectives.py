@@ -24,8 +24,8 @@ _PERIOD = 997  # prime, so that no part of a tensor begins as another does
 
 @dataclass(frozen=True)
 class Sweep:
-    """What to measure. `groups`: (ranks, apart) of each shape; all groups of a shape communicate at
-    once, as those of a mesh axis do."""
+    """The collectives to measure. `groups` has (ranks, apart) of each shape; all groups of a shape
+    communicate at once, as those of a mesh axis do."""
 
     ops: tuple[str, ...]
     sizes: tuple[int, ...]  # S in bytes

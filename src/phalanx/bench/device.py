@@ -1,4 +1,4 @@
-"""What this machine is, before anything is measured: devices, memory, cores, what torch can use."""
+"""Describes this machine before anything is measured: devices, memory, cores, torch's abilities."""
 
 import os
 import platform
@@ -40,7 +40,7 @@ class LocalDevice:
         return self.entry.peak(dtype) if self.entry else 0.0
 
     def known(self) -> str:
-        """Whether the catalogue knows it, in a sentence."""
+        """Says in a sentence if the catalogue knows the device."""
         if self.entry is None:
             return f"{self.name} is unknown to the catalogue: its peak is what is measured here, not a guess."
         return f"{self.name} is {self.entry.name} in the catalogue."

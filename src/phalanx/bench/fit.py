@@ -23,8 +23,8 @@ NEAR = 0.01
 
 @dataclass(frozen=True)
 class Growth:
-    """Which form describes one operation over several group sizes: median relative errors of one
-    latency and one bandwidth for all of them."""
+    """Ring or tree: the form that describes one operation over several group sizes. Both errors are
+    medians of relative errors, with one latency and one bandwidth for all sizes."""
 
     op: str
     ranks: tuple[int, ...]

@@ -27,7 +27,8 @@ class WrongResult(RuntimeError):
 
 @dataclass(frozen=True)
 class Thoroughness:
-    """How thorough: seconds for all, ranks of the largest group, the model whose products count."""
+    """Thoroughness of a measurement: seconds in all, ranks of the largest group, the model whose
+    products count."""
 
     limit: float = 60.0
     ranks: int = 0  # 0: the GPUs, or 4 on a CPU
@@ -44,7 +45,7 @@ class Thoroughness:
 
 
 def topology_of(device: LocalDevice) -> Topology:
-    """Who is linked to whom among the GPUs; empty where there are none or the driver is silent."""
+    """Links among the GPUs; empty if there are none or the driver is silent."""
     # What is not known is left out of the file; everything measured stands without it.
     with suppress(TopologyError, OSError):
         if device.kind == "cuda":

@@ -75,7 +75,7 @@ def decoder_products(shape: Shape, tokens: int, dtypes: Sequence[str]) -> list[M
 def measure_products(
     device: LocalDevice, products: Sequence[MatrixProduct], *, limit: float = 60.0, repeats: int = 7
 ) -> Iterator[MatrixProduct]:
-    """Those of the products that memory and `limit` seconds allow, each with its times.
+    """Measures the products that memory and `limit` seconds allow, and yields each with its times.
 
     A product whose time would pass the limit, at the best rate so far of its dtype, is left out.
     """

@@ -1,7 +1,7 @@
-"""What ranks must have in common, compared by all of them before they begin.
+"""Compares the facts that all ranks must agree on, before any of them begins.
 
-A rank brings facts: names with values, both text. Only text in JSON and numbers travel, never
-objects. All ranks come to the same answer, so that none goes on alone.
+A rank brings facts: names with values, both text. Only JSON text and numbers travel, never objects.
+All ranks reach the same verdict, so none continues alone.
 """
 
 import hashlib
@@ -114,7 +114,7 @@ def _packed(text: str) -> Tensor:
 
 
 def errors_of(group: Group, error: str) -> list[str]:
-    """What went wrong on any member, the same list on all; empty when nothing did."""
+    """Errors of all members, the same list on each; empty if nobody failed."""
     errors = exchange(group, error[:ERROR])
     return [f"rank {rank}: {each}" for rank, each in enumerate(errors) if each]
 

@@ -49,9 +49,12 @@ def exit_code_of(error: BaseException) -> int:
 
 @dataclass(frozen=True)
 class Report:
-    """How one rank ended: its error in a line, and its traceback. `secondary`: it lost a peer.
-    `exit_code` is not 0 if the error is a sentence for the user; see `exit_code_of`. A restart then
-    helps only where the error's class has `restart_helps`."""
+    """The end of one rank: its error in a line, and its traceback.
+
+    `secondary` marks a rank that failed only because it lost a peer. `exit_code` is not 0 if the
+    error is a sentence for the user; see `exit_code_of`. A restart then helps only if the error's
+    class sets `restart_helps`.
+    """
 
     rank: int
     error: str
@@ -181,7 +184,7 @@ class Group:
         return Work()
 
     def _alone(self, call: Call) -> bool:
-        """Whether a call is of this rank with itself."""
+        """True if a call involves only this rank."""
         return self.size == 1 or (call.at == self.rank and call.kind in ("send", "receive"))
 
     def close(self) -> None:
@@ -346,7 +349,7 @@ class World(ABC):
         self.positions = positions
 
     def own(self, groups: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """Which of the groups this rank is in."""
+        """The one of these groups that contains this rank."""
         return next(group for group in groups if self.rank in group)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:

@@ -1,7 +1,7 @@
-"""What a process can compute on and send with: the GPUs it sees, the backends torch was built with.
+"""The devices and backends of a process: the GPUs it sees, the backends torch was built with.
 
-Whatever depends on CUDA when ranks start asks an object of this class, so that a test can pass one
-that describes another machine.
+Everything that depends on CUDA at start-up asks an object of this class, so that a test can pass
+one that describes another machine.
 """
 
 import os
@@ -14,7 +14,7 @@ from ..layout.choices import GLOO, NCCL
 
 
 def cores() -> int:
-    """How many cores this process may use."""
+    """Number of cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -32,7 +32,7 @@ class Devices:
 
     @property
     def gpus(self) -> int:
-        """How many GPUs this process sees."""
+        """Number of GPUs this process sees."""
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
     def identity(self, index: int) -> str:
@@ -53,7 +53,7 @@ class Devices:
         return "" if found is None or found.type == "cuda" else found.type
 
     def has(self, backend: str) -> bool:
-        """Whether this build of torch has a backend of that name."""
+        """True if this build of torch has the named backend."""
         if not dist.is_available():
             return False
         return {NCCL: dist.is_nccl_available, GLOO: dist.is_gloo_available}[backend]()

@@ -106,7 +106,8 @@ def join(
 
 
 def offer(at: Rendezvous, backend: str, devices: Devices) -> dict[str, str]:
-    """What the others have to know about this rank. Facts without a colon have to be the same."""
+    """This rank's facts for the others. Facts whose name has no leading colon must be equal on all
+    ranks."""
     if backend not in ("auto", GLOO, NCCL):
         raise CommMisuse(f"backend {backend!r} cannot join processes; use gloo, nccl or auto.")
     gpu = devices.index(at.local)
@@ -121,7 +122,7 @@ def offer(at: Rendezvous, backend: str, devices: Devices) -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """What of the software has to be the same on all ranks."""
+    """Software versions that must be equal on all ranks."""
     return {
         "python": ".".join(map(str, sys.version_info[:2])),
         "torch": str(torch.__version__),
@@ -163,7 +164,7 @@ def meet(store: Any, at: Rendezvous, mine: Mapping[str, str], timeout: float) ->
 
 
 def _answer(store: Any, at: Rendezvous, timeout: float) -> tuple[dict[str, str], int]:
-    """What rank 0 answers to all, and how many ranks have made an offer."""
+    """Rank 0's answer to all ranks, and the number of ranks that have made an offer."""
     begun, size, told = time.monotonic(), at.size, False
     while True:
         lines = store.get("offers").decode().splitlines()

@@ -29,11 +29,11 @@ def launch(
     threads_per_rank: int | None = None,
     apart: bool = False,
 ) -> list[Any]:
-    """What `fn(world, *args)` returns on each of `ranks` new ranks, in rank order.
+    """Runs `fn(world, *args)` on each of `ranks` new ranks and returns the results in rank order.
 
-    A rank that raises, or is killed, ends the others; `RankFailed` shows its traceback first.
-    `timeout` is how long a call may wait for a peer. Processes need `fn` at the top of a module. A
-    single rank that is `apart` is a process too: it may die, and the launcher lives.
+    A rank that raises or is killed ends the others; `RankFailed` shows its traceback first.
+    `timeout` limits how long a call may wait for a peer. Processes need `fn` at the top level of a
+    module. With `apart`, even a single rank is a process: it may die while the launcher lives.
     """
     terms: dict[str, Any] = {"backend": backend, "timeout": timeout, "apart": apart}
     with workers(ranks, threads_per_rank=threads_per_rank, **terms) as run:

@@ -30,7 +30,7 @@ _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 
 @dataclass(frozen=True)
 class Address:
-    """Where this rank listens: an address of one interface of this host."""
+    """The address at which this rank listens: one interface of this host."""
 
     address: str
     interface: str  # empty where it is not known

@@ -156,7 +156,8 @@ class Pool:
 
 
 def _context(backend: str) -> Any:
-    """How processes start. A fork starts a rank in 0.05 s and a spawn in 1.6 (importing torch)."""
+    """The start method of processes. A fork starts a rank in 0.05 s, a spawn in 1.6 s (importing
+    torch)."""
     # Processes that may use GPUs are not forked from one that may have.
     if sys.platform != "linux" or backend == NCCL:
         return multiprocessing.get_context("spawn")
@@ -259,9 +260,11 @@ def _world(
 
 
 def _as_if_on_a_host_of_its_own(rank: int) -> dict[str, str]:
-    """What makes NCCL take two ranks on one GPU: it refuses them only where their hosts are the same.
+    """Environment that makes NCCL accept two ranks on one GPU: it refuses them only if their hosts
+    are equal.
 
-    Messages then go over sockets. That is slow, and shows that the calls of a layout fit each other.
+    Messages then use sockets. This is slow, but it shows that the calls of a layout match each
+    other.
     """
     return {"NCCL_HOSTID": f"phalanx-{rank}", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 

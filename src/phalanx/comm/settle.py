@@ -1,8 +1,8 @@
-"""What each collective means, given the calls of all members at once.
+"""The meaning of each collective, given the calls of all members at once.
 
-The groups that have everyone's tensors in one process (alone, threads) settle their calls here, and
-it is the definition the other backends are tested against. Reductions go in rank order, halves
-through float32 with one rounding.
+Groups that hold everyone's tensors in one process (alone, threads) settle their calls here, and the
+other backends are tested against this definition. Reductions run in rank order; 16-bit values are
+reduced in float32 and rounded once.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,7 +54,7 @@ class Call:
     still: bool = False
 
     def signature(self) -> str:
-        """What has to be the same on every member of the group, as text for people."""
+        """The text that must be equal on every member of the group, readable by people."""
         return signature(self.kind, self.op, self.at, self.x.numel(), self.x.dtype)
 
     def tensors(self) -> list[Tensor]:

@@ -38,7 +38,7 @@ GRACE = 4.0
 
 
 class Hub:
-    """What the ranks of one world share."""
+    """State that all ranks of one world share."""
 
     def __init__(
         self, size: int, timeout: float, members: "type[ThreadMembers] | None" = None
@@ -301,7 +301,8 @@ def run_threads(
     gpus: int,
     kind: type[ThreadWorld] = ThreadWorld,
 ) -> list[Any]:
-    """What `fn(world, *args)` returns on each rank, a thread of this process; they share the GPUs."""
+    """Runs `fn(world, *args)` on each rank, a thread of this process, and returns all results. The
+    ranks share the GPUs."""
     hub = Hub(size, timeout, kind.members_type)
     results: list[Any] = [None] * size
     reports: list[Report] = []

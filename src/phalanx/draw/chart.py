@@ -37,7 +37,7 @@ class Series:
 
 @dataclass(frozen=True)
 class ChartAxis:
-    """What an axis shows, and how a number on it is written. `base` 0 is a linear axis."""
+    """An axis: its name, and the format of its numbers. `base` 0 makes it linear."""
 
     name: str
     write: Callable[[float], str] = "{:.6g}".format
@@ -104,7 +104,7 @@ def panels(
 
 
 def _seen(points: Points, x: ChartAxis, y: ChartAxis) -> Points:
-    """Those that can be shown: a logarithmic axis cannot show 0."""
+    """The points that can be shown: a logarithmic axis cannot show 0."""
     on_x = [p for p in points if math.isfinite(p[0]) and (p[0] > 0 or not x.base)]
     return [p for p in on_x if math.isfinite(p[1]) and (p[1] > 0 or not y.base)]
 
@@ -229,7 +229,7 @@ def bars(title: str, rows: Sequence[Bars], notes: Sequence[str] = (), width: flo
 
 
 class MatrixCell(NamedTuple):
-    """What a cell says, its colour, and its words under the mouse."""
+    """The text of a cell, its colour, and its tooltip."""
 
     text: str
     fill: str

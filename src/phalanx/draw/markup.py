@@ -104,7 +104,7 @@ def line(x1: float, y1: float, x2: float, y2: float, cls: str = "grid", tip: str
 
 
 class KeyEntry(NamedTuple):
-    """What a colour means, and the letter on it."""
+    """The meaning of a colour, and the letter on it."""
 
     fill: str
     words: str
@@ -113,7 +113,7 @@ class KeyEntry(NamedTuple):
 
 
 def key(entries: Iterable[KeyEntry], y: float, width: float) -> tuple[list[Html], float]:
-    """What colours mean, in as many lines as it takes, and where that ends."""
+    """The legend of colours, in as many lines as it needs, and the y coordinate at which it ends."""
     x, out = 20.0, list[Html]()
     for fill, words, letter, ink in entries:
         need = 28 + LETTER * len(words)

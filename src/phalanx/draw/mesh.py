@@ -31,7 +31,7 @@ class MeshPicture:
         return mesh_text(self)
 
     def _repr_svg_(self) -> str:
-        """How a notebook shows it."""
+        """The picture as a notebook shows it."""
         return mesh_svg(self)
 
     @classmethod
@@ -78,8 +78,8 @@ class MeshPicture:
         return self.layout.axes_of([name for name, _, _ in self.weight])
 
     def part(self, rank: int) -> tuple[tuple[Cut, ...], Cut | None]:
-        """What a rank has of the weight: a range of each dim, which tensor parallelism cuts, and under
-        ZeRO 3 a range of the numbers in them."""
+        """A rank's part of the weight: a range of each dim, cut by tensor parallelism, and under
+        ZeRO-3 a range of the values in them."""
         at = self.mesh.coordinates(rank)
         cuts = tuple(
             Cut.of(size, *self.mesh.part(axes, at), unit if axes else 1)
@@ -92,7 +92,7 @@ class MeshPicture:
         return cuts, Cut.of(count, len(group), group.index(rank))
 
     def ranges(self, rank: int) -> list[tuple[str, str]]:
-        """The same as names and text; empty without a weight."""
+        """The rank's ranges as names and text; empty without a weight."""
         if not self.weight:
             return []
         cuts, shard = self.part(rank)
@@ -174,7 +174,7 @@ def _table(picture: MeshPicture, axes: tuple[str, ...]) -> list[str]:
 
 
 def _explained(picture: MeshPicture) -> Iterator[str]:
-    """How the weight is cut, in sentences."""
+    """Explains in sentences how the weight is cut."""
     (cuts, shard), whole = (
         picture.part(0),
         " x ".join(f"{n}={size}" for n, size, _ in picture.weight),

@@ -84,7 +84,7 @@ def timeline(picture: Picture) -> Html:
 
 
 def _data(picture: Picture) -> dict[str, object]:
-    """What the page's script draws: tracks with their spans, the words for them, memory."""
+    """The data that the page's script draws: tracks with their spans, labels, and memory."""
     tracks = [
         track._asdict() | {"spans": [_span(picture, track.rank, span) for span in track.spans]}
         for track in picture.tracks

@@ -56,7 +56,7 @@ def breakdown_svg(picture: Picture, width: float = WIDE) -> Html:
 
 
 def memory_svg(picture: Picture, width: float = WIDE) -> Html:
-    """What each rank holds over the step, by kind, all ranks to one scale; "" where that is not known."""
+    """Memory of each rank over the step, by kind and to one scale; "" if it is unknown."""
     held = [
         (rank, name, timeline.memory[rank])
         for rank, name, timeline in _ranks(picture)

@@ -1,7 +1,7 @@
-"""What a picture of a run shows: timelines with a title, and how each kind of operation looks.
+"""The picture of a run: timelines with a title, and the look of each kind of operation.
 
-The four ways to draw one (`text`, `svg`, `page`, `chrome`) read this value and nothing else; none
-of them knows what waits for what, or in which order anything stands.
+The four renderers (`text`, `svg`, `page`, `chrome`) read this value and nothing else. None of them
+knows which operation waits for which, or in which order they run.
 """
 
 from collections import defaultdict
@@ -64,7 +64,7 @@ class Picture:
         return text(self)
 
     def _repr_svg_(self) -> str:
-        """How a notebook shows it."""
+        """The picture as a notebook shows it."""
         from .svg import svg
 
         return svg(self)
@@ -135,18 +135,18 @@ class Picture:
 
     @cached_property
     def several(self) -> bool:
-        """Whether some rank computes more than one piece, so that a label must say which."""
+        """True if a rank computes more than one piece, so that labels must name the piece."""
         return any(len(pieces) > 1 for pieces in self.pieces_of.values())
 
     def tint(self, rank: int, op: Op) -> float:
-        """How light an operation's colour is, 0 to 1: later pieces of a rank are lighter."""
+        """Lightness of an operation's colour, 0 to 1: later pieces of a rank are lighter."""
         pieces = self.pieces_of.get(rank, ())
         if op.of or op.piece not in pieces or len(pieces) < 2:
             return 0.0
         return pieces.index(op.piece) / (len(pieces) - 1)
 
     def names_of(self, op: Op) -> tuple[str, ...]:
-        """What a cell may say, the fullest first; the narrower the cell, the shorter."""
+        """Possible labels of a cell, longest first; a narrow cell takes a short one."""
         if op.piece < 0:
             return (op.kind,)
         if op.kind in ops.ON_MICROBATCH:
@@ -157,7 +157,7 @@ class Picture:
         return (str(op), str(op.piece))
 
     def explain(self, op: Op) -> str:
-        """What an operation does, in words."""
+        """Explains an operation in words."""
         what = KINDS[op.kind].does
         if op.of:
             way = "to" if op.kind == ops.SEND else "from"
@@ -171,7 +171,8 @@ class Picture:
 
     @cached_property
     def summary(self) -> tuple[str, ...]:
-        """How long, how good, how much is held: one line for each timeline, one for what is held."""
+        """Summary lines: makespan, ideal and bubble of each timeline, then the microbatches in
+        flight."""
         lines = []
         for name, t in zip(self.names, self.timelines, strict=False):
             words = (

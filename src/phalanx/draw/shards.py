@@ -1,4 +1,4 @@
-"""Which part of which weight is on which rank: a row for each weight, a column for each rank."""
+"""A table of shards: a row for each weight, a column for each rank."""
 
 import math
 import re

@@ -51,7 +51,7 @@ class Row:
 
 
 class _TimeScale(NamedTuple):
-    """Where time is on the page."""
+    """The mapping from time to x on the page."""
 
     margin: float
     scale: float  # pixels per unit of time

@@ -78,7 +78,7 @@ def _scale(picture: Picture, room: int) -> float:
 
 
 def _band(picture: Picture, scale: float, room: int, columns: int) -> int:
-    """How many columns one band has: bands alike, each a whole number of shortest cells."""
+    """Number of columns per band: equal bands, each a whole number of the shortest cells."""
     spans = [s for t in picture.tracks for s in t.spans if s.op.kind in ops.COMPUTES]
     cell = min(room, max(1, round(min((s.end - s.start for s in spans), default=1.0) * scale)))
     room -= room % cell

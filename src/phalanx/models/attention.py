@@ -67,7 +67,7 @@ class Core(nn.Module):
 
 
 class HeadsAttention(nn.Module, ABC):
-    """What attention of any kind ends with: core, dropout, `wo`. Its kinds say what q, k and v are.
+    """The common end of every attention: core, dropout, `wo`. Subclasses compute q, k and v.
 
     `heads` holds the index of each query head in the uncut model; cut it as wq's heads are cut.
     """

@@ -22,7 +22,7 @@ LIMIT, ALPHA = 7.0, 1.702  # of gpt-oss
 
 
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """What goes into the last product of a gated MLP. `clamped` is gpt-oss's (OpenAI 2025)."""
+    """The input of a gated MLP's last product. `clamped` is the form of gpt-oss (OpenAI 2025)."""
     if activation == "clamped":
         gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
         return (up + 1) * gate * torch.sigmoid(ALPHA * gate)
@@ -70,18 +70,19 @@ class _Share(torch.autograd.Function):
 
 
 class Router(nn.Module):
-    """Which experts a token goes through, and by what its results are multiplied.
+    """Chooses the experts of each token, and the gates that multiply their results.
 
-    With `balanced` a bias is added to the scores for this choice alone (Wang et al. 2024). Its gradient
-    is experts x its expert's tokens - all choices, whole numbers: below zero where an expert has fewer
-    than the mean. An update moves it by a fixed rate against the sign of that.
+    With `balanced` a bias is added to the scores for this choice alone (Wang et al. 2024). Its
+    gradient is experts x its expert's tokens - all choices, in whole numbers: below zero for an
+    expert with fewer tokens than the mean. An update moves it by a fixed rate against the sign of
+    that gradient.
 
-    Its losses are added in the backward: with f how often each expert was chosen for a token and p the
-    mean of its score, experts x sum f p (Fedus et al. 2021) of each sequence or the batch, and the square
-    of the scores' log-sum-exp (Zoph et al. 2022). f is of all their tokens: `of_sequences` and `of_batch`
-    make it so where ranks have parts.
+    The router's losses are added in the backward. With f the share of tokens for which each expert
+    was chosen and p the mean of its score, they are experts x sum f p (Fedus et al. 2021), over
+    each sequence or over the batch, and the squared log-sum-exp of the scores (Zoph et al. 2022). f
+    covers all tokens: `of_sequences` and `of_batch` sum it where ranks have parts.
 
-    While `tally` (experts) is a tensor, it counts how often each expert is chosen.
+    While `tally` (experts) is a tensor, it counts the choices of each expert.
     """
 
     def __init__(self, sizes: DecoderSizes) -> None:
@@ -159,8 +160,8 @@ class Router(nn.Module):
         return logits.softmax(-1) if self.scores == "softmax" else logits.sigmoid()
 
     def ranked(self, scores: Tensor) -> Tensor:
-        """What the choice goes by, without gradients. Of groups of experts those are left whose two best
-        have the highest sum (DeepSeek-V3 2024, 2.1.2)."""
+        """The scores that decide the choice, without gradients. Among groups of experts, only those
+        whose two best scores have the highest sums remain (DeepSeek-V3 2024, 2.1.2)."""
         ranked = scores if self.bias is None else scores + self.bias.to(scores.dtype)
         if self.groups == 1:
             return ranked.detach()
@@ -194,7 +195,7 @@ class Spread(nn.Module):
 
 
 class Merge(nn.Module):
-    """What the experts made of each token, back in the tokens' order, times its gates."""
+    """Merges the experts' results: restores the tokens' order, multiplies by the gates, and sums."""
 
     def forward(self, y: Tensor, gates: Tensor, order: Tensor) -> Tensor:
         each = y.index_select(0, _inverse(order)).view(*gates.shape, -1)
@@ -261,7 +262,7 @@ class ExpertMlps(nn.Module):
         )
 
     def grouped(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        """The same in three kernels, which read the lengths on the device."""
+        """The three products as three grouped kernels, which read the lengths on the device."""
         offsets = counts.cumsum(0).to(torch.int32)
 
         def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -308,8 +309,8 @@ class Experts(nn.Module):
     def sent(
         self, x: Tensor, valid: Tensor | None = None, share: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """What comes before the experts, where other ranks have them: tokens to send, how many for
-        each expert, what puts results together again, and what the shared experts make of x."""
+        """The part before the experts, if other ranks have them: the tokens to send, their number
+        for each expert, the order that merges the results, and the output of the shared experts."""
         gates, chosen = self.router(x, valid, share)
         tokens, gates, order, counts = self.routed.spread(x, gates, chosen)
         beside = {} if self.shared is None else {"shared": self.shared(x)}

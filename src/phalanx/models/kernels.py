@@ -221,7 +221,7 @@ def own_gradients(
 def _by_lengths(
     q: Tensor, k: Tensor, documents: Tensor | None, window: int, softcap: float
 ) -> bool:
-    """Whether one kernel has all documents, and windows in them."""
+    """True if one kernel takes all documents, and windows in them."""
     cut = documents is not None or window > 0
     return cut and not softcap and q.shape[1] == k.shape[1] and _kernels(q) is FLASH
 
@@ -245,7 +245,8 @@ torch.library.register_autograd("phalanx::attention", _back, setup_context=_keep
 
 
 def _starts(documents: Tensor | None, like: Tensor) -> tuple[Tensor, int]:
-    """Where documents begin in all rows one after another, on the device, and the longest's length."""
+    """Offsets at which documents begin, over all rows concatenated, on the device; and the length
+    of the longest."""
     rows, length = like.shape[:2]
     if documents is None:
         return _starts_of([[0, length]] * rows, length, like.device)
@@ -315,7 +316,7 @@ def attend_gradients(
     block: AttentionBlock,
     softcap: float = 0.0,
 ) -> list[Tensor]:
-    """What these pairs give to the gradients of q, k and v; out and lse are over all keys."""
+    """Gradients of q, k and v from these pairs; `out` and `lse` cover all keys."""
     q, k, v = qkv
     g, q, out, lse, k, v = _heads_first(block, (gradient, q, out, lse), (k, v))
     mask = _mask_of(block, q)
@@ -333,7 +334,8 @@ def _heads_first(
 
 
 def _mask_of(block: AttentionBlock, q: Tensor) -> Tensor | None:
-    """What is added to the scores (B, heads, rows, keys), without memory for sequences and heads."""
+    """The mask added to the scores (B, heads, rows, keys), expanded over sequences and heads
+    without memory."""
     if block.band is None:
         return None
     first, window = block.band
@@ -375,7 +377,8 @@ def _has_flash(device: torch.device) -> bool:
 
 
 def _kernels(q: Tensor, mask: Mask = None) -> Kernels:
-    """What the device has for this dtype, head and mask. On meta the CPU's gives the shapes."""
+    """The kernels that the device has for this dtype, head size and mask. On meta, the CPU's give
+    the shapes."""
     size = q.shape[-1]
     if q.device.type in ("cpu", "meta"):
         return CPU

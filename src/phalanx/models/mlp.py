@@ -73,6 +73,7 @@ class DeepMlp(nn.Module):
 
 
 def describe(model: DeepMlp) -> tuple[tuple[tuple[str, nn.Module], ...], str]:
-    """As `decoder.describe`. A layer's output features, if cut, are gathered before the next."""
+    """The pieces and rules of the MLP, in the form of `decoder.describe`. A layer's output
+    features, if cut, are gathered before the next layer."""
     layers = tuple((f"layers.{n}", layer) for n, layer in enumerate(model.layers))
     return (("embed", model.embed), *layers, ("head", model.head)), RULES

@@ -96,7 +96,7 @@ class DecoderSizes:
             yield f"dropout={self.dropout} is not in [0, 1)"
 
     def rope(self, window: int) -> Rope | None:
-        """That of a block with this window."""
+        """Rotary angles of a block with this window; None with learned positions."""
         if self.positions == "learned":
             return None
         if window and self.rope_local_theta:

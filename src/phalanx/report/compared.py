@@ -37,7 +37,7 @@ class OpRow:
         return self.measured / self.predicted if self.predicted else None
 
     def cells(self) -> tuple[str, ...]:
-        """As it is printed, in the order of HEAD."""
+        """The row's printed cells, in the order of HEAD."""
         return (
             f"{self.kind}  {self.words}",
             f"{self.count:.4g}",
@@ -73,7 +73,7 @@ class Compared:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the columns mean, as far as it concerns these rows."""
+        """Explanations of the columns, as far as they concern these rows."""
         notes = [
             "Times are medians of one operation; ratio is measured / predicted; share is of the"
             " measured step."

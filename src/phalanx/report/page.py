@@ -136,7 +136,7 @@ class RunReport:
 
 
 def report(folder: Path, more: "Extras | None" = None) -> "RunReport":
-    """What a run's folder shows, and with `more` what was asked beside it."""
+    """The report of a run's folder; `more` adds a step, a comparison and further sections."""
     journal, more = _Journal(records_of(folder)), more or Extras()
     step, faults = more.step, partial(faults_svg, journal.records)
     measured = timeline(step) if step else paragraphs([more.no_step or "Not measured yet."])
@@ -166,7 +166,7 @@ def report(folder: Path, more: "Extras | None" = None) -> "RunReport":
 
 @dataclass(frozen=True)
 class Extras:
-    """What is shown beside a run's own records: its step, a plan's comparison, further sections."""
+    """Additions to a run's own records: its step, a plan's comparison, further sections."""
 
     step: Picture | None = None
     no_step: str = ""  # why there is none

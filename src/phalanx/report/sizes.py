@@ -1,6 +1,6 @@
-"""What a run's model takes: the bytes of its pieces and units, and which rank has which part of it.
+"""Sizes of a run's model: bytes of its pieces and units, and the ranks that hold each part.
 
-Both are those of the engine, which is built for each rank on tensors without memory.
+Both come from the engine, which is built for each rank on tensors without memory.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def sizes_of_run(
 def shards_of(
     make: Callable[[], Model], layout: Layout, program: Program, most: int
 ) -> tuple[Slice, ...]:
-    """Which part of each weight each of the first ranks computes with, and which it keeps."""
+    """The part of each weight that each of the first ranks computes with, and the part it keeps."""
     found = []
     for rank in range(min(layout.ranks, most)):
         world = TallyWorld(rank, layout.ranks)

@@ -162,7 +162,7 @@ def step_extras(
 
 
 def _known(step: Step) -> bool:
-    """Whether the program is of this model: a folder from elsewhere may name any size."""
+    """True if the program belongs to this model: a foreign folder may name any size."""
     program = step.recorded.program
     pieces = step.shape.pieces <= program.pieces <= 3 * step.shape.pieces
     return pieces and len(program.rows) <= ROWS and program.mesh.size == step.layout.ranks
