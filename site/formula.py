@@ -6,14 +6,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from phalanx.cost import cost_of_row
-from phalanx.layout import Layout, Shape, piece_layout
-from phalanx.program import PieceCost, at_rows
+from phalanx.layout import ByKind, Layout, Shape, piece_layout
+from phalanx.program import CostedPiece, PieceCost, PieceKinds, at_rows
 
 # What decides which operations a decoder runs; all else of a shape are sizes.
 STRUCTURE = (
@@ -74,23 +73,13 @@ def _value(form: Any, at: Sequence[float]) -> Any:
     return form
 
 
-@dataclass(frozen=True)
-class Formulas:
-    """The pieces of one shape under one cut, each a function of a microbatch's rows."""
-
-    embed: Callable[[float], PieceCost]
-    block: Callable[[float], PieceCost]
-    head: Callable[[float], PieceCost]
-    parts: tuple[Callable[[float], PieceCost], ...] = ()  # experts have no formulas
-
-
 class NoFormula(ValueError):
     """A model or a cut that the page has no formulas for."""
 
 
 def costs_from(
     table: Mapping[str, Any], model: Shape | str, layouts: Iterable[Layout], *, sequence: int = 0
-) -> dict[Layout, Formulas]:
+) -> dict[Layout, PieceKinds]:
     """What `phalanx.cost.cached_costs` gives, from a table of formulas."""
     assert isinstance(model, Shape)
     found, kind = {}, structure(model)
@@ -107,5 +96,6 @@ def costs_from(
             sizes = local(model, cut, rows, sequence or model.sequence, table["chunk"])
             return cost_of_row(_value(form, features(sizes, seq=cut.seq)))
 
-        found[cut] = Formulas(*(partial(at, form, cut=cut) for form in kinds))
+        each = (CostedPiece((partial(at, form, cut=cut),)) for form in kinds)
+        found[cut] = ByKind.equal_blocks(*each, model.layers)
     return found

@@ -13,7 +13,7 @@ import pytest
 from phalanx.cost import cached_costs, piece_costs
 from phalanx.layout import Layout, Shape, piece_layout
 from phalanx.parallel import build_model
-from phalanx.program import PieceCost
+from phalanx.program import CostedPiece
 
 TINY = Shape.load("tiny")
 STRANGER = str(Path(__file__).parents[2] / "examples" / "stranger.py") + ":Stranger"
@@ -53,7 +53,7 @@ from phalanx.cost import cached_costs
 model, place, layouts = sys.argv[1:]
 model = model if ":" in model else Shape.load(model)
 found = cached_costs(model, Layout.parse_many(layouts), place=Path(place))
-print("torch" in sys.modules, sum(p.block(3).forward.flops for p in found.values()))
+print("torch" in sys.modules, sum(p[1](3).forward.flops for p in found.values()))
 """
 
 
@@ -68,7 +68,7 @@ def _ask(*argv: str) -> list[str]:
 def test_what_is_cached_is_found_without_torch(model: Shape | str, tmp_path: Path) -> None:
     layouts = "tp2; dp2 cp2"
     found = cached_costs(model, Layout.parse_many(layouts), place=tmp_path)
-    work = sum(p.block(3).forward.flops for p in found.values())
+    work = sum(p[1](3).forward.flops for p in found.values())
     name = model.name if isinstance(model, Shape) else model
     assert _ask(name, str(tmp_path), "dp4 tp2 zero3; cp2") == ["False", str(work)]
     assert len(list(tmp_path.iterdir())) == 1
@@ -87,7 +87,7 @@ def test_a_changed_module_behind_a_model_s_file_is_costed_again(tmp_path: Path) 
     assert len([*(tmp_path / "costs").iterdir()]) == 2
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", '{"tp2": 3}', '{"tp2": {"kinds": [[1, 2]]}}'])
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"tp2": 3}', '{"tp2": {"costs": [[1, 2]]}}'])
 def test_a_damaged_file_is_weighed_again_and_written_whole(damage: str, tmp_path: Path) -> None:
     layouts = [Layout.parse("tp2")]
     good = cached_costs(TINY, layouts, place=tmp_path)
@@ -95,14 +95,14 @@ def test_a_damaged_file_is_weighed_again_and_written_whole(damage: str, tmp_path
     whole = file.read_bytes()
     file.write_text(damage)
     again = cached_costs(TINY, layouts, place=tmp_path)
-    assert again[layouts[0]].block(2) == good[layouts[0]].block(2)
+    assert again[layouts[0]][1](2) == good[layouts[0]][1](2)
     assert file.read_bytes() == whole
 
 
 def test_a_place_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     found = cached_costs(TINY, [Layout()], place=tmp_path / "file" / "cached_costs")
-    assert found[Layout()].block(1).weights == TINY.parameters(1)
+    assert found[Layout()][1](1).weights == TINY.parameters(1)
 
 
 def test_layers_and_names_share_a_file_and_sizes_do_not(tmp_path: Path) -> None:
@@ -117,29 +117,48 @@ def test_layers_and_names_share_a_file_and_sizes_do_not(tmp_path: Path) -> None:
     assert all(json.loads(file.read_text()) for file in tmp_path.iterdir())
 
 
-def test_a_block_with_windows_in_every_second_costs_the_mean_of_both_kinds(tmp_path: Path) -> None:
-    def block(windows: tuple[int, ...]) -> PieceCost:
-        shape = replace(TINY, layers=2, windows=windows)
-        (pieces,) = cached_costs(shape, LAYOUTS[2:3], place=tmp_path).values()
-        return pieces.block(2)
-
-    narrow, wide, mixed = block((4,)), block((0,)), block((4, 0))
-    attention = [cost.forward.attention[0].flops for cost in (narrow, wide)]
-    assert attention[0] < attention[1]
-    assert mixed.forward.products == narrow.forward.products
-    for of in ("forward", "input_gradient", "weight_gradient"):
-        flops = [getattr(cost, of).flops for cost in (narrow, wide, mixed)]
-        assert flops[2] == pytest.approx((flops[0] + flops[1]) / 2)
-    assert block((4, 4)) == narrow
+def _blocks(place: Path, layout: str, **sizes: object) -> list[CostedPiece]:
+    shape = replace(TINY, **sizes)  # type: ignore[arg-type]
+    (pieces,) = cached_costs(shape, [Layout.parse(layout)], place=place).values()
+    return list(pieces)[1:-1]
 
 
-def test_experts_in_blocks_with_windows_cost_the_mean_of_each_part(tmp_path: Path) -> None:
-    def parts(windows: tuple[int, ...]) -> list[PieceCost]:
-        shape = replace(TINY, experts=4, top_k=2, gated=True, layers=4, windows=windows)
-        (pieces,) = cached_costs(shape, [Layout.parse("ep2")], place=tmp_path).values()
-        return [part(2) for part in pieces.parts]
+def test_each_block_costs_what_its_own_window_makes_of_it(tmp_path: Path) -> None:
+    narrow, wide = (_blocks(tmp_path, "cp2", windows=(each,))[0](2) for each in (4, 0))
+    assert narrow.forward.attention[0].flops < wide.forward.attention[0].flops
+    for windows, wanted in (((4, 0), [narrow, wide]), ((0, 4, 4), [wide, narrow, narrow])):
+        blocks = _blocks(tmp_path, "cp2", layers=3, windows=windows)
+        assert [block(2) for block in blocks] == (wanted * 2)[:3]
 
-    narrow, wide, mixed = parts((4, 4)), parts((0, 0)), parts((4, 0))
-    assert narrow[1:] == wide[1:] == mixed[1:]
-    middle = (narrow[0].forward.flops + wide[0].forward.flops) / 2
-    assert mixed[0].forward.flops == pytest.approx(middle)
+
+EXPERTS = {"experts": 4, "top_k": 2, "gated": True, "expert_ffn": 16}
+
+
+def test_first_blocks_without_experts_cost_what_a_dense_block_costs(tmp_path: Path) -> None:
+    for layout in ("", "ep2", "tp2 seq"):
+        dense, sparse = (
+            _blocks(tmp_path, layout, gated=True)[0],
+            _blocks(tmp_path, layout, **EXPERTS)[0],
+        )
+        blocks = _blocks(tmp_path, layout, **EXPERTS, dense_layers=3)
+        assert [block(2) for block in blocks] == [*[dense(2)] * 3, sparse(2)]
+        assert [len(block.parts) for block in blocks] == [1, 1, 1, 3 if layout == "ep2" else 1]
+
+
+def test_a_frozen_block_costs_no_gradient_of_its_weights(tmp_path: Path) -> None:
+    blocks = _blocks(tmp_path, "", freeze=("layers.1-2",))
+    trained, frozen = blocks[0](2), blocks[1](2)
+    assert [block(2) for block in blocks] == [trained, frozen, frozen, trained]
+    assert frozen.forward == trained.forward
+    products = [sum(p.flops for p in cost.backward.products) for cost in (trained, frozen)]
+    assert products[1] == products[0] / 2
+    assert frozen.frozen == frozen.weights == trained.weights
+
+
+def test_experts_in_blocks_with_windows_cost_the_same_and_their_attention_does_not(
+    tmp_path: Path,
+) -> None:
+    narrow, wide = _blocks(tmp_path, "ep2", **EXPERTS, layers=2, windows=(4, 0))
+    of_narrow, of_wide = ([part(2) for part in block.parts] for block in (narrow, wide))
+    assert of_narrow[1:] == of_wide[1:]
+    assert of_narrow[0].forward.flops < of_wide[0].forward.flops

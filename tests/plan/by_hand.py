@@ -6,8 +6,18 @@ token and feature of a block in 16 bits, scores never kept), adapted to gated bl
 
 from __future__ import annotations
 
-from phalanx.layout import Layout, Shape
-from phalanx.program import AttentionLoad, Load, MessageLoad, PieceCost, Product
+from functools import partial
+
+from phalanx.layout import ByKind, Layout, Shape
+from phalanx.program import (
+    AttentionLoad,
+    CostedPiece,
+    Load,
+    MessageLoad,
+    PieceCost,
+    PieceKinds,
+    Product,
+)
 
 WIDTH = 2  # bytes of a number
 
@@ -87,3 +97,9 @@ def head(s: Shape, cut: Layout, sequence: int, rows: float) -> PieceCost:
 def pieces(s: Shape, cut: Layout, sequence: int, rows: float) -> tuple[PieceCost, ...]:
     """Embedding, one block, head."""
     return tuple(f(s, cut, sequence, rows) for f in (embed, block, head))
+
+
+def piece_kinds(s: Shape, cut: Layout, sequence: int) -> PieceKinds:
+    """The same as functions of a microbatch's rows, of a model whose blocks are alike."""
+    each = (CostedPiece((partial(f, s, cut, sequence),)) for f in (embed, block, head))
+    return ByKind.equal_blocks(*each, s.layers)

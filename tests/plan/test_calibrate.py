@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 
 import pytest
-from by_hand import block, embed, head
+from by_hand import piece_kinds
 
 from phalanx.layout import Layout, Shape
 from phalanx.layout.codec import dump
@@ -26,7 +26,7 @@ from phalanx.plan.calibrate import (
 from phalanx.plan.hardware import hardware_of
 from phalanx.plan.profile import SoftwareProfile, profile
 from phalanx.plan.step import case_of
-from phalanx.program import PieceCost
+from phalanx.program import PieceKinds
 
 SHAPE = Shape(
     name="small", layers=8, hidden=1024, heads=16, ffn=4096, vocab=32000, sequence=2048, batch=32
@@ -38,26 +38,10 @@ LAYOUTS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Three:
-    cut: Layout
-    sequence: int
-    parts = ()  # of blocks: none is several pieces
-
-    def embed(self, rows: float) -> PieceCost:
-        return embed(SHAPE, self.cut, self.sequence, rows)
-
-    def block(self, rows: float) -> PieceCost:
-        return block(SHAPE, self.cut, self.sequence, rows)
-
-    def head(self, rows: float) -> PieceCost:
-        return head(SHAPE, self.cut, self.sequence, rows)
-
-
 def piece_costs(
     model: Shape | str, layouts: Iterable[Layout], *, sequence: int
-) -> Mapping[Layout, Three]:
-    return {cut: Three(cut, sequence) for cut in layouts}
+) -> Mapping[Layout, PieceKinds]:
+    return {cut: piece_kinds(SHAPE, cut, sequence) for cut in layouts}
 
 
 def _timed(texts: Iterable[str], truth: SoftwareProfile, slower: float = 1.0) -> list[CostedRun]:

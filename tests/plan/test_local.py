@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.layout import Layout, Shape
+from phalanx.layout import ByKind, Layout, Shape
 from phalanx.plan import Curve, Machine, MachineError, Rate, Store
+from phalanx.plan.hardware import Hardware
 from phalanx.plan.local import hardware_of_machine, local_profile
 from phalanx.plan.price import Case, OpTime, PieceTimes, Priced, op_parts
 from phalanx.plan.profile import SoftwareProfile
@@ -99,6 +100,11 @@ def test_a_pipeline_on_shared_cores_lasts_as_long_as_playing_it_through(
     assert found.step == pytest.approx(_shared_gpipe(stages, cores, 8, 1.0, 2.0), rel=1e-6)
 
 
+def _of_blocks(case: Case, block: PieceTimes, hardware: Hardware) -> Priced:
+    times = ByKind.equal_blocks(NOTHING, block, NOTHING, case.shape.layers)
+    return Priced(case, times, hardware, local_profile())
+
+
 def _pipeline(stages: int, machine: Machine) -> Choice:
     """GPipe over stages of one block that takes 1 and 2 seconds; messages take no time."""
     shape = Shape(name="even", layers=stages, hidden=8, heads=1, vocab=8, sequence=8)
@@ -106,7 +112,7 @@ def _pipeline(stages: int, machine: Machine) -> Choice:
     hardware = hardware_of_machine(replace(machine, curves=curves), stages)
     block = replace(NOTHING, forward=OpTime(1.0), input_gradient=OpTime(2.0))
     case = Case(shape, Layout.parse(f"pp{stages} gpipe:8 fp32"), 1.0, 8)
-    return choice(Priced(case, (NOTHING, block, NOTHING), hardware, local_profile()))
+    return choice(_of_blocks(case, block, hardware))
 
 
 def test_where_every_rank_has_a_core_a_pipeline_takes_what_the_textbook_says() -> None:
@@ -119,7 +125,7 @@ def test_messages_take_the_time_of_a_core_that_would_compute_beside_them() -> No
     block = replace(NOTHING, forward=OpTime(1.0), input_gradient=OpTime(2.0), cost=cost)
     case = Case(shape, Layout.parse("dp2 accum:1 fp32"), 1.0, 8)
     busy, idle = (
-        choice(Priced(case, (NOTHING, block, NOTHING), hardware, local_profile())).step
+        choice(_of_blocks(case, block, hardware)).step
         for two in [hardware_of_machine(replace(MACHINE, curves=MACHINE.curves[:1]), 2)]
         for hardware in (two, replace(two, cores=64))
     )

@@ -3,9 +3,9 @@ of other layout has a reason."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from functools import cache
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,7 @@ import pytest
 
 from phalanx.api.request import request_for
 from phalanx.layout import (
+    ByKind,
     Layout,
     LayoutError,
     Shape,
@@ -39,7 +40,17 @@ from phalanx.plan.step import (
     longest,
     predicted,
 )
-from phalanx.program import AttentionLoad, Load, MessageLoad, PieceCost, Product, build, ops
+from phalanx.program import (
+    AttentionLoad,
+    CostedPiece,
+    Load,
+    MessageLoad,
+    PieceCost,
+    PieceKinds,
+    Product,
+    build,
+    ops,
+)
 from phalanx.program.memory import peaks
 from phalanx.program.simulate import compiled
 from phalanx.program.simulate import times as event_times
@@ -48,18 +59,9 @@ SHAPE = replace(Shape.load("8b"), layers=8, batch=32, sequence=4096)
 SEQUENCE, BATCH = 4096, 32
 
 
-@dataclass(frozen=True)
-class Known:
-    """Pieces in closed form, so that a search here needs neither torch nor a cache."""
-
-    embed: Callable[[float], PieceCost]
-    block: Callable[[float], PieceCost]
-    head: Callable[[float], PieceCost]
-    parts: tuple[Callable[[float], PieceCost], ...] = ()
-
-
-def known(cut: Layout, sequence: int) -> Known:
-    """A decoder's pieces, by hand: products, one message to each half block, activations."""
+def known(cut: Layout, sequence: int, layers: int = 8) -> PieceKinds:
+    """A decoder's pieces in closed form, so that a search here needs neither torch nor a cache: products,
+    one message to each half block, activations."""
 
     def piece(kind: str, rows: float) -> PieceCost:
         tokens = rows * sequence / cut.cp
@@ -86,9 +88,8 @@ def known(cut: Layout, sequence: int) -> Known:
             weights=wide * h, edge=2 * tokens * h, selected=12 * tokens * h / cut.tp * selective,
         )  # fmt: skip
 
-    return Known(
-        *(lambda rows, kind=kind: piece(kind, rows) for kind in ("embed", "block", "head"))
-    )
+    each = (CostedPiece((partial(piece, kind),)) for kind in ("embed", "block", "head"))
+    return ByKind.equal_blocks(*each, layers)
 
 
 class Costing:
@@ -99,9 +100,11 @@ class Costing:
 
     def __call__(
         self, model: Shape | str, layouts: Iterable[Layout], *, sequence: int
-    ) -> Mapping[Layout, Known]:
+    ) -> Mapping[Layout, PieceKinds]:
         self.requested += list(layouts)
-        return {cut: known(cut, sequence) for cut in map(piece_layout, self.requested)}
+        assert isinstance(model, Shape)
+        cuts = map(piece_layout, self.requested)
+        return {cut: known(cut, sequence, model.layers) for cut in cuts}
 
 
 def hardware(name: str = "h100x16") -> Hardware:
@@ -205,14 +208,13 @@ def test_steps_that_roll_take_what_the_longest_stage_takes() -> None:
     for text, rolls in (("pp4 zb-h2:8 bf16", True), ("pp4 1f1b:8 bf16", False)):
         layout = Layout.parse(text)
         case = Case(asked.shape, layout, 1.0, SEQUENCE)
-        embed, block, head = Pricer(asked).three(piece_layout(layout), 1.0, True)
-        one = OpTime(1.0)
-        three = tuple(
-            replace(t, forward=one, input_gradient=one, weight_gradient=one) if t is block
-            else replace(t, forward=OpTime(), input_gradient=OpTime(), weight_gradient=OpTime())
-            for t in (embed, block, head)
-        )  # fmt: skip
-        priced = Priced(case, three, asked.hardware, asked.profile)  # type: ignore[arg-type]
+        times = Pricer(asked).times(piece_layout(layout), 1.0, True)
+        embed, block, head = (
+            replace(t, forward=OpTime(s), input_gradient=OpTime(s), weight_gradient=OpTime(s))
+            for t, s in zip(times.values, (0.0, 1.0, 0.0), strict=True)
+        )
+        made = ByKind.equal_blocks(embed, block, head, asked.shape.layers)
+        priced = Priced(case, made, asked.hardware, asked.profile)
         found, path, costs = choice(priced), longest(priced), priced.costs()
         assert found.step == pytest.approx(8 * 3 if rolls else 8 * 3 + 3 * 3, rel=0.01)
         assert sum(often * costs.of(op, rank) for (rank, op), often in path.items()) == (
@@ -235,7 +237,7 @@ def test_each_stage_keeps_as_many_forwards_as_its_program_has_open() -> None:
     found = judged("dp4 pp4 1f1b:8 stages:2-2-2-2 bf16")
     pieces = known(Layout.parse("bf16"), SEQUENCE)
     rows = found.case.rows
-    kept = [2 * pieces.block(rows).kept] * 4
+    kept = [2 * pieces[1](rows).kept] * 4
     kept[0] += pieces.embed(rows).kept
     kept[3] += pieces.head(rows).kept
     held = [stage["activations"] for stage in found.stages]
@@ -245,7 +247,7 @@ def test_each_stage_keeps_as_many_forwards_as_its_program_has_open() -> None:
 
 def test_the_first_rank_of_a_v_holds_embedding_and_head() -> None:
     pieces = known(Layout.parse("bf16"), SEQUENCE)
-    embed, block, head = (x(1.0).weights for x in (pieces.embed, pieces.block, pieces.head))
+    embed, block, head = (piece(1.0).weights for piece in pieces.values)
     two = profile("phalanx").weight_bytes
     bent = judged("dp4 pp4 zb-v:8 stages:1-1-1-1-1-1-1-1 bf16")
     straight = judged("dp4 pp4 zb-h1:8 stages:2-2-2-2 bf16")
@@ -417,7 +419,7 @@ def test_experts_with_all_tokens_take_as_long_as_with_twice_the_experts_of_a_tok
     even = request_for(shape, hardware("h100x2"), batch=8)
     busy, twice = replace(even, routing=one), replace(even, shape=replace(shape, top_k=4))
     found, wanted = (
-        Pricer(asked).three(piece_layout(layout), 4.0, False)[1].parts[1] for asked in (busy, twice)
+        Pricer(asked).times(piece_layout(layout), 4.0, False)[1].parts[1] for asked in (busy, twice)
     )
     sizes = [
         [x.forward.total, x.backward, x.cost.kept, x.cost.edge, x.cost.weights]

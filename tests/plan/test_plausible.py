@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 from by_hand import pieces
 
-from phalanx.layout import Layout, Shape
+from phalanx.layout import ByKind, Layout, Shape
 from phalanx.plan import cluster
 from phalanx.plan.hardware import Hardware, Network, PredictionError, hardware_of
 from phalanx.plan.plausible import refuse_too_long, shortest_step
@@ -40,7 +40,7 @@ def _priced(
         for cost in pieces(SHAPE, layout, SHAPE.sequence, 1.0)
     )
     case = Case(replace(SHAPE, tied=tied), layout, 1.0, SHAPE.sequence)
-    return Priced(case, (e, b, h), hardware, what)
+    return Priced(case, ByKind.equal_blocks(e, b, h, SHAPE.layers), hardware, what)
 
 
 @pytest.mark.parametrize("name", profiles())

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from by_hand import pieces
+from by_hand import piece_kinds, pieces
 
-from phalanx.layout import Layout, Shape
+from phalanx.layout import ByKind, Layout, Shape
 from phalanx.plan import MachineError, cluster, device
 from phalanx.plan.hardware import SLOWED, Roofline, hardware_of
-from phalanx.plan.price import Case, Priced, Three, Units, parts_of, piece_parts
+from phalanx.plan.price import Case, PieceTimes, Priced, Units, parts_of, piece_parts
 from phalanx.plan.profile import SoftwareProfile, profile, profile_named, profiles
 from phalanx.plan.step import Choice, choice
-from phalanx.program import AttentionLoad, Load, Product
+from phalanx.program import AttentionLoad, CostedPiece, Load, PieceCost, Product
 
 SHAPE = Shape(
     name="small", layers=8, hidden=1024, heads=16, kv_heads=16, ffn=4096, vocab=32000, sequence=2048
@@ -28,9 +28,9 @@ def _one(
     what: SoftwareProfile = BARE,
     name: str = "",
     tied: bool = False,
-) -> tuple[Choice, Three]:
+) -> tuple[Choice, tuple[PieceTimes, ...]]:
     priced = _priced(text, rows=rows, what=what, name=name, tied=tied)
-    return choice(priced), priced.three
+    return choice(priced), priced.times.values
 
 
 def _priced(
@@ -44,12 +44,13 @@ def _priced(
     layout = Layout.parse(text)
     shape = replace(SHAPE, tied=tied)
     hardware = hardware_of(cluster(name or f"h100x{layout.ranks}"))
-    e, b, h = (
+    embed, block, head = (
         piece_parts(w, hardware, what, layout, layout.precision).under(what)
         for w in pieces(SHAPE, layout, SHAPE.sequence, rows)
     )
+    times = ByKind.equal_blocks(embed, block, head, shape.layers)
     case = Case(shape, layout, rows, SHAPE.sequence)
-    return Priced(case, (e, b, h), hardware, what)
+    return Priced(case, times, hardware, what)
 
 
 def test_a_large_square_product_runs_near_the_best_rate_that_was_measured() -> None:
@@ -252,7 +253,7 @@ def test_columns_that_gather_again_keep_a_part_and_wait_for_what_products_do_not
 ) -> None:
     plain = replace(BARE, speed=faster, traffic=1 / faster)
     again = replace(plain, regathers=True)
-    whole, part = (_priced("tp8 seq", what=each).three[1] for each in (plain, again))
+    whole, part = (_priced("tp8 seq", what=each).times[1] for each in (plain, again))
     size = 2 * SHAPE.sequence * SHAPE.hidden  # what each of two columns takes, in 16 bits
     assert whole.cost.kept - part.cost.kept == pytest.approx(2 * size * 7 / 8)
     assert part.forward == whole.forward
@@ -262,7 +263,7 @@ def test_columns_that_gather_again_keep_a_part_and_wait_for_what_products_do_not
     extra = part.input_gradient.messages - whole.input_gradient.messages
     assert extra == pytest.approx(late + SLOWED * hidden)
     assert (late > 0) == (faster > 1)
-    without = (_priced("tp8", what=each).three[1] for each in (plain, again))
+    without = (_priced("tp8", what=each).times[1] for each in (plain, again))
     assert len({each.cost.kept for each in without}) == 1
 
 
@@ -279,23 +280,14 @@ def test_what_selective_recomputation_repeats_of_the_products_is_the_profiles() 
     assert len({each.again for each in whole}) == 1
 
 
-class _Pieces:
-    parts = ()  # of blocks: none is several pieces
-
-    def __init__(self, shape: Shape, cut: Layout) -> None:
-        self.embed, self.block, self.head = (
-            lambda rows, k=k: pieces(shape, cut, shape.sequence, rows)[k] for k in range(3)
-        )
-
-
 def test_what_software_keeps_of_a_token_follows_from_its_kernels() -> None:
     """Of one block of a gated model, by hand: 2 bytes for each number, 2,048 tokens, over tp2."""
     shape = replace(SHAPE, kv_heads=4, gated=True, positions="rope", norm="rms", bias="none")
     cut = Layout.parse("tp2 seq bf16")
-    kinds, case = _Pieces(shape, cut), Case(shape, cut, 1.0, 2048)
+    kinds, case = piece_kinds(shape, cut, shape.sequence), Case(shape, cut, 1.0, 2048)
 
     def kept(what: SoftwareProfile, piece: int) -> tuple[float, float]:
-        cost = parts_of(kinds, case, hardware_of(cluster("h100x2")), what, cut)[piece].cost
+        cost = parts_of(kinds, case, hardware_of(cluster("h100x2")), what, cut).values[piece].cost
         return cost.kept, cost.temporary
 
     plain = replace(BARE, loss="over")
@@ -316,9 +308,12 @@ def test_what_software_keeps_of_a_token_follows_from_its_kernels() -> None:
 def test_adding_gradients_is_a_kernel_of_its_own_or_part_of_a_product() -> None:
     """A block that moves 30 MB for a row of tokens beside the 10 bytes of each of 10 million weights."""
     cut = Layout.parse("tp2 bf16")
-    kinds = _Pieces(SHAPE, cut)
-    whole = kinds.block
-    kinds.block = lambda rows: replace(whole(rows), input_gradient=Load(moved=1e8 + 3e7 * rows))
+    embed, whole, head = piece_kinds(SHAPE, cut, SHAPE.sequence).values
+
+    def block(rows: float) -> PieceCost:
+        return replace(whole(rows), input_gradient=Load(moved=1e8 + 3e7 * rows))
+
+    kinds = ByKind.equal_blocks(embed, CostedPiece((block,)), head, SHAPE.layers)
     hardware, case = hardware_of(cluster("h100x2")), Case(SHAPE, cut, 2.0, 2048)
 
     def moved(what: SoftwareProfile) -> float:

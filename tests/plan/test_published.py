@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from by_hand import pieces
+from by_hand import piece_kinds
 
 from phalanx.cli import plan_calibrate, plan_score
 from phalanx.cli.usage import UsageError
@@ -25,6 +25,7 @@ from phalanx.plan.profile import FITTED, profile, profile_named
 from phalanx.plan.published import logged, runs_of
 from phalanx.plan.score import held_out, score, scored_row
 from phalanx.plan.table import read_table
+from phalanx.program import PieceKinds
 
 COLUMNS = """source row_id hardware gpus gpus_per_node intra_link inter_link model params layers hidden
 ffn glu heads kv_heads head_dim vocab tied seq global_batch micro_batch tp sp pp vpp cp dp zero hsdp_shard
@@ -38,17 +39,10 @@ USUAL = {
 }  # fmt: skip
 
 
-class _ByHand:
-    parts = ()  # of blocks: none is several pieces
-
-    def __init__(self, shape: Shape, cut: Layout, sequence: int) -> None:
-        self.embed, self.block, self.head = (
-            lambda rows, k=k: pieces(shape, cut, sequence, rows)[k] for k in range(3)
-        )
-
-
-def piece_costs(model: Shape, layouts: Iterable[Layout], *, sequence: int) -> dict[Layout, _ByHand]:
-    return {cut: _ByHand(model, cut, sequence) for cut in layouts}
+def piece_costs(
+    model: Shape, layouts: Iterable[Layout], *, sequence: int
+) -> dict[Layout, PieceKinds]:
+    return {cut: piece_kinds(model, cut, sequence) for cut in layouts}
 
 
 def table(path: Path, rows: Iterable[dict[str, object]]) -> Path:

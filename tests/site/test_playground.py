@@ -46,7 +46,7 @@ def test_formulas_give_what_costing_a_model_gives(table: Any, tp: int, rows: int
     found = costs_from(table, shape, [cut], sequence=8192)[cut]
     model = build_model(replace(shape, layers=1))
     (costed,) = cost_kinds(model, cut, (rows,), sequence=8192, target="cuda")
-    assert (found.embed(rows), found.block(rows), found.head(rows)) == costed
+    assert tuple(piece(rows) for piece in found.values) == costed
 
 
 def test_what_no_formula_knows_is_refused_by_name(table: Any) -> None:

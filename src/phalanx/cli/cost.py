@@ -10,8 +10,8 @@ what Newton-Schulz takes once a step: of all ranks that share a piece's matrices
   phalanx cost --model examples/stranger.py:Stranger tp2
 """
 
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from textwrap import wrap
 
@@ -43,11 +43,12 @@ def run(argv: list[str]) -> int:
     refuse_illegal(layout, shape, batch=batch, sequence=args.sequence)
     cut, model = piece_layout(layout), args.model if make else shape
     pieces = cached_costs(model, [layout], sequence=args.sequence, target=args.target)[cut]
-    # The numbers of the pieces that are alike, and their costs.
-    kinds = [
-        ([n for n, k in enumerate(pieces.which) if k == kind], costed(args.rows))
-        for kind, costed in enumerate(pieces.kinds)
-    ]
+    # The numbers of the program's pieces that cost the same, and their cost.
+    alike = defaultdict[Callable[[float], PieceCost], list[int]](list)
+    parts = (part for piece in pieces for part in piece.parts)
+    for number, part in enumerate(parts):
+        alike[part].append(number)
+    kinds = [(numbers, part(args.rows)) for part, numbers in alike.items()]
     # Of the first piece of each kind: FLOPs and bytes.
     work, muon = list[tuple[float, float]](), args.optimizer == "muon"
     for matrices in (program_matrices(shape, layout)[n[0]] for n, _ in kinds if muon):

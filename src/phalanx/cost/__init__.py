@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from ..program.flops import OpFlops, StepFlops, forward_flops, step_flops
-from .cache import Pieces, cached_costs, cost_of_row
+from .cache import cached_costs, cost_of_row
 
 if TYPE_CHECKING:
     from .live import Live
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Live",
     "OpFlops",
-    "Pieces",
     "StepFlops",
     "forward_flops",
     "sizes_of",

@@ -13,84 +13,36 @@ import json
 import logging
 import os
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, astuple, replace
 from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..layout import Layout, Shape, piece_layout
+from ..layout import ByKind, Layout, Shape, one_block_of_each, piece_layout
 from ..layout.families import code_of
 from ..layout.source import imported_sources
 from ..program import (
     AttentionLoad,
+    CostedPiece,
     Load,
     MessageLoad,
     PieceCost,
+    PieceKinds,
     Product,
     at_rows,
-    averaged,
-    joined,
 )
 
-if TYPE_CHECKING:
-    from ..parallel import Model
-
 _LOG = logging.getLogger(__name__)
-_FORMAT = 2
+_FORMAT = 3
 _MANY = 16  # rows: a microbatch is seldom larger
 _SOURCE = Path(__file__).parents[1]
-_FILES = "comm/regions.py comm/tally.py layout/pieces.py layout/rules.py program/load.py"
+_FILES = (
+    "comm/regions.py comm/tally.py layout/kinds.py layout/pieces.py layout/rules.py program/load.py"
+)
 _RUN = ("models/*.py", "parallel/*.py", "cost/*.py", *_FILES.split())
-
-Kinds = tuple[Callable[[float], PieceCost], ...]
-
-
-@dataclass(frozen=True)
-class Pieces:
-    """The pieces of a model under one cut: a function of a microbatch's rows for each kind, and
-    which kind each piece is."""
-
-    kinds: Kinds
-    which: tuple[int, ...]
-    # The kinds of the three parts of each block with experts, where these parts are pieces.
-    inside: tuple[tuple[int, ...], ...] = ()
-
-    def __getitem__(self, piece: int) -> Callable[[float], PieceCost]:
-        return self.kinds[self.which[piece]]
-
-    def __len__(self) -> int:
-        return len(self.which)
-
-    @property
-    def embed(self) -> Callable[[float], PieceCost]:
-        return self[0]
-
-    @property
-    def block(self) -> Callable[[float], PieceCost]:
-        """The mean block: attention windows may differ from block to block."""
-        parts = self.parts
-        if parts:
-            return lambda rows: joined([part(rows) for part in parts])
-        return self._mean(self.which[1:-1] or self.which[1:])
-
-    @property
-    def parts(self) -> Kinds:
-        """The mean of each of the three parts of a block with experts."""
-        return tuple(self._mean(kinds) for kinds in zip(*self.inside, strict=True))
-
-    def _mean(self, which: Sequence[int]) -> Callable[[float], PieceCost]:
-        counts = Counter(which)
-        if len(counts) == 1:
-            return self.kinds[which[0]]
-        return lambda rows: averaged([(self.kinds[kind](rows), n) for kind, n in counts.items()])
-
-    @property
-    def head(self) -> Callable[[float], PieceCost]:
-        return self[-1]
 
 
 def cached_costs(
@@ -100,7 +52,7 @@ def cached_costs(
     sequence: int = 0,
     target: str = "cuda",
     place: Path | None = None,
-) -> dict[Layout, Pieces]:
+) -> dict[Layout, PieceKinds]:
     """The pieces of a model under the cut of each layout, from the cache where they are in it.
 
     `model` is a shape, or `FILE.py:Class` for somebody's own. The keys are `piece_layout(layout)`.
@@ -123,7 +75,7 @@ def cached_costs(
 def _key(model: Shape | str, sequence: int, target: str) -> str:
     """A name for all that the cuts of one file have in common."""
     if isinstance(model, Shape):
-        sizes = asdict(replace(_repeated(model), name="", batch=1, source=""))
+        sizes = asdict(replace(one_block_of_each(model)[0], name="", batch=1, source=""))
         if model.positions == "rope":
             sizes["sequence"] = 0  # then it is only the default of the one that is asked for
         key = {"shape": sizes, "sequence": sequence or model.sequence}
@@ -136,16 +88,6 @@ def _key(model: Shape | str, sequence: int, target: str) -> str:
                 key[f"module {module}"] = hashlib.sha256(source.read_bytes()).hexdigest()
     key |= {"target": target, "source": _source()}
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _repeated(shape: Shape) -> Shape:
-    """The shape with as few blocks as repeat: one, or as many as have windows of their own. First
-    blocks without experts count as if they had them. Blocks are frozen where all are."""
-    still = [name for name in shape.freeze if not name.startswith("layers")]
-    if {*range(1, 1 + shape.layers)} <= {*shape.frozen}:
-        still.append("layers")
-    layers = max(1, len(shape.windows))
-    return replace(shape, layers=layers, dense_layers=0, freeze=tuple(still))
 
 
 @cache
@@ -168,42 +110,44 @@ def _source() -> str:
 def _costed(
     model: Shape | str, cuts: Sequence[Layout], sequence: int, target: str
 ) -> dict[str, Any]:
-    """What a file holds of these cuts: every kind of piece at one row and at two, its temporary
-    bytes at many, and which piece is of which kind."""
+    """What a file holds of these cuts: the kind of each piece, and for each kind the costs of its parts,
+    at one row, at two, and the temporary bytes at many."""
     from ..parallel import build_model, load_model
-    from ..parallel.experts import cut_blocks, expert_pieces
+    from ..parallel.experts import cut_blocks
     from ..parallel.kinds import alike
+    from ..parallel.rows import model_rows
     from .pieces import cost_kinds
 
-    made: Model = build_model(_repeated(model)) if isinstance(model, Shape) else load_model(model)
+    few = one_block_of_each(model)[0] if isinstance(model, Shape) else None
+    made = build_model(few) if few else load_model(str(model))
+    kinds = alike(made)
     entries, outputs = {}, dict[Any, Any]()
     for cut in cuts:
         all_rows = cost_kinds(
             made, cut, (1, 2, _MANY), sequence=sequence, target=target, known=outputs
         )
-        kinds = [
+        costs = [
             [astuple(one), astuple(two), many.temporary]
             for one, two, many in zip(*all_rows, strict=True)
         ]
-        pieces = cut_blocks(made, cut)
-        which = alike(pieces)
-        inside = [[which[p] for p in (e - 1, e, e + 1)] for e in expert_pieces(pieces)]
-        entries[str(cut)] = {"kinds": kinds, "which": which, "inside": inside}
+        parts: dict[int, list[int]] = {}  # of each piece of the model, the costs of its parts
+        each = zip(model_rows(made, cut), alike(cut_blocks(made, cut)), strict=True)
+        for row, cost in each:
+            parts.setdefault(row.piece, []).append(cost)
+        of_kinds = [parts[kinds.index(kind)] for kind in range(max(kinds) + 1)]
+        entries[str(cut)] = {"costs": costs, "parts": of_kinds, "kinds": kinds}
     return entries
 
 
-def _pieces(model: Shape | str, entry: Mapping[str, Any]) -> Pieces:
-    kinds = tuple(
-        _at(cost_of_row(one), cost_of_row(two), float(many)) for one, two, many in entry["kinds"]
-    )
-    which, inside = tuple(entry["which"]), tuple(map(tuple, entry["inside"]))
+def _pieces(model: Shape | str, entry: Mapping[str, Any]) -> PieceKinds:
+    costs = [
+        _at(cost_of_row(one), cost_of_row(two), float(many)) for one, two, many in entry["costs"]
+    ]
+    parts = (tuple(costs[cost] for cost in each) for each in entry["parts"])
+    kinds: Sequence[int] = entry["kinds"]
     if isinstance(model, Shape):
-        blocks = which[1:-1]
-        each = len(inside[0]) if inside else 1
-        every = (blocks[n % len(blocks)] for n in range(each * model.layers))
-        which = (which[0], *every, which[-1])
-        inside = tuple(inside[n % len(inside)] for n in range(model.layers)) if inside else ()
-    return Pieces(kinds, which, inside)
+        kinds = [kinds[piece] for piece in one_block_of_each(model)[1]]
+    return ByKind(tuple(map(CostedPiece, parts)), tuple(kinds))
 
 
 def _at(one: PieceCost, two: PieceCost, many: float) -> Callable[[float], PieceCost]:
@@ -256,9 +200,9 @@ def _read(file: Path) -> dict[str, Any]:
 def _parsed(file: Path, changed: int, size: int) -> dict[str, Any]:
     known: dict[str, Any] = json.loads(file.read_bytes())
     for entry in known.values():
-        for one, two, many in entry["kinds"]:
+        for one, two, many in entry["costs"]:
             cost_of_row(one), cost_of_row(two), float(many)
-        tuple(map(int, sum(entry["inside"], entry["which"])))
+        tuple(map(int, sum(entry["parts"], entry["kinds"])))
     return known
 
 

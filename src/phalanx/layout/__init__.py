@@ -1,6 +1,7 @@
 """Floor 0: the grid, the choices, the model's sizes, the run file, and why a layout is illegal. No
 torch."""
 
+from .kinds import ByKind, one_block_of_each
 from .layout import Layout
 from .legal import Violation, legal, nearest
 from .mesh import Axis, LayoutError, Mesh
@@ -13,6 +14,7 @@ from .stages import piece_layout, program_pieces, stage_pieces
 
 __all__ = [
     "Axis",
+    "ByKind",
     "Layout",
     "LayoutError",
     "Mesh",
@@ -25,6 +27,7 @@ __all__ = [
     "Violation",
     "legal",
     "nearest",
+    "one_block_of_each",
     "piece_layout",
     "recipe",
     "plain_pieces",

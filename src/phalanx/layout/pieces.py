@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property, lru_cache
 
+from .kinds import block_kind
 from .layout import Layout
 from .rules import FEATURES, LATENT, LORA, PARTIAL, Cut
 from .shape import Shape
@@ -233,12 +234,12 @@ def _rows(shape: Shape, apart: bool) -> tuple[PieceRow, ...]:
 
 
 def _kind(shape: Shape, piece: int, part: BlockPart, *, frozen: bool) -> tuple[object, ...]:
-    """Everything in which the pieces of one shape can differ."""
+    """Everything in which the pieces of one shape's program can differ."""
     if not 0 < piece <= shape.layers:
         return (piece,)
     if part in (BlockPart.EXPERTS, BlockPart.MERGING):  # without attention
         return part, frozen
-    return part, frozen, shape.sparse(piece), shape.window(piece)
+    return part, block_kind(shape, piece)._replace(frozen=frozen)
 
 
 # ---- the weights of the built-in models

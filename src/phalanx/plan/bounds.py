@@ -8,22 +8,23 @@ forwards that its schedule has open at once.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, reduce
 from itertools import accumulate, pairwise, product
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..layout import Layout, Shape
+from ..layout import ByKind, Layout, Shape
 from ..layout.choices import traits
 from ..program import KINDS, Op, ops, schedule
 from ..program.state import IN_FLIGHT
 from .hardware import OVERLAP, SLOWED
-from .price import OpTime, PieceTimes, Three, Units, distance, frozen_bytes, kind_of
+from .price import KindTimes, OpTime, PieceTimes, Units, distance, frozen_bytes
 from .space import ORDERS, Grid, Inner, Options, Pipeline, Space, Zero, blocks_of, ranks_of
 from .step import Pricer, joint_lanes
 
@@ -44,14 +45,15 @@ class Bounds:
 @dataclass(frozen=True)
 class _Stages:
     """Some ranks of pipelines, arrays (pipelines, 1, ranks): what they hold, and what comes before
-    them. The first two, the last, and the first and last of those with the most blocks: others hold
-    and do less."""
+    them. The first two, the last, and the first and last of those with the most work in blocks: of
+    equal blocks others hold and do less."""
 
     ranks: NDArray[np.int_]  # (pipelines, ranks)
-    blocks: Array
+    blocks: tuple[Array, ...]  # of each kind
     embed: Array  # 1 where the embedding is
     head: Array
-    before: Array  # blocks of the stages before the first of the rank
+    before: tuple[Array, ...]  # blocks of each kind, of the stages before the first of the rank
+    shares: tuple[tuple[Array, ...], ...]  # of each stage of the rank: the part of each kind
 
 
 def bounds(space: Space, x: Options, pricer: Pricer, before: Bounds | None = None) -> Bounds:
@@ -64,18 +66,18 @@ def bounds(space: Space, x: Options, pricer: Pricer, before: Bounds | None = Non
     units = before.units if before else tuple(Units(x, hardware, profile) for x in layouts)
     priced = before.priced if before else None
     for way in sorted({*split}):
-        three = [
+        times = [
             [
                 _least(space, pricer, x.grid, inner, space.rows(x.grid, count), way)
                 for inner in x.inners
             ]
             for count in x.counts
         ]
-        numbers = _Numbers(three, x.inners, space.request.shape)
+        numbers, kinds = _Numbers(times, x.inners, space.request.shape), times[0][0].kinds
         priced = priced or _priced(units, numbers)
         mine = [p for p, parted in enumerate(split) if parted == way]
         pipes = [x.pipelines[p] for p in mine]
-        stages = _stages(space.request.shape, x.grid.pp, tuple(pipes))
+        stages = _stages(space.request.shape, kinds, x.grid.pp, tuple(pipes))
         step[:, :, mine] = _time(space, x, pipes, stages, numbers, priced, split=way)
         flight = _flights(space.request.shape, x.grid.pp, x.counts, tuple(pipes))
         held[:, :, mine] = _memory(space, x, stages, numbers, flight, units)
@@ -85,61 +87,88 @@ def bounds(space: Space, x: Options, pricer: Pricer, before: Bounds | None = Non
 
 def _least(
     space: Space, pricer: Pricer, grid: Grid, inner: Inner, rows: float, split: bool
-) -> Three:
-    """Embedding, block and head, exact when the cut is costed and else no slower than they are: a
+) -> KindTimes:
+    """The times of every kind of piece, exact when the cut is costed and else no slower than they are: a
     cut without context parallelism, without selective recomputation and with its backward whole
     computes as much, and what it leaves out only costs time."""
     exact, piped = space.cut(grid, inner, split=split), grid.pp > 1
     if exact in pricer.pieces:
-        return pricer.three(exact, rows, piped)
+        return pricer.times(exact, rows, piped)
     near = grid._replace(ring=1, ulysses=1)
     selective = inner.recompute == "selective"
     for kept, parted in ((inner, split), (inner, False), (inner._replace(recompute="none"), False)):
         cut = space.cut(near, kept, split=parted)
         if cut in pricer.pieces:
             break
-    embed, block, head = pricer.three(cut, rows / grid.cp, piped)
-    if split and not parted:  # what a backward that is whole keeps after it says nothing
-        block = replace(block, cost=replace(block.cost, kept_after_i=0.0))
-    if selective and kept.recompute != "selective":
-        least = min(block.cost.input, block.cost.kept)
-        cost = replace(block.cost, kept=least, kept_after_i=0.0, selected=least)
-        block = replace(block, again=OpTime(), cost=cost)
-    return embed, block, head
+    times = pricer.times(cut, rows / grid.cp, piped)
+
+    def least(block: PieceTimes) -> PieceTimes:
+        if split and not parted:  # what a backward that is whole keeps after it says nothing
+            block = replace(block, cost=replace(block.cost, kept_after_i=0.0))
+        if selective and kept.recompute != "selective":
+            fewest = min(block.cost.input, block.cost.kept)
+            cost = replace(block.cost, kept=fewest, kept_after_i=0.0, selected=fewest)
+            block = replace(block, again=OpTime(), cost=cost)
+        return block
+
+    return ByKind((times.embed, *map(least, times.blocks), times.head), times.kinds)
 
 
 class _Numbers:
-    """Times and sizes of embedding, block and head, arrays (microbatches, 1, inner choices, 1)."""
+    """Times and sizes of every kind of piece, arrays (microbatches, 1, inner choices, 1). Lists have one for
+    each kind, the embedding's first and the head's last, or one for each kind of block."""
 
     def __init__(
-        self, three: Sequence[Sequence[Three]], inners: Sequence[Inner], shape: Shape
+        self, times: Sequence[Sequence[KindTimes]], inners: Sequence[Inner], shape: Shape
     ) -> None:
+        first = times[0][0]
+        every = range(len(first.values))
+        blocks = every[1:-1]
+
         def array(kind: int, of: str) -> Array:
-            return np.array([[_number(t[kind], of) for t in row] for row in three])[
-                :, None, :, None
-            ]
+            each = [[_number(t.values[kind], of) for t in row] for row in times]
+            return np.array(each)[:, None, :, None]
 
         def inner(each: Callable[[str], float]) -> Array:
             return np.array([each(inner.recompute) for inner in inners], float)[:, None]
 
-        self.forward = [array(kind, "forward") for kind in range(3)]
-        self.backward = [array(kind, "backward") for kind in range(3)]
-        self.inputs = array(1, "input_gradient")
-        self.kept = array(1, "kept")
-        self.temporary = np.minimum(array(1, "temporary"), array(2, "temporary"))
-        self.weights = [float(_number(three[0][0][kind], "weights")) for kind in range(3)]
-        self.frozen = [float(_number(three[0][0][kind], "frozen")) for kind in range(3)]
-        for kind in {kind_of(piece, shape) for piece in shape.frozen}:
+        def numbers(of: str) -> list[float]:
+            return [_number(kind, of) for kind in first.values]
+
+        self.forward = [array(kind, "forward") for kind in every]
+        self.backward = [array(kind, "backward") for kind in every]
+        self.inputs = [array(kind, "input_gradient") for kind in blocks]
+        self.kept = [array(kind, "kept") for kind in blocks]
+        self.temporary = _lowest(array(kind, "temporary") for kind in every[1:])
+        self.weights, self.frozen = numbers("weights"), numbers("frozen")
+        for kind in {first.kinds[piece] for piece in shape.frozen}:
             self.frozen[kind] = self.weights[kind]  # of blocks some hold less: the least
         self.trained = [w - still for w, still in zip(self.weights, self.frozen, strict=True)]
-        experts = (float(_number(three[0][0][kind], "experts")) for kind in range(3))
-        self.experts = [e * (not still) for e, still in zip(experts, self.frozen, strict=True)]
+        experts = zip(numbers("experts"), self.frozen, strict=True)
+        self.experts = [e * (not still) for e, still in experts]
         part = inner(lambda name: name == "selective") > 0
-        self.input = np.where(part, array(1, "selected"), array(1, "input"))
-        self.kept_after_i = array(1, "kept_after_i")
-        self.again = array(1, "again") * inner(lambda name: name != "none")
+        self.input = [
+            np.where(part, array(kind, "selected"), array(kind, "input")) for kind in blocks
+        ]
+        self.kept_after_i = [array(kind, "kept_after_i") for kind in blocks]
+        repeats = inner(lambda name: name != "none")
+        self.again = [array(kind, "again") * repeats for kind in blocks]
         self.segment = inner(_segment)
-        self.whole = inner(lambda name: name != "none") > 0
+        self.whole = repeats > 0
+        self.layers = [float(first.kinds.count(kind)) for kind in blocks]
+
+
+def _lowest(each: Iterable[Array]) -> Array:
+    return reduce(np.minimum, each)
+
+
+def _highest(each: Iterable[Array]) -> Array:
+    return reduce(np.maximum, each)
+
+
+def _total(counts: Sequence[Array | float], each: Sequence[Array | float]) -> Array:
+    """So many of each kind."""
+    return np.asarray(reduce(operator.add, map(operator.mul, counts, each)))
 
 
 def _number(piece: PieceTimes, name: str) -> float:
@@ -156,7 +185,7 @@ def _segment(recompute: str) -> float:
 
 @dataclass(frozen=True)
 class _Unit:
-    """Seconds of the collectives of embedding, block and head, arrays (three, ways to shard)."""
+    """Seconds of the collectives of every kind of piece, arrays (kinds, ways to shard)."""
 
     gather: Array
     reduce: Array
@@ -198,21 +227,22 @@ def _time(
     split: bool,
 ) -> Array:
     """Seconds, (ZeRO, microbatches, pipelines, inner choices)."""
-    hardware, layers = space.request.hardware, space.request.shape.layers
+    hardware = space.request.hardware
     m = np.array(x.counts, float)[:, None, None, None]
-    (ef, bf, hf), (eb, bb, hb) = n.forward, n.backward
-    one = bf + bb + n.again  # of a block and a microbatch
+    (ef, *bf, hf), (eb, *bb, hb) = n.forward, n.backward
+    # Of a block of each kind and a microbatch.
+    one = [f + b + again for f, b, again in zip(bf, bb, n.again, strict=True)]
     ends = ef + eb + hf + hb
     # A segment that ends in the head is not recomputed: its forward was just now.
-    spared = (n.segment - 1) * n.again
-    work = s.blocks * one - np.minimum(s.head * spared, s.blocks * n.again)
+    spared = (n.segment - 1) * _highest(n.again)
+    work = _total(s.blocks, one) - np.minimum(s.head * spared, _total(s.blocks, n.again))
     # (microbatches, pipelines, inners, ranks).
     work = work + s.embed * (ef + eb) + s.head * (hf + hb)
     rolls = space.request.profile.rolls  # then no stage waits for others to begin or to end
-    later = ((s.before > 0) | (s.embed == 0)) & (not rolls)
-    head = np.where(later, ef + s.before * bf, 0.0)
-    back = 0.0 if split else np.where(later, eb + s.before * bb, 0.0)
-    work = work + s.blocks * _lost(space, x, n, u, m, split=split)
+    later = ((sum(s.before) > 0) | (s.embed == 0)) & (not rolls)
+    head = np.where(later, ef + _total(s.before, bf), 0.0)
+    back = 0.0 if split else np.where(later, eb + _total(s.before, bb), 0.0)
+    work = work + _total(s.blocks, _lost(space, x, n, u, m, split=split))
     path = (head + m * work + back).max(axis=-1)
     # Those of the units of a rank, (ZeRO, 1, pipelines, 1).
     update = _of_units(u.update, s).max(axis=-1)[:, None, :, None]
@@ -226,37 +256,44 @@ def _time(
         # Beside them weights are gathered for each forward and backward, but where two that follow
         # each other use the same block.
         twice = _twice(space.request.shape, x.grid.pp, x.counts, tuple(pipes))
-        gathers = np.maximum(2 * m * s.blocks[:, 0] - twice - rolls, 0.0)
+        gather = u.gather[1:-1]
+        once = _total([each[:, 0] for each in s.blocks], list(gather[..., None, None]))
+        fewer = (twice + rolls) * gather.max(axis=0)[:, None, None, None]
         each_use = np.array([zero.gather == "micro" and zero.stage == 3 for zero in x.zeros])
-        lane = lane + (each_use * u.gather[1])[:, None, None, None] * gathers
+        gathers = np.maximum(2 * m * once[:, None] - fewer, 0.0)
+        lane = lane + each_use[:, None, None, None] * gathers
     step = np.where(often, np.maximum(step, lane.max(axis=-1)[..., None] + update), step)
     if x.grid.pp == 1 and not rolls:
         met = np.array([pipe.overlap for pipe in pipes], float)[:, None]
         for z, zero in enumerate(x.zeros):
-            alone = _alone(
-                n, layers, zero, [float(a) for a in u.gather[:, z]], float(sums[z].max()), m, met
-            )
+            alone = _alone(n, zero, u.gather[:, z].tolist(), float(sums[z].max()), m, met)
             step[z] = np.maximum(step[z], alone + update[z])
     cores = hardware.cores * x.grid.pp / hardware.ranks if hardware.cores else np.inf
-    total = m * (layers * one - spared + ends)[..., 0]
+    total = m * (_total(n.layers, one) - spared + ends)[..., 0]
     return np.asarray(np.maximum(step, total / cores))
 
 
-def _lost(space: Space, x: Options, n: _Numbers, u: _Unit, m: Array, *, split: bool) -> Array:
-    """Seconds that a block loses to messages beside a microbatch, (ZeRO, microbatches, 1, inners, 1); in
-    its forward alone where the backward is split, the parts of which are not known before they are costed."""
+def _lost(space: Space, x: Options, n: _Numbers, u: _Unit, m: Array, *, split: bool) -> list[Array]:
+    """Seconds that a block of each kind loses to messages beside a microbatch, (ZeRO, microbatches, 1,
+    inners, 1); in its forward alone where the backward is split, the parts of which are not known before
+    they are costed."""
     plain = np.array([not inner.matmul for inner in x.inners])[:, None]
-    both = [_beside(space, zero, u, z, 1, m) for z, zero in enumerate(x.zeros)]
-    forward, back = np.array([np.broadcast_arrays(*each, m)[:2] for each in both]).swapaxes(0, 1)
-    lost = np.minimum(forward, OVERLAP * n.forward[1])
-    lost = lost + (not split) * np.minimum(back, OVERLAP * n.inputs)
-    return np.asarray(SLOWED * plain * lost)
+    found = []
+    for kind, (ahead, inputs) in enumerate(zip(n.forward[1:-1], n.inputs, strict=True), 1):
+        both = [_beside(space, zero, u, z, kind, m) for z, zero in enumerate(x.zeros)]
+        forward, back = np.array([np.broadcast_arrays(*each, m)[:2] for each in both]).swapaxes(
+            0, 1
+        )
+        lost = np.minimum(forward, OVERLAP * ahead)
+        lost = lost + (not split) * np.minimum(back, OVERLAP * inputs)
+        found.append(np.asarray(SLOWED * plain * lost))
+    return found
 
 
 def _beside(
     space: Space, zero: Zero, u: _Unit, z: int, kind: int, count: Array | float
 ) -> tuple[Array | float, Array | float]:
-    """Seconds of messages beside a forward and a backward of one of the three."""
+    """Seconds of messages beside a forward and a backward of a kind of piece."""
     if not space.request.profile.overlaps_data or space.request.hardware.cores:
         return 0.0, 0.0
     gather, sums = u.gather[kind, z], u.reduce[kind, z] + u.replicas[kind, z]
@@ -266,32 +303,36 @@ def _beside(
 
 
 def _alone(
-    n: _Numbers, layers: int, zero: Zero, gather: Sequence[float], sums: float, m: Array, met: Array
+    n: _Numbers, zero: Zero, gather: Sequence[float], sums: float, m: Array, met: Array
 ) -> Array:
     """Seconds without the update of a rank that has the whole model, (microbatches, pipelines, inners).
     Two microbatches use `met` blocks at once."""
-    (ef, bf, hf), (eb, bb, hb) = ([a[..., 0] for a in each] for each in (n.forward, n.backward))
-    again, segment = n.again[..., 0], n.segment[..., 0]
-    work = layers * (bf + bb + again) - np.minimum((segment - 1) * again, layers * again)
+    (ef, *bf, hf), (eb, *bb, hb) = ([a[..., 0] for a in each] for each in (n.forward, n.backward))
+    again, segment = [a[..., 0] for a in n.again], n.segment[..., 0]
+    one = [f + b + a for f, b, a in zip(bf, bb, again, strict=True)]
+    spared = np.minimum((segment - 1) * _highest(again), _total(n.layers, again))
+    work = _total(n.layers, one) - spared
     work = work + ef + eb + hf + hb
-    first = ef + layers * bf + hf + hb
-    begin = gather[0] if zero.stage else 0.0
+    first = ef + _total(n.layers, bf) + hf + hb
+    embed, *blocks, head = gather
+    every = sum(map(operator.mul, n.layers, blocks))
+    begin = embed if zero.stage else 0.0
     step = begin + first + (m * sums if zero.stage >= 2 else (m - 1) * work + sums)
     if zero.stage == 3 and zero.gather == "micro":
-        each = 2 * (layers - met) * gather[1] + gather[0] + gather[2]
+        each = 2 * (every - met * max(blocks)) + embed + head
         step = np.maximum(step, m * each + eb)
     elif zero.stage:
-        after = hf + eb + hb + layers * bb
-        once = layers * gather[1] + gather[0] + gather[2]
+        after = hf + eb + hb + _total(n.layers, bb)
+        once = every + embed + head
         step = np.maximum(step, once + after + (m - 1) * work)
     return np.asarray(step)
 
 
 def _of_units(each: Array, s: _Stages) -> Array:
     """Summed over the units of a rank, (ZeRO, pipelines, ranks)."""
-    embed, block, head = each[:, :, None, None]
-    held = s.embed[:, 0] * embed + s.blocks[:, 0] * block + s.head[:, 0] * head
-    return np.asarray(held)
+    embed, *blocks, head = each[:, :, None, None]
+    held = s.embed[:, 0] * embed + _total([count[:, 0] for count in s.blocks], blocks)
+    return np.asarray(held + s.head[:, 0] * head)
 
 
 # ---- one candidate: its schedule alone, stage by stage
@@ -347,14 +388,15 @@ def _stage_nodes(
 
 
 def _stage_times(
-    three: Three,
+    times: KindTimes,
     messages: Sequence[tuple[Array | float, Array | float]],
     keys: Sequence[tuple[str, int]],
-    blocks: Sequence[int],
+    stages: Sequence[Sequence[int]],
     inner: Inner,
 ) -> tuple[list[tuple[float, float]], list[float]]:
     """Seconds of every (kind, stage): of what needs no gradient and of the rest, and of its last piece; with
-    what is lost to the messages beside a forward and a backward of each of the three."""
+    what is lost to the messages beside a forward and a backward of each kind of piece. `stages` are the
+    kinds of their pieces."""
 
     def slowed(t: PieceTimes, beside: tuple[Array | float, Array | float]) -> dict[str, float]:
         times = dict(t.computed)
@@ -362,27 +404,29 @@ def _stage_times(
             times[op] += SLOWED * min(float(took), OVERLAP * times[op])
         return times | {ops.BACKWARD: times[ops.INPUT_GRADIENT] + times[ops.WEIGHT_GRADIENT]}
 
-    embed_, block_, head_ = map(slowed, three, messages)
-    again = three[1].again.total if inner.recompute != "none" else 0.0
+    computed = list(map(slowed, times.values, messages))
+    repeats = inner.recompute != "none"
+    again = [t.again.total * repeats for t in times.values]
+    again[0] = again[-1] = 0.0  # the embedding and the head are never recomputed
+    most = max(again)
     segment = _segment(inner.recompute)
+    counts = [Counter(stage) for stage in stages]
 
-    def seconds(kind: str, stage: int) -> tuple[float, float]:
+    def seconds(op: str, stage: int) -> tuple[float, float]:
         """Of what needs no gradient, and of the rest."""
-        n, first, final = blocks[stage], stage == 0, stage == len(blocks) - 1
-        time = n * block_[kind] + first * embed_[kind] + final * head_[kind]
-        if kind not in ops.PROPAGATES:
+        held = counts[stage].items()
+        time = sum(n * computed[kind][op] for kind, n in held)
+        if op not in ops.PROPAGATES:
             return 0.0, time
         # What a segment with the head computed just now is not computed again.
-        repeated = max(0.0, n - final * segment) * again
-        return min(repeated, segment * again), time + max(0.0, repeated - segment * again)
+        final = stage == len(stages) - 1
+        repeated = max(0.0, sum(n * again[kind] for kind, n in held) - final * segment * most)
+        return min(repeated, segment * most), time + max(0.0, repeated - segment * most)
 
-    def ending(kind: str, stage: int) -> float:
+    def ending(op: str, stage: int) -> float:
         """Of its last piece."""
-        forward = kind == ops.FORWARD
-        first, last = (embed_, head_) if forward else (head_, embed_)
-        if stage == (len(blocks) - 1 if forward else 0):
-            return last[kind]
-        return block_[kind] if blocks[stage] else first[kind]
+        last = stages[stage][-1 if op == ops.FORWARD else 0]
+        return computed[last][op]
 
     return [seconds(*key) for key in keys], [ending(*key) for key in keys]
 
@@ -402,25 +446,24 @@ def followed(
         return 0.0
     layout = space.layout(x, *at)
     cut = space.cut(x.grid, inner, split=layout.splits_backward)
-    three = pricer.three(cut, space.rows(x.grid, count), True)
-    blocks = _blocks(request.shape, pp, pipe)
+    pieces = pricer.times(cut, space.rows(x.grid, count), True)
+    stages = _kinds_of_stages(_blocks(request.shape, pp, pipe), pieces.kinds)
 
     def whole(each: Array) -> list[float]:
-        """Of the units of each stage together, by embedding, block and head."""
-        of = [n * each[1] for n in blocks]
-        return [of[0] + each[0], *of[1:-1], of[-1] + each[2]]
+        """Of the units of each stage together, from those of each kind of piece."""
+        return [sum(n * float(each[kind]) for kind, n in Counter(s).items()) for s in stages]
 
     nodes, keys = _stage_nodes(pipe.schedule, pp, pipe.chunks, count)
     # Gathers in 8 bits are shorter than those of `priced`.
     messages = [
         (0.0, 0.0) if inner.matmul else _beside(space, zero, priced, z, kind, count)
-        for kind in range(3)
+        for kind in range(len(pieces.values))
     ]
-    times, tails = _stage_times(three, messages, keys, blocks, inner)
+    times, tails = _stage_times(pieces, messages, keys, stages, inner)
     far = distance(layout, "pp")
-    hop = request.hardware.network.seconds("send", three[1].cost.edge, pp, far)
+    hop = request.hardware.network.seconds("send", pieces[1].cost.edge, pp, far)
     hop *= not request.profile.scatters_sends
-    held = ranks_of(len(blocks), pp, pipe.schedule)
+    held = ranks_of(len(stages), pp, pipe.schedule)
     # When a stage's weights have been gathered, one unit after the other, if once a step.
     there = [0.0] * len(keys)
     if zero.stage and zero.gather == "step" and not (space.offload or inner.matmul):
@@ -482,22 +525,79 @@ def _blocks(shape: Shape, pp: int, pipe: Pipeline) -> tuple[int, ...]:
     return pipe.stages or blocks_of(plain, shape)
 
 
+def _kinds_of_stages(blocks: Sequence[int], kinds: Sequence[int]) -> list[tuple[int, ...]]:
+    """The kinds of the pieces of each virtual stage, which holds so many blocks."""
+    ends = [1 + count for count in accumulate(blocks, initial=0)]  # piece 0 is the embedding
+    ends[0], ends[-1] = 0, len(kinds)
+    return [tuple(kinds[a:b]) for a, b in pairwise(ends)]
+
+
+@lru_cache(maxsize=64)
+def _work_before(shape: Shape) -> tuple[int, ...]:
+    """Forward work of all blocks before each block."""
+    return tuple(accumulate(map(shape.cost, range(1, 1 + shape.layers)), initial=0))
+
+
 @lru_cache(maxsize=4096)
-def _stages(shape: Shape, pp: int, pipes: tuple[Pipeline, ...]) -> _Stages:
-    rows = []
-    for pipe in pipes:
-        blocks = _blocks(shape, pp, pipe)
-        before = [0, *accumulate(blocks)]
-        held = ranks_of(len(blocks), pp, pipe.schedule)
-        whole = [sum(blocks[s] for s in each) for each in held]
-        most = [rank for rank, n in enumerate(whole) if n == max(whole)]
-        some = [0, min(1, pp - 1), most[0], most[-1], pp - 1]
-        last = len(blocks) - 1
-        rows.append(
-            [(r, whole[r], 0 in held[r], last in held[r], before[min(held[r])]) for r in some]
-        )
-    ranks, *numbers = np.array(rows).transpose(2, 0, 1)
-    return _Stages(ranks, *(each[:, None].astype(float) for each in numbers))
+def _some_ranks(shape: Shape, pp: int, pipe: Pipeline) -> tuple[int, ...]:
+    """The ranks of a pipeline that are looked at; see `_Stages`."""
+    blocks, work = _blocks(shape, pp, pipe), _work_before(shape)
+    ends = list(accumulate(blocks, initial=0))
+    each = [work[b] - work[a] for a, b in pairwise(ends)]
+    held = ranks_of(len(blocks), pp, pipe.schedule)
+    whole = [sum(each[stage] for stage in mine) for mine in held]
+    most = [rank for rank, amount in enumerate(whole) if amount == max(whole)]
+    return 0, min(1, pp - 1), most[0], most[-1], pp - 1
+
+
+@lru_cache(maxsize=4096)
+def _stages(shape: Shape, kinds: tuple[int, ...], pp: int, pipes: tuple[Pipeline, ...]) -> _Stages:
+    held = [_held_by_ranks(shape, kinds, pp, pipe) for pipe in pipes]
+    slots = max(len(each.shares) for some in held for each in some)
+
+    def array(of: Callable[[_Held], object]) -> Array:
+        """Of every rank, (..., pipelines, 1, ranks)."""
+        found = np.array([[of(each) for each in some] for some in held], float)
+        return np.moveaxis(found, (0, 1), (-2, -1))[..., None, :]
+
+    def padded(rank: _Held) -> list[tuple[float, ...]]:
+        return [*rank.shares, *[rank.shares[0]] * (slots - len(rank.shares))]
+
+    return _Stages(
+        ranks=np.array([_some_ranks(shape, pp, pipe) for pipe in pipes]),
+        blocks=tuple(array(lambda rank: rank.blocks)),
+        embed=array(lambda rank: rank.embed),
+        head=array(lambda rank: rank.head),
+        before=tuple(array(lambda rank: rank.before)),
+        shares=tuple(map(tuple, array(padded))),
+    )
+
+
+class _Held(NamedTuple):
+    """What one rank of a pipeline holds: blocks of each kind, and the parts of them in its stages."""
+
+    blocks: tuple[int, ...]
+    embed: bool
+    head: bool
+    before: tuple[int, ...]
+    shares: list[tuple[float, ...]]
+
+
+def _held_by_ranks(shape: Shape, kinds: tuple[int, ...], pp: int, pipe: Pipeline) -> list[_Held]:
+    stages = _kinds_of_stages(_blocks(shape, pp, pipe), kinds)
+    of_blocks = range(1, max(kinds))
+    counts = [[stage.count(kind) for kind in of_blocks] for stage in stages]
+    every = ranks_of(len(stages), pp, pipe.schedule)
+    found = []
+    for mine in (every[rank] for rank in _some_ranks(shape, pp, pipe)):
+        shares = [tuple(n / sum(counts[s]) for n in counts[s]) for s in mine if sum(counts[s])]
+        nothing = [tuple(float(kind == 1) for kind in of_blocks)]  # of no block
+        blocks = tuple(sum(counts[stage][n] for stage in mine) for n in range(len(of_blocks)))
+        earlier = counts[: min(mine)]
+        before = tuple(sum(stage[n] for stage in earlier) for n in range(len(of_blocks)))
+        ends = 0 in mine, len(stages) - 1 in mine
+        found.append(_Held(blocks, *ends, before, shares or nothing))
+    return found
 
 
 @lru_cache(maxsize=1024)
@@ -506,7 +606,7 @@ def _twice(shape: Shape, pp: int, counts: tuple[int, ...], pipes: tuple[Pipeline
     ranks)."""
     found = []
     for count, pipe in product(counts, pipes):
-        blocks, some = _blocks(shape, pp, pipe), _stages(shape, pp, (pipe,)).ranks[0]
+        blocks, some = _blocks(shape, pp, pipe), _some_ranks(shape, pp, pipe)
         turns = pipe.overlap or traits(pipe.schedule).forward_first
         if turns or pipe.chunks == 1 or pp * pipe.chunks * count > _USES:
             # Two microbatches that stand beside each other meet in a block once more.
@@ -613,8 +713,8 @@ def _flights(shape: Shape, pp: int, counts: tuple[int, ...], pipes: tuple[Pipeli
     microbatches never have less open."""
     counts = tuple(2 * pp if c >= 2 * pp else min(c, pp) for c in counts)
     each = []
-    for pipe, ranks in zip(pipes, _stages(shape, pp, pipes).ranks, strict=True):
-        blocks, some = _blocks(shape, pp, pipe), tuple(map(int, ranks))
+    for pipe in pipes:
+        blocks, some = _blocks(shape, pp, pipe), _some_ranks(shape, pp, pipe)
         each.append([in_flight(pipe.schedule, pp, pipe.chunks, m, blocks, some) for m in counts])
     return np.array(each).transpose(3, 4, 1, 0, 2)[..., None, :]
 
@@ -627,14 +727,18 @@ def _memory(
     # Kept whole; or the inputs of segments, one of which has been computed again.
     opened, waiting, there, whole, summing = flight.swapaxes(0, 1)
     again = np.array([1.0, 1.0, 0.0] * 2).reshape(-1, *[1] * (opened.ndim - 1))
-    inputs = np.maximum(opened / n.segment - 1, 0.0) * n.input + again * n.segment * n.kept
-    kept = np.where(n.whole, np.where(opened > 0, inputs, 0.0), opened * n.kept)
-    kept = kept + waiting * n.kept_after_i + n.temporary
+    input_, kept_whole = _per_block(n.input, s), _per_block(n.kept, s)
+    inputs = np.maximum(opened / n.segment - 1, 0.0) * input_
+    inputs = inputs + again * n.segment * _lowest(n.kept) - (_highest(n.input) - input_)
+    kept = np.where(n.whole, np.where(opened > 0, inputs, 0.0), opened * kept_whole)
+    kept = kept + waiting * _per_block(n.kept_after_i, s) + n.temporary
     begun = opened[3:] + waiting[3:] > 0  # every unit has a gradient
     numbers, still, every, routed = (
-        s.blocks * block + s.embed * embed + s.head * head
-        for embed, block, head in (n.trained, n.frozen, n.weights, n.experts)
+        _total(s.blocks, each[1:-1]) + s.embed * each[0] + s.head * each[-1]
+        for each in (n.trained, n.frozen, n.weights, n.experts)
     )
+    block = min(n.trained[1:-1])
+    experts = any(n.experts)
     held = []
     for zero, unit in zip(x.zeros, units, strict=True):
         part = unit.shards if zero.stage else 1.0
@@ -650,9 +754,9 @@ def _memory(
         bucket = p.bucket if zero.stage == 3 and p.bucket else np.inf
         if zero.stage >= 2 and part > 1:
             # Beside the shards, which are there from a unit's first sum.
-            beside = max(0.0, p.reduce_bytes - p.gradient_bytes / (few if n.experts[1] else part))
+            beside = max(0.0, p.reduce_bytes - p.gradient_bytes / (few if experts else part))
             sums = np.maximum(summing - 1, 0.0) if unit.replicas > 1 else summing
-            whole_ = whole * min(n.trained[1], bucket)
+            whole_ = whole * min(block, bucket)
             then = then + (whole_ + sums * min(*n.trained, bucket)) * beside
         if zero.stage == 3:
             always = always + min(*n.weights, bucket) * p.gathered_bytes
@@ -663,3 +767,10 @@ def _memory(
         held.append((always + np.maximum(most, shards)).max(axis=-1))
     fullest = np.array(held)
     return fullest if cores else np.asarray(p.context + p.reserve * fullest)
+
+
+def _per_block(each: Sequence[Array], s: _Stages) -> Array:
+    """Bytes of a block in the mean of a stage, from those of each kind: of a rank's stages the least."""
+    if len(each) == 1:
+        return each[0]
+    return _lowest(_total(shares, each) for shares in s.shares)

@@ -20,13 +20,13 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ..layout import Layout, Shape, piece_layout
+from ..layout import ByKind, Layout, Shape, piece_layout
 from ..layout.codec import decode
 from ..layout.journal import read_journal
 from ..program import ops
 from .device import MachineError, MachineFileError
 from .hardware import Hardware
-from .price import Case, PieceParts, Priced, costed_as, kind_of, parts_of
+from .price import Case, PieceParts, Priced, costed_as, parts_of
 from .profile import FITTED, NUMBERS, SoftwareProfile
 from .step import Choice, CostFunction, case_of, choice, longest
 
@@ -70,7 +70,7 @@ class CostedRun:
     run: Measured
     hardware: Hardware
     facts: SoftwareProfile
-    parts: tuple[PieceParts, PieceParts, PieceParts]  # embedding, block, head
+    parts: ByKind[PieceParts]
 
     @property
     def measured(self) -> float:
@@ -79,8 +79,8 @@ class CostedRun:
     def priced(self, numbers: SoftwareProfile) -> Priced:
         profile = replace(self.facts, **{name: getattr(numbers, name) for name in NUMBERS})
         piped = self.run.case.layout.pp > 1
-        embed, block, head = (part.under(profile, piped) for part in self.parts)
-        return Priced(self.run.case, (embed, block, head), self.hardware, profile)
+        times = self.parts.map(lambda part: part.under(profile, piped))
+        return Priced(self.run.case, times, self.hardware, profile)
 
     def choice(self, numbers: SoftwareProfile) -> Choice:
         return choice(self.priced(numbers))
@@ -93,14 +93,14 @@ class CostedRun:
         # Ranks that share cores have no path that is independent of the others.
         if self.hardware.cores or self.run.case.layout.experts_apart:
             return self.step
-        priced, shape = self.priced(numbers), self.run.case.shape
+        priced = self.priced(numbers)
         costs = priced.costs()
-        often: dict[tuple[int, str], float] = defaultdict(float)  # of the three, what is computed
+        often: dict[tuple[int, str], float] = defaultdict(float)  # of each kind, what is computed
         rest = 0.0  # messages and updates, which no fitted number changes
         for (rank, op), count in longest(priced).items():
             rest += count * costs.of(op, rank)
             for kind in _COMPUTED.get(op.kind, ()):
-                often[kind_of(op.piece, shape), kind] += count
+                often[self.parts.kinds[op.piece], kind] += count
         path = _ComputedPath(self, dict(often), 0.0)
         return replace(path, rest=rest - path(numbers))
 
@@ -115,7 +115,7 @@ class _ComputedPath:
     rest: float
 
     def __call__(self, numbers: SoftwareProfile) -> float:
-        times = [t.computed for t in self.run.priced(numbers).three]
+        times = [t.computed for t in self.run.priced(numbers).times.values]
         computed = (count * times[which][kind] for (which, kind), count in self.often.items())
         return self.rest + math.fsum(computed)
 

@@ -11,16 +11,18 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from ..layout import Layout, Shape, program_pieces, stage_pieces, staged_pieces
+from ..layout import ByKind, Layout, PieceRow, Shape, stage_pieces, staged_pieces
 from ..layout.choices import DTYPES, FP8, MATMULS
 from ..program import (
     AttentionLoad,
+    CostedPiece,
     Costs,
     Load,
     MessageLoad,
     PieceCost,
+    PieceKinds,
     Product,
     Sizes,
     joined,
@@ -112,12 +114,7 @@ class PieceTimes:
         }
 
 
-Three = tuple[PieceTimes, PieceTimes, PieceTimes]  # embedding, block, head
-
-
-def kind_of(piece: int, shape: Shape) -> int:
-    """Which of the three a shape's piece is."""
-    return 0 if piece == 0 else 1 + (piece == shape.pieces - 1)
+KindTimes = ByKind[PieceTimes]
 
 
 class OpParts(NamedTuple):
@@ -276,24 +273,6 @@ def piece_parts(
     return PieceParts((forward, inputs, weights, repeated), cost)
 
 
-class PieceKinds(Protocol):
-    """A model's pieces under one cut, each a function of a microbatch's rows."""
-
-    @property
-    def embed(self) -> Callable[[float], PieceCost]: ...
-
-    @property
-    def block(self) -> Callable[[float], PieceCost]: ...
-
-    @property
-    def head(self) -> Callable[[float], PieceCost]: ...
-
-    @property
-    def parts(self) -> tuple[Callable[[float], PieceCost], ...]:
-        """Of a block that is several pieces; else none."""
-        ...
-
-
 def costed_as(cut: Layout, profile: SoftwareProfile) -> Layout:
     """The cut that is costed: where scores are kept, to be selective means to drop them alone."""
     return cut if profile.fused_attention else replace(cut, recompute="none")
@@ -306,46 +285,62 @@ def parts_of(
     profile: SoftwareProfile,
     cut: Layout,
     busy: float = 1.0,
-) -> tuple[PieceParts, PieceParts, PieceParts]:
-    """Embedding, block and head of a case as software with the profile's facts runs them, on a rank
-    whose experts have `busy` times as many tokens as those of a rank in the mean."""
-    shape, width = case.shape, DTYPES[cut.precision].bytes
-    tokens = case.rows * case.sequence / cut.cp
-    head = kinds.head(case.rows)
-    if profile.loss != "over":
-        logits = tokens * shape.vocab / cut.tp
-        theirs, ours = _LOSS[profile.loss], _LOSS["over"]
-        kept, temporary, forward, backward = (
-            logits * (a - b) for a, b in zip(theirs, ours, strict=True)
-        )
-        head = replace(
-            head,
-            kept=head.kept + kept * (width < 4),
-            temporary=head.temporary + temporary,
-            forward=replace(head.forward, moved=head.forward.moved + forward),
-            input_gradient=replace(head.input_gradient, moved=head.input_gradient.moved + backward),
-        )
-    rows = case.rows, case.rows * busy, case.rows
-    parts = [part(n) for part, n in zip(kinds.parts, rows, strict=True)] if kinds.parts else []
-    block = joined(parts) if parts else kinds.block(case.rows)
-    numbers = 0.0  # kept of a block for each token, beside what ours keeps
-    if profile.fused and shape.gated:  # a kernel makes gate and product, and keeps nothing between
-        numbers -= 0 if shape.experts else shape.ffn
-    if profile.joint and shape.positions == "rope":  # the value is a view: what was rotated stays
-        numbers += (shape.heads + shape.kv_heads) * shape.head_dim
-    block = replace(block, kept=block.kept + numbers * (tokens / cut.tp) * width)
+) -> ByKind[PieceParts]:
+    """The kinds of a case's pieces as software with the profile's facts runs them, on a rank whose experts
+    have `busy` times as many tokens as those of a rank in the mean."""
     # Narrower products than the layout's are those of blocks: the head keeps its precision.
     dtype = case.dtype or (FP8 if cut.matmul and not hardware.cores else cut.precision)
 
     def priced(cost: PieceCost, dtype: str, kind: Callable[[float], PieceCost]) -> PieceParts:
         return piece_parts(cost, hardware, profile, cut, dtype, kind(0.0))
 
-    inside = (priced(cost, dtype, kind) for cost, kind in zip(parts, kinds.parts, strict=True))
-    return (
-        priced(kinds.embed(case.rows), cut.precision, kinds.embed),
-        replace(priced(block, dtype, kinds.block), parts=tuple(inside)),
-        priced(head, cut.precision, kinds.head),
+    def block(kind: CostedPiece) -> PieceParts:
+        parts: list[PieceParts] = []
+        if len(kind.parts) > 1:
+            # Only the experts, the second of the three, are busier than those of other ranks.
+            rows = case.rows, case.rows * busy, case.rows
+            costs = [part(n) for part, n in zip(kind.parts, rows, strict=True)]
+            parts = [priced(c, dtype, part) for c, part in zip(costs, kind.parts, strict=True)]
+            whole = joined(costs)
+        else:
+            whole = kind(case.rows)
+        whole = _kept_by(profile, whole, case, cut)
+        return replace(priced(whole, dtype, kind), parts=tuple(parts))
+
+    embed = priced(kinds.embed(case.rows), cut.precision, kinds.embed)
+    head = _with_loss_of(profile, kinds.head(case.rows), case, cut)
+    blocks = map(block, kinds.blocks)
+    return ByKind((embed, *blocks, priced(head, cut.precision, kinds.head)), kinds.kinds)
+
+
+def _with_loss_of(profile: SoftwareProfile, head: PieceCost, case: Case, cut: Layout) -> PieceCost:
+    """The head's cost with the profile's loss in place of ours."""
+    if profile.loss == "over":
+        return head
+    logits = case.rows * case.sequence / cut.cp * case.shape.vocab / cut.tp
+    theirs, ours = _LOSS[profile.loss], _LOSS["over"]
+    kept, temporary, forward, backward = (
+        logits * (a - b) for a, b in zip(theirs, ours, strict=True)
     )
+    return replace(
+        head,
+        kept=head.kept + kept * (DTYPES[cut.precision].bytes < 4),
+        temporary=head.temporary + temporary,
+        forward=replace(head.forward, moved=head.forward.moved + forward),
+        input_gradient=replace(head.input_gradient, moved=head.input_gradient.moved + backward),
+    )
+
+
+def _kept_by(profile: SoftwareProfile, block: PieceCost, case: Case, cut: Layout) -> PieceCost:
+    """A block's cost with the bytes that the profile's software keeps in place of ours."""
+    shape, width = case.shape, DTYPES[cut.precision].bytes
+    tokens = case.rows * case.sequence / cut.cp
+    numbers = 0.0  # kept for each token, beside what ours keeps
+    if profile.fused and shape.gated:  # a kernel makes gate and product, and keeps nothing between
+        numbers -= 0 if block.experts else shape.ffn
+    if profile.joint and shape.positions == "rope":  # the value is a view: what was rotated stays
+        numbers += (shape.heads + shape.kv_heads) * shape.head_dim
+    return replace(block, kept=block.kept + numbers * (tokens / cut.tp) * width)
 
 
 # ---- what concerns whole units
@@ -455,43 +450,50 @@ def frozen_bytes(layout: Layout, profile: SoftwareProfile) -> float:
 # ---- a whole program
 
 
+class PricedPiece(NamedTuple):
+    """One piece of a program: its row, its times, and how many of its weights are not trained."""
+
+    row: PieceRow
+    times: PieceTimes
+    frozen: float
+
+
 @dataclass(frozen=True)
 class Priced:
     """A case on some hardware under a profile: seconds of every operation of its program, however many
     microbatches that has, and bytes of every piece and unit."""
 
     case: Case
-    three: Three
+    times: KindTimes
     hardware: Hardware
     profile: SoftwareProfile
 
     @cached_property
-    def pieces(self) -> list[tuple[int, PieceTimes, float]]:
-        """For each piece of the program the shape's piece, its times, and the weights of it that are
-        not trained: blocks are costed as if all were alike."""
-        shape, found = self.case.shape, []
-        pieces = program_pieces(self.case.layout, shape)
-        cut = {piece for piece, part in pieces if part}
-        for piece, part in pieces:
-            t = self.three[kind_of(piece, shape)]
-            t = t.parts[part] if piece in cut else t
-            found.append((piece, t, t.cost.weights if piece in shape.frozen else t.cost.frozen))
+    def pieces(self) -> list[PricedPiece]:
+        """The pieces of the program, each with the times of its kind."""
+        rows = staged_pieces(self.case.layout, self.case.shape).rows
+        times = (part for piece in self.times for part in piece.parts or (piece,))
+        found = []
+        for row, time in zip(rows, times, strict=True):
+            frozen = time.cost.weights if row.frozen else time.cost.frozen
+            found.append(PricedPiece(row, time, frozen))
         return found
 
-    def _narrow(self, cost: PieceCost, still: float) -> float:
+    def _narrow(self, piece: PricedPiece) -> float:
         """How many of a piece's weights are gathered in 8 bits; see `parallel/narrow.py`."""
-        x, (embed, _, head) = self.case.layout, self.three
-        ends = cost is embed.cost or cost is head.cost
-        gathers = x.zero == 3 or (x.zero and not still)
+        x, row, cost = self.case.layout, piece.row, piece.times.cost
+        gathers = x.zero == 3 or (x.zero and not piece.frozen)
         if not gathers or x.shards < 2 or {"weights", "optimizer"} & {*x.offload}:
             return 0.0
-        if ends or not (x.matmul and MATMULS[x.matmul].square):
+        if self._at_an_end(row) or not (x.matmul and MATMULS[x.matmul].square):
             return 0.0
-        shape = self.case.shape
-        last = (row for row in staged_pieces(x, shape).rows if row.piece == shape.layers)
-        dense = (weight for row in last for weight in row.weights if not weight.routed)
+        dense = (weight for weight in row.weights if not weight.routed)
         sides = (each for weight in dense for each in weight.matrices)
         return min(sum(a * b for a, b in sides) / x.tp, cost.weights - cost.experts)
+
+    def _at_an_end(self, row: PieceRow) -> bool:
+        """True for the embedding and the head."""
+        return row.piece in (0, len(self.times) - 1)
 
     def costs(self, slower: float = 1.0) -> Costs:
         """Seconds of every operation, where computing is so much slower."""
@@ -499,7 +501,7 @@ class Priced:
         network = hardware.network.seconds
         # Messages were measured among ranks that share the cores, as `times` has it again.
         alone = 1.0 / hardware.crowding
-        edge, gathered = self.three[1].cost.edge, 0.0
+        edge, gathered = self.times[1].cost.edge, 0.0
         if profile.scatters_sends and not x.seq and x.tp > 1:
             edge, gathered = edge / x.tp, network("all_gather", edge, x.tp, 1)
         sent = (network("send", edge, x.pp, distance(x, "pp")) + gathered) * alone
@@ -508,10 +510,11 @@ class Priced:
         # By times of a piece and what is frozen.
         alike: dict[tuple[int, float], dict[str, float]] = {}
         pieces: dict[tuple[str, int], float] = {}
-        for n, (_, t, still) in enumerate(self.pieces):
-            if (id(t), still) not in alike:
-                alike[id(t), still] = shared | self._of_piece(t, still, units, alone, slower)
-            pieces |= {(kind, n): time for kind, time in alike[id(t), still].items()}
+        for n, piece in enumerate(self.pieces):
+            key = id(piece.times), piece.frozen
+            if key not in alike:
+                alike[key] = shared | self._of_piece(piece, units, alone, slower)
+            pieces |= {(kind, n): time for kind, time in alike[key].items()}
         owned: dict[Matrices, MatrixTimes] = {}
         for n, matrices in enumerate(program_matrices(shape, x)) if profile.muon else ():
             took = owned.get(matrices) or matrix_times(matrices, x, hardware)
@@ -525,7 +528,7 @@ class Priced:
             told = network("all_to_all", _NUMBER * shape.experts, x.expert_ranks, near)
             pieces[ops.COUNT_ROUTES, n] = told * alone
             # What comes to the experts goes back: of a busy rank it is more than what it sends itself.
-            edge = self.pieces[n][1].cost.edge
+            edge = self.pieces[n].times.cost.edge
             exchanged = network("all_to_all", edge, x.expert_ranks, near) * alone
             for to in (n, n + 1):
                 pieces[ops.EXCHANGE, to] = pieces[ops.EXCHANGE_GRADIENT, to] = exchanged
@@ -552,14 +555,14 @@ class Priced:
         return self.hardware.network.seconds("all_reduce", size, x.tp, 1)
 
     def _of_piece(
-        self, t: PieceTimes, still: float, units: Units, alone: float, slower: float
+        self, piece: PricedPiece, units: Units, alone: float, slower: float
     ) -> dict[str, float]:
         x, host = self.case.layout, self.hardware.host
+        t, still = piece.times, piece.frozen
         # Of a piece with frozen weights all are said to be others than those of experts.
         apart = 0.0 if still else t.cost.experts
-        unit = units.of(t.cost.weights - still - apart, still, apart, self._narrow(t.cost, still))
-        ends = t is self.three[0] or t is self.three[2]
-        part = x.recompute == "selective" and not ends
+        unit = units.of(t.cost.weights - still - apart, still, apart, self._narrow(piece))
+        part = x.recompute == "selective" and not self._at_an_end(piece.row)
         whole = x.recompute in ("none", "selective")
         kept = t.cost.selected if part else t.cost.kept if whole else t.cost.input
         beside: dict[str, float] = {}  # seconds of messages, with every microbatch or once a step
@@ -588,7 +591,7 @@ class Priced:
     def sizes(self) -> Sizes:
         """Bytes of every piece and unit."""
         x, profile, part = self.case.layout, self.profile, self.case.layout.shards
-        costs = [(t.cost, still) for _, t, still in self.pieces]
+        costs = [(piece.times.cost, piece.frozen) for piece in self.pieces]
         whole = x.zero == 3 or "weights" in x.offload  # weights come and go
         home = 0.0 if whole else profile.weight_bytes
         # With a sum after every microbatch the whole gradient is there only until it is sent.
@@ -611,7 +614,7 @@ class Priced:
         flat = profile.flat_gradients and x.zero < 2
         sharded = part > 1 and not flat
         matrices = program_matrices(self.case.shape, x) if profile.muon else ()
-        narrow, less = [self._narrow(*each) for each in costs], profile.gathered_bytes - 1
+        narrow, less = [*map(self._narrow, self.pieces)], profile.gathered_bytes - 1
         return Sizes(
             kept=each(lambda c: c.kept),
             input=each(lambda c: c.input),

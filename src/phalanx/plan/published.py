@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..layout import piece_layout
+from ..program import PieceKinds
 from .calibrate import CostedRun, Measured
 from .hardware import PredictionError
 from .plausible import refuse_too_long
-from .price import PieceKinds, costed_as, parts_of
+from .price import costed_as, parts_of
 from .profile import SoftwareProfile
 from .step import Choice, CostFunction
 from .table import PublishedRow
@@ -73,8 +74,7 @@ def runs_of(
         if case is None or hardware is None:
             refused[i] = row.why
             continue
-        layers = max(1, len(case.shape.windows))
-        shape = replace(case.shape, name="", layers=layers, dense_layers=0, batch=1, source="")
+        shape = replace(case.shape, name="", batch=1, source="")
         cut = piece_layout(case.layout)
         name = costed_as(cut, row.profile)
         key = shape, case.sequence, name

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from ..layout import Layout, LayoutError, legal, stage_pieces
 from ..layout.numbers import bytes_text
-from .price import kind_of
 from .space import divisors, ranks_of
 from .step import MEMORY
 
@@ -148,14 +147,15 @@ def _least(screened: Screened, i: int) -> dict[str, float]:
     """What the rank of a candidate that computes most takes for that, and for messages inside its pieces; it
     waits at least for the rest of its bound."""
     layout, shape = screened.layout(i), screened.space.request.shape
-    each = []  # of a piece of every kind and a microbatch
-    for n, t in enumerate(screened.pricer.priced(layout).three):
+    each = []  # of every piece of the program, at one microbatch
+    for piece in screened.pricer.priced(layout).pieces:
+        t = piece.times
         times = [t.forward, t.input_gradient, t.weight_gradient]
-        times += [t.again] * (layout.recompute != "none" and n == 1)
+        times += [t.again] * (layout.recompute != "none" and 0 < piece.row.piece <= shape.layers)
         each.append((sum(x.total for x in times), sum(x.messages for x in times)))
     stages = stage_pieces(layout, shape)
     ranks = [
-        [each[kind_of(piece, shape)] for stage in held for piece in stages[stage]]
+        [each[piece] for stage in held for piece in stages[stage]]
         for held in ranks_of(len(stages), layout.pp, layout.schedule)
     ]
     most = max(ranks, key=lambda taken: sum(total for total, _ in taken))

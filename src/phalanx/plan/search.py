@@ -249,8 +249,9 @@ def _seq_only(space: Space, pricer: Pricer) -> frozenset[int]:
     for tp in {x.grid.tp for x in space.options} - {1}:
         grid = Grid(1, 1, 1, 1, tp, 1, ORDERS[0])
         cuts = (space.cut(grid, Inner(seq, "none"), split=False) for seq in (False, True))
-        plain, seq = (pricer.three(cut, space.least, False)[1] for cut in cuts)
-        if plain.forward.total + plain.backward >= seq.forward.total + seq.backward:
+        plain, seq = (pricer.times(cut, space.least, False).blocks for cut in cuts)
+        each = zip(plain, seq, strict=True)
+        if all(a.forward.total + a.backward >= b.forward.total + b.backward for a, b in each):
             found.add(tp)
     return frozenset(found)
 

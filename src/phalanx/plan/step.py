@@ -12,7 +12,18 @@ from typing import NamedTuple, Protocol
 
 from ..layout import Axis, Layout, Mesh, Shape, StagedPieces, piece_layout, staged_pieces
 from ..layout.choices import BF16, FP32, SCHEDULES
-from ..program import KINDS, Costs, Op, Program, Sizes, StepOptions, Timeline, build, ops
+from ..program import (
+    KINDS,
+    Costs,
+    Op,
+    PieceKinds,
+    Program,
+    Sizes,
+    StepOptions,
+    Timeline,
+    build,
+    ops,
+)
 from ..program.memory import fullest
 from ..program.program import uncollected
 from ..program.simulate import Compiled, Repeat, compiled, critical, repeating, shift, times
@@ -20,7 +31,7 @@ from ..program.simulate import timeline as spans
 from ..program.state import State
 from .hardware import Hardware
 from .plausible import refuse_impossible, refuse_no_numbers
-from .price import Case, PieceKinds, Priced, Three, costed_as, nearest, parts_of
+from .price import Case, KindTimes, Priced, costed_as, nearest, parts_of
 from .profile import SoftwareProfile
 from .routing import Routing
 
@@ -126,7 +137,7 @@ class Pricer:
     def __init__(self, request: Request) -> None:
         self.request = request
         self.pieces: dict[Layout, PieceKinds] = {}
-        self._times: dict[tuple[Layout, float, bool], Three] = {}
+        self._times: dict[tuple[Layout, float, bool], KindTimes] = {}
 
     def cost(self, cuts: Iterable[Layout]) -> None:
         """Cost those that are not, together."""
@@ -136,26 +147,22 @@ class Pricer:
             made = r.piece_costs(r.model or r.shape, list(names.values()), sequence=r.sequence)
             self.pieces |= {cut: made[name] for cut, name in names.items()}
 
-    def three(self, cut: Layout, rows: float, piped: bool) -> Three:
-        """Embedding, block and head at so many rows, in a pipeline or without one."""
+    def times(self, cut: Layout, rows: float, piped: bool) -> KindTimes:
+        """The times of every kind of piece at so many rows, in a pipeline or without one."""
         if (cut, rows, piped) not in self._times:
             self.cost([cut])
             r = self.request
             case, busy = Case(r.shape, cut, rows, r.sequence), r.routing.busiest(cut.expert_ranks)
-            e, b, h = parts_of(self.pieces[cut], case, r.hardware, r.profile, cut, busy)
-            self._times[cut, rows, piped] = (
-                e.under(r.profile, piped),
-                b.under(r.profile, piped),
-                h.under(r.profile, piped),
-            )
+            parts = parts_of(self.pieces[cut], case, r.hardware, r.profile, cut, busy)
+            self._times[cut, rows, piped] = parts.map(lambda each: each.under(r.profile, piped))
         return self._times[cut, rows, piped]
 
     def priced(self, layout: Layout) -> Priced:
         """A layout for the request's batch with the times of its pieces."""
         r = self.request
         case = case_of(r.shape, layout, batch=r.batch, sequence=r.sequence)
-        three = self.three(piece_layout(layout), case.rows, layout.pp > 1)
-        return Priced(case, three, r.hardware, r.profile)
+        times = self.times(piece_layout(layout), case.rows, layout.pp > 1)
+        return Priced(case, times, r.hardware, r.profile)
 
     def choose(self, layout: Layout, room: float = math.inf) -> Choice:
         """What a layout takes for the request's batch; its memory only if that is beyond the room."""
@@ -385,7 +392,8 @@ def _held(
 def _inside(priced: Priced) -> dict[tuple[str, int], float]:
     """The part of each operation's time that is messages inside it."""
     part: dict[tuple[str, int], float] = {}
-    for piece, (_, t, _) in enumerate(priced.pieces):
+    for piece, each in enumerate(priced.pieces):
+        t = each.times
         of = {
             ops.FORWARD: [t.forward], ops.RECOMPUTE: [t.again], ops.RECOMPUTE_PART: [t.again],
             ops.INPUT_GRADIENT: [t.input_gradient], ops.WEIGHT_GRADIENT: [t.weight_gradient],

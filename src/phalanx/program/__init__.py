@@ -2,7 +2,17 @@
 
 from .build import build
 from .check import Proof, check, faults
-from .load import AttentionLoad, Load, MessageLoad, PieceCost, Product, at_rows, averaged, joined
+from .load import (
+    AttentionLoad,
+    CostedPiece,
+    Load,
+    MessageLoad,
+    PieceCost,
+    PieceKinds,
+    Product,
+    at_rows,
+    joined,
+)
 from .memory import Sizes
 from .ops import KINDS, Kind
 from .options import StepOptions, options_for, options_of
@@ -17,6 +27,7 @@ __all__ = [
     "KINDS",
     "SCHEDULES",
     "AttentionLoad",
+    "CostedPiece",
     "Costs",
     "Kind",
     "Load",
@@ -32,8 +43,8 @@ __all__ = [
     "StepOptions",
     "Timeline",
     "PieceCost",
+    "PieceKinds",
     "at_rows",
-    "averaged",
     "joined",
     "options_for",
     "options_of",

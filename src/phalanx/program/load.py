@@ -6,14 +6,13 @@ grows in a straight line with the rows of a microbatch, so two costings tell eve
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cache, partial, reduce
 from operator import add
-from typing import Any, TypeVar
+from typing import Any
 
-Item = TypeVar("Item")
+from ..layout import ByKind
 
 
 @dataclass(frozen=True)
@@ -115,50 +114,21 @@ def joined(parts: Sequence[PieceCost]) -> PieceCost:
     return PieceCost(**sums)
 
 
-def averaged(costs: Sequence[tuple[PieceCost, int]]) -> PieceCost:
-    """The mean of blocks that differ, as with attention windows in some of them, by how often each occurs.
-    A product, an attention or a message that every block has is kept as it is; the others count by
-    their share, so that as many mean blocks do the same work as the blocks themselves."""
-    first, total = costs[0][0], sum(count for _, count in costs)
-    if all(cost == first for cost, _ in costs):
-        return first
-    fields_: dict[str, Any] = {}
-    for name in _names(PieceCost):
-        values = [(getattr(cost, name), count) for cost, count in costs]
-        if isinstance(values[0][0], Load):
-            fields_[name] = _mean_load(values, total)
-        else:
-            fields_[name] = sum(value * count for value, count in values) / total
-    return PieceCost(**fields_)
+@dataclass(frozen=True)
+class CostedPiece:
+    """The cost of one kind of piece as a function of a microbatch's rows.
+
+    `parts` are the costs of its pieces of the program: three for a block whose experts are apart.
+    """
+
+    parts: tuple[Callable[[float], PieceCost], ...]
+
+    def __call__(self, rows: float) -> PieceCost:
+        costs = [part(rows) for part in self.parts]
+        return joined(costs) if len(costs) > 1 else costs[0]
 
 
-def _mean_load(loads: Sequence[tuple[Load, int]], total: int) -> Load:
-    return Load(
-        products=_pooled([(load.products, n) for load, n in loads], "batch", total),
-        attention=_pooled([(load.attention, n) for load, n in loads], "batch", total),
-        moved=sum(load.moved * n for load, n in loads) / total,
-        launches=sum(load.launches * n for load, n in loads) / total,
-        messages=_pooled([(load.messages, n) for load, n in loads], "bytes", total),
-    )
-
-
-def _pooled(
-    rows: Sequence[tuple[tuple[Item, ...], int]], size: str, total: int
-) -> tuple[Item, ...]:
-    """All entries of several tuples; one that only some have is scaled in `size` by their share."""
-    found = Counter[tuple[Item, int]]()  # an entry that occurs twice in a tuple counts twice
-    for entries, count in rows:
-        seen = Counter[Item]()
-        for entry in entries:
-            found[entry, seen[entry]] += count
-            seen[entry] += 1
-    pooled = []
-    for (entry, _), count in found.items():
-        part: Any = entry
-        if count < total:
-            part = replace(part, **{size: getattr(part, size) * count / total})
-        pooled.append(part)
-    return tuple(pooled)
+PieceKinds = ByKind[CostedPiece]
 
 
 def at_rows(one: PieceCost, two: PieceCost) -> Callable[[float], PieceCost]:

@@ -1,0 +1,94 @@
+"""Kinds of pieces: pieces that do the same work on weights of the same sizes are of one kind.
+
+Costs and prices are found once for each kind; a step adds up what its pieces' kinds take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Generic, NamedTuple, TypeVar
+
+from .shape import Shape
+
+Value = TypeVar("Value")
+Other = TypeVar("Other")
+
+
+@dataclass(frozen=True)
+class ByKind(Generic[Value]):
+    """One value for each kind of piece, and the kind of each of the model's pieces.
+
+    Kinds are numbered in the order in which they occur: the embedding's is the first, the head's the
+    last, and those between are of blocks.
+    """
+
+    values: tuple[Value, ...]
+    kinds: tuple[int, ...]  # of each piece
+
+    @classmethod
+    def equal_blocks(cls, embed: Value, block: Value, head: Value, layers: int) -> ByKind[Value]:
+        """The values of a model whose blocks are all of one kind."""
+        return cls((embed, block, head), (0, *[1] * layers, 2))
+
+    def __getitem__(self, piece: int) -> Value:
+        return self.values[self.kinds[piece]]
+
+    def __iter__(self) -> Iterator[Value]:
+        """The values of all pieces, in their order."""
+        return (self.values[kind] for kind in self.kinds)
+
+    def __len__(self) -> int:
+        return len(self.kinds)
+
+    @property
+    def embed(self) -> Value:
+        return self.values[0]
+
+    @property
+    def head(self) -> Value:
+        return self.values[-1]
+
+    @property
+    def blocks(self) -> tuple[Value, ...]:
+        """One value for each kind of block."""
+        return self.values[1:-1]
+
+    def map(self, of: Callable[[Value], Other]) -> ByKind[Other]:
+        return ByKind(tuple(map(of, self.values)), self.kinds)
+
+
+class BlockKind(NamedTuple):
+    """Everything in which the blocks of one shape can differ."""
+
+    frozen: bool
+    sparse: bool  # with experts
+    window: int  # tokens that a token attends to; 0: all
+
+
+def block_kind(shape: Shape, piece: int) -> BlockKind:
+    return BlockKind(piece in shape.frozen, shape.sparse(piece), shape.window(piece))
+
+
+@lru_cache(maxsize=64)
+def one_block_of_each(shape: Shape) -> tuple[Shape, tuple[int, ...]]:
+    """The shape with one block of each kind, and for each piece of `shape` the equal piece of it."""
+    blocks = [block_kind(shape, piece) for piece in range(1, 1 + shape.layers)]
+    # Blocks without experts come first here, as they do in every shape.
+    kinds = list(dict.fromkeys(blocks))
+    few = replace(
+        shape,
+        layers=len(kinds),
+        windows=tuple(kind.window for kind in kinds) if shape.windows else (),
+        dense_layers=sum(not kind.sparse for kind in kinds) if shape.experts else 0,
+        freeze=_frozen(shape, kinds),
+    )
+    numbers = {kind: number for number, kind in enumerate(kinds, 1)}
+    return few, (0, *(numbers[kind] for kind in blocks), few.pieces - 1)
+
+
+def _frozen(shape: Shape, kinds: Sequence[BlockKind]) -> tuple[str, ...]:
+    """The names of the frozen pieces of a shape with one block of each of these kinds."""
+    ends = tuple(name for name in ("embed", "head") if name in shape.freeze)
+    return (*ends, *(f"layers.{number}" for number, kind in enumerate(kinds) if kind.frozen))
