@@ -189,8 +189,9 @@ def test_kept_bytes_are_those_that_the_cpus_kernels_save(shape: Shape, text: str
         with torch.autograd.graph.saved_tensors_hooks(
             lambda x: keep.append(x) or note(x), lambda x: x
         ):
-            held.pieces[1].forward(0, {"x": x}, {"positions": place}, keep=True)
-        small = {storage_of(place)}
+            batch = held.complete({"positions": place})
+            held.pieces[1].forward(0, {"x": x}, batch, keep=True)
+        small = {storage_of(each) for each in batch.values()}
         real = sum(size for key, size in saved.items() if key not in small)
     finally:
         world.clear()

@@ -22,7 +22,7 @@ from ..parallel import Model, Piece, Precision, time_multiple
 from ..parallel.batch import SHARE, edge_shape
 from ..parallel.experts import SENT, cut_blocks
 from ..parallel.kinds import alike, one_of_each
-from ..parallel.local import build_local
+from ..parallel.local import LocalModel, build_local
 from ..parallel.low_precision import matmul_named
 from ..parallel.pieces import Bundle
 from ..parallel.recompute import Selected
@@ -80,7 +80,7 @@ def cost_kinds(
             fuse(module.modules(), target)
         found = []
         for count in rows:
-            batch = _batch(few, cut, count, sequence, compute)
+            batch = held.complete(_batch(few, cut, count, sequence, compute))
             edge = edge_shape(batch, model.shape.hidden, cut.tp if cut.seq else 1)
             costs, comes = list[PieceCost](), dict[str, Like]()
             like = edge, compute
@@ -96,12 +96,20 @@ def cost_kinds(
                     # The head is its loss above all, which stays outside the graph.
                     compiled=bool(cut.compile) and n in blocks,
                 )
-                costs.append(cost)
+                costs.append(with_derived(cost, held, held.pieces[n], batch))
                 comes |= out
             found.append(tuple(costs))
     finally:
         world.clear()
     return found
+
+
+def with_derived(
+    cost: PieceCost, held: LocalModel, piece: Piece, batch: Mapping[str, Tensor]
+) -> PieceCost:
+    """The cost with the bytes of what the piece takes and a rank derives once for all its pieces."""
+    names = [name for name in held.derived if name in piece.takes]
+    return replace(cost, derived=float(sum(batch[name].nbytes for name in names)))
 
 
 def _batch(

@@ -21,7 +21,7 @@ from ..parallel.experts import cut_blocks
 from ..parallel.kinds import alike
 from ..parallel.local import LocalModel, build_local
 from ..program import PieceCost, Program, Sizes, ops
-from .pieces import Like, into, run
+from .pieces import Like, into, run, with_derived
 from .scales import PREFIX, Known
 
 Batch = Mapping[str, Tensor]
@@ -53,6 +53,7 @@ def sizes_of(
         try:
             held = build_local(world, layout, model, program, precision=precision, prefix=PREFIX)
             own = microbatches(whole, layout, held.coordinates["data"], held.coordinates["cp"])[0]
+            own = held.complete(own)
             width = model.shape.hidden if model.shape else 0
             edge = edge_shape(own, width, layout.tp if layout.seq else 1), precision.compute
             parts = {op.piece for op in program.rows[row] if op.kind == ops.RECOMPUTE_PART}
@@ -70,6 +71,7 @@ def sizes_of(
         temporary=tuple(w.temporary for w in costed),
         edge=tuple(w.edge for w in costed),
         selected=tuple(w.selected for w in costed),
+        derived=tuple(w.derived for w in costed),
         sends_stay=backend == GLOO,
     )
 
@@ -96,6 +98,7 @@ def _costed(
         found[number], out = run(
             piece, taken, batch, world.ledger, known, target=target, selected=part
         )
+        found[number] = with_derived(found[number], held, piece, batch)
         comes |= out
     return found
 

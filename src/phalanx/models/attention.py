@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -79,6 +80,8 @@ class HeadsAttention(nn.Module, ABC):
         super().__init__()
         self.value_dim, self._heads = value_dim, sizes.heads
         self.rope, self.rope_pairs = sizes.rope(window), sizes.rope_pairs
+        self.rope_number = sizes.ropes.index(self.rope) if self.rope else 0
+        self.turned_dim = sizes.turned_dim
         self.core = Core(window, sizes.softcap)
         self.dropout = Dropout(sizes.dropout, place=0)
         self.wo = nn.Linear(sizes.heads * value_dim, sizes.hidden, bias=sizes.bias == "all")
@@ -86,8 +89,10 @@ class HeadsAttention(nn.Module, ABC):
         self.register_buffer("heads", torch.arange(sizes.heads), persistent=False)
 
     @abstractmethod
-    def projected(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v, as the core takes them."""
+    def projected(
+        self, x: Tensor, positions: Tensor, angles: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v, as the core takes them. Without `angles` (see `shared_angles`) it computes them."""
 
     def forward(
         self,
@@ -95,9 +100,11 @@ class HeadsAttention(nn.Module, ABC):
         positions: Tensor,
         documents: Tensor | None = None,
         noise: Tensor | None = None,
+        angles: Tensor | None = None,
     ) -> Tensor:
         sinks = () if self.sinks is None else (self.sinks,)
-        y: Tensor = self.core(*self.projected(x, positions), positions, documents, *sinks)
+        q, k, v = self.projected(x, positions, angles)
+        y: Tensor = self.core(q, k, v, positions, documents, *sinks)
         y = y[..., : self.value_dim].flatten(2)
         if noise is not None:
             feature = torch.arange(self.value_dim, device=x.device)
@@ -105,6 +112,18 @@ class HeadsAttention(nn.Module, ABC):
             y = self.dropout(y, noise, index)
         out: Tensor = self.wo(y)
         return out
+
+    def _turn(
+        self, positions: Tensor, angles: Tensor | None, dtype: torch.dtype
+    ) -> Callable[[Tensor], Tensor]:
+        """Rotates queries or keys (B, T, heads, turned_dim); nothing where positions are learned."""
+        if self.rope is None:
+            return lambda x: x
+        if angles is None:
+            cos, sin = self.rope.angles(positions, self.turned_dim, dtype)
+        else:
+            cos, sin = angles[self.rope_number].unbind()  # each (B, T, 1, turned_dim / 2)
+        return lambda x: rotate(x, cos, sin, self.rope_pairs)
 
     def reset_buffers(self) -> None:
         """Number the heads again, after `to_empty` has left them undefined."""
@@ -133,7 +152,9 @@ class Attention(HeadsAttention):
         self.q_wide_norm = norm(wide) if over_all else None
         self.k_wide_norm = norm(narrow) if over_all else None
 
-    def projected(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def projected(
+        self, x: Tensor, positions: Tensor, angles: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         per_head = (-1, self.head_dim)
         q, k, v = self.wq(x), self.wk(x), self.wv(x).unflatten(-1, per_head)
         if self.q_wide_norm is not None and self.k_wide_norm is not None:
@@ -141,9 +162,8 @@ class Attention(HeadsAttention):
         q, k = q.unflatten(-1, per_head), k.unflatten(-1, per_head)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if self.rope is not None:
-            cos, sin = self.rope.angles(positions, self.head_dim, q.dtype)
-            q, k = (rotate(each, cos, sin, self.rope_pairs) for each in (q, k))
+        turn = self._turn(positions, angles, q.dtype)
+        q, k = turn(q), turn(k)
         if self.query_scale != 1:
             q = q * self.query_scale
         return q, k, v
@@ -174,7 +194,9 @@ class LatentAttention(HeadsAttention):
         plain = self.head_dim - self.rope_dim
         self.wkv_b = linear(self.kv_latent, heads * (plain + self.value_dim))
 
-    def projected(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def projected(
+        self, x: Tensor, positions: Tensor, angles: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         plain = self.head_dim - self.rope_dim
         q_head, kv_head = (-1, self.head_dim), (-1, plain + self.value_dim)
         queries = x if self.wq_a is None else self.q_a_norm(self.wq_a(x))
@@ -185,9 +207,8 @@ class LatentAttention(HeadsAttention):
         k, v = torch.split(both, [plain, self.value_dim], -1)
         q, q_turned = torch.split(q, [plain, self.rope_dim], -1)
         assert self.rope is not None
-        cos, sin = self.rope.angles(positions, self.rope_dim, q.dtype)
-        q_turned = rotate(q_turned, cos, sin, self.rope_pairs)
-        k_turned = rotate(k_turned.unsqueeze(-2), cos, sin, self.rope_pairs)
+        turn = self._turn(positions, angles, q.dtype)
+        q_turned, k_turned = turn(q_turned), turn(k_turned.unsqueeze(-2))
         k_turned = k_turned.expand(*k.shape[:-1], -1)
         q, k = torch.cat((q, q_turned), -1), torch.cat((k, k_turned), -1)
         q = q * self.query_scale if self.query_scale != 1 else q

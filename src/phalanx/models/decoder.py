@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from .experts import ExpertMlps, Experts, Router, gated
 from .loss import CrossEntropy
 from .noise import Dropout, block_noise
 from .norm import norm_of
+from .rope import shared_angles
 from .sizes import DecoderSizes
 
 RULES = """\
@@ -123,18 +124,24 @@ class Block(nn.Module):
         x: Tensor,
         *,
         positions: Tensor,
+        angles: Tensor | None = None,
         documents: Tensor | None = None,
         noise: Tensor | None = None,
     ) -> Tensor:
-        return self.feed(*self.attend(x, positions, documents, noise))
+        return self.feed(*self.attend(x, positions, angles, documents, noise))
 
     def attend(
-        self, x: Tensor, positions: Tensor, documents: Tensor | None, noise: Tensor | None
+        self,
+        x: Tensor,
+        positions: Tensor,
+        angles: Tensor | None,
+        documents: Tensor | None,
+        noise: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """The block's first half, and its own noise."""
         noise = self.own(noise)
         normed = x if self.attn_norm is None else self.attn_norm(x)
-        a = self.attn(normed, positions, documents, noise)
+        a = self.attn(normed, positions, documents, noise, angles)
         a = a if self.attn_post_norm is None else self.attn_post_norm(a)
         return x + self.attn_dropout(a, noise), noise
 
@@ -167,12 +174,14 @@ class ExpertBlock(Block):
         x: Tensor,
         *,
         positions: Tensor,
+        angles: Tensor | None = None,
         documents: Tensor | None = None,
         noise: Tensor | None = None,
         valid: Tensor | None = None,
         token_share: Tensor | None = None,
     ) -> Tensor:
-        return self.feed(*self.attend(x, positions, documents, noise), valid, token_share)
+        attended = self.attend(x, positions, angles, documents, noise)
+        return self.feed(*attended, valid, token_share)
 
     def parts(self) -> tuple[nn.Module, nn.Module, nn.Module]:
         """The block as three modules with its own weights, between which tokens may travel: up to where
@@ -296,6 +305,7 @@ class Decoder(nn.Module):
     def __init__(self, **sizes: Any) -> None:
         super().__init__()
         of = DecoderSizes(**sizes)
+        self._sizes = of
         self._depth, self._plus_one = of.layers, of.norm == "rms1"
         learned = of.sequence if of.positions == "learned" else None
         self.embed = Embed(of.vocab, of.hidden, learned, of.embed_scale)
@@ -314,10 +324,21 @@ class Decoder(nn.Module):
             time = torch.arange(tokens.shape[1], device=tokens.device)
             shared["positions"] = time.expand_as(tokens)
         x = self.embed(tokens, shared["positions"])
+        shared |= {name: make(shared, x.dtype) for name, make in self.derived.items()}
         for block in self.layers:
             x = block(x, **shared)
         loss: Tensor = self.head(x, targets)
         return loss
+
+    @property
+    def derived(self) -> dict[str, Callable[[Mapping[str, Any], torch.dtype], Tensor]]:
+        """What all blocks take that follows from a batch: its name, and how it is computed."""
+        return {"angles": self.angles} if self._sizes.ropes else {}
+
+    def angles(self, batch: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
+        """The angles of a batch's positions, see `shared_angles`; activations are of this dtype."""
+        sizes = self._sizes
+        return shared_angles(sizes.ropes, batch["positions"], sizes.turned_dim, dtype)
 
     @torch.no_grad()
     def draw(self, name: str, weight: Tensor, generator: torch.Generator | None = None) -> None:

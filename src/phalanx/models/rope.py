@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,8 +62,8 @@ class RopeScaling:
 class Rope:
     """The angles of rotary positions.
 
-    Each block computes its own: a few small kernels, no state, no longest sequence, and right for
-    any positions. A table would depend on the length and would be lost on the meta device.
+    They are computed from a batch's own positions. A table of all positions would need a longest
+    sequence, and would be lost on the meta device.
     """
 
     theta: float
@@ -77,6 +78,15 @@ class Rope:
         if self.scaling is not None and self.scaling.attention != 1:
             return angle.cos() * self.scaling.attention, angle.sin() * self.scaling.attention
         return angle.cos(), angle.sin()
+
+
+def shared_angles(
+    ropes: Sequence[Rope], positions: Tensor, head_dim: int, dtype: torch.dtype
+) -> Tensor:
+    """The angles that all blocks of a model share: (ropes, 2, B, T, 1, head_dim / 2), cosine first."""
+    # 16-bit angles would be wrong from position 256 on, so activations' dtype is only a lower limit.
+    pairs = (rope.angles(positions, head_dim, dtype) for rope in ropes)
+    return torch.stack([torch.stack(pair) for pair in pairs])
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: str = "halves") -> Tensor:

@@ -102,3 +102,14 @@ class DecoderSizes:
         if window and self.rope_local_theta:
             return Rope(self.rope_local_theta)
         return Rope(self.rope_theta, self.rope_scaling)
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The different ropes of all blocks."""
+        every = (self.rope(window) for window in self.windows or (0,))
+        return tuple(dict.fromkeys(rope for rope in every if rope is not None))
+
+    @property
+    def turned_dim(self) -> int:
+        """The features of a head that rope turns."""
+        return self.rope_dim if self.kv_latent else self.head_dim

@@ -19,7 +19,7 @@ from .data import BufferPool, PlainUnit, Precision, Unit
 from .experts import Exchange, cut_blocks, expert_pieces, install_losses
 from .fitness import refuse_unfit
 from .groups import Groups, UnitGroups, open_groups
-from .model import Model, start
+from .model import Derive, Model, start
 from .narrow import NarrowUnit, narrow_names
 from .pieces import Bundle, Piece
 from .tensor import Weight, cut_of, cut_weights, install_regions
@@ -37,7 +37,13 @@ class LocalModel:
     pool: BufferPool
     coordinates: dict[str, int]  # where the rank sits on each axis
     edge: Callable[[int, Mapping[str, Tensor]], Bundle]  # empty tensors for what a piece takes
+    derived: Mapping[str, Callable[[Mapping[str, Tensor]], Tensor]]  # what its pieces take of it
     draw: Callable[..., None]  # gives weights (all, or those `chosen` by name) a seed's start
+
+    @torch.no_grad()
+    def complete(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A microbatch with what the rank's pieces derive from it."""
+        return {**batch, **{name: make(batch) for name, make in self.derived.items()}}
 
     def weights(self, unit: int) -> list[Unit]:
         """All weights of a unit: what it trains, and what of it is frozen."""
@@ -148,7 +154,17 @@ def build_local(
         return {name: _real(x, world.device) for name, x in like.items()}
 
     exchange = Exchange(groups.ep, groups.routes, expert_pieces(model))
-    return LocalModel(pieces, units, still, groups, exchange, pool, at, edge, draw)
+    taken = {name for piece in pieces.values() for name in piece.takes}
+    derived = {
+        name: _at_dtype(make, precision.compute)
+        for name, make in model.derived.items()
+        if name in taken
+    }
+    return LocalModel(pieces, units, still, groups, exchange, pool, at, edge, derived, draw)
+
+
+def _at_dtype(make: Derive, dtype: torch.dtype) -> Callable[[Mapping[str, Tensor]], Tensor]:
+    return lambda batch: make(batch, dtype)
 
 
 def _real(x: Tensor, device: torch.device) -> Tensor:

@@ -33,6 +33,7 @@ from ..models import (
 
 Draw = Callable[[str, Tensor, torch.Generator], None]
 Edges = Callable[[int, Mapping[str, Tensor]], Mapping[str, Tensor]]
+Derive = Callable[[Mapping[str, Tensor], torch.dtype], Tensor]
 COLUMNS, NUMBERS = 256, 1 << 16  # of a tile that is drawn apart, at most
 
 
@@ -61,10 +62,13 @@ class Model:
     A piece is called with the activations of the one before (the first without) and with the
     entries of the batch that its `forward` names. It may return a dict of named tensors, `x` among
     them: a later piece that names one of them gets it, those between are passed by. `edges(piece,
-    batch)` gives what comes into a piece as tensors on meta. `counts` says how many whole units a dim
-    has that is cut in units: heads and kv. `rates` names weights that an update moves by their
-    gradient's sign alone, and how far; the gradient's norm is without them. The last piece returns the
-    loss as a sum. A parameter that requires no gradient is frozen.
+    batch)` gives what comes into a piece as tensors on meta. `derived` names tensors that several pieces
+    need of a batch, such as angles of positions. Each is computed from a microbatch and the dtype of
+    activations, once on a rank, and pieces name it like an entry of the batch.
+
+    `counts` says how many whole units a dim has that is cut in units: heads and kv. `rates` names weights
+    that an update moves by their gradient's sign alone, and how far; the gradient's norm is without them.
+    The last piece returns the loss as a sum. A parameter that requires no gradient is frozen.
     """
 
     pieces: tuple[tuple[str, nn.Module], ...]
@@ -74,6 +78,7 @@ class Model:
     shape: Shape | None = None
     rates: Mapping[str, float] = field(default_factory=dict)
     edges: Edges | None = None  # where more than `x` passes from stage to stage
+    derived: Mapping[str, Derive] = field(default_factory=dict)
     original: Original | None = None
     padding: Mapping[str, int] = field(init=False)  # a lookup's weight: its padding token's row
 
@@ -164,7 +169,8 @@ def build_model(shape: Shape, *, dropout: float = 0.0) -> Model:
         pieces, rules = decoder.describe(plain)
         rules = _adapt(plain, Rules.parse(rules), shape) + rules
     counts = {"heads": shape.heads, "kv": shape.kv_heads}
-    made = _freeze(Model(pieces, Rules.parse(rules), counts, plain.draw, shape), shape)
+    made = Model(pieces, Rules.parse(rules), counts, plain.draw, shape, derived=plain.derived)
+    made = _freeze(made, shape)
     balanced = (n for n in made.weights if n.endswith("router.bias") and n not in made.frozen)
     return replace(made, rates=dict.fromkeys(balanced, shape.balance_rate))
 

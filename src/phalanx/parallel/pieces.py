@@ -9,7 +9,7 @@ between; anything else, when activations are offloaded, as a box whose content c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -289,7 +289,8 @@ class Piece:
         kept = _Kept({}, self.leaf, past=tuple(past))
         again = nullcontext() if selected is None else (giving if keep else keeping)(selected)
         self.due = kept.due if self.splits else None
-        with torch.enable_grad(), self._packing(kept.boxes), again:
+        stays = {storage_of(x) for x in named.values()} if self.offloads else set[int]()
+        with torch.enable_grad(), self._packing(kept.boxes, stays), again:
             out = self._call(self._edges(mine, kept.into), named)
         self.due = None  # the list would keep what it holds after its weight gradients are done
         if keep:
@@ -388,7 +389,9 @@ class Piece:
         for box in self.kept[microbatch].boxes:
             box.come_back()
 
-    def _packing(self, boxes: list[Box]) -> AbstractContextManager[Any]:
+    def _packing(self, boxes: list[Box], stays: Collection[int]) -> AbstractContextManager[Any]:
+        """Packs what autograd saves. Storages that `stays` names belong to the batch: other pieces need
+        them too, so they are not offloaded."""
         units = [u for u in self.units if not u.resident]
         if not units and not self.offloads:
             return nullcontext()
@@ -403,7 +406,7 @@ class Piece:
             if unit is not None:
                 offset = int(tensor.storage_offset())
                 return _Packed(unit, offset, tensor.shape, tensor.stride())
-            if not self.offloads:
+            if not self.offloads or storage in stays:
                 return tensor
             key = (storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
             if key not in seen:

@@ -637,5 +637,6 @@ class Priced:
             optimizer=trained(held, cut=True),
             edge=each(lambda c: c.edge),
             selected=each(lambda c: c.selected),
+            derived=each(lambda c: c.derived),
             matrices=tuple(matrix_bytes(m, x, profile.gathered_bytes) for m in matrices),
         )

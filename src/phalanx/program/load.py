@@ -100,6 +100,7 @@ class PieceCost:
     selected: float = 0.0  # bytes that are kept until P, the input among them
     frozen: float = 0.0  # those of its weights that are not trained
     experts: float = 0.0  # numbers of those weights that ranks of ep have parts of
+    derived: float = 0.0  # bytes that it shares with other pieces: what follows from a microbatch
 
     @property
     def backward(self) -> Load:

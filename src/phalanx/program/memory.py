@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import add
 
@@ -30,7 +30,8 @@ class Sizes:
     from the start. `edge`: what a piece puts out, which a message takes
     to the next stage; its gradient is as large. `matrices`: of a unit, what is sent to their owners and
     back, and the results. `sends_stay`: the group keeps a copy of what was
-    sent until the step ends, as gloo's does; else it goes when it has been received.
+    sent until the step ends, as gloo's does; else it goes when it has been received. `derived`: what a
+    rank computes of a microbatch for all its pieces, from the first forward to the last backward.
     """
 
     kept: tuple[float, ...]
@@ -46,6 +47,7 @@ class Sizes:
     edge: tuple[float, ...] = ()
     selected: tuple[float, ...] = ()
     matrices: tuple[float, ...] = ()
+    derived: tuple[float, ...] = ()
     sends_stay: bool = False
 
     @classmethod
@@ -92,6 +94,36 @@ def follow(program: Program, sizes: Sizes, row: int) -> State:
     return State(program, row, in_place=not sizes.gradient_shard).follow()
 
 
+def _on_row(program: Program, sizes: Sizes, row: int) -> Sizes:
+    """The sizes for one row, where the first piece's activations include what is `derived`.
+
+    That piece's forward is a microbatch's first on the row and its backward the last, so what it keeps
+    is there for as long.
+    """
+    pieces = [piece for piece, host in program.host.items() if host == row]
+    amount = max((_of(sizes.derived, piece) for piece in pieces), default=0.0)
+    if not amount:
+        return sizes
+    first, count = min(pieces), program.pieces
+
+    def more(each: tuple[float, ...], times: int = 1) -> tuple[float, ...]:
+        return tuple(_of(each, n) + amount * times * (n == first) for n in range(count))
+
+    if any(op.kind == ops.OFFLOAD for op in program.rows[row]):
+        # It stays where it is. No more than all microbatches have it.
+        return replace(sizes, home=more(sizes.home, program.microbatches), derived=())
+    # Weight gradients, which may be computed later, do without it.
+    factors = tuple(_of(sizes.kept_after_i or sizes.kept, n) for n in range(count))
+    return replace(
+        sizes,
+        kept=more(sizes.kept),
+        input=more(sizes.input),
+        kept_after_i=factors,
+        selected=more(sizes.selected),
+        derived=(),
+    )
+
+
 Bytes = list[tuple[str, float]]  # by kind
 
 
@@ -104,6 +136,7 @@ def _sized(sizes: Sizes, bundles: Sequence[Changes]) -> list[Bytes]:
 def changes(program: Program, sizes: Sizes, row: int) -> Iterator[tuple[Op | None, Bytes, Bytes]]:
     """What each operation of a row takes when it starts and gives back when it ends; first, under None,
     what is always there."""
+    sizes = _on_row(program, sizes, row)
     yield None, [*_always(program, sizes, row).items()], []
     walked = follow(program, sizes, row)
     takes = _sized(sizes, walked.bundles)
@@ -126,12 +159,16 @@ def peaks(program: Program, sizes: Sizes, walked: Sequence[State] = ()) -> tuple
     the states of its rows, if they have been walked already."""
     rows = range(len(program.rows))
     each = walked or [follow(program, sizes, row) for row in rows]
-    return tuple(_peak(_always(program, sizes, row), sizes, each[row]) for row in rows)
+    return tuple(_peak(program, _on_row(program, sizes, row), row, each[row]) for row in rows)
 
 
 def fullest(program: Program, sizes: Sizes, walked: Sequence[State]) -> list[dict[str, float]]:
     """What each row's ranks hold at their peak, by kind."""
-    return [_highest(_always(program, sizes, n), sizes, w)[2] for n, w in enumerate(walked)]
+    held = []
+    for row, each in enumerate(walked):
+        own = _on_row(program, sizes, row)
+        held.append(_highest(_always(program, own, row), own, each)[2])
+    return held
 
 
 def _highest(
@@ -156,7 +193,8 @@ def _highest(
     return held[at], at // 2, then
 
 
-def _peak(always: Mapping[str, float], sizes: Sizes, walked: State) -> Peak:
+def _peak(program: Program, sizes: Sizes, row: int, walked: State) -> Peak:
+    always = _always(program, sizes, row)
     total, at, then = _highest(always, sizes, walked)
     kinds, amounts = dict(always), _sized(sizes, walked.bundles)
     for kind in {kind: None for each in amounts for kind, _ in each}:

@@ -42,6 +42,7 @@ from .precision import LossScale
 Batch = Mapping[str, Tensor]
 Key = tuple[int, int]  # a piece and a microbatch
 
+_USES_BATCH = {ops.FORWARD, *ops.RECOMPUTES, *ops.PROPAGATES}
 _SHORT = 1024  # numbers of a run whose norm is taken in float32
 
 
@@ -103,6 +104,9 @@ class Executor:
             for op, needs in state.walk()
         }
         self.updates = {n: optimizer.of(u) for n, u in local.units.items()} if optimizer else {}
+        # After these no operation needs what was derived from the microbatch.
+        uses = {op.index: op for op in self.row if op.kind in _USES_BATCH}
+        self.last_uses = frozenset(uses.values())
         self.trains = any(op.kind in ops.PROPAGATES for op in self.row)
         self.shares = any(SHARE in piece.takes for piece in local.pieces.values())
         self.clip, self.scaling, self.clock = clip, scaling, StepClock(local.pool.device)
@@ -140,6 +144,7 @@ class Executor:
         number = partial(torch.full, (1,), dtype=torch.float64, device=self.local.pool.device)
         self.share = number(0.0)  # which pieces hold, and N writes into
         self.batches = [{**b, SHARE: self.share} for b in batches] if self.shares else batches
+        self.completed: dict[int, Batch] = {}  # by microbatch, with what pieces derive from it
         self.lr = lr
         self.inputs: dict[Key, Bundle] = {}  # what a forward is waiting for
         self.gradients: dict[Key, Bundle] = {}  # what a backward is waiting for
@@ -202,6 +207,8 @@ class Executor:
                     self._wait(need)
                 start = self._moment(op)
                 work = self.handlers[op.kind](op)
+                if op in self.last_uses:
+                    self.completed.pop(op.index, None)
         except CommError as error:
             # Every rank says for itself at which operation it lost the others.
             error.args = (f"{error} Rank {self.rank} was at {op}.",)
@@ -320,6 +327,12 @@ class Executor:
 
     # ---- computing
 
+    def _batch(self, m: int) -> Batch:
+        """A microbatch with what is derived from it, from its first use to its last."""
+        if m not in self.completed:
+            self.completed[m] = self.local.complete(self.batches[m])
+        return self.completed[m]
+
     def _forward(self, op: Op) -> None:
         p, m = op.piece, op.index
         piece = self.local.pieces[p]
@@ -331,7 +344,7 @@ class Executor:
         if again and again.kind == ops.RECOMPUTE_PART:
             self.selected[p, m] = deque()
         selected = self.selected.get((p, m))
-        out = piece.forward(m, taken, self.batches[m], keep=keep, selected=selected)
+        out = piece.forward(m, taken, self._batch(m), keep=keep, selected=selected)
         if piece.last:
             self._add_loss(out["x"])
         else:
@@ -348,7 +361,7 @@ class Executor:
         piece = self.local.pieces[p]
         taken = {} if piece.first else self.segments.pop((p, m))
         selected = self.selected.pop((p, m), None)
-        out = piece.forward(m, taken, self.batches[m], keep=True, selected=selected)
+        out = piece.forward(m, taken, self._batch(m), keep=True, selected=selected)
         if (p + 1, m) in self.again and (p + 1, m) not in self.restarting:
             self.segments[p + 1, m] = out
 
