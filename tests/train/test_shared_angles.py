@@ -46,7 +46,7 @@ def executor_of(
 ) -> tuple[Watched, list[dict[str, Tensor]]]:
     wide = torch.promote_types(dtype, torch.float32)
     model = build_model(shape)
-    program = program_of(model, layout, agree=True)
+    program = program_of(model, layout)
     local = build_local(world, layout, model, program, precision=Precision(dtype, wide, wide))
     batch, at = batch_of(shape, 0, dtype=dtype), local.coordinates
     own = microbatches(batch, layout, at["data"], at["cp"])
