@@ -71,8 +71,9 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor
 
 def into_input(gradient: Tensor, weight: Tensor, how: How) -> Tensor:
     """The gradient of x in that product, from its output's (..., out)."""
-    whole = how.factor(weight)
-    return gradient @ whole if how.matmul is None else how.matmul.input_gradient(gradient, whole)
+    if how.matmul is None:
+        return gradient @ (weight.mT if how.transposed else weight)
+    return how.matmul.input_gradient(gradient, how.factor(weight))
 
 
 @dataclass(frozen=True)
@@ -399,9 +400,13 @@ class Unit:
         return self.gradient is not None
 
     def gradients(self, runs: Sequence[slice]) -> list[Tensor]:
-        """This rank's gradient, summed: a flat tensor for each of some runs."""
+        """This rank's gradient, summed: a tensor for each of some runs."""
         assert self.gradient is not None, f"unit {self.number} is updated without a gradient"
         return [self.gradient[run] for run in runs]
+
+    def shape_of(self, run: slice) -> tuple[int, ...]:
+        """The shape in which `gradients` gives such a run."""
+        return (run.stop - run.start,)
 
     def counted(self) -> list[Tensor]:
         """What of it the gradient norm counts here."""
@@ -439,21 +444,20 @@ class Unit:
         grad = self.parameters[name].grad
         assert grad is not None
         first = name in self.fresh
-        self.fresh.discard(name)
-        if grad.dtype == torch.float32 and _sums_wide(a):
+        if first:
+            self.fresh.discard(name)
+        if grad.dtype == a.dtype:
+            torch.mm(a, b, out=grad) if first else grad.addmm_(a, b)
+        elif grad.dtype == torch.float32 and _sums_wide(a):
             # In float32 as it comes out of the product: a rounding to 16 bits between is as large as
             # what a microbatch of many adds.
             if first:
                 _aten.mm.dtype_out(a, b, grad.dtype, out=grad)
             else:
                 _aten.addmm.dtype_out(grad, a, b, grad.dtype, out=grad)
-        elif grad.dtype != a.dtype:
+        else:
             product = torch.mm(a, b)
             grad.copy_(product) if first else grad.add_(product)
-        elif first:
-            torch.mm(a, b, out=grad)
-        else:
-            grad.addmm_(a, b)
 
     def contribute_sum(self, name: str, product: Tensor) -> None:
         """Add what has been multiplied already to the gradient of a weight."""
@@ -531,12 +535,22 @@ class PlainUnit(Unit):
         return self._summed
 
     def gradients(self, runs: Sequence[slice]) -> list[Tensor]:
-        at = dict(zip(self.offsets, self.parameters.values(), strict=True))
-        return [cast(Tensor, at[run.start].grad).view(-1) for run in runs]
+        return [cast(Tensor, self._at[run.start].grad) for run in runs]
+
+    def shape_of(self, run: slice) -> tuple[int, ...]:
+        return tuple(self._at[run.start].shape)
+
+    @cached_property
+    def _at(self) -> dict[int, nn.Parameter]:
+        return dict(zip(self.offsets, self.parameters.values(), strict=True))
 
     def counted(self) -> list[Tensor]:
+        return [cast(Tensor, parameter.grad) for parameter in self._counted]
+
+    @cached_property
+    def _counted(self) -> list[nn.Parameter]:
         both = zip(self.order, self.parameters.values(), strict=True)
-        return [cast(Tensor, p.grad) for w, p in both if w.counted and not w.rate]
+        return [p for w, p in both if w.counted and not w.rate]
 
     def open(self) -> None:
         if not self._open:

@@ -1,8 +1,9 @@
 """What one rank holds of a model: the pieces of its stages, cut and bound to its units."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -55,8 +56,16 @@ class LocalModel:
 
     def of_piece(self, piece: int, *, trained: bool = False) -> list[Unit]:
         """The weights of a piece, or those of them that are trained: also its unit of experts."""
-        every = self.units.values() if trained else self.every_unit
-        return [unit for unit in every if unit.piece == piece]
+        return self._by_piece[piece, trained]
+
+    @cached_property
+    def _by_piece(self) -> Mapping[tuple[int, bool], list[Unit]]:
+        found: dict[tuple[int, bool], list[Unit]] = defaultdict(list)
+        for unit in self.every_unit:
+            found[unit.piece, False].append(unit)
+        for unit in self.units.values():
+            found[unit.piece, True].append(unit)
+        return found
 
 
 def model_stages(model: Model, layout: Layout) -> tuple[range, ...]:

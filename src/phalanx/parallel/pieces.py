@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
-from torch.autograd.graph import _engine_run_backward as run_backward
+from torch.autograd.graph import _engine_run_backward as run_compiled_backward
 
 from ..comm import Work
 from ..models import ExpertMlps, LoraLinear
@@ -30,6 +31,8 @@ from .recompute import Selected, giving, keeping
 from .tensor import RowLinear
 
 Bundle = dict[str, Tensor]
+
+_engine: Any = Variable._execution_engine  # its stubs leave it out
 
 
 class _Packed(NamedTuple):
@@ -106,17 +109,31 @@ class _Due(NamedTuple):
     how: How
 
     def contribute(self) -> None:
-        transposed, matmul = self.how[:2]
-        if matmul:
-            product = matmul.weight_gradient(self.x, self.gradient)
-            self.unit.contribute_sum(self.name, product.mT if transposed else product)
-            return
-        x, gradient = self.x.flatten(0, -2), self.gradient.flatten(0, -2)
-        a, b = (x, gradient) if transposed else (gradient, x)
-        self.unit.contribute(self.name, a.mT, b)
+        _contribute(*self)
 
 
-@dataclass
+def _contribute(unit: Unit, name: str, x: Tensor, gradient: Tensor, how: How) -> None:
+    """Adds a product's weight gradient to that of its unit."""
+    if how.matmul:
+        product = how.matmul.weight_gradient(x, gradient)
+        unit.contribute_sum(name, product.mT if how.transposed else product)
+        return
+    x, gradient = x.flatten(0, -2), gradient.flatten(0, -2)
+    if how.transposed:
+        unit.contribute(name, x.mT, gradient)
+    else:
+        unit.contribute(name, gradient.mT, x)
+
+
+class _Taken(NamedTuple):
+    """The names of what a piece takes of a bundle and of the batch, and of what goes past it."""
+
+    mine: tuple[str, ...]
+    named: tuple[str, ...]
+    past: tuple[str, ...]
+
+
+@dataclass(slots=True)
 class _Kept:
     """What a forward leaves for its backward."""
 
@@ -129,7 +146,16 @@ class _Kept:
     whole: Callable[[], None] | None = None  # a backward put off as a whole
 
 
-class _Edge(torch.autograd.Function):
+class _Function(torch.autograd.Function):
+    """An autograd function that is called by `call`: `apply` without what it looks at first, which takes
+    a fifth of its time. No transform of torch.func and no compiler sees these functions."""
+
+    @classmethod
+    def call(cls, *args: Any) -> Any:
+        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
+
+
+class _Edge(_Function):
     """A piece's input as autograd sees it: a leaf would keep the input's storage alive."""
 
     @staticmethod
@@ -143,39 +169,44 @@ class _Edge(torch.autograd.Function):
         return None, None, None, None
 
 
-class _Product(torch.autograd.Function):
+class _Factor(NamedTuple):
+    """The weight of a product."""
+
+    weight: nn.Parameter
+    unit: Unit
+    name: str
+    how: How
+
+
+class _Product(_Function):
     """A product with a weight whose backward adds the weight's gradient where it belongs, or where
     there is a list for it, writes it down for later. Nothing of the weight is saved: backward takes
     it from wherever the unit has it then."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        owner: tuple[Unit, str],
-        how: How,
-        due: list[_Due] | None,
+        ctx: Any, x: Tensor, bias: Tensor | None, factor: _Factor, due: list[_Due] | None
     ) -> Tensor:
-        ctx.save_for_backward(*[] if owner[0].frozen else [x])
-        ctx.owner, ctx.due, ctx.how = owner, due, how
+        weight, unit, _, how = ctx.factor = factor
+        ctx.due = due
+        if not unit.frozen:
+            ctx.save_for_backward(x)
         return multiply(x, weight, bias, how)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        unit, name = ctx.owner
-        into = into_input(gradient, unit.parameters[name], ctx.how)
-        bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+        weight, unit, name, how = ctx.factor
+        into = into_input(gradient, weight, how)
+        bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
         if unit.frozen:
-            return into, None, bias, None, None, None
+            return into, bias, None, None
         (x,) = ctx.saved_tensors
         if ctx.due is None:
-            _Due(unit, name, x, gradient, ctx.how).contribute()
+            _contribute(unit, name, x, gradient, how)
         else:
             # Detached: an input with its graph would lead back to the list, and neither be freed.
-            ctx.due.append(_Due(unit, name, x.detach(), gradient.detach(), ctx.how))
-        return into, None, bias, None, None, None
+            ctx.due.append(_Due(unit, name, x.detach(), gradient.detach(), how))
+        return into, bias, None, None
 
 
 class _Linear(nn.Linear):
@@ -216,7 +247,9 @@ class Piece:
         self.trained = tuple(unit for unit in units if not unit.frozen)
         self.first, self.last, self.splits, self.offloads = first, last, splits, offloads
         self.compiled = compiled
+        self.packs = offloads or any(not unit.resident for unit in units)
         self.kept: dict[int, _Kept] = {}
+        self.known: dict[tuple[tuple[str, ...], ...], _Taken] = {}
         device = self.units[0].pool.device if self.units else None
         # Of all graphs, and no gradient comes to it.
         self.leaf = torch.zeros((), device=device, requires_grad=True)
@@ -248,19 +281,21 @@ class Piece:
                 if compiled:
                     compiled.add(own, how)
                 else:
-                    own.weight_product = partial(self.product, own.weight, how)
+                    factor = _Factor(own.weight, unit, name, how)
+                    own.weight_product = self._product(factor)
 
-    def product(
-        self, weight: nn.Parameter, how: How, x: Tensor, bias: Tensor | None = None
-    ) -> Tensor:
+    def _product(self, factor: _Factor) -> Callable[..., Tensor]:
         """What F.linear gives (or x @ weight), with `_Product`'s backward where there will be one."""
-        owner = self.owners[weight]
-        # Of an input that needs no gradient autograd would not come to the product at all.
-        if not (torch.is_grad_enabled() and x.requires_grad and x.dim() > 1 and weight.dim() == 2):
+        weight, how = factor.weight, factor.how
+
+        def product(x: Tensor, bias: Tensor | None = None) -> Tensor:
+            # Of an input that needs no gradient autograd would not come to the product at all.
+            if x.requires_grad and torch.is_grad_enabled() and x.dim() > 1 and weight.dim() == 2:
+                y: Tensor = _Product.call(x, bias, factor, self.due)
+                return y
             return multiply(x, weight, bias, how)
-        args = x, weight.detach(), bias, owner, how, self.due
-        y: Tensor = _Product.apply(*args)  # type: ignore[no-untyped-call]
-        return y
+
+        return product
 
     def forward(
         self,
@@ -279,19 +314,22 @@ class Piece:
         A piece takes what its forward names: from the bundle, else from the batch. Its first argument
         is `x` where nothing in the bundle has its name. The rest of the bundle goes past.
         """
-        names = self.takes if self.first or self.takes[0] in bundle else ("x", *self.takes[1:])
-        mine = {name: bundle[name] for name in names if name in bundle}
-        past = {name: x for name, x in bundle.items() if name not in mine}
-        named = {name: batch[name] for name in names if name in batch and name not in mine}
+        taken = self._taken(bundle, batch)
+        mine = {name: bundle[name] for name in taken.mine}
+        past = {name: bundle[name] for name in taken.past}
+        named = {name: batch[name] for name in taken.named}
         if not keep and selected is None:
             with torch.no_grad():
                 return past | self._call(mine, named)
-        kept = _Kept({}, self.leaf, past=tuple(past))
-        again = nullcontext() if selected is None else (giving if keep else keeping)(selected)
+        kept = _Kept({}, self.leaf, past=taken.past)
         self.due = kept.due if self.splits else None
-        stays = {storage_of(x) for x in named.values()} if self.offloads else set[int]()
-        with torch.enable_grad(), self._packing(kept.boxes, stays), again:
+        if selected is None and not self.packs and torch.is_grad_enabled():
             out = self._call(self._edges(mine, kept.into), named)
+        else:
+            again = nullcontext() if selected is None else (giving if keep else keeping)(selected)
+            stays = {storage_of(x) for x in named.values()} if self.offloads else set[int]()
+            with torch.enable_grad(), self._packing(kept.boxes, stays), again:
+                out = self._call(self._edges(mine, kept.into), named)
         self.due = None  # the list would keep what it holds after its weight gradients are done
         if keep:
             kept.roots = {name: get_gradient_edge(y) for name, y in out.items() if y.requires_grad}
@@ -300,13 +338,28 @@ class Piece:
             self.kept[microbatch] = kept
         return past | {name: y.detach() for name, y in out.items()}
 
-    def _call(self, mine: Mapping[str, Tensor], named: Mapping[str, Tensor]) -> Bundle:
-        x, *_ = mine.values() if mine else (None,)
-        more = {name: mine[name] for name in [*mine][1:]}
+    def _taken(self, bundle: Bundle, batch: Mapping[str, Tensor]) -> _Taken:
+        """What the piece takes of a bundle and of a batch with these names."""
+        key = tuple(bundle), tuple(batch)
+        if (known := self.known.get(key)) is None:
+            names = self.takes if self.first or self.takes[0] in bundle else ("x", *self.takes[1:])
+            mine = tuple(name for name in names if name in bundle)
+            named = tuple(name for name in names if name in batch and name not in mine)
+            past = tuple(name for name in bundle if name not in mine)
+            known = self.known[key] = _Taken(mine, named, past)
+        return known
+
+    def _call(self, mine: Bundle, named: Bundle) -> Bundle:
+        x = None
+        if mine:
+            first = next(iter(mine))
+            x = mine[first]
+            named = {**mine, **named}
+            del named[first]
         if self.compiled:
-            y = self.compiled(x, {**more, **named}, partial(self._take, self.due))
+            y = self.compiled(x, named, partial(self._take, self.due))
         else:
-            y = self.module(**named) if x is None else self.module(x, **more, **named)
+            y = self.module(**named) if x is None else self.module(x, **named)
         return {"x": y} if isinstance(y, Tensor) else dict(y)
 
     def _take(self, due: list[_Due] | None, factors: Sequence[Factors]) -> None:
@@ -320,8 +373,7 @@ class Piece:
         edges = dict(mine)
         for name, x in mine.items():
             if x.is_floating_point():
-                edge: Tensor = _Edge.apply(x.detach(), self.leaf, into, name)  # type: ignore[no-untyped-call]
-                edges[name] = edge
+                edges[name] = _Edge.call(x.detach(), self.leaf, into, name)
         return edges
 
     def seed(self, microbatch: int, scale: Tensor) -> Bundle:
@@ -371,9 +423,10 @@ class Piece:
         roots = {name: root for name, root in kept.roots.items() if name in gradients}
         if roots:
             # What torch.autograd.backward ends in: its Python before that takes some 10 us a call, and
-            # the engine itself checks what it is given.
-            own = tuple(gradients[name] for name in roots)
-            run_backward(tuple(roots.values()), own, False, False, (), True, True)
+            # the engine itself checks what it is given. A compiled backward needs some of it.
+            run = run_compiled_backward if self.compiled else _engine.run_backward
+            own = tuple([gradients[name] for name in roots])
+            run(tuple(roots.values()), own, False, False, (), True, True)
 
     def _passed(self, kept: _Kept, gradients: Bundle) -> Bundle:
         past = {name: gradients[name] for name in kept.past if name in gradients}
@@ -392,8 +445,7 @@ class Piece:
     def _packing(self, boxes: list[Box], stays: Collection[int]) -> AbstractContextManager[Any]:
         """Packs what autograd saves. Storages that `stays` names belong to the batch: other pieces need
         them too, so they are not offloaded."""
-        units = [u for u in self.units if not u.resident]
-        if not units and not self.offloads:
+        if not self.packs:
             return nullcontext()
         homes = {u.storage(): u for u in self.units}
         seen: dict[tuple[Any, ...], Box] = {}

@@ -488,11 +488,11 @@ def _fill(reader: TensorReader, local: LocalModel, updates: Updates) -> None:
     for update in updates.values() if kinds else ():
         for number, (_, view) in enumerate(update.every_run):
             kept = _kept(update.name, number >= len(update.runs))
-            update.state[view] = {kind: torch.zeros_like(view) for kind in kept}
+            state = {kind: torch.zeros_like(view) for kind in kept}
             if count is not None:
                 # A fused optimizer keeps its count where the numbers are, in float32.
-                step = torch.tensor(count, dtype=torch.float32, device=view.device)
-                update.state[view]["step"] = step
+                state["step"] = torch.tensor(count, dtype=torch.float32, device=view.device)
+            update.restore(view, state)
     with reader:
         for unit in local.every_unit:
             for entry in unit.entries():

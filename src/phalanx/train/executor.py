@@ -12,7 +12,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from operator import methodcaller
@@ -23,6 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ..comm import CommError, Group, Work
+from ..comm.settle import HALVES
 from ..hang.positions import DEVICE, OP, WAITS, WORDS, Positions
 from ..models import Router
 from ..parallel import Unit, count_valid
@@ -43,6 +43,7 @@ Batch = Mapping[str, Tensor]
 Key = tuple[int, int]  # a piece and a microbatch
 
 _USES_BATCH = {ops.FORWARD, *ops.RECOMPUTES, *ops.PROPAGATES}
+WIDE = dict.fromkeys(HALVES, torch.float32)  # what is summed in more digits than it has
 _SHORT = 1024  # numbers of a run whose norm is taken in float32
 
 
@@ -80,7 +81,7 @@ class Executor:
     words: memoryview[int] | list[int] = [0] * WORDS
     first = 0
     wants_to_stop: Callable[[], bool] = staticmethod(lambda: False)
-    ranges: Callable[[Op], Any] = nullcontext  # in which a profiler sees each operation
+    ranges: Callable[[Op], Any] | None = None  # in which a profiler sees each operation
 
     def __init__(
         self,
@@ -180,8 +181,8 @@ class Executor:
         words[WAITS] = 0
         if self.progress is not None:
             self.progress.forget()
-        at = self.clock.seconds
-        spans = (Span(self.rank, self.lanes[op], op, at(a), at(b)) for op, a, b in self.moments)
+        rank, lanes, moments = self.rank, self.lanes, self.clock.in_seconds(self.moments)
+        spans = [Span(rank, lanes[op], op, start, end) for op, start, end in moments]
         result = StepResult(Timeline(tuple(spans)), **read)
         if self.norm is not None and self.scaling:
             self.scaling.saw(finite=result.finite)
@@ -202,13 +203,13 @@ class Executor:
 
     def _perform(self, op: Op) -> None:
         try:
-            with self.ranges(op):
-                for need in self.waits[op]:
-                    self._wait(need)
-                start = self._moment(op)
-                work = self.handlers[op.kind](op)
-                if op in self.last_uses:
-                    self.completed.pop(op.index, None)
+            if self.ranges is None:
+                start, work = self._issue(op)
+            else:
+                with self.ranges(op):
+                    start, work = self._issue(op)
+            if op in self.last_uses:
+                self.completed.pop(op.index, None)
         except CommError as error:
             # Every rank says for itself at which operation it lost the others.
             error.args = (f"{error} Rank {self.rank} was at {op}.",)
@@ -221,12 +222,19 @@ class Executor:
         else:
             self.under_way[op] = work, start
 
+    def _issue(self, op: Op) -> tuple[Any, Work | None]:
+        """Carries out an operation or begins it, after what it needs: when, and what is under way."""
+        for need in self.waits[op]:
+            if need in self.under_way:
+                self._wait(need)
+        start = self._moment(op)
+        return start, self.handlers[op.kind](op)
+
     def _wait(self, op: Op) -> None:
-        """Wait for an operation that was begun, if nothing has yet; its span ends here."""
-        if op in self.under_way:
-            work, start = self.under_way.pop(op)
-            work.wait()
-            self.moments.append((op, start, self._moment(op)))
+        """Waits for an operation that is under way; its span ends here."""
+        work, start = self.under_way.pop(op)
+        work.wait()
+        self.moments.append((op, start, self._moment(op)))
 
     def _moment(self, op: Op) -> Any:
         """The present, as an operation begins or ends; its device will come past it."""
@@ -502,7 +510,7 @@ class Executor:
         # number that is bad once could not be found by computing the step again.
         if not self.trains:
             return
-        total = x.sum(dtype=torch.promote_types(x.dtype, torch.float32))
+        total = x.sum(dtype=WIDE[x.dtype]) if x.dtype in WIDE else x.sum()
         known = self.sums_of.get((way, piece))
         self.sums_of[way, piece] = total if known is None else known + total
 
@@ -567,14 +575,20 @@ def _norms(unit: Unit) -> Tensor:
     wide = torch.promote_types(unit.precision.reduce, torch.float32)
     norms = [torch.empty(0, dtype=wide, device=unit.pool.device)]
     for x in unit.counted():
+        if not x.numel():
+            continue
         parts = [x]  # the rows of a matrix are short
         if x.dim() < 2 and x.numel() <= _SHORT:
             parts = [x.view(1, -1)]
         elif x.dim() < 2:
             whole = x.numel() // _SHORT * _SHORT
-            parts = [x[:whole].view(-1, _SHORT), x[whole:].view(1, -1)]
-        norms += [torch.linalg.vector_norm(p, dim=-1, dtype=wide) for p in parts if p.numel()]
-    return torch.cat([norm if norm.dim() == 1 else norm.flatten() for norm in norms])
+            parts = [x[:whole].view(-1, _SHORT)]
+            if whole < x.numel():
+                parts.append(x[whole:].view(1, -1))
+        for part in parts:
+            norm = torch.linalg.vector_norm(part, dim=-1, dtype=wide)
+            norms.append(norm if norm.dim() == 1 else norm.flatten())
+    return torch.cat(norms)
 
 
 def _first_waiting(
@@ -597,17 +611,21 @@ class StepClock:
     def __init__(self, device: torch.device) -> None:
         self.device, self.events = device, device.type == "cuda"
 
+        self.moment: Callable[[], Any] = self._event if self.events else time.perf_counter
+
     def begin(self) -> None:
         # The device is idle: the numbers of the step before have been read.
         self.begun, self.at = self.moment(), time.perf_counter()
 
-    def moment(self) -> Any:
-        if not self.events:
-            return time.perf_counter()
+    def _event(self) -> Any:
         made: Any = torch.cuda.Event  # its stubs are not typed
         event = made(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def seconds(self, moment: Any) -> float:
-        return self.at + self.begun.elapsed_time(moment) / 1e3 if self.events else float(moment)
+    def in_seconds(self, moments: list[tuple[Op, Any, Any]]) -> list[tuple[Op, float, float]]:
+        """Operations with the seconds at which they began and ended."""
+        if not self.events:
+            return moments
+        since, at = self.begun.elapsed_time, self.at
+        return [(op, at + since(a) / 1e3, at + since(b) / 1e3) for op, a, b in moments]

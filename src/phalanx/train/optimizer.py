@@ -57,9 +57,22 @@ class Scale(NamedTuple):
         return self if device == self.skip.device else Scale(*(x.to(device) for x in self))
 
 
+@dataclass(eq=False)
+class _Alike:
+    """Runs of a unit's home that one call of a fused kernel updates, with what it keeps for each of
+    them: a list for each kind. Tensors have the shapes of the unit's gradients."""
+
+    decay: float
+    rate: float
+    runs: list[slice]
+    homes: list[Tensor]
+    views: list[Tensor]
+    kept: list[list[Tensor]]
+
+
 class Update:
     """The update of one unit, or of some `segments` of it, elementwise: a fused kernel over runs of the
-    flat home that decay alike. `state` is by run, made at its first step."""
+    flat home that decay alike. `state` is by run, made at the first step; all runs share its count."""
 
     def __init__(
         self, unit: Unit, optimizer: AdamW | Sgd, segments: Sequence[Segment] | None = None
@@ -68,37 +81,74 @@ class Update:
         self.runs: list[tuple[slice, Tensor]] = []
         self.every_run = self.runs  # all that have a state
         self.state: dict[Tensor, State] = {}
-        # What is updated alike, in one call.
-        self.alike: dict[tuple[float, float], list[tuple[slice, Tensor]]] = {}
+        self.count: Tensor | None = None  # how many updates there have been, on the device
+        self.prepared = False
+        alike: dict[tuple[float, float], _Alike] = {}
         for segment in unit.own_segments() if segments is None else segments:
             run = slice(segment.start, segment.stop)
-            self.runs.append((run, unit.home[run]))
-            decay = optimizer.decay if segment.decay else 0.0
-            self.alike.setdefault((decay, segment.rate), []).append(self.runs[-1])
+            home = unit.home[run]
+            self.runs.append((run, home))
+            key = optimizer.decay if segment.decay else 0.0, segment.rate
+            one = alike.setdefault(key, _Alike(*key, [], [], [], []))
+            one.runs.append(run)
+            one.homes.append(home)
+            one.views.append(home.view(unit.shape_of(run)))
+        self.alike = list(alike.values())
+
+    def restore(self, view: Tensor, state: State) -> None:
+        """Replaces what is kept for a run, by what a checkpoint has."""
+        self.state[view], self.prepared = state, False
+
+    def _prepare(self) -> None:
+        """Makes what is not there yet, and the lists that the kernel takes at each step."""
+        self.prepared = True
+        states = [self.state.setdefault(view, {}) for _, view in self.runs]
+        if self.optimizer.counts and states:
+            device = self.runs[0][1].device
+            made = states[0].get("step")
+            self.count = (
+                torch.zeros((), dtype=torch.float32, device=device) if made is None else made
+            )
+        for (_, view), state in zip(self.runs, states, strict=True):
+            for kind in self.optimizer.kinds:
+                if kind not in state:
+                    state[kind] = torch.zeros_like(view)
+            if self.count is not None:
+                state["step"] = self.count
+        for one in self.alike:
+            each = [
+                (self.state[home], view) for home, view in zip(one.homes, one.views, strict=True)
+            ]
+            one.kept = [
+                [state[kind].view_as(view) for state, view in each] for kind in self.optimizer.kinds
+            ]
 
     def __call__(self, lr: float, scale: Scale | None = None) -> None:
         """One step with the unit's gradient, scaled; the gradient is spent."""
         scale = scale and scale.on(self.unit.home.device)
-        for (decay, rate), runs in self.alike.items():
-            views = [view for _, view in runs]
-            own = self.unit.gradients([run for run, _ in runs])
+        if not self.prepared:
+            self._prepare()
+        if self.count is not None:
+            self.count.add_(1.0 if scale is None else scale.done)
+        for one in self.alike:
+            views = one.views
+            own = self.unit.gradients(one.runs)
             if own[0].dtype != views[0].dtype or own[0].device != views[0].device:
                 own = [_beside(*both) for both in zip(own, views, strict=True)]
-            common: dict[str, Any] = {"lr": lr, "weight_decay": decay, "maximize": False}
+            common: dict[str, Any] = {"lr": lr, "weight_decay": one.decay, "maximize": False}
             if scale is not None:
                 common |= {"grad_scale": scale.divisor, "found_inf": scale.skip}
                 if own[0].dtype == torch.float64:
                     _torch._foreach_mul_(own, scale.factor.view(()))
                     del common["grad_scale"]  # which is float32
-            if rate:
+            if one.rate:
                 # By the sign alone. The optimizer, which moves nothing here, keeps zeros as its state, so
                 # that a checkpoint has of these weights what it has of others.
                 for view, each in zip(views, own, strict=True):
-                    moved = each.sign() * rate
+                    moved = each.sign() * one.rate
                     view -= moved if scale is None else moved * (1.0 - scale.skip.to(moved.dtype))
                 own, common["lr"] = [torch.zeros_like(each) for each in own], 0.0
-            states = [self.state.setdefault(view, {}) for view in views]
-            self.optimizer.kernel(states, views, own, scale and scale.done, **common)
+            self.optimizer.kernel(views, own, one.kept, self.count, **common)
         self.unit.spend()
         self.unit.refresh()
 
@@ -120,6 +170,8 @@ class AdamW:
 
     name: ClassVar[str] = "AdamW"
     whole_matrices: ClassVar[bool] = False
+    kinds: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")  # kept for each number
+    counts: ClassVar[bool] = True  # whether it counts its updates
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
@@ -129,19 +181,15 @@ class AdamW:
         return Update(unit, self)
 
     def kernel(
-        self, states: list[State], runs: list[Tensor], own: list[Tensor], done: Any, **common: Any
+        self,
+        runs: list[Tensor],
+        own: list[Tensor],
+        kept: list[list[Tensor]],
+        count: Tensor | None,
+        **common: Any,
     ) -> None:
-        for state, run in zip(states, runs, strict=True):
-            if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=run.device)
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(run), torch.zeros_like(run)
-        averages, squares, steps = (
-            [state[kind] for state in states] for kind in ("exp_avg", "exp_avg_sq", "step")
-        )
-        done = torch.ones_like(steps[0]) if done is None else done
-        _torch._foreach_add_(steps, [done] * len(steps))
         _torch._fused_adamw_(
-            runs, own, averages, squares, [], steps,
+            runs, own, *kept, [], [count] * len(runs),
             beta1=self.beta1, beta2=self.beta2, eps=self.eps, amsgrad=False, **common,
         )  # fmt: skip
 
@@ -152,22 +200,29 @@ class Sgd:
 
     name: ClassVar[str] = "SGD"
     whole_matrices: ClassVar[bool] = False
+    counts: ClassVar[bool] = False
     momentum: float = 0.0
     decay: float = 0.0
 
     def of(self, unit: Unit) -> Update:
         return Update(unit, self)
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        # Zeros at first, not the kernel's own first step, which a skipped one would leave undone.
+        return ("momentum_buffer",) if self.momentum else ()
+
     def kernel(
-        self, states: list[State], runs: list[Tensor], own: list[Tensor], done: Any, **common: Any
+        self,
+        runs: list[Tensor],
+        own: list[Tensor],
+        kept: list[list[Tensor]],
+        count: Tensor | None,
+        **common: Any,
     ) -> None:
-        for state, run in zip(states, runs, strict=True):
-            if self.momentum and not state:
-                # Zeros, not the kernel's own first step, which a skipped one would leave undone.
-                state["momentum_buffer"] = torch.zeros_like(run)
-        kept = [buffer for state in states for buffer in state.values()]
+        buffers = kept[0] if kept else []
         _torch._fused_sgd_(
-            runs, own, kept, momentum=self.momentum, dampening=0.0,
+            runs, own, buffers, momentum=self.momentum, dampening=0.0,
             nesterov=False, is_first_step=False, **common,
         )  # fmt: skip
 
