@@ -400,13 +400,9 @@ class Unit:
         return self.gradient is not None
 
     def gradients(self, runs: Sequence[slice]) -> list[Tensor]:
-        """This rank's gradient, summed: a tensor for each of some runs."""
+        """This rank's gradient, summed: a flat tensor for each of some runs."""
         assert self.gradient is not None, f"unit {self.number} is updated without a gradient"
         return [self.gradient[run] for run in runs]
-
-    def shape_of(self, run: slice) -> tuple[int, ...]:
-        """The shape in which `gradients` gives such a run."""
-        return (run.stop - run.start,)
 
     def counted(self) -> list[Tensor]:
         """What of it the gradient norm counts here."""
@@ -535,10 +531,7 @@ class PlainUnit(Unit):
         return self._summed
 
     def gradients(self, runs: Sequence[slice]) -> list[Tensor]:
-        return [cast(Tensor, self._at[run.start].grad) for run in runs]
-
-    def shape_of(self, run: slice) -> tuple[int, ...]:
-        return tuple(self._at[run.start].shape)
+        return [cast(Tensor, self._at[run.start].grad).view(-1) for run in runs]
 
     @cached_property
     def _at(self) -> dict[int, nn.Parameter]:

@@ -181,8 +181,8 @@ class Executor:
         words[WAITS] = 0
         if self.progress is not None:
             self.progress.forget()
-        rank, lanes, moments = self.rank, self.lanes, self.clock.in_seconds(self.moments)
-        spans = [Span(rank, lanes[op], op, start, end) for op, start, end in moments]
+        at = self.clock.seconds
+        spans = [Span(self.rank, self.lanes[op], op, at(a), at(b)) for op, a, b in self.moments]
         result = StepResult(Timeline(tuple(spans)), **read)
         if self.norm is not None and self.scaling:
             self.scaling.saw(finite=result.finite)
@@ -623,9 +623,5 @@ class StepClock:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def in_seconds(self, moments: list[tuple[Op, Any, Any]]) -> list[tuple[Op, float, float]]:
-        """Operations with the seconds at which they began and ended."""
-        if not self.events:
-            return moments
-        since, at = self.begun.elapsed_time, self.at
-        return [(op, at + since(a) / 1e3, at + since(b) / 1e3) for op, a, b in moments]
+    def seconds(self, moment: Any) -> float:
+        return self.at + self.begun.elapsed_time(moment) / 1e3 if self.events else float(moment)

@@ -60,12 +60,11 @@ class Scale(NamedTuple):
 @dataclass(eq=False)
 class _Alike:
     """Runs of a unit's home that one call of a fused kernel updates, with what it keeps for each of
-    them: a list for each kind. Tensors have the shapes of the unit's gradients."""
+    them: a list for each kind."""
 
     decay: float
     rate: float
     runs: list[slice]
-    homes: list[Tensor]
     views: list[Tensor]
     kept: list[list[Tensor]]
 
@@ -89,10 +88,9 @@ class Update:
             home = unit.home[run]
             self.runs.append((run, home))
             key = optimizer.decay if segment.decay else 0.0, segment.rate
-            one = alike.setdefault(key, _Alike(*key, [], [], [], []))
+            one = alike.setdefault(key, _Alike(*key, [], [], []))
             one.runs.append(run)
-            one.homes.append(home)
-            one.views.append(home.view(unit.shape_of(run)))
+            one.views.append(home)
         self.alike = list(alike.values())
 
     def restore(self, view: Tensor, state: State) -> None:
@@ -116,12 +114,8 @@ class Update:
             if self.count is not None:
                 state["step"] = self.count
         for one in self.alike:
-            each = [
-                (self.state[home], view) for home, view in zip(one.homes, one.views, strict=True)
-            ]
-            one.kept = [
-                [state[kind].view_as(view) for state, view in each] for kind in self.optimizer.kinds
-            ]
+            each = [self.state[view] for view in one.views]
+            one.kept = [[state[kind] for state in each] for kind in self.optimizer.kinds]
 
     def __call__(self, lr: float, scale: Scale | None = None) -> None:
         """One step with the unit's gradient, scaled; the gradient is spent."""
