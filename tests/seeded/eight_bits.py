@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -98,19 +97,19 @@ def _() -> AbstractContextManager[None]:
     "step 0: the loss",
 )
 def _() -> AbstractContextManager[None]:
-    from phalanx.parallel.pieces import Piece
+    from phalanx.parallel.data import How
+    from phalanx.parallel.pieces import Piece, _Factor
 
     plain = Piece.__init__
 
     def init(self: Piece, *args: Any, **named: Any) -> None:
         plain(self, *args, **named)
-        for weight, (unit, _) in self.owners.items() if self.last else ():
+        for weight, (unit, name) in self.owners.items() if self.last else ():
             for module in self.module.modules():
                 if getattr(module, "weight", None) is weight and hasattr(module, "weight_product"):
                     own: Any = module
-                    product, how = own.weight_product, own.weight_product.args[1]
-                    how = how._replace(matmul=unit.precision.matmul)
-                    own.weight_product = partial(product.func, product.args[0], how)
+                    how = How(transposed=False, matmul=unit.precision.matmul)
+                    own.weight_product = self._product(_Factor(weight, unit, name, how))
 
     return swapped(Piece, "__init__", init)
 

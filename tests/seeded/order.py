@@ -60,11 +60,12 @@ def _() -> AbstractContextManager[None]:
     right = Executor._forward
 
     def forward(self: Executor, op: Op) -> None:
-        kept = self.batches
+        kept = self.batches, self.completed
         if self.local.pieces[op.piece].last:
-            self.batches = [kept[0], kept[2], kept[1]]  # of one size
+            first, second, third = self.batches
+            self.batches, self.completed = [first, third, second], {}  # of one size
         right(self, op)
-        self.batches = kept
+        self.batches, self.completed = kept
 
     return swapped(Executor, "_forward", forward)
 
@@ -226,10 +227,11 @@ def _() -> AbstractContextManager[None]:
     right = Executor._again
 
     def again(self: Executor, op: Op) -> None:
-        kept = self.batches
-        self.batches = [{**b, "noise": b["noise"] + 1} for b in kept]
+        kept = self.batches, self.completed
+        self.batches = [{**b, "noise": b["noise"] + 1} for b in self.batches]
+        self.completed = {}
         right(self, op)
-        self.batches = kept
+        self.batches, self.completed = kept
 
     return swapped(Executor, "_again", again)
 
