@@ -32,8 +32,10 @@ QUICK: dict[str, list[list[str]]] = {
     "check-program": [["check", "step.txt"]],
     "draw-mesh": [["draw", "mesh", "dp2 tp2"], ["draw", "mesh", "dp2 zero3", "--weight", "kv=64/32"]],
     "draw-recompute": [["draw", "recompute", "--layers", "4"]],
-    "plan": [["plan", "--model", "tiny", "--cluster", "h100x2", "--top", "1"]],
-    "plan-explain": [["plan", "--model", "tiny", "--cluster", "h100x2", "--explain", "dp2"]],
+    "plan": [["plan", "--model", "tiny", "--cluster", "h100x2", "--top", "1"],
+             ["plan", "--model", "long.toml", "--cluster", "h100x2", "--top", "1"]],
+    "plan-explain": [["plan", "--model", "tiny", "--cluster", "h100x2", "--explain", "dp2"],
+                     ["plan", "--model", "long.toml", "--cluster", "h100x2", "--explain", "dp2"]],
     "plan-cost": [["plan", "cost", "--model", "tiny", "--cluster", "h100x2", "--tokens", "1M",
                    "--price", "2", "--layout", "dp2"]],
     "cost": [["cost", "--model", "tiny", "tp2"],
@@ -90,6 +92,9 @@ def _outputs(commands: Iterable[list[str]]) -> list[Any]:
 def _files() -> None:
     Path("text.txt").write_text("some words for a corpus\n" * 400)
     Path("run.toml").write_text('steps = 2\nlayout = "dp2"\n')
+    # Of windows so much shorter than a sequence that no MFU with full attention is printed.
+    sizes = "layers=1\nhidden=1024\nheads=8\nffn=64\nvocab=8\nsequence=32768\nwindows=[128]\n"
+    Path("long.toml").write_text(sizes + "batch=2\n")
 
 
 @pytest.mark.parametrize("names", [QUICK, pytest.param(SLOW, marks=pytest.mark.slow)])

@@ -2,13 +2,14 @@
 plain rules would pick, and why others lost."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from ..cost import forward_flops, step_flops
 from ..draw import text_table
 from ..draw.words import wrapped
 from ..layout import Layout
 from ..layout.numbers import bytes_text, count_text, seconds_text
+from ..plan.plausible import peak_of
 from ..plan.refused import Refusal
 from ..plan.search import Baseline, Plan
 from ..plan.step import PARTS, Choice, Request
@@ -25,46 +26,54 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Utilization:
-    """How well a layout uses its devices. Attention counts causal; `mfu_full` counts all pairs."""
+    """How well a layout uses its devices: parts of the peak of the fastest format that it computes in.
+
+    Attention counts causal; `mfu_full` counts all pairs, and is None where these are more than the peak
+    allows.
+    """
 
     tokens: float  # a second and device
     mfu: float
     hfu: float
-    mfu_full: float
+    mfu_full: float | None
     flops: float  # of the model, a second and device
     flops_full: float
-    note: str = ""  # why an MFU is above 100 %
+    note: str = ""  # why a figure is missing or at its limit
 
 
 def utilization(request: Request, choice: Choice) -> Utilization:
     """From the FLOPs of a step and the peak of the devices."""
     flops = step_flops(request.shape, request.batch, request.sequence)
-    ranks = request.hardware.ranks
-    peak = request.hardware.peak.get(request.precision, 0.0) * ranks * choice.step
-    found = Utilization(
-        tokens=request.tokens / choice.step / ranks,
-        mfu=flops.model / peak if peak else 0.0,
-        hfu=(flops.hardware + _again(request, choice.layout)) / peak if peak else 0.0,
-        mfu_full=flops.full / peak if peak else 0.0,
-        flops=flops.model / choice.step / ranks,
-        flops_full=flops.full / choice.step / ranks,
+    hardware = request.hardware
+    peak = peak_of(choice.case, hardware) * hardware.ranks * choice.step
+    mfu, hfu, full = (
+        part / peak if peak else 0.0
+        for part in (flops.model, flops.hardware + _again(request, choice.layout), flops.full)
     )
-    return replace(found, note=_note(request, found))
+    notes = []
+    if hardware.measured and max(mfu, hfu) > 1:
+        # The peak in a machine file is the best of a few products, and others may be faster.
+        mfu, hfu = min(mfu, 1.0), min(hfu, 1.0)
+        notes += ["MFU of 100 % stands for the peak in the machine file or more."]
+    if full > 1:
+        notes += [
+            "MFU with full attention is left out: it counts pairs of tokens that causal attention and"
+            " attention windows never compute, here more than the peak allows."
+        ]
+    return Utilization(
+        tokens=request.tokens / choice.step / hardware.ranks,
+        mfu=mfu,
+        hfu=hfu,
+        mfu_full=full if full <= 1 else None,
+        flops=flops.model / choice.step / hardware.ranks,
+        flops_full=flops.full / choice.step / hardware.ranks,
+        note=" ".join(notes),
+    )
 
 
-def _note(request: Request, found: Utilization) -> str:
-    """Why an MFU is above 100 %. What no device can do is refused before (`plan/plausible.py`)."""
-    if max(found.mfu, found.hfu) > 1:
-        peak = f"the peak in {request.precision}"
-        if request.hardware.measured:
-            return f"MFU above 100 %: it counts against {peak} that the machine file has measured."
-        return f"MFU above 100 %: it counts against {peak}, and fp8 matmuls are faster."
-    if found.mfu_full > 1:
-        return (
-            "With full attention MFU is above 100 %, since that counts pairs of tokens which causal"
-            " attention and attention windows never compute."
-        )
-    return ""
+def _full(found: Utilization, words: str) -> str:
+    """The MFU with full attention in these words, or nothing where it is left out."""
+    return "" if found.mfu_full is None else words.format(f"{100 * found.mfu_full:.1f}")
 
 
 def _again(request: Request, layout: Layout) -> float:
@@ -179,8 +188,8 @@ def _table(request: Request, plan: Plan) -> Iterator[str]:
         yield from _indented(str(choice.layout), 3)
     best = used[0]
     yield from wrapped(
-        "Everything from MFU on is in percent, except GB. MFU counts causal attention; with full"
-        f" attention the first has {100 * best.mfu_full:.1f} %. HFU adds recomputation. The first"
+        "Everything from MFU on is in percent, except GB. MFU counts causal attention"
+        f"{_full(best, '; with full attention the first has {} %')}. HFU adds recomputation. The first"
         f" makes {_rates(request, best)}."
         f"{_also(each.note for each in used)}"
     )
@@ -234,7 +243,7 @@ def choice_text(request: Request, choice: Choice) -> Iterator[str]:
     yield from wrapped(
         f"step {seconds_text(choice.step)} ({seconds_text(low)} to {seconds_text(high)}),"
         f" {found.tokens:,.0f} tokens a second and device, MFU {found.mfu:.1%}"
-        f" ({found.mfu_full:.1%} with full attention), HFU {found.hfu:.1%}; {_rates(request, found)}"
+        f"{_full(found, ' ({}% with full attention)')}, HFU {found.hfu:.1%}; {_rates(request, found)}"
         f"{'.' if found.note else ''}{_also([found.note])}"
     )
     yield ""

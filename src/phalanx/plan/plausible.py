@@ -68,19 +68,20 @@ def refuse_too_long(case: Case, hardware: Hardware, parts: Mapping[str, float]) 
 
 def shortest_step(case: Case, hardware: Hardware) -> float:
     """Seconds of a step at the peak of the fastest format that a case computes in; 0 without a peak."""
-    peak = _peak(case, hardware)
+    peak = peak_of(case, hardware)
     flops = step_flops(case.shape, 1, case.sequence).model * case.tokens / case.sequence
     return flops / (peak * case.layout.ranks) if peak else 0.0
 
 
-def _peak(case: Case, hardware: Hardware) -> float:
+def peak_of(case: Case, hardware: Hardware) -> float:
+    """FLOP/s of a device in the fastest format that a case computes in; 0 if its peak is unknown."""
     layout = case.layout
     formats = {layout.precision, case.dtype, FP8 if layout.matmul else ""}
     return max(hardware.peak.get(name, 0.0) for name in formats)
 
 
 def _at_peak(case: Case, hardware: Hardware, least: float) -> str:
-    devices = f"{case.layout.ranks:,} x {flops_text(_peak(case, hardware))}"
+    devices = f"{case.layout.ranks:,} x {flops_text(peak_of(case, hardware))}"
     return f"the model's products alone take {seconds_text(least)} at the peak of {devices}"
 
 
