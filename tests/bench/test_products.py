@@ -148,7 +148,7 @@ def test_memory_is_read_and_written() -> None:
 def test_a_precision_or_device_that_is_not_here_is_refused() -> None:
     with pytest.raises(MachineError, match="tf32 is how GPUs multiply"):
         list(measure_products(CPU, square_products(["tf32"], [16])))
-    with pytest.raises(MachineError, match="there is no precision 'int3'"):
+    with pytest.raises(MachineError, match="unknown precision 'int3'"):
         list(measure_products(CPU, square_products(["int3"], [16])))
     with pytest.raises(MachineError, match="no kind of device 'tpu'"):
         local_device("tpu")

@@ -196,9 +196,9 @@ ROWS: list[tuple[list[str], tuple[str, ...]]] = [
     # Code of the user's own: its file and line.
     (["draw", "missing.py:mine"], ("missing.py", "no file")),
     (["draw", "pipe.py:mine"], ("pipe.py", "a named pipe")),
-    (["draw", "syntax.py:mine"], ("syntax.py, line 2: SyntaxError", "Mend it there")),
+    (["draw", "syntax.py:mine"], ("syntax.py, line 2: SyntaxError", "Fix it there")),
     (["draw", "zeros.py:mine"], ("zeros.py", "null bytes")),
-    (["draw", "raises.py:mine"], ("raises.py, line 8: ZeroDivisionError", "Mend it there")),
+    (["draw", "raises.py:mine"], ("raises.py, line 8: ZeroDivisionError", "Fix it there")),
     (["draw", "leaves.py:mine"], ("leaves.py, line 2: SystemExit",)),
     (["draw", "imports.py:mine"], ("imports.py, line 1: ModuleNotFoundError",)),
     (["draw", "nothing.py:mine"], ("nothing.py has no function", "'mine'")),
@@ -213,11 +213,11 @@ ROWS: list[tuple[list[str], tuple[str, ...]]] = [
     (["train", "layout=pp2 syntax.py:mine:2"], ("syntax.py, line 2",)),
     (["train", "layout=pp2 raises.py:mine:2"], ("raises.py, line 8: ZeroDivisionError",)),
     (["train", "layout=pp2 odd.py:none:2"], ("returns a NoneType", "list of Op")),
-    (["train", "model=syntax.py:Net"], ("syntax.py, line 2: SyntaxError", "Mend it there")),
+    (["train", "model=syntax.py:Net"], ("syntax.py, line 2: SyntaxError", "Fix it there")),
     (["train", "model=pipe.py:Net"], ("pipe.py", "no file")),
     (["train", "layout=recompute:fit"], ("recompute:fit", "memory = ")),
     # Verbs and flags.
-    ([ESC], (r"there is no verb '\x1b]0;owned", "Verbs are")),
+    ([ESC], (r"unknown verb '\x1b]0;owned", "Verbs are")),
     (["draw", "1f1b", f"--{ESC}"], (r"\x1b", "phalanx draw --help")),
     (["checkpoint", "show", "missing"], ("missing", "no checkpoint")),
     (["checkpoint", "show", f"{ESC}"], (r"\x1b]0;owned", "no checkpoint")),
@@ -248,7 +248,7 @@ ROWS: list[tuple[list[str], tuple[str, ...]]] = [
     (["verify", "--optimizer", "lion"], ("--optimizer", "'adamw'")),
     (["verify", "--part", "5/4"], ("--part is 5/4", "write 1/4")),
     (["verify", "--model", "zz"], ("'zz'", "gqa", "FILE.py:Class")),
-    (["verify", "--model", "syntax.py:Net"], ("syntax.py, line 2: SyntaxError", "Mend it there")),
+    (["verify", "--model", "syntax.py:Net"], ("syntax.py, line 2: SyntaxError", "Fix it there")),
     (["verify", "--model", "pipe.py:Net"], ("pipe.py", "a named pipe")),
     (["verify", "--layouts", "dp2 tp3"], ("tp=3", "Nearest")),
     (["bench", "collectives", "--backend", "zz"], ("--backend", "'zz'", "'gloo'")),
@@ -267,9 +267,9 @@ ROWS: list[tuple[list[str], tuple[str, ...]]] = [
     (["doctor", "topology", "pipe.txt"], ("pipe.txt", "a named pipe")),
     (["train", "--backend", "zz"], ("--backend", "'zz'", "'gloo'")),
     (["train", "data=pipe.txt"], ("pipe.txt holds no tokens", "phalanx data prepare")),
-    (["cost", "--model", "syntax.py:Net"], ("syntax.py, line 2: SyntaxError", "Mend it there")),
+    (["cost", "--model", "syntax.py:Net"], ("syntax.py, line 2: SyntaxError", "Fix it there")),
     (["cost", "--model", "missing.py:Net"], ("missing.py", "Write FILE.py:Net")),
-    (["plan", "--model", "syntax.py:Net"], ("syntax.py, line 2: SyntaxError", "Mend it there")),
+    (["plan", "--model", "syntax.py:Net"], ("syntax.py, line 2: SyntaxError", "Fix it there")),
     (["plan", "--profile", "pipe.toml"], ("pipe.toml", "a named pipe")),
     (["plan", "calibrate", "missing", "--cluster", "h100x8"], ("missing/metrics.jsonl", "no such file")),
     (
@@ -292,9 +292,9 @@ ROWS: list[tuple[list[str], tuple[str, ...]]] = [
     (["checkpoint", "show", "folder-manifest"], ("folder-manifest/manifest.json", "a folder")),
     (["checkpoint", "verify", "socket-manifest"], ("socket-manifest/manifest.json", "not a regular file")),
     (["data", "show", "afile"], ("afile holds no tokens", "phalanx data prepare")),
-    (["data", "verify", "afile"], ("afile is no prepared corpus", "phalanx data prepare")),
-    (["data", "verify", "raw.bin"], ("raw.bin is no prepared corpus", "index.json")),
-    (["data", "verify", "folder.svg"], ("folder.svg is no prepared corpus", "index.json")),
+    (["data", "verify", "afile"], ("afile is not a prepared corpus", "phalanx data prepare")),
+    (["data", "verify", "raw.bin"], ("raw.bin is not a prepared corpus", "index.json")),
+    (["data", "verify", "folder.svg"], ("folder.svg is not a prepared corpus", "index.json")),
     (
         ["data", "prepare", "text.txt", "--out", "x", "--tokenizer", "pipe.json"],
         ("pipe.json", "not a regular file"),
@@ -450,7 +450,7 @@ def test_all_arguments_that_are_wrong_are_refused_at_once(capsys: Capture) -> No
     assert head == "UsageError: 4 arguments are wrong:"
     assert wrong == [
         "- --threads is 'x'; write a whole number.",
-        "- --dtype: there is no precision 'bf17'; use bf16, fp16, tf32, fp32, fp64.",
+        "- --dtype: unknown precision 'bf17'; use bf16, fp16, tf32, fp32, fp64.",
         "- --limit is -1; write a number above 0.",
         "- '--limt=3' means nothing here. Did you mean --limit?",
     ]

@@ -53,7 +53,7 @@ BAD = {
     "draw mesh dp99999": "too many for a picture",
     "draw recompute --layers 0": "--layers is 0",
     "draw pp2": "needs a model",
-    "draw pp2 --model nope": "there is no shape 'nope'",
+    "draw pp2 --model nope": "unknown shape 'nope'",
     "draw pp2 --model tiny --zero 3": "--zero is part of the layout",
     "draw pp2 tp3 --model tiny": "tp=3 does not divide heads=4",
     "draw pp2 zzz --model tiny": "'zzz' means nothing in a layout",

@@ -209,7 +209,7 @@ def test_a_letter_alone_is_decimal_whether_it_divides_or_not(sequence: int) -> N
 @pytest.mark.parametrize(
     "argv, why",
     [
-        (["--model", "8c"], "there is no shape '8c'. Did you mean '8b'"),
+        (["--model", "8c"], "unknown shape '8c'. Did you mean '8b'"),
         (["--cluster", "h10x64"], "Did you mean 'h100'"),
         (["--cluster", "h100x63"], "use a multiple of 8"),
         (["--batch-tokens", "100"], "is less than one sequence"),
@@ -224,7 +224,7 @@ def test_a_letter_alone_is_decimal_whether_it_divides_or_not(sequence: int) -> N
         (["--seq", "4096"], "has learned 1024 positions"),
         (["--limit", "85"], "--limit is 85; write a number above 0 and up to 1"),
         (["--top", "0"], "--top is 0; write 1 to"),
-        (["--profile", "megatron"], "there is no profile 'megatron'"),
+        (["--profile", "megatron"], "unknown profile 'megatron'"),
         (["--precision", "int8"], "--precision: invalid choice: 'int8'"),
         (["--explain", "dp4"], "is for 4 ranks, h100x8 has 8"),
         (["--explain", "dp8 pp2x"], "'pp2x' is not an axis"),

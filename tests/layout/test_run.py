@@ -76,7 +76,7 @@ WRONG: dict[str, tuple[str, str, str]] = {  # what the file says, the place and 
     ),
     "model of a number": ("model = 3", "model = 3 is a whole number", "text or a table"),
     "no such file of a model": ('model = "my.py:Net"', "no file my.py", "bring-your-model"),
-    "no decoder": ('model = "mlp"', "'mlp' is no decoder", "tiny"),
+    "no decoder": ('model = "mlp"', "'mlp' is not a decoder", "tiny"),
     "few words": ("model = {layers = 2, hidden = 64, vocab = 99}", "a vocabulary of 99", "256"),
     "many positions": ('model = "124m"\nsequence = 2048', "line 2: sequence = 2048", "1024"),
     "layout of no word": ('layout = "dp2 zeero3"', "line 1: layout = 'dp2 zeero3'", "'zero3'"),

@@ -157,7 +157,7 @@ def test_only_a_driver_s_own_name_finds_a_device() -> None:
         ("h100", "Write h100x64"),
         ("h100x12", "use a multiple of 8"),
         ("llama3x49152", "24576 devices, not 49152"),
-        ("", "there is no cluster ''"),
+        ("", "unknown cluster ''"),
     ],
 )
 def test_a_cluster_that_is_none_is_refused_with_the_way_out(name: str, said: str) -> None:

@@ -315,11 +315,11 @@ def test_what_is_no_example_is_counted_and_what_is_no_chat_is_named(
         range(7, 13),
         (
             "its messages are no list",
-            "message 1 is no object",
+            "message 1 is not an object",
             "message 0 has no role; it has 'content'",
             "message 0 is from 'stranger', which is no role known",
             "message 0: character 1 is half of a surrogate pair",
-            "the content of message 0 is no text",
+            "the content of message 0 is not text",
         ),
         strict=True,
     ):

@@ -128,7 +128,7 @@ DEEP = b'{"a":' * 30_000
 
 
 HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a pickle for a file": (lambda p: forge(p, PICKLE), "is no safetensors file"),
+    "a pickle for a file": (lambda p: forge(p, PICKLE), "is not a safetensors file"),
     "a pickle for the manifest": (
         lambda p: (p / "manifest.json").write_bytes(PICKLE), "is not text|is not JSON",
     ),
@@ -145,7 +145,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a header longer than the file": (
         lambda p: forge(p, (1 << 20).to_bytes(8, "little") + b"{}"), "its header has 1,048,576",
     ),
-    "a header that is no text": (lambda p: header(p, id, raw=b"\xff\xfe"), "header is not text"),
+    "a header that is not text": (lambda p: header(p, id, raw=b"\xff\xfe"), "header is not text"),
     "a header without end": (
         lambda p: forge(p, len(DEEP).to_bytes(8, "little") + DEEP), "more than 32 deep",
     ),

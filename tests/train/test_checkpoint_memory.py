@@ -245,7 +245,7 @@ def test_after_a_rank_was_killed_the_run_goes_on_from_memory_bit_for_bit(tmp_pat
     assert process.returncode == 0, said
     assert "was killed by signal 9" in said
     (again,) = records(out, "resume")
-    assert re.search(rf"going on at step \d+ from {ROOT}/{NAME}-", again["text"])
+    assert re.search(rf"resuming at step \d+ from {ROOT}/{NAME}-", again["text"])
     assert records(out, "start")[1]["step"] >= 3
     assert losses(out) == losses(truth)
     assert weights(out, 12) == weights(truth, 12)

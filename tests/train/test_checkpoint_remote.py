@@ -81,7 +81,7 @@ def test_a_run_goes_on_where_nothing_is_left_of_it(
     assert [r["error"] for r in records(first, "upload")][-1] == ""
     shutil.rmtree(first)
     trained(small(second, "steps=6", *words), "fp64")
-    assert "going on at step 5" in records(second, "resume")[0]["text"]
+    assert "resuming at step 5" in records(second, "resume")[0]["text"]
     assert losses(second)[6] == losses(truth)[6]
     assert weights(second, 6) == weights(truth, 6)
 
@@ -100,7 +100,7 @@ def test_what_is_damaged_here_is_fetched_and_what_is_damaged_there_passed_over(
         file.write_bytes(raw)
     run = small(tmp_path / "run", f"checkpoint.remote=file://{there}", "validation.batches=0")
     trained(run, "dp2 zero1")
-    assert "going on at step 4" in records(tmp_path / "run", "resume")[0]["text"]
+    assert "resuming at step 4" in records(tmp_path / "run", "resume")[0]["text"]
     said = " ".join(r["text"] for r in records(tmp_path / "run", "damaged"))
     assert "are not what was written" in said
     assert (folder / "set-aside-step-00000004").is_dir()
@@ -216,9 +216,9 @@ def test_a_password_is_in_no_file_and_in_no_line(
     ]  # fmt: skip
     assert main(["train", *words, "steps=2", "checkpoint.every=1"]) == 0
     assert steps(there)
-    shutil.rmtree(out / "checkpoints")  # the same command goes on from there
+    shutil.rmtree(out / "checkpoints")  # the same command continues from there
     assert main(["train", *words, "steps=3"]) == 0
-    assert "going on at step 2" in records(out, "resume")[0]["text"]
+    assert "resuming at step 2" in records(out, "resume")[0]["text"]
     Vault.broken = True
     assert main(["train", *words, "steps=4"]) == 1
     shutil.rmtree(out / "checkpoints")

@@ -136,26 +136,26 @@ def _not_utf8(path: Path) -> None:
 BAD: dict[str, tuple[bytes | Callable[[Path], object], list[str], str]] = {
     "b.jsonl": (b'{"text": "1"}\n{"text": \n{"text": "3"}\n', ["1", "3"], ", line 2: is not JSON"),
     "c.jsonl": (b'{"text": "1"}\n{"txt": "2"}\n', ["1"], ", line 2: has no 'text'; it has 'txt'"),
-    "d.jsonl": (b'{"text": "1"}\n{"text": 2}\n', ["1"], ", line 2: 'text' is no text"),
-    "e.jsonl": (b'{"text": "1"}\n[2]\n', ["1"], ", line 2: is no object"),
+    "d.jsonl": (b'{"text": "1"}\n{"text": 2}\n', ["1"], ", line 2: 'text' is not text"),
+    "e.jsonl": (b'{"text": "1"}\n[2]\n', ["1"], ", line 2: is not an object"),
     "f.jsonl": (b'{"text": "a\\ud800"}\n{"text": "2"}\n', ["2"], ", line 1: character 1 is half"),
     "g.jsonl": (b'{"text": "1"}\n{"text": "a\xff"}\n', ["1"], ", line 2: is not JSON: byte 11"),
     "h.jsonl": (b'{"text": "1", "n": "\xff"}\n{"text": "2"}\n', ["2"], ", line 1: is not JSON: byte"),
     "i.jsonl": (b'{"text": "1"} {"text": "2"}\n{"text": "3"}\n', ["3"], ", line 1: is not JSON"),
     "j.jsonl": (b"[" * 100_000 + b'\n{"text": "2"}\n', ["2"], ", line 1: is not JSON"),
-    "k.jsonl.gz": (gzip.compress(LINES)[:-30], [], ": is cut: its compressed content has no end"),
+    "k.jsonl.gz": (gzip.compress(LINES)[:-30], [], ": is truncated: its compressed content has no end"),
     "l.jsonl.zst": (zstandard.compress(LINES)[:-9], [], ": is cut"),
     "m.jsonl.gz": (b"not gzip at all", [], ": is damaged"),
     "n.json": (b'[{"text": "1"}, {"text": "2"}, {"te', ["1", "2"], ", element 2: is not JSON"),
     "o.json": (b'{\n"text": "1"\n}', [], ": is one object of JSON over many lines"),
-    "p.json": (b"5", [], ": is no JSON array"),
-    "q.json": (b'[{"text": "1"}, 7]', ["1"], ", element 1: is no object"),
+    "p.json": (b"5", [], ": is not a JSON array"),
+    "q.json": (b'[{"text": "1"}, 7]', ["1"], ", element 1: is not an object"),
     "r.csv": (b"text\nhello\n", [], ": is a table that is not read"),
     "s.txt": ("söme".encode("latin-1"), [], ": byte 1 of document 0 (0xf6) is not UTF-8"),
     "t.png": (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", [], ": is not text: it has bytes of zero"),
     "u.parquet": (_cut_parquet, [], ", row 0: cannot be read"),
     "v.parquet": (lambda path: _parquet(path, body=["1"]), [], ": has no column 'text'; it has body"),
-    "w.parquet": (lambda path: _parquet(path, text=[1, 2]), [], ", row 0: 'text' is no text"),
+    "w.parquet": (lambda path: _parquet(path, text=[1, 2]), [], ", row 0: 'text' is not text"),
     "x.arrow": (_not_utf8, ["a", "b"], ", row 1: byte 0 of a text is not UTF-8"),
 }  # fmt: skip
 
@@ -204,7 +204,7 @@ def test_what_cannot_be_read_at_all_is_refused_with_its_first_place(tmp_path: Pa
     with pytest.raises(DataError, match=r"nothing to train on: 1 places.*a.txt: byte 0"):
         made(tmp_path / "a.txt")
     (tmp_path / "b.jsonl").write_text('{"text": "a", "messages": [1]}')
-    with pytest.raises(DataError, match=r"has text and messages\. Say which by --field"):
+    with pytest.raises(DataError, match=r"has text and messages\. Choose one with --field"):
         made(tmp_path / "b.jsonl")
 
 

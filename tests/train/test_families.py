@@ -589,7 +589,7 @@ def climbing(folder: Path) -> None:
 HOSTILE = {
     "pickled weights": (pickled, "pickled weights (.bin, .pt) are not opened"),
     "code names": (with_code, "Code that it names (auto_map) is not run"),
-    "an oversized header": (oversized, "is no safetensors file"),
+    "an oversized header": (oversized, "is not a safetensors file"),
     "overlapping tensors": (with_header(overlapping), "shares bytes with"),
     "a path that climbs": (climbing, "is not plain"),
 }

@@ -83,7 +83,7 @@ def test_a_model_of_one_s_own_is_not_exported_under_names_of_others(
     file.write_text(text)
     out = tmp_path / "run"
     trained(own(out, "steps=1", "batch=2", "sequence=12", model=f"{file}:Stranger"), "")
-    with pytest.raises(ValueError, match=r"embed.words.weight is no weight of the built-in"):
+    with pytest.raises(ValueError, match=r"embed.words.weight is not a weight of the built-in"):
         checkpoint_verb.run(["export", str(out), "--to", str(tmp_path / "b")])
 
 

@@ -117,7 +117,7 @@ def test_another_optimizer_is_refused_with_both_names(layout: str, tmp_path: Pat
     trained(small(out, "steps=1"), "")
     with pytest.raises((CheckpointError, RankFailed)) as refused:
         trained(small(out, "steps=2", "optimizer.name=sgd", "checkpoint.adopt=true"), layout)
-    assert "keeps the state of optimizer.name = 'adamw', the run says 'sgd'" in str(refused.value)
+    assert "holds the state of optimizer.name = 'adamw', the run says 'sgd'" in str(refused.value)
     # One that keeps no state has nothing that could be of another.
     trained(small(tmp_path / "sgd", "steps=1", "optimizer.name=sgd"), "")
     trained(small(tmp_path / "sgd", "steps=2", "optimizer.name=adamw"), layout)
@@ -132,7 +132,7 @@ def test_the_command_refuses_another_optimizer_before_any_rank_starts(
     words = [f"out={out}", "steps=2", f"batch={run.batch}", "sequence=18", "layout=dp2"]
     assert main(["train", *words, "optimizer.name=muon", "train.restarts=2"]) == 2
     (line,) = capfd.readouterr().err.splitlines()[-1:]
-    assert "keeps the state of optimizer.name = 'sgd', the run says 'muon'" in line
+    assert "holds the state of optimizer.name = 'sgd', the run says 'muon'" in line
 
 
 def test_data_that_fails_within_a_run_is_no_wrong_usage(

@@ -153,7 +153,7 @@ def test_a_machine_with_nothing_takes_over_the_id_that_it_finds(tmp_path: Path) 
         shutil.rmtree(out / "checkpoints")
     (only,) = ids
     assert len(only) == 32
-    assert "this start goes on with run" in records(outs[1], "remote")[0]["text"]
+    assert "this start continues with run" in records(outs[1], "remote")[0]["text"]
 
 
 def test_a_run_keeps_its_id_without_a_remote_folder(tmp_path: Path) -> None:
@@ -525,7 +525,7 @@ def test_what_is_not_this_run_s_is_never_removed_renamed_or_gone_on_with(
     shutil.rmtree(out / "checkpoints" / "step-00000002")
     (outcome,) = trained(replace(run, checkpoint=replace(run.checkpoint, every=10)), "")
     assert (outcome.step, outcome.not_uploaded) == (20, "")
-    assert "going on at step 1 " in records(out, "resume")[-1]["text"]
+    assert "resuming at step 1 " in records(out, "resume")[-1]["text"]
     assert "step-00000003 there is another run's" in str(records(out, "damaged"))
     after = listing(url)
     own = {name for name in before if "/step-00000001/" in name}
@@ -586,7 +586,7 @@ def test_a_machine_with_nothing_goes_on_from_what_an_earlier_version_uploaded(
     out.parent.mkdir()
     (outcome,) = trained(small(out, f"checkpoint.remote={url}", "steps=4"), "")
     assert (outcome.step, outcome.not_uploaded) == (4, "")
-    assert "going on at step 3" in records(out, "resume")[0]["text"]
+    assert "resuming at step 3" in records(out, "resume")[0]["text"]
     assert RemoteFolder(url).steps() == [4, 3]
 
 
@@ -607,7 +607,7 @@ def test_a_store_that_cannot_be_written_is_read_and_told(
     Faulty.before = staticmethod(refuse)
     out = tmp_path / "run"
     assert main(words(url, out, "steps=4")) == 1
-    assert "going on at step 3" in records(out, "resume")[0]["text"]
+    assert "resuming at step 3" in records(out, "resume")[0]["text"]
     assert "cannot be claimed yet" in records(out, "remote")[0]["text"]
     assert "read only" in capfd.readouterr().err
     Faulty.before = staticmethod(lambda name, path: None)

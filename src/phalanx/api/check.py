@@ -273,7 +273,8 @@ def _needs(figures: Mapping[str, Any]) -> Iterator[str]:
         )
         yield (
             f"It {verdict(least, most, memory)} on {figures['device']}, which has"
-            f" {bytes_text(memory)}: {range_text(least, most)}, by how its allocator fares."
+            f" {bytes_text(memory)}: {range_text(least, most)} depending on allocator"
+            " fragmentation."
         )
     if faults := figures.get("faults_of_sums"):
         yield f"Its sums over ranks are wrong in {len(faults)} places, of which the first are:"

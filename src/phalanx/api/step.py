@@ -173,7 +173,9 @@ def step_of(
 ) -> StepProgram:
     known = StepTerms.__annotations__
     if unknown := ", ".join(sorted(set(terms) - set(known))):
-        raise UsageError(f"{unknown} means nothing here; write {', '.join(known)}.")
+        raise UsageError(
+            f"{unknown} is not a valid option for this command; use {', '.join(known)}."
+        )
     name = str(what)
     of_file = isinstance(what, str) and name.split()[:1] == ["program"]
     if of_file or isinstance(what, Program):
@@ -194,7 +196,7 @@ def step_of(
     if _names_step(what, model):
         return _of_run_step(_step_asked(what, model, terms), terms)
     if given := _given(terms, ("cluster", "optimizer")):
-        raise UsageError(f"{given} belongs to a layout of a model: add --model.")
+        raise UsageError(f"{given} needs a layout of a model: add --model.")
     if isinstance(what, Layout) or (name not in SCHEDULES and _is_layout(name)):
         raise UsageError(f"the layout {name!r} needs a model: add --model 124m, or another shape.")
     return _of_schedule(name, terms)
@@ -340,7 +342,7 @@ def costs_of(times: Mapping[str, float] | str | None, *, split: bool) -> dict[st
                 " write --costs F=1,B=2,send=0.1."
             )
         if kind in costs:
-            raise UsageError(f"--costs: {kind} stands twice in {text!r}; write it once.")
+            raise UsageError(f"--costs: {kind} appears twice in {text!r}; write it once.")
         try:
             costs[kind] = float(value)
         except ValueError:

@@ -50,7 +50,7 @@ def local_device(kind: str = "auto") -> LocalDevice:
     """This machine's devices of a kind; `auto` takes GPUs where there are any."""
     cuda = torch.cuda.is_available()
     if kind not in DEVICES:
-        raise MachineError(f"there is no kind of device {kind!r}; use {', '.join(DEVICES)}.")
+        raise MachineError(f"unknown kind of device {kind!r}; use {', '.join(DEVICES)}.")
     if kind == "cuda" and not cuda:
         raise MachineError("torch sees no GPU here; leave --device out, or use --device cpu.")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -79,7 +79,7 @@ def _cpu_name() -> str:
 def dtype_of(name: str, kind: str) -> torch.dtype:
     """The dtype of tensors for a precision that people name."""
     if name not in DTYPES:
-        raise MachineError(f"there is no precision {name!r}; use {', '.join(DTYPES)}.")
+        raise MachineError(f"unknown precision {name!r}; use {', '.join(DTYPES)}.")
     if name == TF32 and kind != "cuda":
         raise MachineError("tf32 is how GPUs multiply fp32; on a CPU use fp32 or bf16.")
     return DTYPES[name]

@@ -58,7 +58,7 @@ def refuse_large(need: float, what: str, way_out: str) -> None:
     have = max(machine_memory(), 2.0**40 if _has_gpu() else 0)
     if need > have:
         raise UsageError(
-            f"{what} takes {need / GIB:,.0f} GiB at the least, and this machine has"
+            f"{what} needs at least {need / GIB:,.0f} GiB, and this machine has"
             f" {have / GIB:,.0f} GiB. {way_out}."
         )
 

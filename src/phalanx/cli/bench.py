@@ -328,7 +328,7 @@ def _dtypes(text: str) -> tuple[str, ...]:
     names = tuple(text.split(","))
     for name in names:
         if name not in PRECISIONS:
-            raise UsageError(f"there is no precision {name[:60]!r}; use {', '.join(PRECISIONS)}.")
+            raise UsageError(f"unknown precision {name[:60]!r}; use {', '.join(PRECISIONS)}.")
     return names
 
 

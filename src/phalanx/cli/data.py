@@ -156,7 +156,7 @@ def _verify(argv: list[str]) -> int:
     path = Path(args.source)
     if not any(os.path.lexists(path / name) for name in (INDEX, "train.tokens")):
         raise UsageError(
-            f"{path} is no prepared corpus: there is no {path / INDEX}. `phalanx data prepare` makes"
+            f"{path} is not a prepared corpus: there is no {path / INDEX}. `phalanx data prepare` makes"
             " one of text; other forms have no checksums to verify."
         )
     faults = verify_prepared(path)

@@ -37,7 +37,7 @@ validation = {{batches = 4}}
 
 def run(argv: list[str]) -> int:
     parser = Parser(__doc__)
-    parser.add_output("--out", folder=True, default="runs/demo", help="folder to make anew")
+    parser.add_output("--out", folder=True, default="runs/demo", help="folder to create")
     args = parser.read(argv)
     begun = time.monotonic()
     out, alone = Path(args.out), Path(f"{args.out}-one-process")
@@ -61,7 +61,7 @@ def _play(out: Path, alone: Path) -> dict[str, Any]:
     progress(f"\n1. Four ranks as {FIRST}; one is killed after step {KILL}.")
     killed = _killed(out)
     progress(f"   {killed}")
-    progress(f"\n2. The same command, now as {THEN}: it goes on from the last checkpoint.")
+    progress(f"\n2. The same command, now as {THEN}: it continues from the last checkpoint.")
     _watch(out, kill=False)
     _train(out, THEN)
     progress("\n3. The same run on one process, never interrupted.")

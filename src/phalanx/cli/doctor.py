@@ -91,8 +91,8 @@ def _hang(args: argparse.Namespace) -> Shown:
         complain(f"phalanx doctor hang: {notice}")
     if not seen.ranks:
         raise UsageError(
-            f"no rank of {args.name} is seen to run on this host. Name the `out` of a run that is; of"
-            f" one that hung and was ended, {Path(args.name, HANG)} has the ranks, if it is there."
+            f"no rank of {args.name} is running on this host. Name the `out` folder of a run that is."
+            f" If it hung and was ended, see {Path(args.name, HANG)}."
         )
     found = diagnose(seen.ranks, seen.timeout or 60.0)
     lines = list(found.lines) if found.hangs else ["the run makes progress", *found.lines]

@@ -128,7 +128,7 @@ def _run(argv: list[str]) -> int:
     if verb not in VERBS:
         verb = verb[:60]
         hint = nearest_word(verb, VERBS, 0.4)
-        raise UsageError(f"there is no verb {verb!r}.{hint} Verbs are {', '.join(VERBS)}.")
+        raise UsageError(f"unknown verb {verb!r}.{hint} Verbs are {', '.join(VERBS)}.")
     module = importlib.import_module(f".{verb}", __package__)
     try:
         code: int = module.run(argv[1:])

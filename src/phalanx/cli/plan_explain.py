@@ -62,8 +62,8 @@ def _memory(choice: Choice, request: Request) -> Iterator[str]:
     memory, room = request.hardware.memory, request.room
     beyond = f"; a search takes {bytes_text(room)} at most" if choice.bytes > room else ""
     yield from wrapped(
-        f"the fullest rank holds {bytes_text(choice.bytes)} ({range_text(least, most)}, by how its"
-        f" allocator fares), and {verdict(least, most, memory)} in {bytes_text(memory)}{beyond}:"
+        f"the fullest rank holds {bytes_text(choice.bytes)} ({range_text(least, most)} with"
+        f" allocator fragmentation), and {verdict(least, most, memory)} in {bytes_text(memory)}{beyond}:"
     )
     rows = [
         (kind, bytes_text(held), f"{100 * held / choice.bytes:.1f} %")

@@ -146,7 +146,7 @@ def _compared(folder: Path, args: argparse.Namespace) -> Compared | None:
     if step.own and args.model != step.own:
         raise UsageError(
             f"the model of {folder} is {step.own}, and a report runs no code of a run's folder by"
-            f" itself. Say that it may: --model {step.own}"
+            f" itself. Allow it with --model {step.own}"
         )
     at = where(args.cluster, args.machine, step.layout.ranks, args.backend or "")
     # A run tells its GPU by the driver's name, and every CPU as CPU.

@@ -24,6 +24,6 @@ def run(argv: list[str]) -> int:
         say("\n".join(files))
         return 0
     if name not in files:
-        raise UsageError(f"there is no schema {name[:60]!r}.{nearest_word(name, files)}")
+        raise UsageError(f"unknown schema {name[:60]!r}.{nearest_word(name, files)}")
     say(files[name].read_text(encoding="utf-8"), end="")
     return 0

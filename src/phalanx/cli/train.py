@@ -3,7 +3,7 @@ Slurm, and goes on from its newest checkpoint if there is one.
 
 Exit code 0: trained to the end, or saved and ended because of a file STOP in the run's folder; 1: failed;
 2: wrong usage; 75: saved and ended because of SIGTERM, SIGHUP, SIGUSR1 or Ctrl-C. After 0 by STOP and
-after 75 the same command goes on from there.
+after 75 the same command continues from there.
 
   phalanx train steps=50
   phalanx train run.toml optimizer.lr=1e-3 --layout "dp2 pp2 zero1 1f1b:4"
@@ -259,7 +259,7 @@ def _layout_that_fits(config: Run, ranks: int, gpus: int, notice: str) -> Layout
     if layout.ranks != ranks:
         raise UsageError(
             f"layout {str(layout)!r} is for {layout.ranks} ranks; the launcher has started {ranks}."
-            " Layouts for other numbers of ranks stand in train.fallback."
+            " Set train.fallback to layouts for other numbers of ranks."
         )
     batches_of(config, shape)
     if config.own:

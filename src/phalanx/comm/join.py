@@ -40,7 +40,7 @@ def open_store(at: Rendezvous, mine: Address, timeout: float) -> Any:
         terms["master_listen_fd"] = listen(at).detach()
     elif reason := await_master(at, mine, timeout, NOTICE):
         raise CommError(
-            f"rank {at.rank} at {mine} reached nobody at {at.host}:{at.port} in {timeout:g} s"
+            f"rank {at.rank} at {mine} could not reach anyone at {at.host}:{at.port} in {timeout:g} s"
             f" ({reason}): rank 0 must be started, on the host of MASTER_ADDR. {WAYS_OUT}"
         )
     try:
@@ -150,7 +150,7 @@ def meet(store: Any, at: Rendezvous, mine: Mapping[str, str], timeout: float) ->
             store.wait(["answer"], timedelta(seconds=timeout + MARGIN))
         except RuntimeError as error:
             raise CommError(
-                f"rank {at.rank} has no answer of rank 0 in {timeout + MARGIN:g} s."
+                f"rank {at.rank} got no answer from rank 0 within {timeout + MARGIN:g} s."
             ) from error
         answer = json.loads(store.get("answer"))
         store.add("read", 1)

@@ -44,7 +44,7 @@ class Address:
             if not (address := addresses().get(interface, "")):
                 known = ", ".join(f"{name} ({each})" for name, each in addresses().items())
                 raise CommMisuse(
-                    f"network.interface = {interface!r} is no interface of {host} with an address;"
+                    f"network.interface = {interface!r} is not an interface of {host} with an address;"
                     f" there are {known or 'none'}."
                 )
             return cls(address, interface, host)

@@ -2,7 +2,7 @@
 
 No formula per model: the piece is cut as the layout cuts it, and the lines that compute, keep and
 send in training do so here. The sums of gradients that stand in S (data parallel's, and those of
-norms and of repeated k and v heads along tp) are no part of a piece's operations.
+norms and of repeated k and v heads along tp) are not part of a piece's operations.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Target(TorchFunctionMode):
     def __init__(self, target: str, scales: Scales) -> None:
         super().__init__()
         if target not in TARGETS:
-            raise LayoutError(f"there is no target {target!r}. Targets are {', '.join(TARGETS)}.")
+            raise LayoutError(f"unknown target {target!r}. Targets are {', '.join(TARGETS)}.")
         self.scales, self.fused = scales, target == "cuda"
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

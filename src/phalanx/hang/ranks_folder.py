@@ -80,7 +80,7 @@ class RanksFolder:
         with os.fdopen(file, "rb") as opened:
             status = os.fstat(file)
             if not stat.S_ISREG(status.st_mode) or status.st_size > most:
-                raise OSError(f"{name} is no regular file of at most {most:,} bytes")
+                raise OSError(f"{name} is not a regular file of at most {most:,} bytes")
             raw = opened.read(most + 1)
         if len(raw) > most:
             raise OSError(f"{name} has more than {most:,} bytes")

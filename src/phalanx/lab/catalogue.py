@@ -108,7 +108,7 @@ def experiment(name: str) -> Experiment:
         close = difflib.get_close_matches(name[:60].lower(), NAMES, n=1, cutoff=0.4)
         near = also.get(name.lower()) or also.get(word) or next(iter(close), "")
         hint = f" Did you mean {near!r}?" if near else ""
-        raise LabError(f"there is no experiment {name[:60]!r}.{hint} `phalanx lab` lists them.")
+        raise LabError(f"unknown experiment {name[:60]!r}.{hint} `phalanx lab` lists them.")
     chapter = Chapter(**_DATA["chapters"][name])
     lines, parts = _parsed(chapter.file)
     function = name.replace("-", "_")

@@ -138,4 +138,4 @@ def near_word(word: str, known: Iterable[str], cutoff: float = 0.4) -> str:
 
 def no_such(what: str, name: str, known: Iterable[str], cutoff: float = 0.4) -> str:
     """That a name is none of those known, and which is near."""
-    return f"there is no {what} {name[:60]!r}.{near_word(name, known, cutoff)}"
+    return f"unknown {what} {name[:60]!r}.{near_word(name, known, cutoff)}"

@@ -182,7 +182,7 @@ class Reader:
     def mistakes(self) -> list[Mistake]:
         if (more := len(self._mistakes) - SHOWN) <= 0:
             return self._mistakes
-        last = Mistake(self._file, f"{more:,} more mistakes", "Mend the first ones first")
+        last = Mistake(self._file, f"{more:,} more mistakes", "Fix the first ones first")
         return [*self._mistakes[:SHOWN], last]
 
     def _refused(self, place: str, error: ValueError, way_out: str) -> None:

@@ -89,7 +89,7 @@ def _slurm(environment: Mapping[str, str]) -> Rendezvous:
         nodes = _text(environment, name, "srun")
         host = first_node(nodes)
         if not host:
-            raise EnvironmentMistake(f"{name} is {nodes!r}, which is no list of nodes.")
+            raise EnvironmentMistake(f"{name} is {nodes!r}, which is not a list of nodes.")
     # All tasks of a step must guess the same port; two jobs on a node, or two steps, seldom share it.
     step = environment.get("SLURM_STEP_ID", "")
     offset = job + 1009 * (int(step) if re.fullmatch("[0-9]{1,9}", step) else 0)

@@ -177,7 +177,7 @@ class Layout:
         for word in text.split():
             for key, value in () if _AXIS.fullmatch(word) else _meaning(word).items():
                 if key in fields:
-                    raise LayoutError(f"{word!r} in {text!r}: {key} is there twice; write it once.")
+                    raise LayoutError(f"{word!r} in {text!r}: {key} appears twice; write it once.")
                 fields[key] = value
         return fields
 
@@ -254,7 +254,7 @@ def _meaning(word: str) -> dict[str, object]:
     match = _SCHEDULE.fullmatch(word)
     if not match or not (match["own"] or match["name"] in SCHEDULES):
         raise LayoutError(
-            f"{word[:60]!r} means nothing in a layout.{_hint(word)} A layout looks like"
+            f"{word[:60]!r} is not a word of a layout.{_hint(word)} A layout looks like"
             " 'dp4 pp2 tp8 seq zero3 1f1b:16 recompute:all bf16'."
         )
     numbers = {"chunks": match["chunks"] or match["own_chunks"], "microbatches": match["m"]}

@@ -31,7 +31,7 @@ class Axis:
 
     def __post_init__(self) -> None:
         if self.name not in AXES:
-            raise LayoutError(f"there is no axis {self.name!r}. Axes are {', '.join(AXES)}.")
+            raise LayoutError(f"unknown axis {self.name!r}. Axes are {', '.join(AXES)}.")
         if len(self.parts) != len(self.part_names) or min(self.parts) < 1:
             raise LayoutError(f"axis {self.name} has sizes {self.parts}; each must be 1 or more.")
 
@@ -108,7 +108,7 @@ class Mesh:
             if name in axis.part_names:
                 return axis.parts[axis.part_names.index(name)]
         if name.split(".")[0] not in AXES:
-            raise LayoutError(f"there is no axis {name!r}. Axes are {', '.join(AXES)}.")
+            raise LayoutError(f"unknown axis {name!r}. Axes are {', '.join(AXES)}.")
         return 1
 
     def coordinates(self, rank: int) -> dict[str, int]:

@@ -76,7 +76,7 @@ class Checkpoints:
     dir: str = key("", "checkpoint folder; empty: checkpoints in `out`")
     remote: str = key(
         "",
-        "URL by fsspec, as s3://bucket/run, to which checkpoints are uploaded, and from which a run goes on"
+        "URL by fsspec, as s3://bucket/run, to which checkpoints are uploaded, and from which a run continues"
         " where it has newer ones; ${NAME} in it is an environment variable",
     )
     remote_timeout: float = key(
@@ -501,7 +501,7 @@ def _layout(run: Run, shape: Shape | None) -> Iterator[Mistake]:
 
 def _tokens(run: Run, shape: Shape) -> Iterator[Mistake]:
     if shape.kind != "decoder":
-        what = f"model = {run.model!r} is no decoder, and the data is text"
+        what = f"model = {run.model!r} is not a decoder, and the data is text"
         decoders = [name for name in Shape.names() if Shape.load(name).kind == "decoder"]
         yield Mistake("model", what, f"Choose one of {', '.join(decoders)}")
         return
@@ -570,7 +570,7 @@ def _files(run: Run) -> Iterator[Mistake]:
         what = f"model = {run.own!r}: there is no file {file}"
         yield Mistake("model", what, "See docs/bring-your-model.md")
     elif file and (wrong := syntax_error(file)):
-        yield Mistake("model", f"model = {run.own!r}: {wrong}", "Mend it there")
+        yield Mistake("model", f"model = {run.own!r}: {wrong}", "Fix it there")
     if run.machine and not Path(run.machine).is_file():
         what = f"machine = {run.machine!r} is not there"
         yield Mistake("machine", what, f"Measure it: phalanx doctor --out {run.machine}")

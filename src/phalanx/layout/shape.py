@@ -195,7 +195,7 @@ class Shape:
             what = "freeze beside LoRA, which trains its own factors and nothing else"
             yield Mistake("freeze", what, "Leave it out")
         if self.lora_r and self.kind != "decoder":
-            yield Mistake("lora_r", "LoRA in a model that is no decoder", "Leave it out")
+            yield Mistake("lora_r", "LoRA in a model that is not a decoder", "Leave it out")
         elif not self.lora_r and len(self.frozen) == self.pieces:
             yield Mistake("freeze", "every piece is frozen", "Leave one out")
 

@@ -47,7 +47,7 @@ def load_source(path: str | Path, names: tuple[str, ...], error: Refusal) -> tup
     known = f"{Path(path).stem}_{next(_loads)}"
     spec = importlib.util.spec_from_file_location(known, path)
     if spec is None or spec.loader is None:
-        raise error(f"{path} is no Python file. Write FILE.py:{name}.")
+        raise error(f"{path} is not a Python file. Write FILE.py:{name}.")
     sys.modules[known] = module = importlib.util.module_from_spec(spec)
     with running(path, error):
         spec.loader.exec_module(module)
@@ -64,7 +64,7 @@ def refuse_broken(text: str, error: Refusal) -> None:
     path, name = split_name(text)
     _refuse_unreadable(path, name, error)
     if wrong := syntax_error(path):
-        raise error(f"{wrong}. Mend it there.")
+        raise error(f"{wrong}. Fix it there.")
 
 
 def _refuse_unreadable(path: str | Path, name: str, error: Refusal) -> None:
@@ -174,7 +174,7 @@ def running(path: str | Path, error: Refusal) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as wrong:  # a stranger's code may raise anything
-        raise error(f"{_place(wrong, str(path))}: {_what(wrong)}. Mend it there.") from wrong
+        raise error(f"{_place(wrong, str(path))}: {_what(wrong)}. Fix it there.") from wrong
 
 
 def _place(wrong: BaseException, path: str) -> str:

@@ -369,7 +369,7 @@ class _Described:
                 "its blocks differ in heads": len(seen) > 1,
                 f"its blocks have tables of their own ({', '.join(tables[:1])})": tables,
                 f"it has weights outside of its modules ({', '.join(bare)})": bare,
-                "its windows are not told to its attention": seen and self._windows(owners),
+                "its windows are not passed to its attention": seen and self._windows(owners),
                 "its rope changes with the length of a sequence": self._stretched() & _BY_LENGTH,
             }
         )

@@ -319,7 +319,7 @@ def read_run(folder: Path) -> Measured:
     records = read_journal(file)
     begins = [i for i, record in enumerate(records) if record["event"] == "start"]
     if not begins:
-        raise MachineError(f"{file} tells of no start: it is not a run of phalanx train.")
+        raise MachineError(f"{file} has no start record: it is not a run of phalanx train.")
     # A run that was resumed, perhaps in another layout, is told by its last stretch that is long
     # enough: a resumption that had nothing left to do tells nothing.
     ends = [*begins[1:], len(records)]
@@ -331,7 +331,7 @@ def read_run(folder: Path) -> Measured:
     start, told = next((s for s in reversed(stretches) if len(s[1]) > 1), stretches[-1])
     if len(told) < 2:
         raise MachineError(
-            f"{file} has {len(told)} lines of steps since its last start; 2 are the least,"
+            f"{file} has {len(told)} lines of steps since its last start; at least 2 are needed,"
             " since the first warms up. Run longer, or with metrics.every=1."
         )
     if start.get("own"):
@@ -341,7 +341,7 @@ def read_run(folder: Path) -> Measured:
         )
     model, layout = start.get("model"), Layout.parse(str(start["layout"]))
     if not isinstance(model, dict):
-        raise MachineError(f"{file} does not tell the sizes of its model.")
+        raise MachineError(f"{file} does not give the sizes of its model.")
     shape = decode(Shape, model, f"{file}, model", MachineFileError)
     seconds = median(float(r["seconds"]) for r in told[1:] for _ in range(int(r["steps"])))
     sequence = int(start.get("sequence", shape.sequence))

@@ -105,12 +105,12 @@ def cluster(name: str) -> Cluster:
         return joined(family, count)
     if family not in known:
         raise MachineError(
-            f"there is no cluster {name[:60]!r}.{near_word(family, known)} Families are {', '.join(known)};"
+            f"unknown cluster {name[:60]!r}.{near_word(family, known)} Families are {', '.join(known)};"
             " write h100x64 for 64 devices of one."
         )
     whole = known[family]
     if not count and not whole.size:
-        raise MachineError(f"how many devices has {name!r}? Write {family}x64 for 64.")
+        raise MachineError(f"how many devices does {name!r} have? Write {family}x64 for 64.")
     return replace(whole, name=name, levels=_filled(whole, count or whole.size))
 
 

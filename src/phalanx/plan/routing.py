@@ -69,7 +69,7 @@ def _counts(file: str, shape: Shape) -> list[list[float]]:
             or not any(counts)
         ):
             raise LayoutError(
-                f"{file}: is no list of {shape.experts} counts, one for each expert of {shape.name},"
+                f"{file}: is not a list of {shape.experts} counts, one for each expert of {shape.name},"
                 " nor a list of such lists, one for each layer with experts."
             )
     return [[float(n) for n in counts] for counts in layers]

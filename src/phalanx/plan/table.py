@@ -111,7 +111,7 @@ def read_table(
     need = {"source", "hardware", "gpus", "layers", "hidden", "seq"}
     if not numbered or not need <= set(columns):
         lacks = sorted(need - set(columns)) or ["rows"]
-        raise MachineError(f"{path} is no table of runs: it lacks {', '.join(lacks)}.")
+        raise MachineError(f"{path} is not a table of runs: it lacks {', '.join(lacks)}.")
     return tuple(
         _row(number, columns, cells, profile, Path(path).stem) for number, cells in numbered
     )
@@ -194,7 +194,7 @@ def _count(fields: Mapping[str, str], key: str, usual: int = 1) -> int:
     number, text = _number(fields, key), fields.get(key, "")
     none = not number and (not usual or (text.startswith("0") and key in ("tp", "pp", "dp")))
     if none or number != int(number):
-        raise CellError(key, text, "is no whole number above 0")
+        raise CellError(key, text, "is not a whole number above 0")
     return int(number) or usual
 
 
@@ -260,7 +260,7 @@ def _case(fields: Mapping[str, str], profile: SoftwareProfile) -> Case:
     shape = _shape(fields)
     n = {key: _count(fields, key) for key in ("gpus", "tp", "pp", "cp", "vpp")}
     if not fields.get("tp") and not fields.get("pp") and not fields.get("dp"):
-        raise MachineError("the row does not say its layout")
+        raise MachineError("the row does not give its layout")
     inner, ep = n["tp"] * n["pp"] * n["cp"], _count(fields, "ep")
     dp = _count(fields, "dp", max(1, n["gpus"] // inner))
     if dp * ep * inner == n["gpus"]:
@@ -272,13 +272,15 @@ def _case(fields: Mapping[str, str], profile: SoftwareProfile) -> Case:
     if fields["source"].endswith("-layer"):
         raise MachineError("the row is the time of one layer, not of a step")
     if not batch:
-        raise MachineError("the row does not say its batch")
+        raise MachineError("the row does not give its batch")
     schedule = _meaning(fields, "schedule") if n["pp"] > 1 else "accum"
     # Where a row says none: one sequence in a pipeline, else what can be at once.
     rows = _number(fields, "micro_batch") or (1.0 if n["pp"] > 1 else min(batch / dp, 4.0))
     count = max(1, round(batch / dp / rows))
     if fields.get("micro_batch") and abs(count * rows * dp / batch - 1) > 0.01:
-        raise CellError("micro_batch", fields["micro_batch"], f"x dp={dp} is no part of {batch:g}")
+        raise CellError(
+            "micro_batch", fields["micro_batch"], f"x dp={dp} is not a part of {batch:g}"
+        )
     zero, precision = int(_meaning(fields, "zero")), _meaning(fields, "precision")
     chunks = 2 if schedule == "zb-v" else 1
     if schedule == "interleaved" or (n["vpp"] > 1 and schedule == "1f1b"):
@@ -374,7 +376,7 @@ def _shape(fields: Mapping[str, str]) -> Shape:
     if not experts["experts"]:
         return dense
     if not experts["top_k"]:
-        raise MachineError("the row does not say how many experts a token goes through (top_k)")
+        raise MachineError("the row does not give how many experts a token goes through (top_k)")
     return replace(
         dense,
         bias="none",
@@ -425,7 +427,7 @@ def _plain(title: str) -> str:
 def _dense_shape(fields: Mapping[str, str]) -> Shape:
     gated = bool(_meaning(fields, "glu", "flag"))
     if not _number(fields, "layers") or not _number(fields, "hidden"):
-        raise MachineError("the row does not say its model's layers or width")
+        raise MachineError("the row does not give its model's layers or width")
     heads, hidden = _count(fields, "heads"), _count(fields, "hidden")
     size = _number(fields, "head_dim") or hidden / heads
     return Shape(

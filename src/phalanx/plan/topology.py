@@ -152,7 +152,7 @@ def _row(cells: list[str], names: tuple[str, ...], place: int, number: int) -> t
         good = kind == "X" if other == name else re.fullmatch(r"NV\d+|PIX|PXB|PHB|NODE|SYS", kind)
         if not good:
             raise TopologyError(
-                f"line {number}: {kind!r} between {name} and {other} is no kind of link;"
+                f"line {number}: {kind!r} between {name} and {other} is not a kind of link;"
                 f" there are NV1, NV2, ..., {', '.join(_ORDER[1:])}, and X for oneself."
             )
     return links

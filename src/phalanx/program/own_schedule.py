@@ -45,7 +45,7 @@ def _rows(name: str, rows: Any, stages: int) -> list[list[Op]]:
             numbers = (x.piece, x.index, x.peer) if isinstance(x, Op) and x.kind in KINDS else ()
             if not numbers or not all(type(n) is int and -1 <= n <= MOST for n in numbers):
                 raise ProgramError(
-                    f"schedule {name}: stage {stage} has {repr(x)[:60]}, which is no operation."
+                    f"schedule {name}: stage {stage} has {repr(x)[:60]}, which is not an operation."
                     ' Return lists of Op, as in [Op("F", 0, 0), Op("B", 0, 0)].'
                 )
     return [list(row) for row in rows]

@@ -109,7 +109,7 @@ def read_recorded(folder: Path) -> tuple[Recorded, str, int]:
     if not isinstance(layout, str) or not isinstance(step, int):
         raise ReportError(f"{file} cannot be read: it does not say its layout and its step.")
     if not recorded.timeline.makespan:
-        raise ReportError(f"{file} tells of no operation that took time. {_SHOWS}")
+        raise ReportError(f"{file} contains no operation that took time. {_SHOWS}")
     return recorded, layout, step
 
 
@@ -120,7 +120,7 @@ def _stretch(folder: Path, layout: str, before: int) -> tuple[Mapping[str, Any],
         if fits and number(start, "step") < before:
             return start, [x for x in (number(step, "seconds") for step in steps) if x > 0]
     raise ReportError(
-        f"{folder}: metrics.jsonl tells of no start as {layout or 'one rank'} before step"
+        f"{folder}: metrics.jsonl has no start as {layout or 'one rank'} before step"
         f" {before}, which timeline.json shows. Name the folder of one run."
     )
 

@@ -137,7 +137,9 @@ class Saver:
     def _decide(self, step: int, errors: list[str], notice: str = "") -> Saved:
         path, error = self.folder / name_of(step), "; ".join(errors)
         if error and self.on_failure == "stop":
-            raise SaveError(f"{path} could not be saved, what was before stays. {error}")
+            raise SaveError(
+                f"{path} could not be saved; the previous checkpoint is intact. {error}"
+            )
         return Saved(step, path, error, "" if error else notice)
 
     def snapshot(self, progress: Progress) -> tuple[Manifest, dict[str, Tensor]]:

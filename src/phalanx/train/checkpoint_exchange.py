@@ -60,7 +60,7 @@ def export_weights(path: Path, out: Path, *, family: str = "", dtype: str = "") 
         ours = {name: tuple(each.shape) for name, each in build_model(shape).weights.items()}
         if other := next((n for n, each in weights.items() if ours.get(n) != each.shape), ""):
             raise CheckpointError(
-                f"{path}: {other} is no weight of the built-in decoder but of a model of its own, which"
+                f"{path}: {other} is not a weight of the built-in decoder but of a model of its own, which"
                 " Hugging Face has no name for."
             )
         dims = {name: len(each.shape) for name, each in weights.items() if not is_lora(name)}

@@ -264,7 +264,7 @@ class Manifest(Progress):
         body = signed.get("body")
         if not isinstance(body, dict) or signed.get("sha256") != _sum(body):
             raise CheckpointError(
-                f"{where}: was changed after it was written: its own checksum is another."
+                f"{where}: was changed after it was written: its checksum does not match."
             )
         if body.pop("format", "") != FORMAT or body.pop("version", 0) not in (1, VERSION):
             raise CheckpointError(f"{where}: is not a {FORMAT} of version 1 or {VERSION}.")
@@ -417,7 +417,7 @@ def _compared_sum(checksum: str, chunk: Iterable[memoryview], file: BinaryIO, nu
         digest.update(block)
     written = str(digest.hexdigest())
     if _chunk_sum(checksum, file, number) != written:
-        raise CheckpointError(f"{file.name}: read back, it is not what was written.")
+        raise CheckpointError(f"{file.name}: the bytes read back differ from those written.")
     # The disk begins with this chunk now and not at the fsync: a third less time.
     os.posix_fadvise(file.fileno(), number * CHUNK, CHUNK, os.POSIX_FADV_DONTNEED)
     return written
@@ -459,20 +459,20 @@ def read_header(folder: Folder, name: str) -> dict[str, tuple[HeaderEntry, int]]
         if size < 8 or length > min(HEADER, size - 8):
             folder.refuse(
                 name,
-                f"is no safetensors file: it has {size:,} bytes and says that its header has"
+                f"is not a safetensors file: it has {size:,} bytes and says that its header has"
                 f" {length:,}.",
             )
         try:
             text = file.read(length).decode()
         except UnicodeDecodeError:
-            folder.refuse(name, "is no safetensors file: its header is not text.")
+            folder.refuse(name, "is not a safetensors file: its header is not text.")
     table = parse_json(text, str(folder.path / name), folder.error)
     table.pop("__metadata__", None)
     places = {title: f"{folder.path / name}: {title[:80]!r}" for title in table}
     entries = dict[str, HeaderEntry]()
     for title, value in table.items():
         if not isinstance(value, dict):
-            raise folder.error(f"{places[title]}: is {str(value)[:60]}; a table belongs there.")
+            raise folder.error(f"{places[title]}: is {str(value)[:60]}; a table is expected there.")
         entries[title] = decode(HeaderEntry, value, places[title], folder.error)
     begin, at = 8 + length, 0
     for title, entry in sorted(entries.items(), key=lambda each: each[1].data_offsets):

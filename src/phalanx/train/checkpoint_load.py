@@ -283,8 +283,8 @@ def refuse_other(path: Path, manifest: Manifest, identity: ModelIdentity) -> Non
             way_out = f"Undo the change of {own}"
         lines = "\n- ".join(wrong)
         raise CheckpointError(
-            f"{path} is of another model than the run's.\n- {lines}\n{way_out}; or write another"
-            " `out` to begin anew, or --adopt to go on with other sizes and these weights."
+            f"{path} belongs to another model than the run's.\n- {lines}\n{way_out}; or write another"
+            " `out` to start over, or --adopt to continue with other sizes and these weights."
         )
 
 
@@ -293,8 +293,8 @@ def refuse_optimizer(path: Path, manifest: Manifest, name: str) -> None:
     was = manifest.optimizer.lower()
     if _kinds(manifest) and was != name:
         raise CheckpointError(
-            f"{path} keeps the state of optimizer.name = {was!r}, the run says {name!r}. Write"
-            f" optimizer.name = {was!r}, or another `out` to begin anew."
+            f"{path} holds the state of optimizer.name = {was!r}, the run says {name!r}. Write"
+            f" optimizer.name = {was!r}, or another `out` to start over."
         )
 
 
@@ -309,7 +309,7 @@ def data_notices(
         return _earlier_notices(progress, path, batches)
     try:
         if not isinstance(table, dict):
-            raise DataError("its record is no table")
+            raise DataError("its record is not a table")
         wrong = differences(records_of(table, f"{path}: body: config: data", DataError), data)
     except (DataError, OSError) as error:
         return [f"the data cannot be compared with what {path} was trained on: {why(error)}"]

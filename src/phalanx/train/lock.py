@@ -190,7 +190,7 @@ def _refusal(folder: Path, owner: Owner) -> str:
         return _outlived(folder)
     who = str(owner) if owner.host else "which has just begun"
     return (
-        f"{folder}: another run is at work here ({who}). Two would remove each other's checkpoints."
+        f"{folder}: another run is active here ({who}). Two would remove each other's checkpoints."
         " Wait until it ends, stop it (SIGTERM, or a file STOP in its folder: it saves and ends), or"
         " write another `out`."
     )

@@ -212,7 +212,7 @@ class JournalError(ValueError):
 
 def _disk_error(path: Path, error: OSError) -> JournalError:
     return JournalError(
-        f"{path} cannot be written: {error.strerror}. Make room, and the same command goes on; or"
+        f"{path} cannot be written: {error.strerror}. Free some space and run the same command again; or"
         ' write checkpoint.on_disk_full = "go-on".'
     )
 

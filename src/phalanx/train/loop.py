@@ -122,7 +122,7 @@ def _layout_of(run: Run, world: World) -> Layout:
     if layout.ranks != world.size:
         raise LayoutError(
             f"layout {str(layout)!r} is for {layout.ranks} ranks, and there are {world.size}."
-            " Layouts for other numbers of ranks stand in train.fallback."
+            " Set train.fallback to layouts for other numbers of ranks."
         )
     return layout
 
@@ -259,9 +259,7 @@ class _Loop:
         self._tell_graphs(done)
         if stopped:
             by = self._stopped_by()
-            text = (
-                f"asked to stop by {by}: saved at step {done}; the same command goes on from there"
-            )
+            text = f"asked to stop by {by}: saved at step {done}; the same command continues from there"
             if self.unsaved:
                 text = f"asked to stop by {by} at step {done}, which could not be saved: {self.unsaved}"
             self.log.event("stop", text, step=done, by=by)
@@ -320,7 +318,7 @@ class _Loop:
         if rank.world.rank == 0:  # which alone may have to read some of it
             for text in data_notices(at, loaded.path, self.data, batches):
                 self.log.event("data", text)
-        self.log.event("resume", f"going on at step {at.step} from {loaded.path} ({at.layout})")
+        self.log.event("resume", f"resuming at step {at.step} from {loaded.path} ({at.layout})")
         return at.step
 
     # ---- the remote folder

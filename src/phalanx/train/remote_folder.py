@@ -181,7 +181,9 @@ class RemoteFolder:
             return
         run = self.run_of(step, names)
         if run is not None and not owns(run, step):
-            raise ForeignCheckpoint(f"{self.url}/{name_of(step)}: is another run's, and stays.")
+            raise ForeignCheckpoint(
+                f"{self.url}/{name_of(step)}: belongs to another run and is left untouched."
+            )
         there = partial(self._path, step)
         if MANIFEST in names:  # of another course of the run
             self._do("mv", there(MANIFEST), there(REMOVED))

@@ -353,7 +353,7 @@ class Ownership:
                     " an earlier version; this run owns it from now on"
                 )
         elif owner.run == run and owner.out != self.me.out:
-            self.notices.append(f"{self.url}: this start goes on with {owner}")
+            self.notices.append(f"{self.url}: this start continues with {owner}")
         self.run = run
         self.me = replace(self.me, run=run, adopted=adopted)
         self.mark = replace(self.mark, id=run, remote=str(self.url))
@@ -395,7 +395,7 @@ class Ownership:
             except RunLocked as refused:
                 raise self._losing(str(refused)) from None
             raise CheckpointError(
-                f"{self.url}: it is not known yet whether another start of this run is at work."
+                f"{self.url}: it is not known yet whether another start of this run is active."
             )
         for last in (False, True):
             owner = self._readable(folder.read(OWNER, LIMIT))
@@ -465,7 +465,7 @@ class Ownership:
         same = self.local is not None and owner.run == self.run
         what = "another start of this run" if same else "another run"
         return (
-            f"{self.url}: {what} is at work there ({owner}, {age:.0f} s ago). Two would remove each"
+            f"{self.url}: {what} is active there ({owner}, {age:.0f} s ago). Two would remove each"
             " other's checkpoints. Wait until it ends, stop it, or write another checkpoint.remote. If"
             f" its machine is lost, start again when {STALE:.0f} s have passed since its heartbeat."
         )

@@ -167,7 +167,7 @@ def remove_stale_stop(run: Run, begun: float, *, launched: bool = False) -> str:
         raise StopError(
             f"{file} cannot be removed: {why}. A run ends where there is a file STOP: remove it."
         )
-    return f"{file} was left by an earlier run, or meant for one: removed, the run goes on"
+    return f"{file} was left by an earlier run, or meant for one: removed, the run continues"
 
 
 def made_between(since: float, now: float, *times: float) -> bool:

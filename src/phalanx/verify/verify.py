@@ -72,7 +72,7 @@ class Truth:
 def precision_named(dtype: str) -> Precision:
     """The precision that computes in a dtype of torch's name."""
     if dtype not in COMPARED:
-        raise LayoutError(f"there is no dtype {dtype!r}; choose {', '.join(COMPARED)}.")
+        raise LayoutError(f"unknown dtype {dtype!r}; choose {', '.join(COMPARED)}.")
     return precision_of(COMPARED[dtype])
 
 
@@ -252,7 +252,7 @@ def logged(log: Path | None) -> dict[str, Verdict]:
             verdict = Verdict(**json.loads(line))
         except (ValueError, TypeError, RecursionError):
             raise LayoutError(
-                f"{log} line {number} is no verdict. Remove the line, or name another log."
+                f"{log} line {number} is not a verdict. Remove the line, or name another log."
             ) from None
         known[verdict.layout] = verdict
     return known

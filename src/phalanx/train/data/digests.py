@@ -232,7 +232,7 @@ def differences(
     wrong = []
     if was != now and sorted(was) == sorted(now):
         order = ", ".join(here[now.index(each)].name for each in was)
-        wrong.append(f"the sources stand in another order, and the order was {order}")
+        wrong.append(f"the sources are in another order; the order was {order}")
     elif was != now:
         for old, new in zip(there, here, strict=True):
             wrong += _changes(old, new)

@@ -299,7 +299,7 @@ def _results(
             yield done, future.result()
     except BrokenProcessPool:
         raise DataError(
-            "a process that made tokens was ended, by the system if memory ran out. The same command"
+            "a tokenizing process was killed, perhaps because memory ran out. The same command"
             " goes on from there; --workers 1 takes the least memory."
         ) from None
 
@@ -354,7 +354,7 @@ class _Writer:
         )
         if path.stat().st_size < size:
             raise DataError(
-                f"{path} is shorter than {PROGRESS} says; remove {self.out} and begin anew."
+                f"{path} is shorter than {PROGRESS} says; remove {self.out} and start over."
             )
         file.truncate(size)
         file.seek(size)

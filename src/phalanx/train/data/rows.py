@@ -100,7 +100,7 @@ def _form(row: Any, name: str, where: str) -> Form | None:
     known = [each for each in (TEXT, MESSAGES, SHAREGPT) if each in row]
     there = [each for each in known if row[each]]
     if len(there) > 1:
-        raise DataError(f"{where}: has {' and '.join(there)}. Say which by --field.")
+        raise DataError(f"{where}: has {' and '.join(there)}. Choose one with --field.")
     if there:
         return Form(there[0], there[0] != TEXT)
     if all(each in row for each in PAIR):
@@ -129,7 +129,7 @@ def read_rows(block: SourceBlock, form: Form) -> Rows:
                 continue
             text = _named(row, form.field)
             if text is not None and not isinstance(text, str):
-                raise BadRow(f"{form.field!r} is no text")
+                raise BadRow(f"{form.field!r} is not text")
             if text:
                 texts.append(_utf8(text))
                 rows.numbers.append(number)
@@ -275,7 +275,7 @@ def _names(row: Mapping[str, Any]) -> str:
 
 def _named(row: Any, name: str) -> Any:
     if not isinstance(row, dict):
-        raise BadRow(f"is no object with {name!r}")
+        raise BadRow(f"is not an object with {name!r}")
     if name not in row:
         raise BadRow(f"has no {name!r}; it has {_names(row)}. Use --field")
     return row[name]
@@ -330,7 +330,7 @@ def _messages(value: Any) -> list[Message]:
 
 def _message(number: int, message: Any) -> Message:
     if not isinstance(message, dict):
-        raise BadRow(f"message {number} is no object")
+        raise BadRow(f"message {number} is not an object")
     plain = {name: x for name, x in message.items() if x is not None}
     if "role" not in plain and "from" in plain:
         role = _ROLES.get(str(plain.pop("from")).lower())
@@ -340,7 +340,7 @@ def _message(number: int, message: Any) -> Message:
     if not isinstance(plain.get("role"), str):
         raise BadRow(f"message {number} has no role; it has {_names(message)}")
     if not isinstance(plain.get("content", ""), str):
-        raise BadRow(f"the content of message {number} is no text")
+        raise BadRow(f"the content of message {number} is not text")
     for value in plain.values():
         if isinstance(value, str):
             _utf8(value, f"message {number}: ")

@@ -94,7 +94,7 @@ class SourceBlock:
 def find_sources(path: Path) -> list[Source]:
     """The file, or every file below the folder by name. Links that lead out are refused."""
     if not path.exists():
-        raise DataError(f"{path} is not there. Name a file or a folder.")
+        raise DataError(f"{path} does not exist. Name a file or a folder.")
     sources = list(_below(path, path, None) if path.is_dir() else [_source(path, path.parent)])
     if not sources:
         raise DataError(f"{path} holds no file.")
@@ -187,7 +187,7 @@ class _Unpacked(io.RawIOBase):
             self.rest = b""
             if not packed:
                 if self.unpacker is not None:
-                    raise BadFile(str(self.path), "is cut: its compressed content has no end")
+                    raise BadFile(str(self.path), "is truncated: its compressed content has no end")
                 return 0
             self.unpacker = self.unpacker or self.begin()
             try:
@@ -270,7 +270,7 @@ def _objects(source: Source, file: BinaryIO, raw: BinaryIO) -> Iterator[SourceBl
             yield from _lines(source, file, raw)
             return
         if text[:1] != "[":
-            raise BadFile(place, "is no JSON array; objects in [ ] or lines are read")
+            raise BadFile(place, "is not a JSON array; objects in [ ] or lines are read")
         at, ended = 1, False
         while True:
             place = f"{source.path}, element {number}"

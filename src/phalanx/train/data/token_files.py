@@ -191,7 +191,7 @@ def refuse_cut(mapped: NDArray[Any]) -> None:
     if size < wanted:
         raise DataError(
             f"{mapped.filename}: has {size:,} bytes, and had {wanted:,} when it was opened: it was cut"
-            " while in use. Make it whole again, and the same command goes on."
+            " while in use. Restore it; the same command then continues."
         )
 
 
@@ -289,7 +289,7 @@ def open_prepared(path: Path) -> Corpus:
 def _index(folder: Folder) -> Index:
     where, table = str(folder.path / INDEX), folder.json(INDEX, LIMIT)
     if (table.get("format"), table.get("version")) != (FORMAT, VERSION):
-        folder.refuse(INDEX, f"is no index that this reads: {FORMAT!r} of version {VERSION}.")
+        folder.refuse(INDEX, f"is not an index that this reads: {FORMAT!r} of version {VERSION}.")
     index = decode(Index, table, where, DataError)
     if index.vocab > 1 << 8 * DTYPES[index.dtype].itemsize:
         folder.refuse(INDEX, f"tokens of type {index.dtype} cannot name {index.vocab}.")

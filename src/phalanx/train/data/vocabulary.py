@@ -80,7 +80,7 @@ class Tokenizer:
         try:
             self._tokenizer: Any = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # tokenizers raises plain Exception
-            raise DataError(f"{path}: is no {FILE}: {error}.") from None
+            raise DataError(f"{path}: is not a {FILE}: {error}.") from None
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         texts = [text]
@@ -109,13 +109,13 @@ class Tokenizer:
             try:  # not as our own files: its model_max_length is often 10**30
                 token = json.loads(text).get("eos_token")
             except (ValueError, RecursionError, AttributeError) as error:
-                raise DataError(f"{folder / CONFIG}: is no JSON object: {error}.") from None
+                raise DataError(f"{folder / CONFIG}: is not a JSON object: {error}.") from None
             token = token.get("content") if isinstance(token, dict) else token
             end = self._tokenizer.token_to_id(token) if isinstance(token, str) else None
         end = end[0] if isinstance(end, list) and end else end  # the others end a turn of a chat
         if type(end) is not int or not 0 <= end < self.size:
             raise DataError(
-                f"{folder / MODEL}: 'eos_token_id' is no token of {FILE}. Prepare the data with"
+                f"{folder / MODEL}: 'eos_token_id' is not a token of {FILE}. Prepare the data with"
                 f" another: phalanx data prepare --tokenizer {folder}/{FILE} --end TOKEN."
             )
         return end
