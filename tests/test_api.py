@@ -147,12 +147,12 @@ def test_a_picture_is_svg_in_a_notebook_and_a_file_by_its_suffix(tmp_path: Path)
     ("call", "sentence"),
     [
         (lambda: phalanx.draw("dp2 pp2"), "needs a model"),
-        (lambda: phalanx.simulate("1f1b", stage=4), "stage means nothing here"),
+        (lambda: phalanx.simulate("1f1b", stage=4), "stage is not a valid option"),
         (lambda: phalanx.draw("dp2 pp2", "8b", stages=4), "part of the layout"),
         (lambda: phalanx.check("dp2", "8bb"), "Did you mean '8b'"),
         (lambda: phalanx.verify(object, "dp2"), r"no function describe\(model\)"),
         (lambda: phalanx.load("nowhere"), "there is no such folder"),
-        (lambda: phalanx.plan("8b", "h100y8"), "no cluster"),
+        (lambda: phalanx.plan("8b", "h100y8"), "unknown cluster"),
     ],
 )  # fmt: skip
 def test_a_wrong_call_gets_a_sentence(call: object, sentence: str) -> None:

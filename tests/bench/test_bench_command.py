@@ -117,7 +117,7 @@ BAD = {
     "bench overlap --copy 3Q": "'3Q' is not a size",
     "doctor --out machine.txt": "use .toml",
     "doctor --limit 0 --out m.toml": "--limit is 0; write a number above 0",
-    "doctor devices h10 --out x": "'--out' means nothing here",
+    "doctor devices h10 --out x": "unknown argument '--out'",
     "doctor devices h10": "no device 'h10'",
     "doctor clusters h10x8": "Did you mean 'h100'",
     "doctor hierarchy": "required: NAME",

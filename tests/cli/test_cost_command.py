@@ -53,7 +53,7 @@ def test_json_holds_every_operation(capsys: Capture) -> None:
     [
         (["--model", "8b", "tp3"], "tp=3 does not divide heads=32"),
         (["--model", "8x", "tp2"], "unknown shape '8x'"),
-        (["--model", "8b", "tq2"], "'tq2' means nothing in a layout"),
+        (["--model", "8b", "tq2"], "'tq2' is not a word of a layout"),
         (["--model", "8b", "--rows", "0"], "--rows is 0; write 1 to"),
         (["--model", "none.py:Net"], "there is no file none.py"),
         (["--target", "tpu"], "--target: invalid choice: 'tpu'"),

@@ -119,5 +119,5 @@ def test_places_outside_the_mesh_are_refused() -> None:
         mesh.rank(tp=2)
     with pytest.raises(LayoutError, match="no axis pp"):
         mesh.rank(pp=1)
-    with pytest.raises(LayoutError, match="no axis 'zz'"):
+    with pytest.raises(LayoutError, match="unknown axis 'zz'"):
         mesh.group(0, ["zz"])

@@ -144,7 +144,7 @@ BAD: dict[str, tuple[bytes | Callable[[Path], object], list[str], str]] = {
     "i.jsonl": (b'{"text": "1"} {"text": "2"}\n{"text": "3"}\n', ["3"], ", line 1: is not JSON"),
     "j.jsonl": (b"[" * 100_000 + b'\n{"text": "2"}\n', ["2"], ", line 1: is not JSON"),
     "k.jsonl.gz": (gzip.compress(LINES)[:-30], [], ": is truncated: its compressed content has no end"),
-    "l.jsonl.zst": (zstandard.compress(LINES)[:-9], [], ": is cut"),
+    "l.jsonl.zst": (zstandard.compress(LINES)[:-9], [], ": is truncated"),
     "m.jsonl.gz": (b"not gzip at all", [], ": is damaged"),
     "n.json": (b'[{"text": "1"}, {"text": "2"}, {"te', ["1", "2"], ", element 2: is not JSON"),
     "o.json": (b'{\n"text": "1"\n}', [], ": is one object of JSON over many lines"),

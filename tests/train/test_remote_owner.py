@@ -133,7 +133,7 @@ def test_a_copied_run_file_is_refused_while_the_first_run_is_at_work(
     before = listing(url)
     assert main(words(url, tmp_path / "second", "steps=2")) == 2
     said = capfd.readouterr().err
-    assert "is at work there" in said
+    assert "is active there" in said
     assert f"host {written(url).host!r}" in said
     assert "start again when 180 s have passed" in said
     assert listing(url) == before
@@ -173,9 +173,7 @@ def test_another_start_of_the_same_run_is_refused_until_its_heartbeat_is_old(
 ) -> None:
     url = url_in(scheme, tmp_path)
     write(url, elsewhere(claimed(url, runs["first"]).me))
-    with pytest.raises(
-        RunLocked, match=r"another start of this run is at work .*'node7'.* 0 s ago"
-    ):
+    with pytest.raises(RunLocked, match=r"another start of this run is active .*'node7'.* 0 s ago"):
         claimed(url, runs["first"])
     _age(url, remote_owner.STALE - 5)
     with pytest.raises(RunLocked, match=r"17[456] s ago"):
@@ -204,7 +202,7 @@ def test_what_the_clocks_of_machines_say_makes_no_owner_old(
     url = url_in("file", tmp_path)
     owner = elsewhere(claimed(url, runs["first"]).me)
     write(url, replace(owner, heartbeat="1970-01-01 00:00:00 UTC", since="2999-01-01 00:00:00 UTC"))
-    with pytest.raises(RunLocked, match="is at work there"):
+    with pytest.raises(RunLocked, match="is active there"):
         claimed(url, runs["first"])
 
 
@@ -229,7 +227,7 @@ def test_an_owner_of_whom_no_time_is_known_is_watched(
         now[0] += 2
         if beats:
             write(url, replace(owner, beats=owner.beats + 1))
-            with pytest.raises(RunLocked, match="is at work there"):
+            with pytest.raises(RunLocked, match="is active there"):
                 second.claim(RemoteFolder(url))
         else:
             assert second.claim(RemoteFolder(url))
@@ -267,7 +265,7 @@ def test_the_start_that_holds_the_folder_goes_on_at_once_on_another_machine(
     copy = tmp_path / "copy"
     shutil.copytree(out, copy)
     write(url, replace(written(url), machine="another", host="node7", start=new_id(), ended=False))
-    with pytest.raises(RunLocked, match="is at work there"):
+    with pytest.raises(RunLocked, match="is active there"):
         trained(replace(run, out=str(copy), steps=6), "")
 
 
@@ -428,7 +426,7 @@ def test_a_start_that_another_has_written_over_does_not_begin(
             Faulty.before, Flat.before = staticmethod(write_over), staticmethod(write_over)
 
     Faulty.before, Flat.before = staticmethod(write_over), staticmethod(write_over)
-    with pytest.raises(RunLocked, match=r"another run is at work there .*'node7'"):
+    with pytest.raises(RunLocked, match=r"another run is active there .*'node7'"):
         claimed(url, runs["first"])
     assert written(url).start == other.start
 
@@ -516,7 +514,7 @@ def test_what_is_not_this_run_s_is_never_removed_renamed_or_gone_on_with(
     (there / "notes.txt").write_bytes(b"mine")
     before = listing(url)
     (error,) = uploaded(out, [2], url)
-    assert "step-00000002: is another run's, and stays" in error
+    assert "step-00000002: belongs to another run and is left untouched" in error
     assert uploaded(out, [1], url) == [""]
     assert listing(url) == before
     # A further step of this run: its own older one goes, and nothing else.

@@ -178,7 +178,9 @@ def test_a_save_that_cannot_take_its_name_leaves_the_one_that_had_it(
         saver.save(each.progress)
         before = hash_tensors(steps(tmp_path)[0])
         monkeypatch.setattr(Path, "rename", _fails(rename, lambda p, *_: ".saving" in p.name))
-        with pytest.raises(CheckpointError, match="could not be saved, what was before stays"):
+        with pytest.raises(
+            CheckpointError, match="could not be saved; the previous checkpoint is intact"
+        ):
             saver.save(each.progress)
         monkeypatch.setattr(Path, "rename", rename)
         assert hash_tensors(steps(tmp_path)[0]) == before

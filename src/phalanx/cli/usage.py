@@ -218,7 +218,7 @@ class Parser(argparse.ArgumentParser):
             hint = nearest_word(word.split("=")[0], known)
             if "--layouts" in known and word[:1] != "-":
                 hint = " Layouts are named with --layouts."
-            self._wrong.append(f"{word[:80]!r} means nothing here.{hint}")
+            self._wrong.append(f"unknown argument {word[:80]!r}.{hint}")
         if self._wrong:
             self._refuse(self._wrong)
         for attempt in self._written:

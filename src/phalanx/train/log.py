@@ -98,8 +98,8 @@ class RunLog:
             self.screen.start(step)
         if self.goodput.unusable:
             self.say(
-                f"{self.journal.path}: {self.goodput.unusable} lines are not usable and were passed"
-                " over; goodput does not count them"
+                f"{self.journal.path}: {self.goodput.unusable} lines are unusable and were skipped,"
+                " and goodput does not count them"
             )
         kept = self.run.checkpoint
         if not kept.every:
