@@ -339,7 +339,7 @@ ROWS: list[tuple[list[str], tuple[str, ...]]] = [
     (["verify", "--record", "folder.svg"], ("--record: cannot write folder.svg", "directory")),
     (["verify", "--log", "afile/x"], ("--log: cannot write into afile", "another folder")),
     (["verify", "--log", "pipe.json"], ("--log: cannot read pipe.json", "a named pipe")),
-    (["verify", "--log", "log.jsonl"], ("log.jsonl line 1", "no verdict", "another log")),
+    (["verify", "--log", "log.jsonl"], ("log.jsonl line 1", "not a verdict", "another log")),
     (["bench", "collectives", "--out", "afile/x.svg"], ("--out: cannot write afile/x.svg", "another file")),
     (["bench", "matmul", "--out", "x.png"], ("--out x.png", "use .svg")),
     (["report", "folder.svg", "--out", "afile/x"], ("--out: cannot write afile/x", "another file")),

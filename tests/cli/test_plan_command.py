@@ -230,7 +230,7 @@ def test_a_letter_alone_is_decimal_whether_it_divides_or_not(sequence: int) -> N
         (["--explain", "dp8 pp2x"], "'pp2x' is not an axis"),
         (["--cluster", "this"], "there is no machine file machine.toml"),
         (["--out", "run.json"], "the suffix says the format; use .toml"),
-        (["--tp", "2"], "is not a valid option"),
+        (["--tp", "2"], "unknown argument"),
     ],
 )
 def test_what_means_nothing_is_told_with_the_way_out(

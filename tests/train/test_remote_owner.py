@@ -653,6 +653,6 @@ def test_a_start_that_is_refused_leaves_no_one_waiting(
     assert uploaded(runs["first"], [3], url) == [""]
     other: Any = {"hidden": 32, "heads": 2, "layers": 3, "ffn": 24, "vocab": 256}
     wrong = replace(small(tmp_path / "run", f"checkpoint.remote={url}", "steps=4"), model=other)
-    with pytest.raises(CheckpointError, match="is of another model"):
+    with pytest.raises(CheckpointError, match="belongs to another model"):
         trained(wrong, "")
     assert written(url).ended
