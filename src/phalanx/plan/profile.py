@@ -82,7 +82,7 @@ class SoftwareProfile:
     logs_gib: bool = key(False, "the GB of its log are 2^30 bytes")
     context: float = key(1.5e9, "bytes that no tensor holds: driver, communicators")
     reserve: float = key(1.04, "what an allocator holds for each byte in use")
-    error: float = key(0.14, "of step time: four of five runs that no fit saw are nearer")
+    known: bool = key(True, "the facts are of one software; else assumed, of any")
     source: str = ""
     name: str = ""
 

@@ -41,6 +41,7 @@ _MEANINGS: dict[str, dict[str, list[str]]] = {
 }
 _TIMES = ("step_time_s", "tok_s_gpu", "tflops_gpu")
 _MEASURED = (*_TIMES, "peak_mem_gb")
+_TITLES = ("model", "row_id", "framework", "notes")  # where a row may say that it trains LoRA
 _ZERO = r"(?:zero-?)?(?:stage-?)?([0-3])"
 _WHERE_TO = re.compile("->|=>|→|-to-(?=cpu|host)")  # optimizer->CPU
 # Of mixed precision the narrowest format counts: matmuls run in it.
@@ -83,6 +84,7 @@ class PublishedRow:
     batch: float = 0.0
     empty: bool = False  # a stage would hold nothing
     line: int = 0  # of the table's file
+    software: str = ""  # as the table names it
 
     @property
     def family(self) -> str:
@@ -133,6 +135,8 @@ def _row(
         status = "oom" if oom else _meaning(fields, "status")
         ranks = _count(fields, "gpus", 0)
         batch = _number(fields, "global_batch")
+        if re.search(r"\blora\b", " ".join(fields.get(x, "") for x in _TITLES), re.IGNORECASE):
+            raise MachineError("it trains LoRA adapters, whose rank no column gives")
         kind = _device(fields["hardware"])
         made = _case(fields, profile)
         _refuse_format(made, kind, fields.get("precision", ""))
@@ -171,6 +175,7 @@ def _row(
         batch=batch,
         empty=case is not None and _empty(case, profile),
         line=number,
+        software=fields.get("framework", ""),
     )
 
 
