@@ -9,6 +9,7 @@ from ..draw import text_table
 from ..draw.words import wrapped
 from ..layout import Layout
 from ..layout.numbers import bytes_text, count_text, seconds_text
+from ..plan.interval import LEVEL, Interval, interval
 from ..plan.plausible import peak_of
 from ..plan.refused import Refusal
 from ..plan.search import Baseline, Plan
@@ -88,8 +89,19 @@ def _again(request: Request, layout: Layout) -> float:
 # ---- as JSON
 
 
+def range_of(request: Request, choice: Choice) -> Interval:
+    """The range in which four of five measured steps of a layout lie, as factors of its predicted step."""
+    return interval(choice.case, request.hardware, request.profile, choice.parts)
+
+
+def uncertainty_text(found: Interval, step: float) -> str:
+    """The range of a step and its largest cause, in one sentence."""
+    low, high = map(seconds_text, found.around(step))
+    return f"{LEVEL:.0%} range of the step {low} to {high}; largest uncertainty: {found.cause}."
+
+
 def choice_figures(request: Request, choice: Choice) -> dict[str, object]:
-    found, error = utilization(request, choice), request.profile.error
+    found, spread = utilization(request, choice), range_of(request, choice)
     return {
         "layout": str(choice.layout),
         "step_time_s": choice.step,
@@ -105,7 +117,12 @@ def choice_figures(request: Request, choice: Choice) -> dict[str, object]:
         "memory_by_kind_gb": {kind: held / 1e9 for kind, held in choice.memory.items()},
         "memory_by_stage_gb": [sum(held.values()) / 1e9 for held in choice.stages],
         "breakdown": dict(choice.parts),
-        "error_range": [choice.step * (1 - error), choice.step * (1 + error)],
+        "error_range": list(spread.around(choice.step)),
+        "error_level": LEVEL,
+        "error_causes": [
+            {"cause": x.name, "text": x.text, "below": x.below, "above": x.above}
+            for x in spread.causes
+        ],
     }
 
 
@@ -165,9 +182,10 @@ def _head(request: Request, plan: Plan) -> Iterator[str]:
     )
     yield from wrapped(
         f"{plan.considered:,} layouts, at most {plan.fitting:,} in {bytes_text(plan.room)} a device"
-        f" ({r.limit:.0%} of it); {plan.simulated:,} simulated. Times are right to about"
-        f" {r.profile.error:.0%}."
+        f" ({r.limit:.0%} of it); {plan.simulated:,} simulated."
     )
+    first = plan.layouts[0]
+    yield from wrapped(f"Number 1: {uncertainty_text(range_of(r, first), first.step)}")
 
 
 def _table(request: Request, plan: Plan) -> Iterator[str]:
@@ -238,13 +256,16 @@ def _reasons(refused: Sequence[Refusal]) -> Iterator[str]:
 
 def choice_text(request: Request, choice: Choice) -> Iterator[str]:
     """A layout by itself: its rates and the parts of its step."""
-    found, error = utilization(request, choice), request.profile.error
-    low, high = choice.step * (1 - error), choice.step * (1 + error)
+    found, spread = utilization(request, choice), range_of(request, choice)
+    low, high = map(seconds_text, spread.around(choice.step))
     yield from wrapped(
-        f"step {seconds_text(choice.step)} ({seconds_text(low)} to {seconds_text(high)}),"
+        f"step {seconds_text(choice.step)} ({low} to {high}),"
         f" {found.tokens:,.0f} tokens a second and device, MFU {found.mfu:.1%}"
         f"{_full(found, ' ({}% with full attention)')}, HFU {found.hfu:.1%}; {_rates(request, found)}"
         f"{'.' if found.note else ''}{_also([found.note])}"
+    )
+    yield from wrapped(
+        f"Four of five measured steps lie in that range. Largest uncertainty: {spread.cause}."
     )
     yield ""
     rows = [

@@ -8,23 +8,35 @@
 A run needs two lines of steps in its metrics.jsonl or more; the first one warms up and is left out.
 A table is what `phalanx plan score` reads; its rows name their devices, and one framework is fitted.
 First all of computing is slower by one factor; numbers of their own want runs that differ in tp, pp, ZeRO.
-Exit code 0: done; 2: wrong usage.
+The file also has the range of a step that the runs show, each of them predicted without it. A calibration
+that makes such predictions worse is refused.
+Exit code 0: done; 2: wrong usage, or runs that do not help.
 """
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from ..api.request import where
 from ..cost import cached_costs
 from ..draw import text_table
 from ..layout.codec import dump
-from ..plan.calibrate import CostedRun, by_model, calibrated, costed, read_run, spread_over
+from ..plan.calibrate import (
+    Calibration,
+    CostedRun,
+    by_model,
+    calibration,
+    costed,
+    read_run,
+    spread_over,
+)
+from ..plan.interval import Interval, amounts, interval, with_own_range
 from ..plan.local import profile_for
 from ..plan.profile import FITTED, NUMBERS, SoftwareProfile, profile
 from ..plan.published import runs_of, why_not
@@ -49,8 +61,11 @@ def run(argv: Sequence[str]) -> int:
         raise UsageError("name folders of runs or tables, not both at once.")
     before, costed_runs = _of_tables(args) if tables else _of_folders(args)
     used = spread_over(costed_runs, args.rows or 0)
-    like = calibrated(before, used)
-    after = like(None)
+    found = calibration(before, used)
+    if found.worse:
+        raise UsageError(_worse(found, before))
+    like, ranges = found.like, [_range(run, before) for run in used if run.measured > 0]
+    after = with_own_range(like(None), found.left_out, ranges)
     if args.out:
         save(args.out, dump(after, short=True))
     rows: list[dict[str, Any]] = [
@@ -64,8 +79,36 @@ def run(argv: Sequence[str]) -> int:
         }
         for run in costed_runs
     ]
-    figures = {"runs": rows, "profile": {name: getattr(after, name) for name in NUMBERS}}
+    figures = {
+        "runs": rows,
+        "profile": {name: getattr(after, name) for name in NUMBERS},
+        "range": [math.exp(-after.own_below), math.exp(after.own_above)]
+        if after.own_runs
+        else None,
+    }
     return result(args, figures, _text(rows, before, after, args.out))
+
+
+def _worse(found: Calibration, before: SoftwareProfile) -> str:
+    """Why a calibration is refused."""
+    errors = [
+        f"{fmean(math.expm1(abs(x)) for x in off):.1%}" for off in (found.before, found.left_out)
+    ]
+    return (
+        f"calibration makes runs worse that are left out: of {len(found.before)} runs, each predicted"
+        f" after a fit to the others, the mean error is {errors[1]}, and {errors[0]} without calibration."
+        f" Plan with --profile {before.name or 'as before'}, or name more runs, or runs that are more alike."
+    )
+
+
+def _range(run: CostedRun, before: SoftwareProfile) -> tuple[Interval, Mapping[str, float]]:
+    """The range of a run's step before calibration, and the amounts of the causes of its width."""
+    choice = run.choice(before)
+    profile, case = run.priced(before).profile, run.run.case
+    return (
+        interval(case, run.hardware, profile, choice.parts),
+        amounts(case, run.hardware, profile, choice.parts),
+    )
 
 
 def _of_folders(args: Namespace) -> tuple[SoftwareProfile, Sequence[CostedRun]]:
@@ -119,6 +162,14 @@ def _text(
         off = [f"{median(abs(r[when]) for r in unseen):.0%} {when}" for when in ("before", "after")]
         what = f"Median error of the {len(unseen)} runs that were not used"
         lines.append(f"{what}: {', '.join(off)}.")
+    if after.own_runs:
+        low, high = math.exp(-after.own_below), math.exp(after.own_above)
+        text = (
+            f"Four of five steps of such runs take {low:.2f} to {high:.2f} times what is predicted"
+        )
+        lines.append(
+            f"{text}: {after.own_runs} runs, each predicted without it, are off by as much."
+        )
     if (used := len(rows) - len(unseen)) < len(FITTED):
         lines.append(f"{used} runs for {len(FITTED)} numbers: use them near these runs only.")
     return "\n".join([*lines, *([f"written: {out}"] if out else [])])

@@ -14,8 +14,9 @@ import argparse
 import math
 from dataclasses import asdict
 
-from ..api.plan_text import utilization
+from ..api.plan_text import range_of, uncertainty_text, utilization
 from ..draw import text_table
+from ..draw.words import wrapped
 from ..layout.numbers import bytes_text, count_text, parse_count, seconds_text
 from ..plan.search import search
 from ..plan.spend import MTBF_HOURS, SAVED, Spending, saving_seconds, spending
@@ -61,6 +62,7 @@ def run(argv: list[str]) -> int:
         every = seconds_text(3600 * args.mtbf / request.hardware.ranks)
         say(f"{spent.devices:,} devices fail faster than they can start again: every {every}.")
         return 1
+    spread = range_of(request, choice)
     figures = asdict(spent) | {
         "hours": spent.hours,
         "device_hours": spent.device_hours,
@@ -68,7 +70,8 @@ def run(argv: list[str]) -> int:
         "goodput": spent.goodput,
         "layout": str(choice.layout),
         "step_time_s": choice.step,
-        "error": request.profile.error,
+        "error_range": [spread.low, spread.high],
+        "error_cause": spread.cause,
     }
     return result(args, figures, _text(request, choice, spent, args, saving))
 
@@ -76,7 +79,8 @@ def run(argv: list[str]) -> int:
 def _text(
     request: Request, choice: Choice, spent: Spending, args: argparse.Namespace, saving: float
 ) -> str:
-    low, high = (1 - request.profile.error) * spent.money, (1 + request.profile.error) * spent.money
+    spread = range_of(request, choice)
+    low, high = spread.around(spent.money)
     step = f"of {request.tokens:,} tokens, {seconds_text(choice.step)} each"
     size = bytes_text(SAVED * request.shape.total)
     saved = f"one every {seconds_text(spent.interval)}, {seconds_text(saving)} each, {size}"
@@ -89,10 +93,11 @@ def _text(
         ("failures", f"{spent.lost:,.1f}", f"hours: {failures}"),
         ("altogether", f"{spent.hours:,.1f}", f"hours or {days}"),
         ("device hours", f"{spent.device_hours:,.0f}", ""),
-        ("money", f"{spent.money:,.0f}", f"({low:,.0f} to {high:,.0f} by the step's error)"),
+        ("money", f"{spent.money:,.0f}", f"({low:,.0f} to {high:,.0f} by the range of the step)"),
     ]
+    uncertain = "\n".join(wrapped(uncertainty_text(spread, choice.step)))
     return (
         f"{request.shape.name}, {count_text(args.tokens)} tokens on {request.hardware.name}"
         f" at {args.price:g} an hour and device\n{choice.layout}\n\n"
-        f"{text_table((), rows, left='lrl', indent=2)}"
+        f"{text_table((), rows, left='lrl', indent=2)}\n{uncertain}"
     )

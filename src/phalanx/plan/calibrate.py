@@ -40,7 +40,8 @@ _SMALL = 0.01  # a difference that counts as one
 # How far apart kinds of runs are, and runs of one kind: the middle of what other families want.
 _APART, _OWN = 0.04, 0.05
 _TAILS, _TURNS = 3, 20  # degrees of freedom; until nothing moves
-_FOLDS = 5  # in which runs are left out to see whether more numbers help
+_FOLDS = 5  # in which many runs are left out to see whether a fit helps
+_ALONE = 8  # runs of which each is left out by itself
 LEAST = 3  # runs with which that can be seen
 _WORTH = 0.8  # of the error that is left before, if more is moved
 _MOVES = 40
@@ -229,12 +230,34 @@ def _simplex(
     return [float(x) for x in min(known, key=operator.itemgetter(0))[1]]
 
 
+@dataclass(frozen=True)
+class Calibration:
+    """What calibrating on some runs made of a profile, and how far off each run is: the logarithm of its
+    measured over its predicted step, before, and calibrated without it."""
+
+    like: Callable[[CostedRun | None], SoftwareProfile]
+    before: tuple[float, ...] = ()
+    left_out: tuple[float, ...] = ()
+
+    @property
+    def worse(self) -> bool:
+        """True if runs that were left out are further off than without calibration, on average."""
+        after = [abs(x) for x in self.left_out]
+        return bool(after) and fmean(after) > fmean(abs(x) for x in self.before)
+
+
 def calibrated(
     base: SoftwareProfile, runs: Sequence[CostedRun]
 ) -> Callable[[CostedRun | None], SoftwareProfile]:
-    """The profile after some runs, for what is like a run, or for all that they are like: computing is
-    slower or faster by one factor. With three runs or more each number may move by itself, where that
-    helps runs that are left out in turn."""
+    """The profile after some runs, for what is like a run, or for all that they are like; the profile as
+    it was where calibration makes runs worse that are left out."""
+    found = calibration(base, runs)
+    return (lambda like: base) if found.worse else found.like
+
+
+def calibration(base: SoftwareProfile, runs: Sequence[CostedRun]) -> Calibration:
+    """Calibrates a profile: computing is slower or faster by one factor. With three runs or more each
+    number may move by itself, where that helps runs that are left out in turn."""
     timed = [run for run in runs if run.measured > 0]
     paths = {id(run): run.longest(base) for run in timed}
     met: dict[int, list[LongestPath]] = {}
@@ -248,20 +271,35 @@ def calibrated(
         found = fit(slower(some)(None), some, clip=math.inf, moves=_MOVES, met=met)
         return lambda like: found
 
-    def off(way: Callable[..., Callable[[CostedRun | None], SoftwareProfile]]) -> list[float]:
-        folds, found = range(min(_FOLDS, len(timed))), list[float]()
-        for fold in folds:
-            moved = way([run for n, run in enumerate(timed) if n % len(folds) != fold])
-            for run in timed[fold :: len(folds)]:
-                found.append(abs(math.log(paths[id(run)](moved(run)) / run.measured)))
-        return found
+    def off(run: CostedRun, numbers: SoftwareProfile) -> float:
+        return math.log(run.measured / paths[id(run)](numbers))
 
-    if len(timed) >= LEAST:
-        least, more = off(slower), off(fitted)
-        # Of most runs, and not of one that is far off.
-        if all(middle(more) < _WORTH * middle(least) for middle in (fmean, median)):
-            return fitted(timed)
-    return slower(timed)
+    def left_out(
+        way: Callable[..., Callable[[CostedRun | None], SoftwareProfile]],
+    ) -> tuple[float, ...]:
+        """How far off each run is, after a fit to the others; of many runs to four of five of them."""
+        count = len(timed) if len(timed) <= _ALONE else _FOLDS
+        found = dict[int, float]()
+        for fold in range(count):
+            moved = way([run for n, run in enumerate(timed) if n % count != fold])
+            found |= {n: off(timed[n], moved(timed[n])) for n in range(fold, len(timed), count)}
+        return tuple(found[n] for n in range(len(timed)))
+
+    before = tuple(off(run, base) for run in timed)
+    if len(timed) < 2:
+        return Calibration(slower(timed), before)
+    least = left_out(slower)
+    if len(timed) < LEAST:
+        return Calibration(slower(timed), before, least)
+    more = left_out(fitted)
+    # Of most runs, and not of one that is far off.
+    better = [
+        middle([abs(x) for x in more]) < _WORTH * middle([abs(x) for x in least])
+        for middle in (fmean, median)
+    ]
+    if all(better):
+        return Calibration(fitted(timed), before, more)
+    return Calibration(slower(timed), before, least)
 
 
 def kind(run: CostedRun) -> tuple[Any, ...]:

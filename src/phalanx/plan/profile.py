@@ -83,6 +83,11 @@ class SoftwareProfile:
     context: float = key(1.5e9, "bytes that no tensor holds: driver, communicators")
     reserve: float = key(1.04, "what an allocator holds for each byte in use")
     known: bool = key(True, "the facts are of one software; else assumed, of any")
+    own_runs: int = key(0, "runs that `plan calibrate` fitted it on", minimum=0)
+    own_below: float = key(0.0, "log of how far below a prediction four of five are", minimum=0)
+    own_above: float = key(0.0, "the same above", minimum=0)
+    own_causes: tuple[str, ...] = key((), "causes of uncertainty that those runs had")
+    own_amounts: tuple[float, ...] = key((), "how strongly each of them applied, at most")
     source: str = ""
     name: str = ""
 
@@ -111,7 +116,14 @@ def profiles() -> dict[str, SoftwareProfile]:
 def profile(name: str) -> SoftwareProfile:
     """The profile of that name, or of a file that ends in .toml: what `plan calibrate` writes."""
     if name.endswith(".toml"):
-        return load(SoftwareProfile, name, "profile file", MachineFileError)
+        found = load(SoftwareProfile, name, "profile file", MachineFileError)
+        causes, amounts = len(found.own_causes), len(found.own_amounts)
+        if causes != amounts:
+            raise MachineError(
+                f"{name}: own_causes names {causes} causes, and own_amounts has {amounts} numbers."
+                " Write one number for each cause."
+            )
+        return found
     known = profiles()
     if name not in known:
         raise MachineError(f"{no_such('profile', name, known)} Profiles are {', '.join(known)}.")
