@@ -242,11 +242,21 @@ def coverage(runs: Sequence[Run]) -> list[Coverage]:
 # ---- text
 
 
-def toml_text(width: Floats) -> str:
+def toml_text(width: Floats, found: Sequence[Coverage]) -> str:
+    """The text of `intervals.toml`."""
+    named, unknown = (
+        [x.held for x in found if x.group.endswith(UNKNOWN) == u] for u in (False, True)
+    )
     lines = [
         "# Widths of the range of a step, as logarithms, by cause: benchmarks/planner_intervals.py --write.",
         "# The devices whose runs, or whose siblings' runs, the planner's numbers were fitted on:",
         f"devices = {list(widths().devices)}".replace("'", '"'),
+        "",
+        "# Share of published runs in such a range, with their whole family left out of the fit: means of",
+        "# groups whose software was named, and of the same runs with their software taken as unknown.",
+        "[covered]",
+        f"base = {fmean(named):.2f}",
+        f"software = {fmean(unknown):.2f}",
     ]
     for name, values in zip(("below", "above"), width, strict=True):
         lines += ["", f"[{name}]"]
@@ -287,10 +297,11 @@ def main(argv: Sequence[str]) -> int:
     if args.tables:
         write_runs(list(collected(args.tables)))
     runs = read_runs()
-    text = toml_text(fitted(runs))
+    found = coverage(runs)
+    text = toml_text(fitted(runs), found)
     if args.write:
         WIDTHS.write_text(text, encoding="utf-8")
-    print(coverage_text(coverage(runs)))
+    print(coverage_text(found))
     print(text)
     return 0
 

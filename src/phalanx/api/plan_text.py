@@ -9,7 +9,7 @@ from ..draw import text_table
 from ..draw.words import wrapped
 from ..layout import Layout
 from ..layout.numbers import bytes_text, count_text, seconds_text
-from ..plan.interval import LEVEL, Interval, interval
+from ..plan.interval import Interval, interval
 from ..plan.plausible import peak_of
 from ..plan.refused import Refusal
 from ..plan.search import Baseline, Plan
@@ -90,14 +90,18 @@ def _again(request: Request, layout: Layout) -> float:
 
 
 def range_of(request: Request, choice: Choice) -> Interval:
-    """The range in which four of five measured steps of a layout lie, as factors of its predicted step."""
+    """The expected range of a layout's step, as factors of its prediction."""
     return interval(choice.case, request.hardware, request.profile, choice.parts)
 
 
 def uncertainty_text(found: Interval, step: float) -> str:
-    """The range of a step and its largest cause, in one sentence."""
+    """The range of a step, the share of runs that fell in such a range, and its largest cause."""
     low, high = map(seconds_text, found.around(step))
-    return f"{LEVEL:.0%} range of the step {low} to {high}; largest uncertainty: {found.cause}."
+    if found.own_runs:
+        whose = f"{found.level:.0%} by the errors of your own {found.own_runs} runs"
+    else:
+        whose = f"{found.level:.0%} of unseen published runs fell in theirs"
+    return f"Expected range {low} to {high} ({whose}). Largest uncertainty: {found.cause}."
 
 
 def choice_figures(request: Request, choice: Choice) -> dict[str, object]:
@@ -118,7 +122,7 @@ def choice_figures(request: Request, choice: Choice) -> dict[str, object]:
         "memory_by_stage_gb": [sum(held.values()) / 1e9 for held in choice.stages],
         "breakdown": dict(choice.parts),
         "error_range": list(spread.around(choice.step)),
-        "error_level": LEVEL,
+        "error_level": spread.level,
         "error_causes": [
             {"cause": x.name, "text": x.text, "below": x.below, "above": x.above}
             for x in spread.causes
@@ -185,7 +189,8 @@ def _head(request: Request, plan: Plan) -> Iterator[str]:
         f" ({r.limit:.0%} of it); {plan.simulated:,} simulated."
     )
     first = plan.layouts[0]
-    yield from wrapped(f"Number 1: {uncertainty_text(range_of(r, first), first.step)}")
+    uncertainty = uncertainty_text(range_of(r, first), first.step)
+    yield from wrapped(f"Layout 1 takes {seconds_text(first.step)}. {uncertainty}")
 
 
 def _table(request: Request, plan: Plan) -> Iterator[str]:
@@ -257,16 +262,13 @@ def _reasons(refused: Sequence[Refusal]) -> Iterator[str]:
 def choice_text(request: Request, choice: Choice) -> Iterator[str]:
     """A layout by itself: its rates and the parts of its step."""
     found, spread = utilization(request, choice), range_of(request, choice)
-    low, high = map(seconds_text, spread.around(choice.step))
     yield from wrapped(
-        f"step {seconds_text(choice.step)} ({low} to {high}),"
+        f"step {seconds_text(choice.step)},"
         f" {found.tokens:,.0f} tokens a second and device, MFU {found.mfu:.1%}"
         f"{_full(found, ' ({}% with full attention)')}, HFU {found.hfu:.1%}; {_rates(request, found)}"
         f"{'.' if found.note else ''}{_also([found.note])}"
     )
-    yield from wrapped(
-        f"Four of five measured steps lie in that range. Largest uncertainty: {spread.cause}."
-    )
+    yield from wrapped(uncertainty_text(spread, choice.step))
     yield ""
     rows = [
         (_NAMES[name], seconds_text(time), f"{100 * time / choice.step:.1f} %")

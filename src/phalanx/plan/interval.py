@@ -1,8 +1,8 @@
-"""The range in which four of five measured steps lie around a predicted one, and what makes it wide.
+"""The expected range of a step around its prediction, and the causes that make it wide.
 
-Each cause of uncertainty that applies to a case widens the range: by how much was fitted on published
-runs that no other number of the planner had seen (`intervals.toml`). Causes are independent, so that
-their widths add up in squares. Below and above the prediction have widths of their own.
+Each cause of uncertainty that applies to a case widens the range. The widths were fitted on published
+runs that no other number of the planner had seen (`intervals.toml`). Causes are independent, so their
+widths add in squares. The widths below and above the prediction differ.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from .hardware import Hardware, Roofline
 from .price import Case
 from .profile import SoftwareProfile
 
-LEVEL = 0.8  # of measured steps that lie in the range
+OWN_LEVEL = 0.8  # share of steps in the range that a calibration derives from its own runs
 _QUANTILE = 1.2816  # of the normal distribution, at the upper end of such a range
 _MESSAGES = ("tensor", "data", "pipe")  # the parts of a step that wait for messages
-_DEVICES = 8.0  # so many devices add nothing to the range
+_DEVICES = 8.0  # up to this many devices add nothing to the range
 BASE, SOFTWARE, DEVICE, ATTENTION, MATMUL = "base", "software", "device", "attention", "matmul"
 NARROW, EXPERTS, SCALE, TENSOR = "narrow", "experts", "scale", "tensor"
 MESSAGES, OFFLOAD, MACHINE, OWN = "messages", "offload", "machine", "own"
@@ -49,14 +49,21 @@ class Cause:
 
 @dataclass(frozen=True)
 class Interval:
-    """The range of a step: factors of the prediction, and its causes, the widest first."""
+    """The range of a step: factors of the prediction, and its causes, the widest first.
+
+    `level` is the share of published runs that fell in such a range while their whole family was left
+    out of the fit. With `own_runs` the range comes from that many runs of the user, and `level` is
+    Student's.
+    """
 
     low: float
     high: float
     causes: tuple[Cause, ...]
+    level: float
+    own_runs: int = 0
 
     def around(self, step: float) -> tuple[float, float]:
-        """Seconds between which four of five measured steps lie."""
+        """The lower and upper end of the range, in seconds."""
         return step * self.low, step * self.high
 
     @property
@@ -67,10 +74,11 @@ class Interval:
 
 @dataclass(frozen=True)
 class Widths:
-    """What `intervals.toml` has: widths of every cause, and the devices whose runs the planner's numbers
-    were fitted on."""
+    """The contents of `intervals.toml`: the widths of every cause, the devices on whose runs the planner's
+    numbers were fitted, and the shares of runs that fell in their range with their family left out."""
 
     devices: tuple[str, ...]
+    covered: Mapping[str, float]
     below: Mapping[str, float]
     above: Mapping[str, float]
 
@@ -80,13 +88,13 @@ def widths() -> Widths:
     """The fitted widths."""
     path = Path(__file__).parent / "intervals.toml"
     table = tomllib.loads(path.read_text(encoding="utf-8"))
-    return Widths(tuple(table["devices"]), table["below"], table["above"])
+    return Widths(tuple(table["devices"]), table["covered"], table["below"], table["above"])
 
 
 def amounts(
     case: Case, hardware: Hardware, profile: SoftwareProfile, parts: Mapping[str, float]
 ) -> dict[str, float]:
-    """How strongly each cause applies to a prediction; 0: not at all. A width is multiplied by it."""
+    """Strength with which each cause applies to a prediction, 0 if not at all; it multiplies the width."""
     layout, rates = case.layout, hardware.rates
     attention = attention_part(case.shape, case.sequence)
     dtype = case.dtype or ("fp8" if layout.matmul else layout.precision)
@@ -112,7 +120,7 @@ def amounts(
 
 
 def attention_part(shape: Shape, sequence: int) -> float:
-    """Part of the model's FLOPs that is attention, causal and without windows."""
+    """Share of attention, causal and without windows, in the model's FLOPs."""
     pairs = sequence * shape.heads * shape.head_dim * shape.layers
     return pairs / (pairs + shape.active) if pairs else 0.0
 
@@ -120,12 +128,12 @@ def attention_part(shape: Shape, sequence: int) -> float:
 def interval(
     case: Case, hardware: Hardware, profile: SoftwareProfile, parts: Mapping[str, float]
 ) -> Interval:
-    """The range of a predicted step, from the causes that apply to it. Where a profile was calibrated, its
-    own runs say how far off it is, and other causes count by how much they go beyond those runs."""
+    """The range of a predicted step, from the causes that apply to it. The runs of a calibrated profile show
+    its error, and other causes count only as far as they exceed those of these runs."""
     fitted, known = widths(), dict(zip(profile.own_causes, profile.own_amounts, strict=True))
     texts, found = _texts(case, hardware, profile, parts), list[Cause]()
     if profile.own_runs:
-        text = f"{profile.own_runs} runs of your own, each predicted without it, are off by as much"
+        text = f"the errors of your own {profile.own_runs} runs, each predicted from the others"
         found.append(Cause(OWN, text, profile.own_below, profile.own_above))
     for name, amount in amounts(case, hardware, profile, parts).items():
         beyond = max(0.0, amount - known.get(name, 0.0))
@@ -135,26 +143,27 @@ def interval(
     below = math.hypot(*(cause.below for cause in found))
     above = math.hypot(*(cause.above for cause in found))
     widest = sorted(found, key=lambda cause: -cause.width)
-    return Interval(math.exp(-below), math.exp(above), tuple(widest))
+    software = SOFTWARE if any(cause.name == SOFTWARE for cause in found) else BASE
+    level = OWN_LEVEL if profile.own_runs else fitted.covered[software]
+    return Interval(math.exp(-below), math.exp(above), tuple(widest), level, profile.own_runs)
 
 
 def _texts(
     case: Case, hardware: Hardware, profile: SoftwareProfile, parts: Mapping[str, float]
 ) -> dict[str, str]:
-    """Every cause in words, as they complete "The largest uncertainty: ..."."""
+    """Every cause in words, as they complete "Largest uncertainty: ..."."""
     layout, step = case.layout, sum(parts.values())
     waits = sum(parts.get(name, 0.0) for name in _MESSAGES) / step if step else 0.0
     format_ = case.dtype or layout.matmul or layout.precision
     title = hardware.rates.device.title if isinstance(hardware.rates, Roofline) else hardware.name
     return {
-        BASE: "the usual scatter of published runs on software and devices that are known",
-        SOFTWARE: f"the kernels and the overlap of the software are not known, but those of"
-        f" {profile.name!r} assumed",
-        DEVICE: f"the planner's numbers were fitted on no run on {title}",
+        BASE: "the usual scatter of published runs on known software and devices",
+        SOFTWARE: f"no run of the software {profile.name!r} was fitted: its kernels and overlap are assumed",
+        DEVICE: f"no run on {title} was fitted",
         ATTENTION: f"the speed of {profile.attention} attention on {title} is estimated, not measured",
         MATMUL: f"the speed of {format_} matmuls on {title} is estimated, not measured",
         NARROW: f"matmuls in {format_} gain less in some models than in others",
-        EXPERTS: "few runs with experts were published, and tokens are taken as evenly spread",
+        EXPERTS: "few runs with experts are published, and tokens are assumed to spread evenly",
         SCALE: f"slow ranks and a shared network among {layout.ranks:,} devices are not simulated",
         TENSOR: f"tp{layout.tp} sends every block's messages between servers of {hardware.node}",
         MESSAGES: f"{waits:.0%} of the step waits for messages, whose speed differs between clusters",

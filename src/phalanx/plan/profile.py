@@ -82,12 +82,12 @@ class SoftwareProfile:
     logs_gib: bool = key(False, "the GB of its log are 2^30 bytes")
     context: float = key(1.5e9, "bytes that no tensor holds: driver, communicators")
     reserve: float = key(1.04, "what an allocator holds for each byte in use")
-    known: bool = key(True, "the facts are of one software; else assumed, of any")
+    known: bool = key(True, "its numbers were fitted on runs of this software")
     own_runs: int = key(0, "runs that `plan calibrate` fitted it on", minimum=0)
-    own_below: float = key(0.0, "log of how far below a prediction four of five are", minimum=0)
-    own_above: float = key(0.0, "the same above", minimum=0)
+    own_below: float = key(0.0, "log of the range's width below a prediction", minimum=0)
+    own_above: float = key(0.0, "log of the range's width above it", minimum=0)
     own_causes: tuple[str, ...] = key((), "causes of uncertainty that those runs had")
-    own_amounts: tuple[float, ...] = key((), "how strongly each of them applied, at most")
+    own_amounts: tuple[float, ...] = key((), "largest strength of each of them")
     source: str = ""
     name: str = ""
 
