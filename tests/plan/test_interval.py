@@ -98,7 +98,12 @@ def test_every_cause_has_a_width_and_every_device_of_the_list_is_catalogued() ->
         assert all(value > 0 for value in side.values())
     for name in widths().devices:
         assert hardware_of(cluster(f"{name}x8")).ranks == 8
-    assert {name for name, each in profiles().items() if not each.known} == {"default", "compiled"}
+    assert {name for name, each in profiles().items() if not each.known} == {
+        "default",
+        "compiled",
+        "phalanx",
+        "phalanx-muon",
+    }
 
 
 # ---- runs of one's own
@@ -120,7 +125,7 @@ def test_the_range_of_a_calibrated_profile_is_that_of_its_runs() -> None:
     assert 1.03 < high < wide[1]
     low, high = _range("b200x8", "dp8 bf16", _own(many))
     # Forty runs with a spread of 2 %: 1.28 of it on either side, and a little for the range before.
-    assert (low, high) == pytest.approx((0.96, 1.04), abs=0.02)
+    assert (low, high) == pytest.approx((0.95, 1.05), abs=0.02)
     # Runs that are off by more than was expected make the range wider than it was.
     assert _range("b200x8", "dp8 bf16", _own([0.5, -0.6, 0.7]))[1] > wide[1]
     assert _own([0.1]) == profile("default")  # one run cannot be left out

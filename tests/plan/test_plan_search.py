@@ -399,7 +399,7 @@ def test_the_busiest_rank_is_that_with_the_most_tokens(tmp_path: Path) -> None:
     # Of 1, 1/2, 1/3 and 1/4 the first two have 18 parts of 25.
     assert Routing.parse("zipf:1", shape).busiest(2) == pytest.approx(2 * 18 / 25)
     assert Routing.parse("balanced", shape).busiest(4) == 1.0
-    for text, words in (("[1, 2]", "no list of 4 counts"), ("[0, 0, 0, 0]", "no list of 4")):
+    for text, words in (("[1, 2]", "not a list of 4 counts"), ("[0, 0, 0, 0]", "not a list of 4")):
         file.write_text(text)
         with pytest.raises(LayoutError, match=words):
             Routing.parse(str(file), shape)

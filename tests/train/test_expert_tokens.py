@@ -61,7 +61,7 @@ def test_the_planner_reads_what_a_run_has_counted(alone: list[list[int]], tmp_pa
     assert Routing.parse(str(file), shape).busiest(2) == pytest.approx(2 * sum(most) / 3)
     for text in ("[[1, 2]]", "[[1, 1, 1, 1, 1], 3]", "[]", "{}", "[[]]", "[1, 1, 1, 1, 1e999]"):
         file.write_text(text)
-        with pytest.raises(LayoutError, match="no list of 5 counts"):
+        with pytest.raises(LayoutError, match="not a list of 5 counts"):
             Routing.parse(str(file), shape)
 
 

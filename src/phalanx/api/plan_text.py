@@ -9,7 +9,7 @@ from ..draw import text_table
 from ..draw.words import wrapped
 from ..layout import Layout
 from ..layout.numbers import bytes_text, count_text, seconds_text
-from ..plan.interval import Interval, interval
+from ..plan.interval import StepRange, interval
 from ..plan.plausible import peak_of
 from ..plan.refused import Refusal
 from ..plan.search import Baseline, Plan
@@ -89,12 +89,12 @@ def _again(request: Request, layout: Layout) -> float:
 # ---- as JSON
 
 
-def range_of(request: Request, choice: Choice) -> Interval:
+def range_of(request: Request, choice: Choice) -> StepRange:
     """The expected range of a layout's step, as factors of its prediction."""
     return interval(choice.case, request.hardware, request.profile, choice.parts)
 
 
-def uncertainty_text(found: Interval, step: float) -> str:
+def uncertainty_text(found: StepRange, step: float) -> str:
     """The range of a step, the share of runs that fell in such a range, and its largest cause."""
     low, high = map(seconds_text, found.around(step))
     if found.own_runs:

@@ -36,7 +36,7 @@ from ..plan.calibrate import (
     read_run,
     spread_over,
 )
-from ..plan.interval import Interval, amounts, interval, with_own_range
+from ..plan.interval import StepRange, amounts, interval, with_own_range
 from ..plan.local import profile_for
 from ..plan.profile import FITTED, NUMBERS, SoftwareProfile, profile
 from ..plan.published import runs_of, why_not
@@ -101,7 +101,7 @@ def _worse(found: Calibration, before: SoftwareProfile) -> str:
     )
 
 
-def _range(run: CostedRun, before: SoftwareProfile) -> tuple[Interval, Mapping[str, float]]:
+def _range(run: CostedRun, before: SoftwareProfile) -> tuple[StepRange, Mapping[str, float]]:
     """The range of a run's step before calibration, and the amounts of the causes of its width."""
     choice = run.choice(before)
     profile, case = run.priced(before).profile, run.run.case

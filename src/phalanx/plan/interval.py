@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import fmean
 
 from ..layout import Shape
+from ..layout.choices import FP8
 from .hardware import Hardware, Roofline
 from .price import Case
 from .profile import SoftwareProfile
@@ -23,6 +24,7 @@ from .profile import SoftwareProfile
 OWN_LEVEL = 0.8  # share of steps in the range that a calibration derives from its own runs
 _QUANTILE = 1.2816  # of the normal distribution, at the upper end of such a range
 _MESSAGES = ("tensor", "data", "pipe")  # the parts of a step that wait for messages
+FP4 = "fp4"  # in tables of published runs
 _DEVICES = 8.0  # up to this many devices add nothing to the range
 BASE, SOFTWARE, DEVICE, ATTENTION, MATMUL = "base", "software", "device", "attention", "matmul"
 NARROW, EXPERTS, SCALE, TENSOR = "narrow", "experts", "scale", "tensor"
@@ -48,7 +50,7 @@ class Cause:
 
 
 @dataclass(frozen=True)
-class Interval:
+class StepRange:
     """The range of a step: factors of the prediction, and its causes, the widest first.
 
     `level` is the share of published runs that fell in such a range while their whole family was left
@@ -97,13 +99,13 @@ def amounts(
     """Strength with which each cause applies to a prediction, 0 if not at all; it multiplies the width."""
     layout, rates = case.layout, hardware.rates
     attention = attention_part(case.shape, case.sequence)
-    dtype = case.dtype or ("fp8" if layout.matmul else layout.precision)
+    dtype = case.dtype or (FP8 if layout.matmul else layout.precision)
     step = sum(parts.values())
     found = {
         BASE: 1.0,
         MACHINE: float(hardware.measured),
         SOFTWARE: 0.0 if profile.known else 1.0,
-        NARROW: float(dtype in ("fp8", "fp4")),
+        NARROW: float(dtype in (FP8, FP4)),
         EXPERTS: float(case.shape.experts > 0),
         SCALE: max(0.0, math.log2(layout.ranks / _DEVICES)),
         TENSOR: max(0.0, math.log2(layout.tp / hardware.node)),
@@ -127,7 +129,7 @@ def attention_part(shape: Shape, sequence: int) -> float:
 
 def interval(
     case: Case, hardware: Hardware, profile: SoftwareProfile, parts: Mapping[str, float]
-) -> Interval:
+) -> StepRange:
     """The range of a predicted step, from the causes that apply to it. The runs of a calibrated profile show
     its error, and other causes count only as far as they exceed those of these runs."""
     fitted, known = widths(), dict(zip(profile.own_causes, profile.own_amounts, strict=True))
@@ -145,7 +147,7 @@ def interval(
     widest = sorted(found, key=lambda cause: -cause.width)
     software = SOFTWARE if any(cause.name == SOFTWARE for cause in found) else BASE
     level = OWN_LEVEL if profile.own_runs else fitted.covered[software]
-    return Interval(math.exp(-below), math.exp(above), tuple(widest), level, profile.own_runs)
+    return StepRange(math.exp(-below), math.exp(above), tuple(widest), level, profile.own_runs)
 
 
 def _texts(
@@ -175,7 +177,7 @@ def _texts(
 def with_own_range(
     profile: SoftwareProfile,
     off: Sequence[float],
-    runs: Sequence[tuple[Interval, Mapping[str, float]]],
+    runs: Sequence[tuple[StepRange, Mapping[str, float]]],
 ) -> SoftwareProfile:
     """A calibrated profile with the range that its own runs show.
 
@@ -196,7 +198,8 @@ def with_own_range(
     below = reach(fmean(-math.log(each.low) for each, _ in runs))
     above = reach(fmean(math.log(each.high) for each, _ in runs))
     most = {name: max(found.get(name, 0.0) for _, found in runs) for name in CAUSES}
-    covered = {name: round(amount, 4) for name, amount in most.items() if amount}
+    # Rounded up, so that a run like these has no cause that exceeds them.
+    covered = {name: math.ceil(1e4 * amount) / 1e4 for name, amount in most.items() if amount}
     return replace(
         profile,
         own_runs=count,
