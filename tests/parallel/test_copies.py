@@ -229,9 +229,11 @@ def seen(*copies: list[float], gradients: list[list[float]] | None = None) -> li
 
 
 def one_step(part: Part) -> Seen:
+    ones = [1.0]
     return Seen(
-        [part], losses=[1.0], counts=[1.0], norms=[1.0], scales=[1.0], outputs=[{}], routes=[{}]
-    )
+        [part], losses=ones, counts=ones, norms=[1.0], logged=ones, scales=ones,
+        outputs=[{}], routes=[{}],
+    )  # fmt: skip
 
 
 def rate(step: int) -> float:

@@ -52,7 +52,7 @@ def one_process() -> dict[str, Tensor]:
         steps=2,
         optimizer=AdamW(),
         rate=lambda step: 1e-2,
-        clip=0.5,
+        clip=lambda step: 0.5,
         precision=Precision(),
         seed=0,
     )

@@ -1,11 +1,11 @@
 """Seeded faults: mistakes put into the engine on purpose. `make faults` lists what `verify` says."""
 
-from . import eight_bits, engine, matrices, narrow, order, routed
+from . import eight_bits, engine, matrices, narrow, order, routed, steps
 from .catch import Catch, catch, setting_of, trained, truth, verdict_of
 from .fault import FAULTS, HALVES, Fault, swapped
 
 # Importing each enters its faults into the list.
-LISTED = (engine, order, narrow, routed, matrices, eight_bits)
+LISTED = (engine, order, narrow, routed, matrices, eight_bits, steps)
 
 __all__ = [
     "FAULTS",

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from phalanx.comm.launch import workers
 from phalanx.layout import Layout, Shape
 from phalanx.layout.choices import COMPARED
-from phalanx.parallel import build_model
-from phalanx.verify import SHAPES, Trace, Verdict, batch_of
+from phalanx.parallel import Model, build_model
+from phalanx.train.program import with_z_loss
+from phalanx.verify import SHAPES, Trace, Verdict
+from phalanx.verify.cases import trial_batch
 from phalanx.verify.low_precision import sums_of
 from phalanx.verify.trial import Setting, join, program_in, train_layout
-from phalanx.verify.verify import OPTIMIZERS, Truth, judge, precision_named, setting_for, truth_of
+from phalanx.verify.verify import (
+    OPTIMIZERS,
+    Truth,
+    judge,
+    precision_named,
+    setting_for,
+    truth_of,
+    with_loss_scale,
+)
 
 from .fault import Fault
 
@@ -41,10 +52,11 @@ def setting_of(
 ) -> Setting:
     """What `verify` trains with in this dtype. `noisy` batches have what dropout draws from."""
     precision = precision_named(dtype)
-    return Setting(
-        partial(batch_of, shape, dtype=precision.compute, packed=packed, noisy=noisy),
+    setting = Setting(
+        partial(trial_batch, shape, dtype=precision.compute, packed=packed, noisy=noisy),
         steps=steps, precision=precision, optimizer=OPTIMIZERS[optimizer],
     )  # fmt: skip
+    return with_loss_scale(partial(build_model, shape), setting)
 
 
 @cache
@@ -56,16 +68,24 @@ def truth(
     dropout: float = 0.0,
     matmul: str = "",
     cuts: Layout | None = None,
+    z_loss: float = 0.0,
 ) -> Truth:
     """What one process does with one of `verify`'s shapes; trained once."""
     shape = SHAPES[name]
     setting = setting_of(shape, dtype, optimizer=optimizer, packed=packed, noisy=dropout > 0)
-    return truth_of(partial(build_model, shape, dropout=dropout), setting, matmul, cuts)
+    return truth_of(_maker(shape, dropout, z_loss), setting, matmul, cuts)
 
 
-def trained(layout: Layout, shape: Shape, setting: Setting, dropout: float = 0.0) -> Trace:
+def _maker(shape: Shape, dropout: float, z_loss: float) -> Callable[[], Model]:
+    plain = partial(build_model, shape, dropout=dropout)
+    return partial(with_z_loss, plain, z_loss) if z_loss else plain
+
+
+def trained(
+    layout: Layout, shape: Shape, setting: Setting, dropout: float = 0.0, z_loss: float = 0.0
+) -> Trace:
     """What a layout does, on ranks that are threads."""
-    make = partial(build_model, shape, dropout=dropout)
+    make = _maker(shape, dropout, z_loss)
     program = program_in(layout, make, setting)
     with workers(layout.ranks, backend="threads") as run:
         return join(run(train_layout, layout, program, make, setting), setting.steps)
@@ -84,11 +104,12 @@ def catch(fault: Fault, dtype: str) -> Catch:
     setting = setting_of(shape, dtype, optimizer=by, packed=fault.packed, noisy=noisy)
     setting = setting_for(layout, setting)
     cuts = sums_of(layout) if layout.matmul else None
-    known = truth(fault.shape, dtype, by, fault.packed, dropout, layout.matmul, cuts)
+    known = truth(fault.shape, dtype, by, fault.packed, dropout, layout.matmul, cuts, fault.z_loss)
     with fault.patch():
-        got = trained(layout, shape, setting, dropout)
+        got = trained(layout, shape, setting, dropout, fault.z_loss)
     verdict = judge(layout, got, known, setting)
-    losses = [abs(a.loss / b.loss - 1) for a, b in zip(got.steps, known.trace.steps, strict=True)]
+    pairs = [(a.loss, b.loss) for a, b in zip(got.steps, known.trace.steps, strict=True)]
+    losses = [abs(a / b - 1) if b else abs(a) for a, b in pairs]  # a step may have no targets
     return Catch(
         fault.name, verdict.layout, not verdict.passed, fault.names in verdict.first_difference,
         verdict.first_difference, losses[0], max(losses),

@@ -31,6 +31,7 @@ class Fault:
     dropout: float = 0.0
     dtypes: tuple[str, ...] = ("float64",)  # in which it is a mistake that shows
     optimizer: str = "adamw"
+    z_loss: float = 0.0
 
 
 FAULTS: list[Fault] = []
@@ -63,12 +64,15 @@ def fault(
     dropout: float = 0.0,
     dtypes: tuple[str, ...] = ("float64",),
     optimizer: str = "adamw",
+    z_loss: float = 0.0,
 ) -> Callable[[Patch], Patch]:
     """Enter a patch into the list. The layout is in words without a precision."""
 
     def enter(patch: Patch) -> Patch:
         where = Layout.parse(layout)
-        FAULTS.append(Fault(name, shape, where, patch, names, packed, dropout, dtypes, optimizer))
+        FAULTS.append(
+            Fault(name, shape, where, patch, names, packed, dropout, dtypes, optimizer, z_loss)
+        )
         return patch
 
     return enter

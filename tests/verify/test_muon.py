@@ -146,7 +146,7 @@ def _compare_shared(layout: str) -> None:
             x = nn.functional.gelu(x @ torch.cat(each))
         plain.zero_grad()
         (x.square().mean(-1).sum() / count).backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(every, setting.clip)
+        nn.utils.clip_grad_norm_(every, setting.clip(step) or float("inf"))
         plain.param_groups[0]["lr"] = setting.rate(step) * 0.5
         with _Unrounded():
             plain.step()

@@ -245,7 +245,11 @@ def test_a_seeded_fault_is_caught_and_named(fault: Fault, dtype: str) -> None:
     assert fault.names in seen.first_difference
 
 
-@pytest.mark.parametrize("fault", [f for f in FAULTS if f.dtypes == ("float16",)])
+IN_BOTH = {fault.name for fault in FAULTS if "bfloat16" in fault.dtypes}
+OF_THE_SCALE = [f for f in FAULTS if f.dtypes == ("float16",) and f.name not in IN_BOTH]
+
+
+@pytest.mark.parametrize("fault", OF_THE_SCALE, ids=lambda f: f.name)
 def test_a_fault_of_the_loss_scale_is_none_in_bfloat16(fault: Fault) -> None:
     """Which has no loss scale: what is caught in float16 is the scale and nothing beside it."""
     assert not catch(fault, "bfloat16").caught

@@ -25,7 +25,7 @@ from ..api.verify import compared, layouts_to_verify, model_to_verify, verdict_t
 from ..draw import WIDE
 from ..layout import Shape
 from ..layout.cases import AXES
-from ..layout.choices import COMPARED, DTYPES, FP64, OPTIMIZERS, THREADS
+from ..layout.choices import COMPARED, COMPARED_OPTIMIZERS, DTYPES, FP64, THREADS
 from ..layout.families import code_of
 from .usage import (
     POSITIVE,
@@ -64,7 +64,16 @@ def run(argv: list[str]) -> int:
     add("--steps", type=whole(1, STEPS), default=3, help="training steps")
     number = "number format in which all is computed"
     add("--dtype", default=DTYPES[FP64].torch, choices=COMPARED, help=number)
-    add("--optimizer", default="adamw", choices=OPTIMIZERS, help="the optimizer; sgd has momentum")
+    optimizer = "the optimizer; sgd has momentum, muon:original is Muon with adjust_lr = original"
+    add("--optimizer", default="adamw", choices=COMPARED_OPTIMIZERS, help=optimizer)
+    positive = real(lambda z: 0 <= z <= 1, "from 0 to 1")
+    add(
+        "--z-loss",
+        type=positive,
+        default=0.0,
+        metavar="Z",
+        help="z-loss, added to each token's loss",
+    )
     add("--lora", type=whole(), default=0, metavar="R", help="only LoRA adapters, of this rank")
     add("--dropout", type=rate, default=0.0, metavar="RATE", help="dropout, of the built-in models")
     add("--packed", action="store_true", help="several documents in a sequence")
@@ -88,7 +97,7 @@ def run(argv: list[str]) -> int:
     layouts = layouts_to_verify(args.layouts, shape, make, **wanted)
     if args.part:  # every n-th layout, so that each part has its share of the large ones
         layouts = layouts[args.part[0] - 1 :: args.part[1]]
-    terms = "dtype memory backend steps seed packed dropout optimizer record"
+    terms = "dtype memory backend steps seed packed dropout optimizer z_loss record"
     found = compared(
         shape,
         make,

@@ -120,6 +120,8 @@ OPTIMIZERS = {
     SGD: OptimizerTraits(1),
     MUON: OptimizerTraits(1, whole_matrices=True),
 }
+# Those that `verify` compares: `muon:original` has optimizer.adjust_lr = original, and no Nesterov.
+COMPARED_OPTIMIZERS = (*OPTIMIZERS, "muon:original")
 
 
 @cache

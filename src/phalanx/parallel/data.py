@@ -8,6 +8,7 @@ are left to autograd: see `PlainUnit`.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -117,7 +118,8 @@ class BufferPool:
 
     `check` proves how many are out at once; `most` is how many there were. `empty` makes them: where
     ranks share memory, in what they share, so that the others read and write them where they lie.
-    With `poison` a buffer is filled with NaN when it is given back, so that a use after the drop shows.
+    With `poison` a buffer is NaN until it is written to, when it is new and after it was given back, so
+    that a use before the gather or after the drop shows.
     """
 
     def __init__(
@@ -138,7 +140,8 @@ class BufferPool:
         if waiting:
             return waiting.pop()
         self.count(numel, dtype)
-        return self.empty(numel, dtype)
+        new = self.empty(numel, dtype)
+        return new.fill_(math.nan) if self.poison else new
 
     def count(self, numel: int, dtype: torch.dtype, by: int = 1) -> None:
         """Count so much memory as made, or as let go."""
@@ -149,7 +152,7 @@ class BufferPool:
     def give(self, buffer: Tensor, *, keep: bool = True) -> None:
         """Give a buffer back: to be used again, or to `keep` nothing of it, to the allocator."""
         if self.poison:
-            buffer.fill_(float("nan"))
+            buffer.fill_(math.nan)
         if keep:
             self.free[buffer.numel(), buffer.dtype].append(buffer)
         else:

@@ -16,7 +16,7 @@ from .load import (
 from .memory import Sizes
 from .ops import KINDS, Kind
 from .options import StepOptions, options_for, options_of
-from .program import Op, Program, ProgramError
+from .program import DoesNotFit, Op, Program, ProgramError
 from .recorded import Recorded
 from .schedules import SCHEDULES, refuse_own, schedule
 from .search import search
@@ -29,6 +29,7 @@ __all__ = [
     "AttentionLoad",
     "CostedPiece",
     "Costs",
+    "DoesNotFit",
     "Kind",
     "Load",
     "MessageLoad",

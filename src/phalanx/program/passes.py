@@ -13,7 +13,7 @@ from itertools import groupby, pairwise, zip_longest
 
 from . import ops
 from .memory import Sizes, peaks
-from .program import Op, Program, ProgramError
+from .program import DoesNotFit, Op, Program
 from .state import State, recomputed, restarts
 
 
@@ -110,7 +110,7 @@ def recompute_to_fit(
             return tried
         for row, peak in over:
             if not left[row]:
-                raise ProgramError(
+                raise DoesNotFit(
                     f"rank {program.owner.index(row)} holds {peak.total:.4g} bytes at {peak.at} with"
                     f" everything recomputed that frees memory; the limit is {limits[row]:.4g}."
                     " Use more stages, more shards or smaller microbatches."

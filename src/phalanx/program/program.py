@@ -33,6 +33,10 @@ class ProgramError(ValueError):
     """A program that cannot run: which operation, on which rank, and why, in its text."""
 
 
+class DoesNotFit(ProgramError):
+    """Raised when a rank holds more than its memory limit even with everything recomputed."""
+
+
 @contextmanager
 def uncollected() -> Iterator[None]:
     """Without garbage collection: a large program is a million tuples and no cycle, and looking for

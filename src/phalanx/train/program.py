@@ -25,10 +25,11 @@ Maker = Callable[[], Model]
 def maker_of(run: Run) -> Maker:
     """What makes a run's model, on the meta device and anew in each call."""
     made = partial(load_model, run.own) if run.own else partial(build_model, run.shape)
-    return partial(_with_z_loss, made, run.z_loss) if run.z_loss else made
+    return partial(with_z_loss, made, run.z_loss) if run.z_loss else made
 
 
-def _with_z_loss(make: Maker, z: float) -> Model:
+def with_z_loss(make: Maker, z: float) -> Model:
+    """The model with z log(Z)^2 added to each token's loss."""
     model = make()
     modules = [module for _, piece in model.pieces for module in piece.modules()]
     losses = [module for module in modules if isinstance(module, CrossEntropy)]

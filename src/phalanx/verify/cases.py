@@ -1,4 +1,4 @@
-"""The batches on which layouts are compared."""
+"""The batches on which layouts are compared: ordinary ones, and some with few targets or none."""
 
 from __future__ import annotations
 
@@ -9,6 +9,43 @@ from torch import Tensor
 
 from ..layout import Shape
 from ..models import IGNORED, token_noise
+
+VARIED = 3  # the steps whose batches differ in kind; all later ones are ordinary
+
+
+def trial_batch(
+    shape: Shape,
+    step: int,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+    packed: bool = False,
+    noisy: bool = False,
+) -> Mapping[str, Tensor]:
+    """The batch of a step of a comparison. It differs from `batch_of` in two steps.
+
+    Step 1 has targets in the last quarter of its rows, so that most ranks and microbatches have none.
+    In float16 it has a single target, whose gradient overflows on the ranks that compute it.
+    Step 2 has no targets at all. After a step that float16 skips it is an ordinary one instead, so
+    that the update shows what the skipped step has left behind.
+    """
+    batch = batch_of(shape, step, seed=seed, dtype=dtype, packed=packed, noisy=noisy)
+    half = dtype == torch.float16
+    if "targets" not in batch:
+        overflows = half and step == 1
+        return {"inputs": torch.full_like(batch["inputs"], 6e4)} if overflows else batch
+    targets = batch["targets"].clone()
+    rows = targets.shape[0]
+    if step == 1 and half:
+        row = int((targets != IGNORED).sum(1).argmax())
+        only = targets[row, -1].clone()
+        targets.fill_(IGNORED)
+        targets[row, -1] = only
+    elif step == 1:
+        targets[: rows - (rows + 3) // 4] = IGNORED
+    elif step == 2 and not half:
+        targets.fill_(IGNORED)
+    return {**batch, "targets": targets}
 
 
 def batch_of(

@@ -28,7 +28,8 @@ class Difference:
     """One quantity of one step: how far it is off, where most, and how far it may be."""
 
     step: int
-    what: str  # start, routing, output, loss, gradient, norm, loss scale, weight, update, validation loss
+    # start, routing, output, loss, gradient, norm, loss scale, logged loss, weight, update, validation loss
+    what: str
     name: str  # the parameter or the piece; empty for what is one number
     element: tuple[int, ...]
     got: float
@@ -49,9 +50,11 @@ class Difference:
     def __str__(self) -> str:
         if self.ranks:
             (a, b), x, y = self.ranks, self.want, self.got
+            of = f" of {self.name}{list(self.element)}" if self.name else ""
+            rule = "copies must be equal bit by bit" if self.name else "all ranks must agree on it"
             return (
-                f"step {self.step}: the {self.what} of {self.name}{list(self.element)} is {x:.17g}"
-                f" on rank {a} and {y:.17g} on rank {b}; copies must be equal bit by bit"
+                f"step {self.step}: the {self.what}{of} is {x:.17g} on rank {a} and {y:.17g} on"
+                f" rank {b}; {rule}"
             )
         where = f" of {self.name}{list(self.element)}" if self.name else ""
         hint = f" ({self.hint})" if self.hint else ""
@@ -70,14 +73,16 @@ class _Measure:
     rate: Callable[[int], float]
     bounds: Bounds | None
 
-    def number(self, step: int, what: str, got: float, want: float) -> Difference:
+    def number(self, step: int, what: str, got: float, want: float) -> Iterator[Difference]:
+        """What is one number, and the same on all ranks."""
         error = abs(got - want) / max(abs(want), 1e-30)
         if not math.isfinite(got) and not math.isfinite(want):
             error = 0.0  # a step that float16 skips
         hint = _hint(got / want) if want else ""
-        return self._bounded(
+        yield self._bounded(
             Difference(step, what, "", (), got, want, _or_infinite(error), hint=hint)
         )
+        yield from self._mismatches(step, what, "")
 
     def tensors(
         self,
@@ -90,12 +95,15 @@ class _Measure:
         for name, whole in want.items():
             scale = max(self._size(whole), floor, 1e-300)
             yield self._bounded(self._tensor(step, what, name, got.get(name), whole, scale))
-            for apart in self.got.steps[step].mismatches:
-                if (apart.what, apart.name) == ("weight" if what == "update" else what, name):
-                    (a, b), element = apart.values, apart.element
-                    yield Difference(
-                        step, apart.what, name, element, b, a, math.inf, 0.0, ranks=apart.ranks
-                    )
+            yield from self._mismatches(step, "weight" if what == "update" else what, name)
+
+    def _mismatches(self, step: int, what: str, name: str) -> Iterator[Difference]:
+        """Ranks that have different numbers where they must have the same."""
+        last = len(self.got.steps) - 1  # what comes after the last step is among its mismatches
+        for apart in self.got.steps[min(step, last)].mismatches:
+            if (apart.what, apart.name) == (what, name):
+                (a, b), element = apart.values, apart.element
+                yield Difference(step, what, name, element, b, a, math.inf, 0.0, ranks=apart.ranks)
 
     def routes(
         self, step: int, name: str, got: TracedStep, want: TracedStep
@@ -161,8 +169,7 @@ def compare(
         differences += _step(measure, number)
     if want.validation is not None:
         loss = math.nan if got.validation is None else got.validation
-        last = measure.number(len(want.steps), "validation loss", loss, want.validation)
-        differences.append(last)
+        differences += measure.number(len(want.steps), "validation loss", loss, want.validation)
     return differences
 
 
@@ -205,14 +212,15 @@ def _step(measure: _Measure, number: int) -> Iterator[Difference]:
     for name, output in want.outputs.items():  # which piece after piece have made
         yield from measure.routes(number, name, got, want)
         yield from measure.tensors(number, "output", got.outputs, {name: output})
-    yield measure.number(number, "loss", got.loss, want.loss)
+    yield from measure.number(number, "loss", got.loss, want.loss)
     if math.isfinite(want.norm):
         floor = measure.floor(want.gradients.values())
         yield from measure.tensors(
             number, "gradient", got.gradients, _reversed(want.gradients), floor
         )
-    yield measure.number(number, "norm", got.norm, want.norm)
-    yield measure.number(number, "loss scale", got.scale, want.scale)
+    yield from measure.number(number, "norm", got.norm, want.norm)
+    yield from measure.number(number, "loss scale", got.scale, want.scale)
+    yield from measure.number(number, "logged loss", got.logged, want.logged)
     if measure.bounds is None:
         yield from measure.tensors(
             number, "weight", got.weights, _reversed(want.weights), measure.rate(number)

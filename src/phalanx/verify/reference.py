@@ -21,23 +21,24 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..layout import Shape
-from ..models import Decoder, DeepMlp, Router
+from ..models import IGNORED, Decoder, DeepMlp, Router
+from ..models.loss import CrossEntropy
 from ..parallel import Model, Precision
 from ..parallel.batch import VALID
 from ..train.muon import Muon
 from ..train.optimizer import AdamW, Sgd
+from .cases import VARIED
 
 Batch = Mapping[str, Tensor]
 Batches = Callable[[int], Batch]
-IGNORED = -100
 VALIDATIONS = 2  # batches of the validation after the last step
 
 
 class Mismatch(NamedTuple):
     """A number of which two ranks have copies with different bits."""
 
-    what: str  # start, gradient or weight
-    name: str  # of the parameter
+    what: str  # start, gradient, weight, or what is one number: norm, logged loss, ...
+    name: str  # of the parameter; empty for what is one number
     element: tuple[int, ...]
     ranks: tuple[int, int]
     values: tuple[float, float]
@@ -47,7 +48,8 @@ class Mismatch(NamedTuple):
 class TracedStep:
     """One training step: loss per valid token, gradient norm, the gradient and the new value of
     every weight, the output of every piece (a number for each token), and the loss scale.
-    `mismatches` has the first number of each tensor whose copies differ."""
+    `mismatches` has the first number of each tensor whose copies differ. `logged` is the mean loss
+    that a run would write to its log."""
 
     loss: float
     norm: float
@@ -58,6 +60,7 @@ class TracedStep:
     mismatches: tuple[Mismatch, ...] = ()
     routes: Mapping[str, Tensor] = field(default_factory=dict)  # by piece: each token's experts
     gaps: Mapping[str, Tensor] = field(default_factory=dict)  # between those and the next best
+    logged: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -94,11 +97,12 @@ def project(output: Tensor) -> Tensor:
 
 
 def validation_of(batches: Batches, steps: int) -> list[Batch]:
-    """The batches of a validation: those after the last step, without dropout. The second one has
-    targets in half of its rows only, so that a mean of means is not the mean over all tokens."""
+    """The batches of a validation: ordinary ones after the last step, without dropout. The second
+    one has targets in half of its rows only, so that a mean of means is not the mean over all tokens."""
     chosen: list[Batch] = []
     for index in range(VALIDATIONS):
-        batch = {n: x for n, x in batches(steps + index).items() if n != "noise"}
+        step = max(steps, VARIED) + index
+        batch = {n: x for n, x in batches(step).items() if n != "noise"}
         if index and "targets" in batch and not batch["targets"].is_floating_point():
             targets = batch["targets"].clone()
             targets[: targets.shape[0] // 2] = IGNORED
@@ -114,7 +118,7 @@ def reference(
     steps: int,
     optimizer: AdamW | Sgd | Muon,
     rate: Callable[[int], float],
-    clip: float,
+    clip: Callable[[int], float],
     precision: Precision,
     seed: int,
     microbatches: int = 1,
@@ -135,6 +139,7 @@ def reference(
     same = precision.compute == precision.master and nudge is None
     copies = masters if same else copies
     _install(model, copies)
+    _install_losses(model)
     trained = {name: x for name, x in masters.items() if train[name] and name not in model.rates}
     update = _optimizer(optimizer, trained, rate(0), model)
     seen = []
@@ -159,7 +164,7 @@ def reference(
             for name, x in masters.items()
             if train[name]
         }
-        norm = float(nn.utils.clip_grad_norm_(trained.values(), clip or math.inf))
+        norm = float(nn.utils.clip_grad_norm_(trained.values(), clip(step) or math.inf))
         if scaler:
             scaler.step(update)
             scaler.update()
@@ -168,8 +173,13 @@ def reference(
         if math.isfinite(norm):
             _balance(model, masters, gradients)
         after = {name: x.detach().clone() for name, x in masters.items()}
-        routed = ({name: torch.cat(parts) for name, parts in x.items()} for x in (routes, gaps))
-        seen.append(TracedStep(loss, norm, gradients, after, outputs, scale, (), *routed))
+        chosen, apart = (
+            {name: torch.cat(parts) for name, parts in x.items()} for x in (routes, gaps)
+        )
+        traced = TracedStep(
+            loss, norm, gradients, after, outputs, scale, routes=chosen, gaps=apart, logged=loss
+        )
+        seen.append(traced)
     if not same:
         _copy(copies, masters, nudge)
     return Trace(start, seen, _validation(model, validation_of(batches, steps), nudge))
@@ -238,6 +248,32 @@ def _install(model: Model, weights: Mapping[str, nn.Parameter]) -> None:
             reset = getattr(module, "reset_buffers", None)
             if callable(reset):
                 reset()
+
+
+class _PlainCrossEntropy(nn.Module):
+    """torch's cross-entropy of all logits at once, and PaLM's z-loss by its formula."""
+
+    def __init__(self, z: float) -> None:
+        super().__init__()
+        self.z = z
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        # logits: (batch, time, words), targets: (batch, time)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
+        flat = targets.flatten()
+        losses = nn.functional.cross_entropy(wide, flat, ignore_index=IGNORED, reduction="sum")
+        if not self.z:
+            return losses
+        return losses + self.z * wide.logsumexp(-1)[flat != IGNORED].square().sum()
+
+
+def _install_losses(model: Model) -> None:
+    """Put torch's loss in place of ours, which is written for few bytes and has its own backward."""
+    for _, piece in model.pieces:
+        for module in piece.modules():
+            for name, child in module.named_children():
+                if type(child) is CrossEntropy:
+                    setattr(module, name, _PlainCrossEntropy(child.z))
 
 
 @torch.no_grad()

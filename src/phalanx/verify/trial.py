@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -37,23 +39,28 @@ def rate(step: int) -> float:
     return 1e-2 if step else 1e-5
 
 
+def clip(step: int) -> float:
+    """The largest gradient norm: at work in step 0, too large for that in step 1, and none in step 2."""
+    return (0.25, 1e3, 0.0)[step % 3]
+
+
 @dataclass(frozen=True)
 class Setting:
     """What every layout of a comparison has in common.
 
     Adam's eps is as large as a gradient, so that an update does not hang on the sign of a gradient
     that is nearly zero. The loss scale, which float16 alone has, is (the first one, after how many
-    steps it doubles).
+    steps it doubles): it doubles after step 0, and the one target of step 1 then overflows.
     """
 
     batches: Callable[[int], Batch]
     steps: int = 3
     optimizer: AdamW | Sgd | Muon = AdamW(eps=1e-3)  # frozen
     rate: Callable[[int], float] = rate
-    clip: float = 0.25  # small enough to be at work in every step
+    clip: Callable[[int], float] = clip
     precision: Precision = Precision()  # frozen
     seed: int = 0
-    scaling: tuple[float, int] = (1024.0, 2)
+    scaling: tuple[float, int] = (2.0**16, 1)
 
 
 class Part(NamedTuple):
@@ -84,6 +91,7 @@ class Seen:
     losses: list[float] = field(default_factory=list)
     counts: list[float] = field(default_factory=list)
     norms: list[float | None] = field(default_factory=list)
+    logged: list[float] = field(default_factory=list)  # the mean losses of all ranks
     scales: list[float] = field(default_factory=list)
     outputs: list[dict[str, list[Output]]] = field(default_factory=list)
     routes: list[dict[str, list[Output]]] = field(default_factory=list)
@@ -178,17 +186,50 @@ def program_in(layout: Layout, model: Callable[[], Model], setting: Setting) -> 
     )
 
 
+class _PoisonedMemory(AbstractContextManager[None]):
+    """Fills new memory with NaN while any rank of this process is inside; torch's switch for it belongs
+    to the whole process. It is for CPUs: on a GPU the switch also changes which kernels run."""
+
+    def __init__(self) -> None:
+        self.lock, self.inside = Lock(), 0
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if not self.inside:
+                self.before = torch.are_deterministic_algorithms_enabled()
+                self.warned = torch.is_deterministic_algorithms_warn_only_enabled()
+                torch.use_deterministic_algorithms(True, warn_only=True)
+            self.inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self.lock:
+            self.inside -= 1
+            if not self.inside:
+                torch.use_deterministic_algorithms(self.before, warn_only=self.warned)
+
+
+_poisoned_memory = _PoisonedMemory()
+
+
 def train_layout(
     world: World, layout: Layout, program: Program, model: Callable[[], Model], setting: Setting
 ) -> Seen:
-    """This rank's view of a few steps in a layout; every rank of the world calls it."""
+    """This rank's view of a few steps in a layout; every rank of the world calls it. Memory that nobody
+    has written is NaN."""
+    with _poisoned_memory if world.device.type == "cpu" else nullcontext():
+        return _train_layout(world, layout, program, model, setting)
+
+
+def _train_layout(
+    world: World, layout: Layout, program: Program, model: Callable[[], Model], setting: Setting
+) -> Seen:
     mine = cut_blocks(model(), layout)
     local = build_local(
         world, layout, mine, program, seed=setting.seed, precision=setting.precision, poison=True
     )
     half = setting.precision.compute == torch.float16
     executor = _Recorder(
-        local, program, world.rank, setting.optimizer, clip=setting.clip,
+        local, program, world.rank, setting.optimizer,
         scaling=LossScale(*setting.scaling) if half else None,
     )  # fmt: skip
     executor.checked = True  # what each rank has is what the program says
@@ -199,10 +240,12 @@ def train_layout(
         own = _own(batch, layout, local, world)
         seen.sizes.append(_numbered(batch).shape)
         seen.scales.append(executor.scaling.scale if executor.scaling else 1.0)
+        executor.clip = setting.clip(step)
         result = executor.step(own, setting.rate(step))
         seen.losses.append(result.loss)
         seen.counts.append(result.count)
         seen.norms.append(result.norm)
+        seen.logged.append(result.total)
         tracer.take(seen)
         seen.parts += _parts(local, executor.seen, step)
         seen.timeline = result.timeline
@@ -295,6 +338,13 @@ def join(seen: Sequence[Seen], steps: int) -> Trace:
         first, norm = seen[0], seen[0].norms[step]
         kinds = [(step, "gradient"), (step, "weight")] + [(-1, "start")] * (step == 0)
         mismatches = [whole.mismatch for kind in kinds for whole in wholes[kind].values()]
+        mismatches += [
+            _unequal("norm", [rank.norms[step] for rank in seen]),
+            _unequal("loss scale", [rank.scales[step] for rank in seen]),
+            _unequal("logged loss", [rank.logged[step] for rank in seen]),
+        ]
+        if step == steps - 1:
+            mismatches.append(_unequal("validation loss", [rank.validation for rank in seen]))
         return TracedStep(
             sum(rank.losses[step] for rank in seen) / max(1.0, first.counts[step]),
             -1.0 if norm is None else norm,
@@ -304,9 +354,20 @@ def join(seen: Sequence[Seen], steps: int) -> Trace:
             first.scales[step],
             tuple(mismatch for mismatch in mismatches if mismatch is not None),
             _outputs(seen, step, [rank.routes[step] for rank in seen], -1),
+            logged=first.logged[step],
         )
 
     return Trace(numbers_of(-1, "start"), [*map(joined, range(steps))], seen[0].validation)
+
+
+def _unequal(what: str, values: Sequence[float | None]) -> Mismatch | None:
+    """The first rank whose number is not that of rank 0, though all ranks agree on it."""
+    numbers = [math.nan if value is None else value for value in values]
+    first = numbers[0]
+    for rank, number in enumerate(numbers):
+        if number != first and not (math.isnan(number) and math.isnan(first)):
+            return Mismatch(what, "", (), (0, rank), (first, number))
+    return None
 
 
 def _outputs(

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,11 +26,12 @@ from ..layout.files import read_text
 from ..models import IGNORED
 from ..parallel import Model, Original, Precision, build_model, refuse_mixing, refuse_unfit
 from ..parallel.low_precision import matmul_named
-from ..program import ProgramError, Recorded, Timeline
+from ..program import DoesNotFit, ProgramError, Recorded, Timeline
 from ..train.muon import Muon
 from ..train.optimizer import AdamW, Sgd
 from ..train.precision import precision_of
-from .cases import batch_of
+from ..train.program import with_z_loss
+from .cases import trial_batch
 from .compare import Bounds, bounds_of, compare
 from .low_precision import can_replay, install, padded, sums_of
 from .reference import Batch, Nudge, Trace, reference
@@ -44,13 +46,17 @@ OPTIMIZERS: dict[str, AdamW | Sgd | Muon] = {
     "adamw": AdamW(beta1=0.8, beta2=0.9, eps=1e-3, decay=0.2),
     "sgd": Sgd(momentum=0.9, decay=0.1),
     "muon": Muon(0.8, rate=0.5, decay=0.2, others=AdamW(beta1=0.8, beta2=0.9, eps=1e-3, decay=0.2)),
-}
+    "muon:original": Muon(
+        0.8, nesterov=False, scale="original", rate=0.5, decay=0.2,
+        others=AdamW(beta1=0.8, beta2=0.9, eps=1e-3, decay=0.2),
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one layout. `cannot_fit`: its `recompute:fit` cannot be met, so there was
-    nothing to compare. `of_allowed` is the largest error as a share of what it may be."""
+    """The result for one layout. `cannot_fit`: no recomputation meets the limit of its `recompute:fit`,
+    so there was nothing to compare. `of_allowed` is the largest error as a share of what is allowed."""
 
     layout: str
     ranks: int
@@ -87,6 +93,7 @@ def verify(
     packed: bool = False,
     dropout: float = 0.0,
     optimizer: str = "adamw",
+    z_loss: float = 0.0,
     log: Path | None = None,
     record: Path | None = None,
     make: Callable[[], Model] | None = None,
@@ -97,10 +104,11 @@ def verify(
     One world of ranks serves all layouts of its size; after a layout that raises, new ranks start.
     `record` is where the last layout's last step is written, for `phalanx draw run`. `make` makes
     the model, where that is not the built-in one of the shape. `worlds` opens the worlds in place of
-    what `backend` names.
+    what `backend` names. `z_loss` adds this times log(Z)^2 to each token's loss.
     """
     worlds = worlds or partial(workers, backend=backend)
     make, layouts = make or partial(build_model, shape, dropout=dropout), tuple(layouts)
+    make = partial(with_z_loss, make, z_loss) if z_loss else make
     known, model = logged(log), make()
     for layout in layouts:
         refuse_unfit(model, layout)
@@ -108,11 +116,12 @@ def verify(
     precision = precision_named(dtype)
     setting = Setting(
         partial(
-            batch_of, shape,
+            trial_batch, shape,
             seed=seed, dtype=precision.compute, packed=packed, noisy=dropout > 0,
         ),
         steps=steps, precision=precision, seed=seed, optimizer=OPTIMIZERS[optimizer],
     )  # fmt: skip
+    setting = with_loss_scale(make, setting)
     known_truth = cache(partial(truth_of, make, setting))
 
     def terms(layout: Layout) -> tuple[Setting, Truth]:
@@ -140,6 +149,31 @@ def setting_for(layout: Layout, setting: Setting) -> Setting:
     return replace(setting, precision=replace(setting.precision, matmul=matmul))
 
 
+def with_loss_scale(make: Callable[[], Model], setting: Setting) -> Setting:
+    """The setting with a first loss scale under which step 0 does not overflow, as of some models it does
+    even with torch's default. Only float16 has one."""
+    first, patience = setting.scaling
+    if setting.precision.compute != torch.float16:
+        return setting
+    while first > 1.0 and not math.isfinite(_first_norm(make, setting, first)):
+        first /= 8.0
+    return replace(setting, scaling=(first, patience))
+
+
+def _first_norm(make: Callable[[], Model], setting: Setting, scale: float) -> float:
+    scaler = torch.amp.GradScaler("cpu", scale)
+    trace = _reference(make(), replace(setting, steps=1), scaler=scaler)
+    return trace.steps[0].norm
+
+
+def _reference(model: Model, setting: Setting, **more: Any) -> Trace:
+    return reference(
+        model, setting.batches,
+        steps=setting.steps, optimizer=setting.optimizer, rate=setting.rate,
+        clip=setting.clip, precision=setting.precision, seed=setting.seed, **more,
+    )  # fmt: skip
+
+
 def _refuse_other(original: Original, trace: Trace, setting: Setting) -> None:
     """Refuse to compare layouts of pieces that are not what transformers computes with all of them."""
     batch = setting.batches(0)
@@ -164,8 +198,8 @@ def _world(
             setting, truth = terms(layout)
             try:
                 program = program_in(layout, make, setting)
-            except ProgramError as error:
-                fits = layout.recompute != "fit"
+            except ProgramError as error:  # a program that is refused is a mistake of ours
+                fits = not isinstance(error, DoesNotFit)
                 yield Verdict(str(layout), size, False, math.inf, _line(error), cannot_fit=not fits)
                 continue
             try:
@@ -220,13 +254,10 @@ def truth_of(
             install(model, matmul, cuts, nudge.generator)
         else:
             install(model, matmul, own)
-        return reference(
-            model, batches,
-            steps=setting.steps, optimizer=setting.optimizer, rate=setting.rate,
-            clip=setting.clip, precision=precision, seed=setting.seed,
-            microbatches=1 if exact or whole else 3, nudge=nudge,
-            scaler=torch.amp.GradScaler("cpu", first, growth_interval=patience) if half else None,
-        )  # fmt: skip
+        scaler = torch.amp.GradScaler("cpu", first, growth_interval=patience) if half else None
+        microbatches = 1 if exact or whole else 3
+        terms = replace(setting, batches=batches)
+        return _reference(model, terms, microbatches=microbatches, nudge=nudge, scaler=scaler)
 
     plain = train()
     # float16 may skip a later step: then there is no finite loss, and nothing wrong.
