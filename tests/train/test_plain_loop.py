@@ -3,7 +3,8 @@ losses over all tokens. Every key of the optimizer is moved off its default once
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from torch.overrides import TorchFunctionMode
 from phalanx.layout.run import OptimizerChoice, Run
 from phalanx.models import Decoder
 from phalanx.parallel import build_model, start
-from phalanx.train import rank
+from phalanx.train import loop, rank
+from phalanx.train.checkpoint_format import read_manifest
 from phalanx.train.data.batches import Batches
-from phalanx.train.rank import batches_of
+from phalanx.train.executor import Executor
+from phalanx.train.rank import Rank, batches_of
 
 PLAIN = ("optimizer.schedule=constant", "optimizer.warmup_steps=0", "optimizer.lr=0.02", "steps=4")
 SGD, MUON = "optimizer.name=sgd", "optimizer.name=muon"
@@ -86,8 +89,8 @@ def _loss(decoder: Decoder, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
     return loss, int((batch["targets"] != -100).sum())
 
 
-def _by_hand(run: Run) -> tuple[list[float], float]:
-    """The losses of all steps, and the validation loss after them."""
+def _by_hand(run: Run, skipped: Collection[int] = ()) -> tuple[list[float], float]:
+    """The losses of all steps, of which some update nothing, and the validation loss after them."""
     decoder, batches, o = _decoder(run), batches_of(run, run.shape), run.optimizer
     weights = dict(decoder.named_parameters())
     still = [w for n, w in weights.items() if n.endswith(("norm.weight", "bias"))]
@@ -118,9 +121,10 @@ def _by_hand(run: Run) -> tuple[list[float], float]:
         loss.backward()
         if o.clip:
             torch.nn.utils.clip_grad_norm_(list(weights.values()), o.clip)
-        optimizer.step()
-        with Unrounded():
-            muon.step()
+        if step not in skipped:
+            optimizer.step()
+            with Unrounded():
+                muon.step()
         losses.append(loss.item())
     with torch.no_grad():
         parts = [
@@ -128,6 +132,79 @@ def _by_hand(run: Run) -> tuple[list[float], float]:
             for n in range(min(run.validation.batches, batches.validations))
         ]
     return losses, float(sum(p[0] for p in parts)) / sum(p[1] for p in parts)
+
+
+class _Spoiled(Rank):
+    """Makes the loss of the last rank NaN in some steps, so that all ranks skip these."""
+
+    steps: Collection[int] = ()
+
+    def batch(self, step: int) -> list[dict[str, Tensor]]:
+        last = self.world.rank == self.world.size - 1
+        self.trainer.__dict__["spoiled"] = last and step in self.steps
+        return super().batch(step)
+
+
+def _spoil(steps: Collection[int], patched: pytest.MonkeyPatch) -> None:
+    right = Executor._add_loss
+
+    def add_loss(self: Executor, y: Tensor) -> None:
+        right(self, y * math.nan if self.__dict__.get("spoiled") else y)
+
+    patched.setattr(_Spoiled, "steps", steps)
+    patched.setattr(loop, "Rank", _Spoiled)
+    patched.setattr(Executor, "_add_loss", add_loss)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [("optimizer.name=adamw",), (SGD, "optimizer.momentum=0.7"), (*MOMENTUM,)],
+    ids=["adamw", "sgd", "muon"],
+)
+@pytest.mark.parametrize(
+    ("skipped", "stop", "layout"),
+    [
+        ((1,), 6, "dp2 zero1 accum:2"),
+        ((0,), 6, "pp2 1f1b:2"),  # before the optimizer has any state
+        ((1,), 2, "dp2"), ((1,), 3, "pp2 1f1b:2"), ((0, 1), 2, "dp2 zero3"), ((1, 4), 3, ""),
+    ],
+)  # fmt: skip
+def test_a_skipped_step_updates_nothing_and_counts_as_no_update_also_after_a_stop(
+    optimizer: tuple[str, ...],
+    skipped: tuple[int, ...],
+    stop: int,
+    layout: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch's optimizer, whose step is not called then. Adam's first updates hang on their number."""
+    keys = (
+        *PLAIN,
+        *optimizer,
+        "optimizer.clip=0",
+        "steps=6",
+        "checkpoint.every=1",
+        "checkpoint.keep=9",
+    )
+    out = tmp_path / "run"
+    _spoil(skipped, monkeypatch)
+    if stop < 6:
+        trained(small(out, *keys, f"steps={stop}"), f"{layout} fp64")
+    run = small(out, *keys)
+    trained(run, f"{layout} fp64")
+    assert [r["step"] for r in records(out, "skip")] == [step + 1 for step in skipped]
+    wanted, validation = _by_hand(run, skipped)
+    losses = {r["step"]: r["loss"] for r in records(out, "step")}
+    assert [losses[step + 1] for step in skipped] == ["nan"] * len(skipped)
+    trained_on = [step for step in range(6) if step not in skipped]
+    found = [losses[step + 1] for step in trained_on]
+    assert found == pytest.approx([wanted[step] for step in trained_on], rel=1e-9)
+    assert records(out, "validation")[-1]["loss"] == pytest.approx(validation, rel=1e-9)
+    # What a checkpoint keeps is the number of updates, not that of steps.
+    for done in range(1, 7):
+        updates = read_manifest(out / "checkpoints" / f"step-{done:08}").updates
+        made = sum(step < done for step in trained_on)
+        assert updates == (None if "sgd" in optimizer[0] else made)
 
 
 def test_muons_momentum_and_decay_are_torchs(tmp_path: Path) -> None:

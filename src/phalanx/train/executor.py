@@ -310,8 +310,7 @@ class Executor:
         host, stage = self.program.host, self.program.owner[self.rank]
         home = {n: u for n, u in self.local.units.items() if host[u.piece] == stage}
         self.norms = {n: _norms(u) for n, u in home.items() if u.groups.replica.rank == 0}
-        none = torch.empty(0, device=self.loss.device)
-        own = torch.cat((none, *self.norms.values())).double().square_().sum().view(1)
+        own = sum_of_squares(self.norms.values(), self.loss.device).view(1)
         wants = torch.full_like(self.loss, float(self.wants_to_stop()))
         sums = torch.cat((own, self.loss, wants))
 
@@ -600,6 +599,12 @@ def _first_waiting(
         return at, passed
     its, more = other()
     return max(at, its), passed + more
+
+
+def sum_of_squares(norms: Iterable[Tensor], device: torch.device) -> Tensor:
+    """The sum of squared norms, in float64: squares of float32 norms add up without a rounding."""
+    none = torch.empty(0, device=device)
+    return torch.cat((none, *norms)).double().square_().sum()
 
 
 class StepClock:
