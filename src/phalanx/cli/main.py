@@ -65,7 +65,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] != ["train"]:
         return _answered(words)
     with output_scope():  # how a run has ended is told without blocking, too
-        return _answered(words)
+        code = _answered(words)
+    if argv is None:
+        _leave_tools_behind(code)
+    return code
+
+
+def _leave_tools_behind(code: int) -> None:
+    """Ends this process at once if a logging tool hangs: what such a tool has registered for the end
+    of the process would hang as well."""
+    sinks = sys.modules.get("phalanx.train.sinks")
+    if sinks is not None and sinks.left_behind():
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
 
 
 def _answered(argv: list[str]) -> int:

@@ -1,11 +1,10 @@
 """The log of a run, written by rank 0: metrics.jsonl, a line on the screen, and other tools if wanted.
 
 Each line of metrics.jsonl is one JSON object with an `event`: start, step, validation, checkpoint,
-memory, compile, device, skip, straggler, upload, remote, stop, end, and hang, which its watcher
-writes. A run that was restarted has several starts in it.
+memory, compile, device, skip, straggler, upload, remote, tool, stop, end, and hang, which its
+watcher writes. A run that was restarted has several starts in it.
 """
 
-import importlib
 import io
 import json
 import logging
@@ -15,9 +14,8 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -33,6 +31,7 @@ from ..layout.output import flush_stream, unblocked
 from ..layout.run import Run
 from ..layout.url import redacted
 from ..program import Program
+from .sinks import Sink, end_sinks, open_sinks
 
 
 @contextmanager
@@ -78,14 +77,13 @@ class RunLog:
         self.run, self.out, self.active, self.quiet = run, Path(run.out), active, quiet
         self.seconds: list[float] = []  # of each step since the last line
         self.screen = Screen(run) if active and not quiet else None
-        self.sinks: list[Callable[..., None]] = []
-        self.ends = ExitStack()  # what closes with the log
+        self.sinks: Sequence[Sink] = ()
         if active:
             path, self.goes_on = self.out / "metrics.jsonl", run.checkpoint.on_disk_full == "go-on"
             self.goodput = Goodput(read_journal(path))
             self.journal = Journal(path, goes_on=self.goes_on)
             self._write("run.toml", str(run))
-            self.sinks = open_sinks(run, self.ends)
+            self.sinks = open_sinks(run)
 
     def start(
         self, step: int, flops: StepFlops, peak: tuple[float, str], tokens: int, **values: Any
@@ -138,8 +136,7 @@ class RunLog:
         done = {"mfu": flops.model, "mfu_full": flops.full, "hfu": flops.hardware}
         values |= {name: work / each / self.peak for name, work in done.items()}
         values["goodput"] = self._record("step", {"step": step, "steps": count, **values})
-        for sink in self.sinks:
-            sink(dict(values), step=step)
+        self._put(values, step)
         if self.screen:
             self.screen.write(step, values)
 
@@ -167,8 +164,7 @@ class RunLog:
             text += f", busiest expert {values['busiest_expert']:.2f} times the mean"
             self._write("routing.json", json.dumps(experts))
         self.event("validation", text, **values)
-        for sink in self.sinks:
-            sink({"validation": loss}, step=step)
+        self._put({"validation": loss}, step)
 
     def timeline(self, step: int, layout: str, program: Program, parts: list[str]) -> None:
         """The measured step of all ranks with its program, as `Recorded` reads it, in a file."""
@@ -176,6 +172,17 @@ class RunLog:
             spans = [span for part in parts for span in json.loads(part)["spans"]]
             recorded = {"phalanx run": 1, "step": step, "layout": layout, "program": str(program)}
             self._write("timeline.json", json.dumps(recorded | {"spans": spans}))
+
+    def _put(self, numbers: Mapping[str, float], step: int) -> None:
+        """Give numbers to other tools, and report what became of earlier ones."""
+        for sink in self.sinks:
+            sink.put(numbers, step)
+        self._tell_sinks()
+
+    def _tell_sinks(self) -> None:
+        for sink in self.sinks:
+            while sink.problems:
+                self.event("tool", sink.problems.popleft())
 
     def _write(self, name: str, text: str) -> None:
         try:
@@ -187,7 +194,10 @@ class RunLog:
     def close(self) -> None:
         if not self.active:
             return
-        self.ends.close()
+        with self.positions.phase("saving", "finishing the logging tools"):
+            end_sinks(self.sinks)
+        with suppress(JournalError):  # how the run has ended is told already
+            self._tell_sinks()
         if self.journal.lost:
             self.say(f"{self.journal.path}: {self.journal.lost} lines could not be written")
         if self.screen:
@@ -319,25 +329,3 @@ def memory_of(device: torch.device, sharing: int = 1) -> int:
         return (torch.cuda.max_memory_allocated(device) + besides) // sharing
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
-
-
-def open_sinks(run: Run, ends: ExitStack) -> list[Callable[..., None]]:
-    """The other tools that get this run's numbers; trackio has the interface of Weights & Biases."""
-    sinks: list[Callable[..., None]] = []
-    if run.metrics.tensorboard:
-        module = importlib.import_module("torch.utils.tensorboard")
-        writer = module.SummaryWriter(str(Path(run.out, "tensorboard")))
-        ends.callback(writer.close)
-
-        def add(numbers: Mapping[str, float], step: int) -> None:
-            for name, number in numbers.items():
-                writer.add_scalar(name, number, step)
-
-        sinks.append(add)
-    for name in ("wandb", "trackio"):
-        if getattr(run.metrics, name):
-            tool = importlib.import_module(name)
-            tool.init(project="phalanx", name=Path(run.out).name, config=asdict(run))
-            ends.callback(tool.finish)
-            sinks.append(tool.log)
-    return sinks
