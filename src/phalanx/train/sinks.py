@@ -1,8 +1,8 @@
-"""Other logging tools that get a run's numbers: TensorBoard, Weights & Biases, trackio.
+"""Logging tools that receive a run's metrics: TensorBoard, Weights & Biases, trackio.
 
 A tool may raise, wait for a network that does not answer, or never return. Each one is called only in a
 thread of its own, which takes its work from a bounded queue. Training never waits for that thread. The
-end of a run waits for it for some seconds.
+end of a run waits for it up to `FINISHING` seconds.
 """
 
 import importlib
@@ -109,7 +109,7 @@ class Sink:
         self._queue.put(None)  # nobody else puts
 
     def ended(self, until: float) -> bool:
-        """Whether the tool has finished by then, in the clock of `time.monotonic`."""
+        """True if the tool finishes before `until`, a time of `time.monotonic`."""
         if self._ended.wait(max(0.0, until - time.monotonic())):
             return True
         text = f"{self.tool.name}.{self._call} has not returned: the run ends without it"
@@ -176,14 +176,14 @@ def open_sinks(run: Run) -> list[Sink]:
 _LEFT_BEHIND: list[Sink] = []
 
 
-def end_sinks(sinks: Sequence[Sink], seconds: float = FINISHING) -> None:
-    """Let all tools finish, and leave those behind that do not in this time."""
+def end_sinks(sinks: Sequence[Sink]) -> None:
+    """Lets all tools finish, and leaves behind those that take longer than `FINISHING`."""
     for sink in sinks:
         sink.end()
-    until = time.monotonic() + seconds
+    until = time.monotonic() + FINISHING
     _LEFT_BEHIND.extend([sink for sink in sinks if not sink.ended(until)])
 
 
 def left_behind() -> bool:
-    """Whether a tool of this process has not finished."""
+    """True if a tool of this process has not finished."""
     return bool(_LEFT_BEHIND)
