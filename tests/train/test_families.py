@@ -23,8 +23,8 @@ from phalanx.cli.main import main
 from phalanx.cli.train import run as main_train
 from phalanx.cli.usage import UsageError
 from phalanx.comm import launch
-from phalanx.layout import LayoutError, Shape
-from phalanx.layout.families import code_of, config_of, family_of
+from phalanx.layout import Layout, LayoutError, Shape, staged_pieces
+from phalanx.layout.families import code_of, config_of, family_of, shape_of
 from phalanx.layout.journal import read_journal
 from phalanx.layout.run import Run
 from phalanx.models.decoder import Head
@@ -35,6 +35,7 @@ from phalanx.train.checkpoint_format import CheckpointError, read_manifest, veri
 from phalanx.train.data.token_files import open_prepared
 from phalanx.train.loop import train
 from phalanx.train.rank import batches_of
+from piece_rows import same_rows
 
 VOCAB, TIME = 61, 24
 _PLAIN = {
@@ -216,6 +217,19 @@ def test_logits_and_loss_are_those_of_transformers(name: str, tmp_path: Path) ->
         for x in (found, wanted)
     ]
     assert abs(losses[0] / losses[1] - 1) < 1e-6
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_rows_of_pieces_are_the_same_from_the_shape_and_the_model_of_a_family(name: str) -> None:
+    kind, changed = FAMILIES[name]
+    plain = {} if kind == "gpt2" else _PLAIN
+    config = transformers.AutoConfig.for_model(kind, **plain | changed)
+    shape = shape_of(config.to_dict(), name)
+    assert same_rows(shape) >= 2
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    numbers = sum(x.numel() for x in [*model.parameters(), *biases(model).values()])
+    assert sum(row.numel for row in staged_pieces(Layout(), shape).rows) == numbers
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
