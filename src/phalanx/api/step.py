@@ -5,7 +5,6 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from typing import TypedDict, Unpack
 
@@ -13,8 +12,8 @@ from ..draw import MeshPicture, Picture, recorded_picture
 from ..layout import Layout, LayoutError, Mesh, Run, Shape, StagedPieces, plain_pieces
 from ..layout.choices import ADAMW, SCHEDULES, SEARCHED, traits
 from ..layout.files import read_text
+from ..layout.pieces import piece_work
 from ..layout.source import names_source
-from ..layout.stages import by_program_piece
 from ..plan.step import Pricer
 from ..program import (
     KINDS,
@@ -258,8 +257,8 @@ def _of_run_step(step: RunStep, terms: StepTerms) -> StepProgram:
     kinds = costs_of(terms.get("costs"), split=layout.splits_backward)
     # What a piece costs: its part of an average stage, by multiply-adds; what is done with a unit,
     # by its weights.
-    of = partial(by_program_piece, layout, shape)
-    work, weights = of(shape.cost, shape.routed_cost), [row.numel for row in step.pieces.rows]
+    rows = step.pieces.rows
+    work, weights = [piece_work(row, shape) for row in rows], [row.numel for row in rows]
     costs = Costs(
         kinds,
         share={p: layout.pp * w / sum(work) for p, w in enumerate(work)},

@@ -10,7 +10,7 @@ from .recipe import recipe
 from .rules import Rules
 from .run import Run, RunError
 from .shape import Shape
-from .stages import piece_layout, program_pieces, stage_pieces
+from .stages import piece_layout, stage_pieces
 
 __all__ = [
     "Axis",
@@ -31,7 +31,6 @@ __all__ = [
     "piece_layout",
     "recipe",
     "plain_pieces",
-    "program_pieces",
     "stage_pieces",
     "staged_pieces",
 ]

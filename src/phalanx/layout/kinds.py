@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import lru_cache
 from typing import Generic, NamedTuple, TypeVar
 
@@ -69,6 +70,29 @@ class BlockKind(NamedTuple):
 
 def block_kind(shape: Shape, piece: int) -> BlockKind:
     return BlockKind(piece in shape.frozen, shape.sparse(piece), shape.window(piece))
+
+
+class BlockPart(StrEnum):
+    """The part of a model's piece that a piece of the program is."""
+
+    WHOLE = "whole"
+    ROUTING = "routing"  # of a block with experts: attention, and the choice of experts
+    EXPERTS = "experts"  # the experts, applied to tokens received from other ranks
+    MERGING = "merging"  # the results, added to the residual stream
+
+
+# The parts of a block with experts, in the order of the data.
+PARTS_APART = (BlockPart.ROUTING, BlockPart.EXPERTS, BlockPart.MERGING)
+
+
+def parts_of_pieces(shape: Shape, apart: bool) -> tuple[tuple[int, BlockPart], ...]:
+    """For each piece of a program the shape's piece, and the part of it that it is.
+
+    Where experts are `apart`, a block that has some is three pieces, between which tokens travel.
+    """
+    every = range(shape.pieces)
+    parts = {p: PARTS_APART if apart and shape.sparse(p) else (BlockPart.WHOLE,) for p in every}
+    return tuple((piece, part) for piece in every for part in parts[piece])
 
 
 @lru_cache(maxsize=64)

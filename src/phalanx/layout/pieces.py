@@ -9,25 +9,13 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property, lru_cache
 
-from .kinds import block_kind
+from .kinds import BlockPart, block_kind, parts_of_pieces
 from .layout import Layout
 from .rules import FEATURES, LATENT, LORA, PARTIAL, Cut
 from .shape import Shape
 from .stages import stage_pieces
 from .weights import piece_weights
 
-
-class BlockPart(StrEnum):
-    """The part of a model's piece that a piece of the program is."""
-
-    WHOLE = "whole"
-    ROUTING = "routing"  # of a block with experts: attention, and the choice of experts
-    EXPERTS = "experts"  # the experts, applied to tokens received from other ranks
-    MERGING = "merging"  # the results, added to the residual stream
-
-
-# The parts of a block with experts, in the order of the data.
-PARTS_APART = (BlockPart.ROUTING, BlockPart.EXPERTS, BlockPart.MERGING)
 _NORMS_AND_BIASES = frozenset({"head", LATENT, LORA})
 
 
@@ -211,12 +199,14 @@ def staged_pieces(layout: Layout, shape: Shape) -> StagedPieces:
     return StagedPieces(tuple(chosen), stage_pieces(layout, shape))
 
 
-def parts_of_pieces(shape: Shape, apart: bool) -> tuple[tuple[int, BlockPart], ...]:
-    """For each piece of a program the shape's piece, and the part of it that it is: where experts are
-    `apart`, a block that has some is three pieces, between which tokens travel."""
-    every = range(shape.pieces)
-    parts = {p: PARTS_APART if apart and shape.sparse(p) else (BlockPart.WHOLE,) for p in every}
-    return tuple((piece, part) for piece in every for part in parts[piece])
+def piece_work(row: PieceRow, shape: Shape) -> int:
+    """Forward work of one piece for one sequence, in multiply-adds; see `Shape.cost`."""
+    routed = shape.routed_cost(row.piece)
+    if row.part is BlockPart.WHOLE:
+        return shape.cost(row.piece)
+    if row.part is BlockPart.ROUTING:
+        return shape.cost(row.piece) - routed
+    return routed if row.part is BlockPart.EXPERTS else 0
 
 
 @lru_cache(maxsize=64)
@@ -264,14 +254,14 @@ def _weights(shape: Shape, piece: int) -> tuple[WeightRow, ...]:
     counts = {} if shape.kind == "mlp" else {"heads": shape.heads, "kv": shape.kv_heads}
     return tuple(
         WeightRow(
-            name,
-            dims,
-            lengths,
-            granules(dims, lengths, counts),
-            trained=".lora." in name if shape.lora_r else piece not in shape.frozen,
-            matrices=_matrices(dims, lengths),
+            weight.name,
+            weight.dims,
+            weight.lengths,
+            granules(weight.dims, weight.lengths, counts),
+            trained=weight.adapts if shape.lora_r else piece not in shape.frozen,
+            matrices=_matrices(weight.dims, weight.lengths),
         )
-        for name, dims, lengths in piece_weights(shape, piece)
+        for weight in piece_weights(shape, piece)
     )
 
 

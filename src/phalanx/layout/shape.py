@@ -1,6 +1,6 @@
 """What a layout and a plan need to know of a model: its sizes, read from a data file.
 
-The weights themselves are in a model's own module and rule table.
+The weights that follow from the sizes are in `weights.py`; a model's own module makes them.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .choices import no_such
 from .codec import FileError, Mistake, decode, key, load, out_of_bounds, parse
 from .mesh import LayoutError
+from .weights import piece_weights
 
 HUB = "hf:"  # what stands before a folder that holds a model of Hugging Face
 _FOLDER = Path(__file__).parent / "shapes"
@@ -31,6 +32,14 @@ _SHORT = {"1t": "1t-gpt"}
 
 class ShapeError(FileError, LayoutError):
     """Sizes that no model can have: every mistake in them."""
+
+
+class _Counts(NamedTuple):
+    """Elements of the weights of one piece: all, of routed experts, of low-rank adapters."""
+
+    whole: int
+    routed: int
+    adapters: int
 
 
 @dataclass(frozen=True)
@@ -237,32 +246,38 @@ class Shape:
         return self.windows[(piece - 1) % len(self.windows)] if self.windows else 0
 
     def routed(self, piece: int) -> int:
-        """Numbers in the weights of one piece that ep cuts."""
-        return self.experts * self._feed_forward(self.expert_ffn) if self.sparse(piece) else 0
+        """Elements of the weights of one piece that ep distributes."""
+        return self._counts(piece).routed
 
     def routed_cost(self, piece: int) -> int:
         """Forward work of a piece's routed experts for one sequence; see `cost`."""
         return self.routed(piece) // max(1, self.experts) * self.top_k * self.sequence
 
     def parameters(self, piece: int, *, active: bool = False) -> int:
-        """Numbers in the weights of one piece; a tied output weight is counted with the embedding.
+        """Elements of the weights of one piece; a tied output weight is counted with the embedding.
         With `active` of the routed experts those alone that a token goes through."""
-        if self.kind == "mlp":
-            return self.hidden * self.hidden if 0 < piece <= self.layers else 0
-        norm = self.hidden * (2 if self.norm == "layer" else 1)
-        if piece == 0:
-            learned = self.sequence * self.hidden if self.positions == "learned" else 0
-            return self.vocab * self.hidden + learned
-        if piece <= self.layers:
-            feed = self._feed_forward(self.ffn)
-            if self.sparse(piece):
-                routed = self.top_k if active else self.experts
-                feed = self._feed_forward(self.expert_ffn) * (routed + self.shared_experts)
-                biases = (self.balance == "bias") + (self.bias == "all")
-                feed += self.experts * (self.hidden + biases)
-            feed += self.lora_r * sum(map(sum, self.adapters.values()))
-            return self._attention() + feed + norm * (4 if self.norms == "both" else 2)
-        return norm + (0 if self.tied else self.vocab * self.hidden)
+        whole, routed, _ = self._counts(piece)
+        if not active or not routed:
+            return whole
+        return whole - routed + routed // self.experts * self.top_k
+
+    def _counts(self, piece: int) -> _Counts:
+        # The weights of a block depend on whether it has experts, and on nothing else.
+        if 0 < piece <= self.layers:
+            piece = self.layers if self.sparse(piece) else 1
+        known = self._counted
+        if piece not in known:
+            weights = list(piece_weights(self, piece))
+            known[piece] = _Counts(
+                sum(weight.numel for weight in weights),
+                sum(weight.numel for weight in weights if weight.routed),
+                sum(weight.numel for weight in weights if weight.adapts),
+            )
+        return known[piece]
+
+    @cached_property
+    def _counted(self) -> dict[int, _Counts]:
+        return {}
 
     def _projections(self) -> list[tuple[str, int, int]]:
         """Attention's products with weights: name, features in, features out."""
@@ -291,30 +306,15 @@ class Shape:
         """Multiply-adds of two tokens that meet, over all heads: a score, and a value that counts."""
         return self.heads * (self.head_dim + self.valued)
 
-    def _attention(self) -> int:
-        products = sum(into * out for _, into, out in self._projections())
-        products += self.heads * self.sinks
-        if self.kv_latent:
-            return products + self.q_latent + self.kv_latent
-        wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        bias = {"none": 0, "qkv": wide + 2 * narrow, "all": wide + 2 * narrow + self.hidden}
-        of_qk = wide + narrow if self.qk_norm_wide else 2 * self.head_dim
-        return products + bias[self.bias] + (of_qk if self.qk_norm else 0)
-
-    def _feed_forward(self, width: int) -> int:
-        ups = 2 if self.gated else 1
-        bias = ups * width + self.hidden if self.bias == "all" else 0
-        return (ups + 1) * self.hidden * width + bias
-
     @property
     def total(self) -> int:
         return sum(map(self.parameters, range(self.pieces)))
 
     @property
     def trained(self) -> int:
-        """Numbers that are trained."""
+        """Elements that are trained."""
         if self.lora_r:
-            return self.layers * self.lora_r * sum(map(sum, self.adapters.values()))
+            return sum(self._counts(piece).adapters for piece in range(self.pieces))
         return self.total - sum(map(self.parameters, self.frozen))
 
     @property

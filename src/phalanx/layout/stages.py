@@ -2,31 +2,14 @@
 one piece depends on."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from .choices import ACCUM, COMPILED, ZB_H1
+from .kinds import parts_of_pieces
 from .layout import Layout
 from .mesh import LayoutError, Mesh
 from .shape import Shape
-
-
-def program_pieces(layout: Layout, shape: Shape) -> tuple[tuple[int, int], ...]:
-    """For each piece of a layout's program the shape's piece and which part of it that is: where experts
-    are apart, a block that has some is three pieces, between which tokens travel."""
-    counts = (3 if layout.experts_apart and shape.sparse(p) else 1 for p in range(shape.pieces))
-    return tuple((p, part) for p, count in enumerate(counts) for part in range(count))
-
-
-def by_program_piece(
-    layout: Layout, shape: Shape, whole: Callable[[int], int], routed: Callable[[int], int]
-) -> list[int]:
-    """A number of each of the shape's pieces, of which so many are its routed experts', for each piece of
-    a layout's program."""
-    pieces = program_pieces(layout, shape)
-    cut = {piece for piece, part in pieces if part}
-    parts = {p: (whole(p) - routed(p), routed(p), 0) for p in cut}
-    return [parts[p][part] if p in cut else whole(p) for p, part in pieces]
 
 
 def stage_pieces(layout: Layout, shape: Shape) -> tuple[range, ...]:
@@ -39,7 +22,9 @@ def stage_pieces(layout: Layout, shape: Shape) -> tuple[range, ...]:
             f"stages:{'-'.join(map(str, counts))} is {len(counts)} stages of {sum(counts)} blocks;"
             f" {layout} has {layout.virtual_stages} stages, {shape.name} has {shape.layers} blocks."
         )
-    first = {p: n for n, (p, part) in enumerate(program_pieces(layout, shape)) if not part}
+    first = dict[int, int]()
+    for number, (piece, _) in enumerate(parts_of_pieces(shape, layout.experts_apart)):
+        first.setdefault(piece, number)
     ends = [first[1 + b] for b in accumulate(counts, initial=0)]  # piece 0 is the embedding
     ends[0], ends[-1] = 0, 1 + first[shape.pieces - 1]
     return tuple(range(a, b) for a, b in pairwise(ends))

@@ -3,11 +3,16 @@
 `models/decoder.py` and `models/mlp.py` make the weights themselves; a test compares both for every size.
 """
 
+from __future__ import annotations
+
+import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from .rules import AXIS_OF, LORA
-from .shape import Shape
+
+if TYPE_CHECKING:
+    from .shape import Shape
 
 
 class Lengths(NamedTuple):
@@ -16,6 +21,20 @@ class Lengths(NamedTuple):
     name: str
     dims: tuple[str, ...]
     lengths: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.lengths)
+
+    @property
+    def routed(self) -> bool:
+        """True for a weight of routed experts, which ep distributes."""
+        return "experts" in self.dims
+
+    @property
+    def adapts(self) -> bool:
+        """True for a factor of a low-rank adapter."""
+        return ".lora." in self.name
 
 
 def _weight(name: str, dims: str, *lengths: int) -> Lengths:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from ..comm import Group, Work
 from ..layout import Layout, LayoutError
-from ..models import ExpertBlock, ExpertMlps, ExpertsPart, Router
+from ..models import ExpertBlock, ExpertMlps, Router
 from .data import Then
 from .groups import Groups
 from .model import Model
@@ -62,12 +62,6 @@ def _summed(groups: Sequence[Group], counts: Tensor) -> Tensor:
         if group.size > 1:
             group.all_reduce(counts)
     return counts
-
-
-def expert_pieces(model: Model) -> tuple[int, ...]:
-    """The pieces into which tokens come from other ranks."""
-    pieces = enumerate(model.pieces)
-    return tuple(number for number, (_, piece) in pieces if isinstance(piece, ExpertsPart))
 
 
 class Routes(NamedTuple):

@@ -17,7 +17,7 @@ from .batch import edge_shape
 from .compile import CompiledModule, refuse_uncompiled
 from .context import install_context
 from .data import BufferPool, PlainUnit, Precision, Unit
-from .experts import Exchange, cut_blocks, expert_pieces, install_losses
+from .experts import Exchange, cut_blocks, install_losses
 from .fitness import refuse_unfit
 from .groups import Groups, UnitGroups, open_groups
 from .model import Derive, Model, start
@@ -162,7 +162,9 @@ def build_local(
             like = {"x": torch.empty(shape, dtype=precision.compute, device="meta")}
         return {name: _real(x, world.device) for name, x in like.items()}
 
-    exchange = Exchange(groups.ep, groups.routes, expert_pieces(model))
+    every = (op for each in program.rows for op in each)
+    experts = {op.piece for op in every if op.kind == ops.COUNT_ROUTES}
+    exchange = Exchange(groups.ep, groups.routes, experts)
     taken = {name for piece in pieces.values() for name in piece.takes}
     derived = {
         name: _at_dtype(make, precision.compute)

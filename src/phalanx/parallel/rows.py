@@ -9,9 +9,8 @@ from dataclasses import replace
 from torch import nn
 
 from ..layout import Layout
+from ..layout.kinds import PARTS_APART, BlockPart
 from ..layout.pieces import (
-    PARTS_APART,
-    BlockPart,
     PieceRow,
     StagedPieces,
     WeightRow,

@@ -19,8 +19,9 @@ from functools import cached_property, lru_cache
 from itertools import product
 from typing import NamedTuple
 
-from ..layout import Axis, Layout, Mesh, Shape, legal, piece_layout, program_pieces, stage_pieces
+from ..layout import Axis, Layout, Mesh, Shape, legal, piece_layout, stage_pieces
 from ..layout.choices import ACCUM, CHUNKS, COMPILED, GPIPE, MATMULS, SCHEDULES, ZB_H2, traits
+from ..layout.kinds import parts_of_pieces
 from .hardware import Network
 from .step import Request
 
@@ -322,7 +323,7 @@ def _schedules(layers: int, pp: int) -> Iterator[tuple[str, int]]:
 
 def blocks_of(layout: Layout, shape: Shape) -> tuple[int, ...]:
     """Blocks of each virtual stage, as the layout names or balances them."""
-    pieces = program_pieces(layout, shape)
+    pieces = parts_of_pieces(shape, layout.experts_apart)
     return tuple(
         len({pieces[n][0] for n in stage} & {*range(1, 1 + shape.layers)})
         for stage in stage_pieces(layout, shape)
