@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from phalanx.cost import cost_of_row
-from phalanx.layout import ByKind, Layout, Shape, piece_layout
+from phalanx.layout import Layout, Shape, piece_layout
 from phalanx.program import CostedPiece, PieceCost, PieceKinds, at_rows
 
 # What decides which operations a decoder runs; all else of a shape are sizes.
@@ -97,5 +97,5 @@ def costs_from(
             return cost_of_row(_value(form, features(sizes, seq=cut.seq)))
 
         each = (CostedPiece((partial(at, form, cut=cut),)) for form in kinds)
-        found[cut] = ByKind.equal_blocks(*each, model.layers)
+        found[cut] = PieceKinds.equal_blocks(*each, model.layers)
     return found

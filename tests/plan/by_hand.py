@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from phalanx.layout import ByKind, Layout, Shape
+from phalanx.layout import Layout, Shape
 from phalanx.program import (
     AttentionLoad,
     CostedPiece,
@@ -102,4 +102,4 @@ def pieces(s: Shape, cut: Layout, sequence: int, rows: float) -> tuple[PieceCost
 def piece_kinds(s: Shape, cut: Layout, sequence: int) -> PieceKinds:
     """The same as functions of a microbatch's rows, of a model whose blocks are alike."""
     each = (CostedPiece((partial(f, s, cut, sequence),)) for f in (embed, block, head))
-    return ByKind.equal_blocks(*each, s.layers)
+    return PieceKinds.equal_blocks(*each, s.layers)

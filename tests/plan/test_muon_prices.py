@@ -14,7 +14,7 @@ from phalanx.api.request import request_for
 from phalanx.cli.main import main
 from phalanx.comm import World
 from phalanx.comm.launch import launch
-from phalanx.layout import Layout, Shape
+from phalanx.layout import Layout, Shape, staged_pieces
 from phalanx.layout.matrices import dealt, orthogonal_work
 from phalanx.parallel import build_model
 from phalanx.parallel.local import build_local
@@ -22,11 +22,12 @@ from phalanx.plan import cluster
 from phalanx.plan.hardware import hardware_of
 from phalanx.plan.local import profile_for
 from phalanx.plan.matrices import (
+    Matrices,
     MatrixTimes,
     matrix_bytes,
     matrix_times,
     newton_schulz,
-    program_matrices,
+    row_matrices,
 )
 from phalanx.plan.profile import profile
 from phalanx.plan.step import Pricer
@@ -38,11 +39,15 @@ from phalanx.train.program import program_of
 from phalanx.verify import SHAPES
 
 
+def _matrices(shape: Shape, layout: Layout) -> list[Matrices]:
+    return [row_matrices(row) for row in staged_pieces(layout, shape).rows]
+
+
 @pytest.mark.parametrize("name", ["gqa", "gpt", "experts", "latent", "sinks", "mlp"])
 def test_a_shape_knows_the_matrices_of_its_models_blocks(name: str) -> None:
     shape = SHAPES[name]
     model = build_model(shape)
-    each = program_matrices(shape, Layout())
+    each = _matrices(shape, Layout())
     for piece in range(1, shape.layers + 1):
         found = [
             tuple(sorted((r.stop - r.start, c.stop - c.start)))
@@ -61,7 +66,7 @@ def test_weights_that_are_not_trained_have_no_owners(trained: dict[str, Any]) ->
     shape = replace(SHAPES["gqa"], **trained)
     layout = Layout.parse("dp2 zero1 bf16")
     hardware = hardware_of(cluster("h100x8"))
-    matrices = program_matrices(shape, layout)
+    matrices = _matrices(shape, layout)
     model = build_model(shape)
     program = program_of(model, layout, StepOptions(whole_matrices=True))
     exchanged = {op.piece for row in program.rows for op in row if op.kind == TO_OWNERS}
@@ -89,7 +94,7 @@ def held(world: World, layout: Layout) -> list[tuple[int, int]]:
 def test_the_bytes_of_a_plan_are_those_that_ranks_take_of_the_owners() -> None:
     layout = Layout.parse("dp2 tp2 zero1")
     found = launch(held, 4, layout, backend="threads")
-    matrices = program_matrices(SHAPES["gqa"], layout)
+    matrices = _matrices(SHAPES["gqa"], layout)
     for piece in range(4):
         assert all(taken == moved for taken, moved in (each[piece] for each in found))
         mean = sum(each[piece][0] for each in found) / 4
@@ -105,7 +110,7 @@ def test_the_update_of_a_plan_is_the_work_of_the_owner_that_has_most() -> None:
     ]
     assert dealt([1.0, 1.0], 3, first=2) == [2, 0]
     shape, hardware = Shape.load("8b"), hardware_of(cluster("h100x64"))
-    matrices = program_matrices(shape, Layout())[1]
+    matrices = _matrices(shape, Layout())[1]
     alone = matrix_times(matrices, Layout.parse("bf16"), hardware)
     eight = matrix_times(matrices, Layout.parse("dp8 zero1 bf16"), hardware)
     assert alone.to_owners == alone.from_owners == 0 < eight.to_owners
@@ -129,7 +134,7 @@ def test_newton_schulz_is_counted_in_flops_and_bytes(capsys: pytest.CaptureFixtu
 
     # A block of this MLP is a square matrix, so that each of 15 products has 1,024^3 multiply-adds.
     mlp = Shape.load("mlp")
-    assert program_matrices(mlp, Layout())[1][0] == ((1024, 1024),)
+    assert _matrices(mlp, Layout())[1][0] == ((1024, 1024),)
     each = 2 * 15 * 1024**3
     words = ["--model", "mlp", "--optimizer", "muon", "--json"]
     assert main(["cost", *words]) == 0
@@ -181,7 +186,5 @@ def test_the_matrices_of_two_units_are_on_their_way_at_once() -> None:
 
 def test_experts_of_other_ranks_are_owned_by_these() -> None:
     """With ep a block is three pieces: what is dense, its experts, and what has no matrices."""
-    together, apart = (
-        program_matrices(SHAPES["experts"], Layout.parse(text)) for text in ("dp2", "ep2")
-    )
+    together, apart = (_matrices(SHAPES["experts"], Layout.parse(text)) for text in ("dp2", "ep2"))
     assert apart[2:5] == [(together[2][0], ()), ((), together[2][1]), ((), ())]

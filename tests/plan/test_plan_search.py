@@ -89,7 +89,7 @@ def known(cut: Layout, sequence: int, layers: int = 8) -> PieceKinds:
         )  # fmt: skip
 
     each = (CostedPiece((partial(piece, kind),)) for kind in ("embed", "block", "head"))
-    return ByKind.equal_blocks(*each, layers)
+    return PieceKinds.equal_blocks(*each, layers)
 
 
 class Costing:

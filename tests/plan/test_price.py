@@ -13,7 +13,7 @@ from phalanx.plan.hardware import SLOWED, Roofline, hardware_of
 from phalanx.plan.price import Case, PieceTimes, Priced, Units, parts_of, piece_parts
 from phalanx.plan.profile import SoftwareProfile, profile, profile_named, profiles
 from phalanx.plan.step import Choice, choice
-from phalanx.program import AttentionLoad, CostedPiece, Load, PieceCost, Product
+from phalanx.program import AttentionLoad, CostedPiece, Load, PieceCost, PieceKinds, Product
 
 SHAPE = Shape(
     name="small", layers=8, hidden=1024, heads=16, kv_heads=16, ffn=4096, vocab=32000, sequence=2048
@@ -313,7 +313,7 @@ def test_adding_gradients_is_a_kernel_of_its_own_or_part_of_a_product() -> None:
     def block(rows: float) -> PieceCost:
         return replace(whole(rows), input_gradient=Load(moved=1e8 + 3e7 * rows))
 
-    kinds = ByKind.equal_blocks(embed, CostedPiece((block,)), head, SHAPE.layers)
+    kinds = PieceKinds.equal_blocks(embed, CostedPiece((block,)), head, SHAPE.layers)
     hardware, case = hardware_of(cluster("h100x2")), Case(SHAPE, cut, 2.0, 2048)
 
     def moved(what: SoftwareProfile) -> float:

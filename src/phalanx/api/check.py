@@ -9,11 +9,11 @@ from typing import Any
 
 from ..draw import text_table
 from ..draw.words import wrapped
-from ..layout import Layout, Run, Shape, Violation, legal, nearest, stage_pieces
+from ..layout import Layout, Run, Shape, StagedPieces, Violation, legal, nearest
 from ..layout.numbers import bytes_text, count_text, si_text
 from ..plan.hardware import Hardware, hardware_of
 from ..plan.link import whole_servers
-from ..plan.matrices import newton_schulz, program_matrices
+from ..plan.matrices import newton_schulz, row_matrices
 from ..plan.space import ranks_of
 from ..plan.step import Request
 from ..program import Program, Proof, build
@@ -162,16 +162,16 @@ def _figures(step: RunStep, request: Request, priced: Layout) -> dict[str, Any]:
         "layout": str(layout),
         "model": shape.name,
         "ranks": layout.ranks,
-        "parameters": shape.total,
+        "parameters": sum(row.numel for row in step.pieces.rows),
         "active_parameters": shape.active,
-        "trained_parameters": shape.trained,
+        "trained_parameters": sum(row.trained_numel for row in step.pieces.rows),
         "operations": sum(map(len, program.rows)),
         "virtual_stages": [[stage.start, stage.stop] for stage in step.pieces.stages],
         "stages": [_held(step, program, proof, row) for row in range(layout.pp)],
-    } | _memory(request, priced)
+    } | _memory(request, priced, step.pieces)
 
 
-def _memory(request: Request, layout: Layout) -> dict[str, Any]:
+def _memory(request: Request, layout: Layout, pieces: StagedPieces) -> dict[str, Any]:
     """Of the fullest rank, and whether a device has it."""
     choice = held(request, layout)
     kinds, range_ = choice.memory, choice.range(request.profile)
@@ -188,21 +188,19 @@ def _memory(request: Request, layout: Layout) -> dict[str, Any]:
         figures |= {"device": request.hardware.name, "device_gb": memory / 1e9}
         figures["fits"] = range_[0] <= memory
     if request.profile.muon:
-        figures["newton_schulz"] = _newton_schulz(request, layout)
+        figures["newton_schulz"] = _newton_schulz(request, layout, pieces)
     return figures
 
 
-def _newton_schulz(request: Request, layout: Layout) -> dict[str, float]:
+def _newton_schulz(request: Request, layout: Layout, pieces: StagedPieces) -> dict[str, float]:
     """FLOPs and bytes of a stage's updates, each of the owner that has most, where they are most."""
-    cpu, each = bool(request.hardware.cores), program_matrices(request.shape, layout)
-    work = [newton_schulz(matrices, layout, cpu=cpu) for matrices in each]
+    cpu = bool(request.hardware.cores)
+    work = [newton_schulz(row_matrices(row), layout, cpu=cpu) for row in pieces.rows]
     stages = [[0.0, 0.0] for _ in range(layout.pp)]
     for rank, virtual in enumerate(ranks_of(layout.virtual_stages, layout.pp, layout.schedule)):
         for stage in virtual:
-            pieces = stage_pieces(layout, request.shape)[stage]
-            stages[rank] = [
-                sum(x) for x in zip(stages[rank], *(work[n] for n in pieces), strict=True)
-            ]
+            each = (work[piece] for piece in pieces.stages[stage])
+            stages[rank] = [sum(x) for x in zip(stages[rank], *each, strict=True)]
     flops, moved = max(stages)
     return {"flops": flops, "moved": moved}
 

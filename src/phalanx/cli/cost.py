@@ -18,10 +18,10 @@ from textwrap import wrap
 from ..api.request import model_of, refuse_illegal
 from ..cost import cached_costs
 from ..draw import text_table
-from ..layout import Layout, piece_layout
+from ..layout import Layout, piece_layout, staged_pieces
 from ..layout.choices import OPTIMIZERS
 from ..layout.numbers import si_text
-from ..plan.matrices import newton_schulz, program_matrices
+from ..plan.matrices import newton_schulz, row_matrices
 from ..program import Load, PieceCost, ops
 from .usage import Parser, length, result, whole
 
@@ -51,7 +51,9 @@ def run(argv: list[str]) -> int:
     kinds = [(numbers, part(args.rows)) for part, numbers in alike.items()]
     # Of the first piece of each kind: FLOPs and bytes.
     work, muon = list[tuple[float, float]](), args.optimizer == "muon"
-    for matrices in (program_matrices(shape, layout)[n[0]] for n, _ in kinds if muon):
+    rows = pieces.rows or staged_pieces(layout, shape).rows
+    for numbers, _ in kinds if muon else ():
+        matrices = row_matrices(rows[numbers[0]])
         work.append(newton_schulz(matrices, layout, cpu=args.target == "cpu"))
     figures = {
         "model": shape.name,

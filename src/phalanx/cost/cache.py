@@ -21,8 +21,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from ..layout import ByKind, Layout, Shape, one_block_of_each, piece_layout
+from ..layout import Layout, PieceRow, Shape, one_block_of_each, piece_layout
 from ..layout.families import code_of
+from ..layout.kinds import BlockPart
+from ..layout.pieces import WeightRow
 from ..layout.source import imported_sources
 from ..program import (
     AttentionLoad,
@@ -130,12 +132,14 @@ def _costed(
             [astuple(one), astuple(two), many.temporary]
             for one, two, many in zip(*all_rows, strict=True)
         ]
+        rows = model_rows(made, cut)
         parts: dict[int, list[int]] = {}  # of each piece of the model, the costs of its parts
-        each = zip(model_rows(made, cut), alike(cut_blocks(made, cut)), strict=True)
-        for row, cost in each:
+        for row, cost in zip(rows, alike(cut_blocks(made, cut)), strict=True):
             parts.setdefault(row.piece, []).append(cost)
         of_kinds = [parts[kinds.index(kind)] for kind in range(max(kinds) + 1)]
         entries[str(cut)] = {"costs": costs, "parts": of_kinds, "kinds": kinds}
+        if not few:
+            entries[str(cut)] |= _written_rows(rows)
     return entries
 
 
@@ -145,9 +149,12 @@ def _pieces(model: Shape | str, entry: Mapping[str, Any]) -> PieceKinds:
     ]
     parts = (tuple(costs[cost] for cost in each) for each in entry["parts"])
     kinds: Sequence[int] = entry["kinds"]
+    rows: tuple[PieceRow, ...] = ()
     if isinstance(model, Shape):
         kinds = [kinds[piece] for piece in one_block_of_each(model)[1]]
-    return ByKind(tuple(map(CostedPiece, parts)), tuple(kinds))
+    else:
+        rows = _read_rows(entry)
+    return PieceKinds(tuple(map(CostedPiece, parts)), tuple(kinds), rows)
 
 
 def _at(one: PieceCost, two: PieceCost, many: float) -> Callable[[float], PieceCost]:
@@ -167,6 +174,27 @@ def _at(one: PieceCost, two: PieceCost, many: float) -> Callable[[float], PieceC
 
 
 # ---- values as JSON
+
+
+def _written_rows(rows: Sequence[PieceRow]) -> dict[str, Any]:
+    """The rows of a program, with the weights of each kind of row once."""
+    weights = {str(row.kind): [astuple(weight) for weight in row.weights] for row in rows}
+    plain = [[row.piece, row.part, row.kind, row.uses, row.partial, row.frozen] for row in rows]
+    return {"rows": plain, "weights": weights}
+
+
+def _read_rows(entry: Mapping[str, Any]) -> tuple[PieceRow, ...]:
+    weights = {kind: tuple(map(_weight, each)) for kind, each in entry["weights"].items()}
+    return tuple(
+        PieceRow(piece, BlockPart(part), kind, weights[str(kind)], tuple(uses), partial, frozen)
+        for piece, part, kind, uses, partial, frozen in entry["rows"]
+    )
+
+
+def _weight(row: Sequence[Any]) -> WeightRow:
+    name, dims, shape, granule, trained, matrices = row
+    sides = tuple((rows, columns) for rows, columns in matrices)
+    return WeightRow(name, tuple(dims), tuple(shape), tuple(granule), trained, sides)
 
 
 def cost_of_row(row: Sequence[Any]) -> PieceCost:
@@ -203,6 +231,8 @@ def _parsed(file: Path, changed: int, size: int) -> dict[str, Any]:
         for one, two, many in entry["costs"]:
             cost_of_row(one), cost_of_row(two), float(many)
         tuple(map(int, sum(entry["parts"], entry["kinds"])))
+        if "rows" in entry:
+            _read_rows(entry)
     return known
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, Self, TypeVar
 
 from .shape import Shape
 
@@ -29,7 +29,7 @@ class ByKind(Generic[Value]):
     kinds: tuple[int, ...]  # of each piece
 
     @classmethod
-    def equal_blocks(cls, embed: Value, block: Value, head: Value, layers: int) -> ByKind[Value]:
+    def equal_blocks(cls, embed: Value, block: Value, head: Value, layers: int) -> Self:
         """The values of a model whose blocks are all of one kind."""
         return cls((embed, block, head), (0, *[1] * layers, 2))
 

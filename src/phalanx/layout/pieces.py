@@ -112,8 +112,13 @@ class PieceRow:
         return sum(weight.numel for weight in self.weights)
 
     @property
+    def trained_numel(self) -> int:
+        """Parameters that are trained."""
+        return sum(weight.numel for weight in self.weights if weight.trained)
+
+    @property
     def routed_numel(self) -> int:
-        """Those of them that are in routed experts."""
+        """Parameters of routed experts."""
         return sum(weight.numel for weight in self.weights if weight.routed)
 
 

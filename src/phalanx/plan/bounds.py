@@ -440,13 +440,15 @@ def followed(
     (z, c, p, q), pp = at, x.grid.pp
     pipe, inner, count, zero = x.pipelines[p], x.inners[q], x.counts[c], x.zeros[z]
     request = space.request
-    other = request.profile.rolls or request.hardware.cores or request.shape.frozen
+    other = request.profile.rolls or request.hardware.cores
     other = other or pipe.overlap or traits(pipe.schedule).forward_first
     if pp == 1 or other or 3 * pp * pipe.chunks * count > _NODES:
         return 0.0
     layout = space.layout(x, *at)
     cut = space.cut(x.grid, inner, split=layout.splits_backward)
     pieces = pricer.times(cut, space.rows(x.grid, count), True)
+    if request.shape.frozen or any(kind.cost.frozen for kind in pieces.values):
+        return 0.0
     stages = _kinds_of_stages(_blocks(request.shape, pp, pipe), pieces.kinds)
 
     def whole(each: Array) -> list[float]:

@@ -4,7 +4,7 @@ ways of matrices there and back. In seconds of some hardware, and in FLOPs and b
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ..layout import Layout, PieceRow, Shape, staged_pieces
+from ..layout import Layout, PieceRow
 from ..layout.choices import BF16, DTYPES
 from ..layout.matrices import STEPS, dealt, orthogonal_products, orthogonal_work
 from ..program import Product
@@ -21,11 +21,6 @@ class MatrixTimes(NamedTuple):
 
 # Features in and out of a piece's matrices: of its dense weights, of its routed experts.
 Matrices = tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]
-
-
-def program_matrices(shape: Shape, x: Layout) -> list[Matrices]:
-    """The trained matrices of each piece of a layout's program."""
-    return [row_matrices(row) for row in staged_pieces(x, shape).rows]
 
 
 def row_matrices(row: PieceRow) -> Matrices:

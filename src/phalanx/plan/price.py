@@ -13,7 +13,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from ..layout import ByKind, Layout, PieceRow, Shape, stage_pieces, staged_pieces
+from ..layout import (
+    ByKind,
+    Layout,
+    PieceRow,
+    Shape,
+    StagedPieces,
+    stage_pieces,
+    staged_pieces,
+)
 from ..layout.choices import DTYPES, FP8, MATMULS
 from ..program import (
     AttentionLoad,
@@ -29,7 +37,7 @@ from ..program import (
     ops,
 )
 from .hardware import OVERLAP, SLOWED, Hardware
-from .matrices import Matrices, MatrixTimes, matrix_bytes, matrix_times, program_matrices
+from .matrices import Matrices, MatrixTimes, matrix_bytes, matrix_times, row_matrices
 from .profile import SCORES, SoftwareProfile
 
 # Bytes that attention which keeps its scores moves for each of them beside its products: one kernel
@@ -467,14 +475,22 @@ class Priced:
     times: KindTimes
     hardware: Hardware
     profile: SoftwareProfile
+    rows: tuple[PieceRow, ...] = ()  # of a model that no shape describes
+
+    @cached_property
+    def staged(self) -> StagedPieces:
+        """The pieces of the program, and the run of them that each virtual stage holds."""
+        layout, shape = self.case.layout, self.case.shape
+        if not self.rows:
+            return staged_pieces(layout, shape)
+        return StagedPieces(self.rows, stage_pieces(layout, shape))
 
     @cached_property
     def pieces(self) -> list[PricedPiece]:
         """The pieces of the program, each with the times of its kind."""
-        rows = staged_pieces(self.case.layout, self.case.shape).rows
         times = (part for piece in self.times for part in piece.parts or (piece,))
         found = []
-        for row, time in zip(rows, times, strict=True):
+        for row, time in zip(self.staged.rows, times, strict=True):
             frozen = time.cost.weights if row.frozen else time.cost.frozen
             found.append(PricedPiece(row, time, frozen))
         return found
@@ -516,7 +532,7 @@ class Priced:
                 alike[key] = shared | self._of_piece(piece, units, alone, slower)
             pieces |= {(kind, n): time for kind, time in alike[key].items()}
         owned: dict[Matrices, MatrixTimes] = {}
-        for n, matrices in enumerate(program_matrices(shape, x)) if profile.muon else ():
+        for n, matrices in enumerate(map(row_matrices, self.staged.rows)) if profile.muon else ():
             took = owned.get(matrices) or matrix_times(matrices, x, hardware)
             owned[matrices] = took
             pieces[ops.UPDATE, n] += took.update
@@ -524,7 +540,7 @@ class Priced:
             pieces[ops.FROM_OWNERS, n] = took.from_owners * alone
         # Apart by the nearest of those axes.
         near = min((distance(x, a) for a in x.expert_axes if x.mesh.of(a) > 1), default=1)
-        for n in staged_pieces(x, shape).experts:
+        for n in self.staged.experts:
             told = network("all_to_all", _NUMBER * shape.experts, x.expert_ranks, near)
             pieces[ops.COUNT_ROUTES, n] = told * alone
             # What comes to the experts goes back: of a busy rank it is more than what it sends itself.
@@ -534,7 +550,7 @@ class Priced:
                 pieces[ops.EXCHANGE, to] = pieces[ops.EXCHANGE_GRADIENT, to] = exchanged
         if not profile.overlaps_sends and x.pp > 1:
             # The device sends and then goes on: at the ends of virtual stages.
-            for stage in filter(None, stage_pieces(x, shape)):
+            for stage in filter(None, self.staged.stages):
                 pieces[ops.FORWARD, stage[-1]] += sent * (stage[-1] < len(self.pieces) - 1)
                 pieces[ops.INPUT_GRADIENT, stage[0]] += sent * (stage[0] > 0)
         pieces[ops.COUNT, -1] = network("all_reduce", _NUMBER, x.copies, nearest(x)) * alone
@@ -613,7 +629,7 @@ class Priced:
 
         flat = profile.flat_gradients and x.zero < 2
         sharded = part > 1 and not flat
-        matrices = program_matrices(self.case.shape, x) if profile.muon else ()
+        matrices = map(row_matrices, self.staged.rows) if profile.muon else ()
         narrow, less = [*map(self._narrow, self.pieces)], profile.gathered_bytes - 1
         return Sizes(
             kept=each(lambda c: c.kept),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple, Protocol
 
-from ..layout import Axis, Layout, Mesh, Shape, StagedPieces, piece_layout, staged_pieces
+from ..layout import Axis, Layout, Mesh, Shape, StagedPieces, piece_layout
 from ..layout.choices import BF16, FP32, SCHEDULES
 from ..program import (
     KINDS,
@@ -161,8 +161,9 @@ class Pricer:
         """A layout for the request's batch with the times of its pieces."""
         r = self.request
         case = case_of(r.shape, layout, batch=r.batch, sequence=r.sequence)
-        times = self.times(piece_layout(layout), case.rows, layout.pp > 1)
-        return Priced(case, times, r.hardware, r.profile)
+        cut = piece_layout(layout)
+        times = self.times(cut, case.rows, layout.pp > 1)
+        return Priced(case, times, r.hardware, r.profile, self.pieces[cut].rows)
 
     def choose(self, layout: Layout, room: float = math.inf) -> Choice:
         """What a layout takes for the request's batch; its memory only if that is beyond the room."""
@@ -254,7 +255,7 @@ def joint_lanes(layout: Layout, hardware: Hardware) -> frozenset[str]:
 def _program(priced: Priced, count: int) -> _Built:
     """The program of a case with so many microbatches."""
     x, profile = priced.case.layout, priced.profile
-    pieces, options = staged_pieces(x, priced.case.shape), profile.options
+    pieces, options = priced.staged, profile.options
     few, joint = _representative(x, count), joint_lanes(x, priced.hardware)
     if x.recompute != "fit":
         return _built(few, pieces, options, joint)

@@ -12,7 +12,7 @@ from functools import cache, partial, reduce
 from operator import add
 from typing import Any
 
-from ..layout import ByKind
+from ..layout import ByKind, PieceRow
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,14 @@ class CostedPiece:
         return joined(costs) if len(costs) > 1 else costs[0]
 
 
-PieceKinds = ByKind[CostedPiece]
+@dataclass(frozen=True)
+class PieceKinds(ByKind[CostedPiece]):
+    """The costs of a model's pieces under one cut.
+
+    `rows` are those of its program, of a model that no shape describes; else they follow from the shape.
+    """
+
+    rows: tuple[PieceRow, ...] = ()
 
 
 def at_rows(one: PieceCost, two: PieceCost) -> Callable[[float], PieceCost]:
