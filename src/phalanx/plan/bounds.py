@@ -150,6 +150,10 @@ class _Numbers:
         self.input = [
             np.where(part, array(kind, "selected"), array(kind, "input")) for kind in blocks
         ]
+        # Of a block that is computed again; where a part of it is, one of its pieces after the other.
+        self.repeated = [
+            np.where(part, array(kind, "repeated"), array(kind, "kept")) for kind in blocks
+        ]
         self.kept_after_i = [array(kind, "kept_after_i") for kind in blocks]
         repeats = inner(lambda name: name != "none")
         self.again = [array(kind, "again") * repeats for kind in blocks]
@@ -175,6 +179,9 @@ def _number(piece: PieceTimes, name: str) -> float:
     """Seconds of an operation of a piece, or bytes that it holds."""
     if name == "backward":
         return piece.backward
+    if name == "repeated":
+        last = piece.parts[-1].cost if piece.parts else None
+        return piece.cost.selected + last.kept - last.selected if last else piece.cost.kept
     value = getattr(piece, name, None)
     return value.total if isinstance(value, OpTime) else float(getattr(piece.cost, name))
 
@@ -731,7 +738,7 @@ def _memory(
     again = np.array([1.0, 1.0, 0.0] * 2).reshape(-1, *[1] * (opened.ndim - 1))
     input_, kept_whole = _per_block(n.input, s), _per_block(n.kept, s)
     inputs = np.maximum(opened / n.segment - 1, 0.0) * input_
-    inputs = inputs + again * n.segment * _lowest(n.kept) - (_highest(n.input) - input_)
+    inputs = inputs + again * n.segment * _lowest(n.repeated) - (_highest(n.input) - input_)
     kept = np.where(n.whole, np.where(opened > 0, inputs, 0.0), opened * kept_whole)
     kept = kept + waiting * _per_block(n.kept_after_i, s) + n.temporary
     begun = opened[3:] + waiting[3:] > 0  # every unit has a gradient
@@ -739,6 +746,8 @@ def _memory(
         _total(s.blocks, each[1:-1]) + s.embed * each[0] + s.head * each[-1]
         for each in (n.trained, n.frozen, n.weights, n.experts)
     )
+    # A frozen embedding has no backward, and is dropped after its last forward.
+    used = every - s.embed * n.weights[0] * (n.trained[0] == 0)
     block = min(n.trained[1:-1])
     experts = any(n.experts)
     held = []
@@ -763,7 +772,7 @@ def _memory(
         if zero.stage == 3:
             always = always + min(*n.weights, bucket) * p.gathered_bytes
             if zero.gather == "step" and bucket == np.inf:
-                then = then + there * (every - min(n.weights)) * p.gathered_bytes
+                then = then + there * (used - min(n.weights)) * p.gathered_bytes
         late = (then[3:] + begun * gradients).max(axis=0)
         most = np.maximum(then[:3].max(axis=0), late)
         held.append((always + np.maximum(most, shards)).max(axis=-1))

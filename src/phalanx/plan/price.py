@@ -8,9 +8,10 @@ program has, with the bytes that it holds (`Priced`). `step.py` simulates it.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import NamedTuple
 
 from ..layout import (
@@ -138,6 +139,11 @@ class OpParts(NamedTuple):
     calls: float  # how many messages these are
     members: float  # ranks that their groups have, all added, where there are several servers
     serial: bool = False  # the device is the host: what starts a kernel computes it too
+
+    def joined(self, other: OpParts) -> OpParts:
+        """Both, one after the other."""
+        sums = map(operator.add, self[:-1], other[:-1])
+        return OpParts._make([*sums, self.serial])
 
     def under(self, profile: SoftwareProfile, piped: bool = False) -> OpTime:
         """Its times, in a pipeline or without one."""
@@ -303,17 +309,15 @@ def parts_of(
         return piece_parts(cost, hardware, profile, cut, dtype, kind(0.0))
 
     def block(kind: CostedPiece) -> PieceParts:
-        parts: list[PieceParts] = []
-        if len(kind.parts) > 1:
-            # Only the experts, the second of the three, are busier than those of other ranks.
-            rows = case.rows, case.rows * busy, case.rows
-            costs = [part(n) for part, n in zip(kind.parts, rows, strict=True)]
-            parts = [priced(c, dtype, part) for c, part in zip(costs, kind.parts, strict=True)]
-            whole = joined(costs)
-        else:
-            whole = kind(case.rows)
-        whole = _kept_by(profile, whole, case, cut)
-        return replace(priced(whole, dtype, kind), parts=tuple(parts))
+        if len(kind.parts) == 1:
+            cost = kind(case.rows)
+            return priced(_kept_by(profile, cost, case, cut, sparse=cost.experts > 0), dtype, kind)
+        # Only the experts, the second of the three, are busier than those of other ranks.
+        rows = case.rows, case.rows * busy, case.rows
+        attention, *others = (part(n) for part, n in zip(kind.parts, rows, strict=True))
+        costs = _kept_by(profile, attention, case, cut, sparse=True), *others
+        parts = (priced(cost, dtype, part) for cost, part in zip(costs, kind.parts, strict=True))
+        return _whole(tuple(parts))
 
     embed = priced(kinds.embed(case.rows), cut.precision, kinds.embed)
     head = _with_loss_of(profile, kinds.head(case.rows), case, cut)
@@ -339,13 +343,25 @@ def _with_loss_of(profile: SoftwareProfile, head: PieceCost, case: Case, cut: La
     )
 
 
-def _kept_by(profile: SoftwareProfile, block: PieceCost, case: Case, cut: Layout) -> PieceCost:
-    """A block's cost with the bytes that the profile's software keeps in place of ours."""
+def _whole(parts: tuple[PieceParts, ...]) -> PieceParts:
+    """A block of these parts. It takes no longer than they do one after the other: kernels may start
+    while another part computes."""
+    every = zip(*(part.ops for part in parts), strict=True)
+    forward, inputs, weights, again = (reduce(OpParts.joined, each) for each in every)
+    cost = joined([part.cost for part in parts])
+    return PieceParts((forward, inputs, weights, again), cost, parts)
+
+
+def _kept_by(
+    profile: SoftwareProfile, block: PieceCost, case: Case, cut: Layout, *, sparse: bool
+) -> PieceCost:
+    """The cost of a block, or of its attention, with the bytes that the profile's software keeps in place
+    of ours."""
     shape, width = case.shape, DTYPES[cut.precision].bytes
     tokens = case.rows * case.sequence / cut.cp
     numbers = 0.0  # kept for each token, beside what ours keeps
     if profile.fused and shape.gated:  # a kernel makes gate and product, and keeps nothing between
-        numbers -= 0 if block.experts else shape.ffn
+        numbers -= 0 if sparse else shape.ffn
     if profile.joint and shape.positions == "rope":  # the value is a view: what was rotated stays
         numbers += (shape.heads + shape.kv_heads) * shape.head_dim
     return replace(block, kept=block.kept + numbers * (tokens / cut.tp) * width)
