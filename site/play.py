@@ -26,6 +26,7 @@ from phalanx.layout.families import shape_of
 from phalanx.layout.numbers import bytes_text, count_text, seconds_text
 from phalanx.plan.device import devices
 from phalanx.plan.hardware import hardware_of
+from phalanx.plan.interval import interval
 from phalanx.plan.link import cluster, clusters
 from phalanx.plan.local import profile_for
 from phalanx.plan.step import Choice, Pricer, Request
@@ -188,8 +189,10 @@ def _step(request: Request, choice: Choice) -> Html:
     ranks, step = request.hardware.ranks, choice.step
     peak = request.hardware.peak.get(request.precision, 0.0) * ranks
     mfu = f", MFU {flops.model / peak / step:.1%}" if peak else ""
+    expected = interval(choice.case, request.hardware, request.profile, choice.parts)
+    low, high = map(seconds_text, expected.around(step))
     words = (
-        f"A step takes {seconds_text(step)}, to about {request.profile.error:.0%}:"
+        f"A step takes {seconds_text(step)}, expected range {low} to {high}:"
         f" {request.tokens / step / ranks:,.0f} tokens a second and device{mfu}."
     )
     rows = [
