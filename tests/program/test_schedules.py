@@ -147,7 +147,7 @@ def test_every_small_schedule_is_proved(name: str, chunks: int) -> None:
         (("zb-v", 4, 4, 3), "zb-v takes 2 chunks a stage, not 3"),
         (("accum", 2, 4), "accum is for one stage, not 2"),
         (("naive", 4, 2), "naive takes the batch whole, as 1 microbatch, not 2"),
-        (("1fb1", 4, 4), "no schedule '1fb1'. Did you mean '1f1b'"),
+        (("1fb1", 4, 4), "unknown schedule '1fb1'. Did you mean '1f1b'"),
         (("nowhere.py:f", 2, 2), "there is no file nowhere.py with 'f'"),
     ],
 )

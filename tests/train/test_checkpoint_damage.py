@@ -167,7 +167,7 @@ def test_a_file_that_reads_back_as_something_else_is_no_save(
         return count
 
     monkeypatch.setattr(os, "preadv", another)
-    with pytest.raises(CheckpointError, match="read back, it is not what was written"):
+    with pytest.raises(CheckpointError, match="the bytes read back differ from those written"):
         write_file(tmp_path / "x.safetensors", {"x": torch.arange(9.0)})
 
 

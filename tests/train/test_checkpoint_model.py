@@ -91,7 +91,7 @@ def test_other_sizes_are_adopted_if_asked_for_and_changed_settings_are_told(
     run = small(out, "steps=5", "optimizer.lr=1e-9")
     words = [f"model={toml_value(PLAIN | {'rope_theta': 5e5})}", f"out={out}", "steps=5"]
     words += [f"batch={run.batch}", "optimizer.lr=1e-9", "layout="]
-    with pytest.raises(CheckpointError, match="--adopt to go on"):
+    with pytest.raises(CheckpointError, match="--adopt to continue"):
         train_verb.run(words)
     assert train_verb.run([*words, "--adopt"]) == 0
     told = [each["text"] for each in records(out, "model")]
