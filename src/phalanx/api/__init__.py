@@ -1,6 +1,6 @@
-"""What commands and callers of `import phalanx` do alike: check, plan, simulate, draw, verify, load.
+"""Functions behind the commands and `import phalanx`: check, plan, simulate, draw, verify, load.
 
-A command reads its options, calls one function here, and prints what that returns.
+A command reads its options, calls one function here, and prints the result.
 """
 
 TEXT = 1 << 26  # bytes of a program, a recorded step, a topology

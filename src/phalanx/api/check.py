@@ -1,4 +1,4 @@
-"""Whether a layout fits a model, with every reason, and what its ranks hold."""
+"""Checks a layout against a model: every reason why it does not fit, and the memory of its ranks."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -136,7 +136,7 @@ def check(
 
 
 def _hardware(layout: Layout, device: str, cluster: str) -> Hardware:
-    """What was named; of memory without end where nothing was."""
+    """The hardware that was named; memory is unlimited if none was."""
     if cluster and device:
         raise UsageError("--cluster and --device both say where it runs; name one.")
     if cluster:
@@ -206,7 +206,7 @@ def _newton_schulz(request: Request, layout: Layout, pieces: StagedPieces) -> di
 
 
 def _held(step: RunStep, program: Program, proof: Proof, row: int) -> dict[str, object]:
-    """What the ranks of one pipeline stage hold."""
+    """Summary of the weights that the ranks of one pipeline stage hold."""
     layout, rows = step.layout, step.pieces.rows
     pieces = sorted(p for p, at in program.host.items() if at == row)
     units = [rows[unit] for unit in {u for p in pieces for u in program.units(p)}]

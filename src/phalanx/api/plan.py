@@ -45,7 +45,7 @@ class Planned:
 
     @property
     def layouts(self) -> tuple[Choice, ...]:
-        """Those that fit, the fastest first: each has its layout, its step in seconds and its bytes."""
+        """Layouts that fit, fastest first: each with its step in seconds and its bytes."""
         return self.plan.layouts
 
     @property
@@ -54,12 +54,12 @@ class Planned:
 
     @cached_property
     def baselines(self) -> Sequence[Baseline]:
-        """What plain rules would pick."""
+        """Layouts that simple rules would choose."""
         return baselines(self.request)
 
     @cached_property
     def reasons(self) -> tuple[str, ...]:
-        """Where nothing fits: what is missing, and what would change it."""
+        """Explains why no layout fits and what would make one fit; empty if one does."""
         return () if self.layouts else tuple(_nothing(self.request, self.plan))
 
     @cached_property
@@ -145,7 +145,7 @@ def _ways_out(request: Request, least: float, room: float) -> list[str]:
 
 
 def request(model: str | Shape, cluster: str, **terms: Unpack[PlanTerms]) -> Request:
-    """What the words mean, or why they mean nothing."""
+    """The request that these words describe; raises if they are invalid."""
     shape, make = (model, None) if isinstance(model, Shape) else model_of(model)
     machine, tokens = terms.get("machine"), terms.get("batch_tokens")
     hardware = where(None if machine else cluster, machine, terms.get("ranks") or 0).hardware

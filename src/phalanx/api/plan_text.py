@@ -224,7 +224,7 @@ def _also(notes: Iterable[str]) -> str:
 
 
 def _rates(request: Request, found: Utilization) -> str:
-    """Those that papers print, as the MFU is counted and with all pairs of attention."""
+    """Rates as papers print them, with causal attention and with all pairs."""
     whole = [x * request.hardware.ranks / 1e15 for x in (found.flops, found.flops_full)]
     return (
         f"{found.flops / 1e12:.3g} TFLOP/s a device ({found.flops_full / 1e12:.3g} with full attention),"

@@ -1,6 +1,7 @@
-"""What is asked: a model by name, a layout that fits it, hardware by name, and what a plan needs of them.
+"""The user's request: a model by name, a layout that fits it, hardware by name, and everything a
+plan needs from them.
 
-Nothing here loads torch, except for a model in code of the user's own.
+Nothing here loads torch, except for a model in the user's own code.
 """
 
 from __future__ import annotations
@@ -195,7 +196,8 @@ class Where:
 
 
 def where(cluster_: str | None, file: str | None, ranks: int = 0, backend: str = "") -> Where:
-    """What --cluster or --machine name, for so many ranks; `this` and nothing are machine.toml."""
+    """The hardware that --cluster or --machine names, for this many ranks; `this` or nothing means
+    machine.toml."""
     if cluster_ == "this":
         cluster_ = None
     if cluster_ and (file or backend):
@@ -231,8 +233,9 @@ def request_for(
     profile: str | None = None,
     muon: bool = False,
 ) -> Request:
-    """What is planned, with our own software or a profile that is named; in bf16 on a GPU unless
-    `precision` names another, or products in 8 bits that are to be tried in it."""
+    """The planner's request, with our own software or a named profile. The precision is bf16 on a
+    GPU unless `precision` names another; a word for fp8 matmuls makes the planner try them beside
+    it."""
     matmul = MATMUL_WORDS.get(precision or "", "")
     precision = (precision if not matmul else "") or (FP32 if hardware.cores else BF16)
     sequence = sequence or shape.sequence
@@ -247,7 +250,7 @@ def request_for(
 
 
 def held(request: Request, layout: Layout) -> Choice:
-    """What a layout's ranks hold, as `plan --explain` says it, without its times."""
+    """Memory of a layout's ranks as `plan --explain` prints it, without times."""
     return Pricer(replace(request, precision=layout.precision)).choose(layout, 0.0)
 
 
@@ -258,7 +261,7 @@ def held_text(kinds: Mapping[str, float]) -> str:
 
 
 def verdict(least: float, most: float, memory: float) -> str:
-    """Whether what is held fits, for a range of what an allocator makes of it."""
+    """Says if the bytes fit, for the range that allocators reach."""
     if least > memory:
         return "does not fit"
     return "may not fit" if most > memory else "fits"

@@ -202,8 +202,8 @@ def step_of(
 
 
 def _is_layout(text: str) -> bool:
-    """Whether a text that is no schedule's name reads as a layout. One with a word of another library,
-    as fsdp8, is refused with how a layout says it."""
+    """True if a text that is no schedule's name reads as a layout. A word of another library, such
+    as fsdp8, is refused with our spelling."""
     try:
         return not names_source(Layout.parse(text).schedule)
     except LayoutError as wrong:
@@ -389,7 +389,7 @@ def _spread(layers: int | None, stages: int) -> tuple[range, ...]:
 
 
 def many(count: int, what: str) -> str:
-    """So many of something: 1 microbatch, 2 microbatches, 3 ranks."""
+    """A count with its noun: 1 microbatch, 2 microbatches, 3 ranks."""
     plural = what if count == 1 else f"{what}{'es' if what.endswith('h') else 's'}"
     return f"{count} {plural}"
 

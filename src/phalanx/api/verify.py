@@ -54,7 +54,7 @@ class Verified:
 
     @property
     def passed(self) -> bool:
-        """Whether some layouts were compared, and every one agrees with one process."""
+        """True if at least one layout was compared, and every one agrees with one process."""
         return bool(self.compared) and all(v.passed for v in self.compared)
 
     @property
@@ -220,7 +220,8 @@ def layouts_to_verify(
     cover: int | None = 0,
     dtype: str,
 ) -> tuple[Layout, ...]:
-    """Those that are named, or all of up to so many ranks, or a subset that covers all pairs."""
+    """Layouts that are named, or all legal ones up to `ranks` ranks, or a subset that covers all
+    pairs of choices."""
     if text is None:
         every = every_layout(shape, ranks, axes=axes, besides=bool(cover))
         if make:

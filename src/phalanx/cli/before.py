@@ -1,4 +1,4 @@
-"""What would end a command within its first seconds, found before torch is loaded and a process started."""
+"""Checks that catch a command's early failures before torch is loaded or a process is started."""
 
 import os
 from pathlib import Path

@@ -129,11 +129,11 @@ class _Ranks:
 
     @property
     def quiet(self) -> bool:
-        """Whether another rank of the launcher prints."""
+        """True if another rank of the launcher prints."""
         return self.launched is not None and self.launched.rank > 0
 
     def run(self, work: Callable[..., Any], *args: object) -> Any:
-        """What a function of bench returns on rank 0; None on the other ranks of a launcher."""
+        """Runs a function of bench and returns rank 0's result; None on the launcher's other ranks."""
         from ..comm import join, workers
 
         if self.launched is None:
@@ -499,7 +499,7 @@ def _overlap(argv: list[str]) -> int:
 
 
 def overlaps_text(done: Sequence[Overlap]) -> str:
-    """How much of the shorter activity is hidden."""
+    """A table of overlaps: the share of the shorter activity that is hidden."""
     head = ("", "first", "second", "one by one", "together", "hidden")
     rows = [
         (x.name, *map(seconds_text, (x.first, x.second, x.after, x.together)), f"{x.hidden:.0%}")

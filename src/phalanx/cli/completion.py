@@ -36,7 +36,7 @@ def run(argv: list[str]) -> int:
 
 
 def candidates(words: list[str]) -> list[str]:
-    """What the last of the words may become; nothing where it is a file or free text."""
+    """Completions of the last word; empty for a file or free text."""
     from .main import VERBS
 
     *before, word = words

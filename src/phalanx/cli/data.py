@@ -109,7 +109,7 @@ def prepare_shown(source: str, out: str, vocabulary: Vocabulary, **how: Any) -> 
 
 
 def left_out(done: Prepared) -> str:
-    """How much of the sources is not in the tokens, as the end of a sentence."""
+    """Counts of the documents that are not in the tokens, as the end of a sentence."""
     counts = {what: getattr(done, name) for name, what in _LEFT_OUT.items()}
     text = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
     return f"; left out: {text}" if text else ""

@@ -137,7 +137,7 @@ def _watch(out: Path, *, kill: bool) -> None:
 
 
 def _line(record: dict[str, Any]) -> str:
-    """What is shown of a record of the journal; empty for most."""
+    """The line shown for a record of the journal; empty for most."""
     match record["event"]:
         case "step" if record["step"] % 10 == 0 or record["step"] == 1:
             return f"step {record['step']:3}  loss {record['loss']:.4f}"

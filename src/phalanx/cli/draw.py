@@ -133,7 +133,7 @@ def _add_picture(parser: Parser, suffixes: Sequence[str], help: str) -> None:
 
 
 def _show(args: argparse.Namespace, picture: Picture, figures: Mapping[str, object]) -> None:
-    """What the command prints of a step, once its file is written."""
+    """Prints a step, once its file is written."""
     if args.json:
         print_json(figures)
     elif args.out:

@@ -140,7 +140,7 @@ def _refuse_secrets(url: Url) -> None:
 
 
 def _values(args: argparse.Namespace) -> dict[str, object]:
-    """What the texts are filled in with."""
+    """Values that fill in the launch templates."""
     files = [word for word in args.words if "=" not in word]
     if len(files) != 1:
         raise UsageError("name one run file, and keys of it as key=value.")
@@ -270,5 +270,5 @@ def _python_text(text: str) -> str:
 
 
 def _shows(line: str) -> bool:
-    """Whether every character of a line is one that a terminal, YAML and Python leave as it is."""
+    """True if a terminal, YAML and Python all leave every character of the line as it is."""
     return line.replace("\t", " ").isprintable()

@@ -112,7 +112,7 @@ def _range(run: CostedRun, before: SoftwareProfile) -> tuple[StepRange, Mapping[
 
 
 def _of_folders(args: Namespace) -> tuple[SoftwareProfile, Sequence[CostedRun]]:
-    """Where the fit begins, and the runs."""
+    """The profile from which the fit starts, and the runs."""
     runs = [read_run(Path(folder)) for folder in args.runs]
     groups = by_model(runs)
     places = [
@@ -128,7 +128,8 @@ def _of_folders(args: Namespace) -> tuple[SoftwareProfile, Sequence[CostedRun]]:
 
 
 def _of_tables(args: Namespace) -> tuple[SoftwareProfile, Sequence[CostedRun]]:
-    """The same of tables: the rows of `--profile`'s software, or of the first row's."""
+    """The starting profile and runs from tables: the rows of `--profile`'s software, or of the
+    first row's."""
     chosen = profile(args.profile) if args.profile else None
     rows = [row for path in args.runs for row in read_table(path, chosen)]
     rows = [row for row in rows if row.profile.name == rows[0].profile.name]

@@ -101,7 +101,7 @@ def _timeline(request: Request, choice: Choice) -> str:
 
 
 def _by_stage(timeline: Timeline, stages: Sequence[range]) -> Timeline:
-    """What is computed, with the pieces of a virtual stage as one operation."""
+    """A timeline in which the pieces of a virtual stage are one operation."""
     stage_of = {piece: stage for stage, pieces in enumerate(stages) for piece in pieces}
     joined: dict[tuple[int, Op], Span] = {}
     kinds = {span.op.kind for span in timeline.spans}

@@ -32,7 +32,8 @@ def page(request: Request, plan: Plan, beside: Sequence[Baseline]) -> str:
 
 
 def _chart(request: Request, plan: Plan, beside: Sequence[Baseline], width: float) -> Html:
-    """What fits and what does not, the frontier, the best and what plain rules pick."""
+    """A chart of the layouts that fit and those that do not, the frontier, the best, and the
+    choices of simple rules."""
     steps, held = plan.points
     rate, held = request.tokens / request.hardware.ranks / steps, held / 1e9
     fits, near = held <= plan.room / 1e9, held < 4e-9 * request.hardware.memory
@@ -86,7 +87,7 @@ def _chosen(request: Request, name: str, choices: Sequence[tuple[str, Choice]]) 
 
 
 def _explained(choice: Choice) -> str:
-    """Where the time of a simulated layout goes, and its memory."""
+    """Explains a simulated layout's time and memory."""
     shares = ((name, time / choice.step) for name, time in choice.parts.items())
     parts = (f"{name} {share:.1%}" for name, share in shares if share > 5e-4)
     held = (f"{kind} {bytes_text(size)}" for kind, size in choice.memory.items() if size)

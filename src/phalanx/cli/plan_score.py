@@ -87,7 +87,7 @@ def score_text(scores: Sequence[FamilyScore], *, each_run: bool = False) -> str:
 
 
 def _by_reason(left_out: Mapping[str, int]) -> Iterator[tuple[int, str]]:
-    """How many rows each reason leaves out, with their lines where it says them."""
+    """Number of rows that each reason excludes, with their line numbers if known."""
     counts, lines = Counter[str](), defaultdict[str, list[int]](list)
     for why, count in left_out.items():
         match = _LINE.fullmatch(why)

@@ -88,7 +88,7 @@ def run(argv: list[str]) -> int:
 
 
 def _extras(folder: Path, compared: Compared | None, args: argparse.Namespace) -> Extras:
-    """What is shown beside the run's own records."""
+    """Sections of the report beside the run's own records."""
     from ..report.scaling import scaling_svg, speeds
     from ..report.step import step_extras
 

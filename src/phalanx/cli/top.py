@@ -76,7 +76,7 @@ def _shown(watched: "_Run", width: int | None, every: float) -> None:
 
 
 class _Run:
-    """What there is to see of a run."""
+    """The current state of a run, as `top` shows it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.goodput = folder, Goodput()
@@ -109,7 +109,7 @@ class _Run:
 
     @property
     def state(self) -> str:
-        """What becomes of the run, in a word or two."""
+        """The run's state, in a word or two."""
         live = [r for r in self.ranks if r.phase not in OVER and r.state != "X"]
         if live:
             return "hangs" if self.found.hangs else "running"
@@ -133,7 +133,7 @@ class _Run:
         }
 
     def lines(self, width: int, height: int = 0) -> list[str]:
-        """As a screen of so many columns and rows; 0: of as many as there is."""
+        """The screen's lines, for this width and height; height 0 means as many lines as needed."""
         head: list[str] = []
         why = (*self.found.lines, "") if self.found.hangs else ()
         for line in (*self.notices, *self._numbers(), str(self.goodput), "", *why):

@@ -216,7 +216,7 @@ def _load(row: Sequence[Any]) -> Load:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """What a file holds; nothing if it is not there or is not whole."""
+    """The contents of a cache file; empty if it is missing or incomplete."""
     try:
         state = file.stat()
         return dict(_parsed(file, state.st_mtime_ns, state.st_size))

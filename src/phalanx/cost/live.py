@@ -1,7 +1,7 @@
-"""Which tensors' storages are alive, counted as operations make them.
+"""Counts the bytes of live tensor storages, as operations make them.
 
-Neither the allocator nor the process's size is asked: both round, cache and hold what is not used.
-Nor the profiler: with its memory events, ranks over gloo end with a corrupted heap.
+Neither the allocator nor the process's size can be asked: both round, cache and hold unused memory.
+The profiler cannot either: with its memory events, ranks over gloo end with a corrupted heap.
 """
 
 from __future__ import annotations
@@ -49,6 +49,6 @@ class Live(TorchDispatchMode):
         self.count(size)
 
     def count(self, size: int) -> None:
-        """So many bytes more, or fewer."""
+        """Adds to the live bytes, or subtracts."""
         self.now += size
         self.most = max(self.most, self.now)

@@ -128,8 +128,8 @@ def _batch(
 
 
 def into(piece: Piece, edge: Like, comes: Mapping[str, Like]) -> dict[str, Like]:
-    """What a piece takes: an `edge`, or, of what the pieces before it in its block put out, what it names,
-    if each rank takes as many tokens as it sends."""
+    """Inputs of a piece: an `edge`, or the named outputs of the previous pieces in its block, if
+    each rank receives as many tokens as it sends."""
     if SENT not in piece.takes:
         return {} if piece.first else {"x": edge}
     comes = {**comes, "routes": ((1, *comes["counts"][0]), torch.long)}

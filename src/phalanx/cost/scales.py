@@ -1,7 +1,7 @@
-"""What a piece's operations do, written down as it runs: products, attention, bytes, kernels.
+"""Records a piece's operations as it runs: products, attention, bytes, kernels.
 
-Not here: what the target device runs in place of what meta tensors would (`target.py`), and what
-any of it costs in time (`plan.price`).
+`target.py` handles operations that the target device runs differently from meta tensors, and
+`plan.price` their time.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ _OPAQUE: dict[Any, Callable[..., Any]] = {
 
 @dataclass
 class _Page:
-    """What one operation of the program has done so far."""
+    """Everything that one operation of the program has done so far."""
 
     products: list[Product] = field(default_factory=list)
     attention: list[AttentionLoad] = field(default_factory=list)
@@ -155,7 +155,7 @@ class Scales(Live):  # type: ignore[no-untyped-call]
         return number in self.inside and self.inside[number][0]() is not None
 
     def _leaves(self, number: int) -> None:
-        """What a storage holds leaves the kernel that made it, unless it is gone."""
+        """Counts a storage's bytes as written by its kernel, unless it is gone."""
         if self._is_inside(number):
             self.page.moved += self.inside[number][1]
         self.inside.pop(number, None)

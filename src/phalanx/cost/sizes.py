@@ -1,6 +1,6 @@
-"""What a layout's pieces and units take in bytes, for what `check` and `simulate` say of memory.
+"""Bytes of a layout's pieces and units, for the memory figures of `check` and `simulate`.
 
-Pieces are costed as everywhere in this room; units tell their own buffers.
+Pieces are costed as elsewhere in this package; units know their own buffers.
 """
 
 from __future__ import annotations

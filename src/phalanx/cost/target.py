@@ -1,7 +1,8 @@
-"""What a target device really runs where meta tensors would run something else.
+"""Operations that a target device runs differently from meta tensors.
 
-On meta, attention decomposes to plain products and keeps its scores; every target has a kernel that
-keeps q, k, v, the result and one number a row. On CUDA the root-mean-square norm is one kernel.
+On meta, attention decomposes into plain products and keeps its scores; every target has a kernel
+that keeps q, k, v, the result and one value per row. On CUDA the root-mean-square norm is one
+kernel.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Where each rank of a run is, and why the run makes no progress. No torch: the watcher is a process of
-its own that starts in a few hundredths of a second."""
+"""Finds the position of each rank of a run, and the reason why the run makes no progress. It needs
+no torch: the watcher is a separate process that starts in a few hundredths of a second."""
 
 from .diagnosis import diagnose
 from .hosted import Hosted

@@ -1,9 +1,9 @@
-"""Which rank is not doing what the program says, from the positions of all ranks.
+"""Finds the rank that does not follow the program, from the positions of all ranks.
 
-A rank that waits in a call waits for the members of the group that have not made it. A rank that others
-wait for, directly or through others, and that waits for nobody itself, is the cause. Where all wait for
-each other there is no such rank. Then either the calls differ, and the first that does is shown; or
-some ranks stand in a call that every member has made, and the network between them has stopped.
+A rank that waits in a call waits for the group members that have not made it. The cause is a rank
+that others wait for, directly or through others, and that waits for nobody itself. If all wait for
+each other there is no such rank. Then either the calls differ, and the first difference is shown;
+or some ranks are in a call that every member has made, and the network between them has stopped.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,8 +27,9 @@ Awaited = Mapping[int, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Whether the run hangs, and in one screen why. `ranks` are those that are the cause. `notices` are
-    lines about a run that does not hang, each with a key that stays the same while the line grows."""
+    """The verdict on a run that may hang, with the reason in one screen. `ranks` are the cause.
+    `notices` are lines about a run that does not hang, each with a key that stays the same while
+    the line grows."""
 
     hangs: bool
     ranks: tuple[int, ...]
@@ -243,7 +244,8 @@ def _waits_beyond(r: RankState, world: World, awaited: Awaited) -> bool:
 
 
 def _cause(r: RankState, ranks: Sequence[RankState], awaited: Awaited) -> Iterator[str]:
-    """What a rank should be doing by the calls of those that wait for it, and what it does."""
+    """Describes the call that a rank should be in, judging by those that wait for it, and its
+    actual position."""
     calls = [o.call for o in ranks if r.rank in awaited[o.rank] and o.rank != r.rank]
     call = next((c for c in calls if c is not None), None)
     should = f" should be in {call};" if call else ":"
@@ -309,7 +311,7 @@ def _deadlock(live: Sequence[RankState], world: World, awaited: Awaited) -> Iter
 
 
 def _devices(live: Sequence[RankState]) -> Iterator[str]:
-    """Where the GPUs stand, if all ranks wait for them and no single one is the cause."""
+    """Positions of the GPUs, if all ranks wait for them and no single one is the cause."""
     hosts = sorted({r.host for r in live})
     between = f", or the network between {', '.join(hosts[:8])}" if len(hosts) > 1 else ""
     yield f"all ranks wait for their GPUs, which make no progress: look at the GPUs{between}"

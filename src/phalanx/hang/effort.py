@@ -30,8 +30,8 @@ class _Sample:
 
 
 class Effort:
-    """What one process works. `computed_at` and `moved_at`: when it was last seen to compute, and to read
-    or write, in the clock of the caller."""
+    """Measures the work of one process. `computed_at` and `moved_at` are the last times, on the
+    caller's clock, at which it computed, and read or wrote."""
 
     def __init__(self, pid: int, now: float) -> None:
         self.pid = pid

@@ -56,8 +56,8 @@ def answers(
 
 @dataclass(frozen=True)
 class Others:
-    """What a watcher knows of other hosts: their ranks, the hosts that do not answer, and those of
-    which it is not known yet whether they do."""
+    """A watcher's knowledge of other hosts: their ranks, the hosts that do not answer, and those
+    that may still answer."""
 
     ranks: tuple[RankState, ...] = ()
     missing: tuple[str, ...] = ()
@@ -87,7 +87,7 @@ class Elsewhere:
         self._thread: threading.Thread | None = None
 
     def look(self, now: float) -> Others:
-        """What is known by now; the first look begins to ask."""
+        """Everything known by now; the first look begins to ask."""
         if not self.hosts:
             return Others()
         if now - self._wanted > 3 * ASK_EVERY:

@@ -67,7 +67,7 @@ def _hosted(folder: RanksFolder) -> Iterator[tuple[Hosted, SmallFile]]:
 
 
 def _newest(files: Sequence[tuple[Hosted, SmallFile]]) -> Hosted | None:
-    """What the last start of the run has written: a killed one leaves its files."""
+    """The file of the run's last start: a killed start leaves its files behind."""
     newest = max(files, key=lambda each: each[1].written, default=None)
     return newest[0] if newest else None
 

@@ -96,7 +96,7 @@ def alive(pid: int, started: int) -> bool:
 
 
 def started_at(pid: int) -> int:
-    """When a process was started, in ticks since the machine was; 0 when it is gone."""
+    """Start time of a process, in ticks since boot; 0 if it is gone."""
     if pid <= 0:
         return 0
     fields = stat_of(f"/proc/{pid}")

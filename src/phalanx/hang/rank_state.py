@@ -69,7 +69,7 @@ class RankState:
 
     @property
     def where(self) -> str:
-        """What it does and for how long, as a sentence."""
+        """Describes in a sentence where the rank is and for how long."""
         if self.state == "X":
             return f"its process {self.pid} has ended"
         if self.phase in OVER:

@@ -174,7 +174,7 @@ class PositionReader:
         return self.text(self.word(OP))
 
     def made(self) -> list[tuple[GroupKey, int]]:
-        """How many collectives the rank has made on each of its groups."""
+        """Number of collectives that the rank has made on each of its groups."""
         self.text(0)
         raw = os.pread(self._files[0], RING - COUNTS, COUNTS)
         counts = [count for (count,) in _WORD.iter_unpack(raw[: len(raw) // 8 * 8])]

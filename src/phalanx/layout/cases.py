@@ -1,5 +1,5 @@
-"""What layouts are compared on when nothing is named: small shapes with every awkward trait, and
-all legal layouts up to a number of ranks."""
+"""Layouts to compare when none is named: small shapes with every awkward trait, and all legal
+layouts up to a number of ranks."""
 
 import tomllib
 from collections.abc import Iterator

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class ScheduleTraits(NamedTuple):
-    """What a schedule is for. Its order of operations is a function in program/schedules.py."""
+    """Traits of a schedule. Its order of operations is a function in program/schedules.py."""
 
     least: int = 1  # chunks of the model on each stage: from so many
     most: int = 1  # to so many
@@ -126,7 +126,7 @@ COMPARED_OPTIMIZERS = (*OPTIMIZERS, "muon:original")
 
 @cache
 def elsewhere(section: str) -> dict[str, str]:
-    """What other libraries call it, and how it is written here; a section of elsewhere.toml."""
+    """Maps other libraries' names to ours; a section of elsewhere.toml."""
     data = Path(__file__).with_name("elsewhere.toml").read_text(encoding="utf-8")
     rows = tomllib.loads(data)[section].items()
     return {other: ours for ours, others in rows for other in others.split()}
@@ -139,5 +139,5 @@ def near_word(word: str, known: Iterable[str], cutoff: float = 0.4) -> str:
 
 
 def no_such(what: str, name: str, known: Iterable[str], cutoff: float = 0.4) -> str:
-    """That a name is none of those known, and which is near."""
+    """The error text for an unknown name, with the nearest known one."""
     return f"unknown {what} {name[:60]!r}.{near_word(name, known, cutoff)}"

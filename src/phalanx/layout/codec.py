@@ -328,7 +328,7 @@ class Reader:
 
 
 def out_of_bounds(value: Any) -> list[Mistake]:
-    """What is wrong with the fields of an instance that a program made, each by itself."""
+    """Mistakes in the fields of an instance made by a program, each field by itself."""
     mistakes = []
     for name, one in _keys(value.__class__).items():
         if problem := _problem(getattr(value, one.attribute), name, one.limits):
@@ -337,7 +337,7 @@ def out_of_bounds(value: Any) -> list[Mistake]:
 
 
 def _problem(value: Any, path: str, limits: Mapping[str, Any]) -> tuple[str, str] | None:
-    """What is wrong with a value of the right type, and how to write it; None if nothing is."""
+    """The problem with a value of the right type, and the correct form; None if the value is valid."""
     choices = limits.get("choices")
     if choices and value not in choices:
         known, hint = ", ".join(filter(None, choices)), near_word(str(value), choices)
@@ -372,7 +372,7 @@ def _plain(hint: Any) -> Any:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of a type, not counting what is inside lists and tables."""
+    """True if a value has this type, ignoring the contents of lists and tables."""
     if isinstance(hint, UnionType):
         return any(_fits(value, part) for part in get_args(hint))
     plain, parts = _plain(hint), _parts(hint)
@@ -389,7 +389,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _way_out(hint: Any, path: str) -> str:
-    """How to write a value of a type."""
+    """Explains how to write a value of this type."""
     if is_dataclass(hint):
         return f"It is a table; write {', '.join(every_key(hint, f'{path}.'))}"
     union = get_args(hint) if isinstance(hint, UnionType) else (hint,)

@@ -1,8 +1,9 @@
-"""Which rank this process is, and of how many: what launchers leave in the environment.
+"""This process's rank and the number of ranks, as launchers leave them in the environment.
 
-torchrun, Ray Train and Accelerate set RANK and its companions, Slurm's srun SLURM_PROCID. A container of a
-Kubeflow TrainJob has PET_NNODES and a SkyPilot task SKYPILOT_NUM_NODES: these start one process on
-each node, and torchrun there starts the ranks (`node_command`). How ranks then meet is in `comm/join.py`.
+torchrun, Ray Train and Accelerate set RANK and its companions, Slurm's srun SLURM_PROCID. A
+container of a Kubeflow TrainJob has PET_NNODES, and a SkyPilot task SKYPILOT_NUM_NODES: these start
+one process on each node, and torchrun there starts the ranks (`node_command`). `comm/join.py` then
+connects the ranks.
 """
 
 import re
@@ -14,12 +15,12 @@ PORT = 29500  # torch's own choice, where a launcher names none
 
 
 class EnvironmentMistake(ValueError):
-    """What a launcher has left in the environment cannot be right: which variable, and its value."""
+    """An impossible value that a launcher left in the environment: the variable and its value."""
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Which rank this process is, of how many, and where all of them meet."""
+    """This process's rank, the number of ranks, and the address where all of them meet."""
 
     rank: int
     size: int
@@ -117,8 +118,8 @@ def first_node(nodes: str) -> str:
 
 
 def node_command(environment: Mapping[str, str], ranks: int | None) -> list[str] | None:
-    """What starts this node's ranks where a launcher has started one process for each node, without the
-    words of the command itself; None elsewhere. `ranks` is how many the layout needs, if it says."""
+    """The command that starts this node's ranks, without its own arguments, if a launcher started
+    one process per node; else None. `ranks` is the number the layout needs, if known."""
     if "RANK" in environment or "SLURM_PROCID" in environment:
         return None
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
@@ -142,7 +143,7 @@ def node_command(environment: Mapping[str, str], ranks: int | None) -> list[str]
 
 
 def launched(environment: Mapping[str, str]) -> bool:
-    """Whether a launcher has started this process, as a rank or as a node."""
+    """True if a launcher started this process, as a rank or as a node."""
     return rendezvous(environment) is not None or node_command(environment, None) is not None
 
 

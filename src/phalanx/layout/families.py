@@ -82,8 +82,8 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu", "g
 
 @dataclass(frozen=True)
 class HubTensor:
-    """Where a weight of ours is in theirs: the tensor's name, and the weights of ours that it is made
-    of, in order. With a * in its name it is one expert's."""
+    """The place of one of our weights in a Hugging Face checkpoint: the tensor's name, and our
+    weights that it packs, in order. A name with a * stands for one tensor per expert."""
 
     name: str
     packed: tuple[str, ...]
@@ -96,7 +96,8 @@ class HubTensor:
 
 
 def sources(family: Family, names: Mapping[str, int]) -> dict[str, HubTensor]:
-    """Where each of these weights of ours is; of each its number of dims is given."""
+    """Maps each of these weights of ours, given with its number of dims, to its Hugging Face
+    tensor."""
     found: dict[str, HubTensor] = {}
     for name, dims in names.items():
         layer = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
@@ -119,7 +120,7 @@ def sources(family: Family, names: Mapping[str, int]) -> dict[str, HubTensor]:
 
 @dataclass(frozen=True)
 class _Config:
-    """What is read of a config.json. Most of its keys are for other models."""
+    """The keys that are read from a config.json. Most other keys belong to other models."""
 
     model_type: str
     vocab_size: int = key(minimum=1)
@@ -281,7 +282,8 @@ def _shape(name: str, given: dict[str, Any], where: str) -> Shape:
 
 
 def _reasons(config: _Config, family: Family) -> dict[str, Any]:
-    """What ours cannot do of what several keys say, and whether theirs does it."""
+    """Features of a configuration that our decoder lacks, each with a flag that says if it is in
+    use."""
     biased, dense = family.shape.get("sinks"), config.mlp_only_layers or ()
     quantized = (config.quantization_config or {}).get("quant_method")
     read = quantized == PACKED_4 and family.alternating
@@ -362,7 +364,7 @@ def _stretch(
 
 
 def _attention_factor(rope: Mapping[str, Any]) -> float:
-    """What yarn multiplies cosine and sine by, where the configuration does not say."""
+    """The factor by which yarn multiplies cosine and sine, if the configuration does not give one."""
     factor, up, down = (rope.get(name) for name in ("factor", "mscale", "mscale_all_dim"))
     if not isinstance(factor, int | float) or factor <= 1:
         return 1.0
@@ -375,7 +377,8 @@ def _attention_factor(rope: Mapping[str, Any]) -> float:
 
 
 def family_of(shape: Shape, wanted: str = "") -> str:
-    """Which of their models this shape is; where it is none, why not the nearest."""
+    """The Hugging Face family of this shape; raises with the differences from the nearest if there
+    is none."""
     reasons = {name: list(_differences(shape, name)) for name in FAMILIES}
     # Of several that fit the one of its name, else the first.
     near = wanted or min(reasons, key=lambda name: (len(reasons[name]), name != shape.name))

@@ -126,7 +126,7 @@ def unmakable(folder: str | Path) -> str:
 
 
 def sync_folder(path: Path) -> None:
-    """What was created, renamed or removed in a folder is on the disk."""
+    """Flushes a folder's entries to the disk: files created, renamed or removed in it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,9 +1,10 @@
-"""Where the time of a run went, from the records of its metrics.jsonl: steps that count, and the rest.
+"""Accounts for a run's time, from the records of its metrics.jsonl: useful steps, and everything
+else.
 
-A record says what its process has spent on each phase since the record before (`spent`, by a clock that
-nobody sets), and when it was written: by the calendar, and by the clock of this start of the machine.
-Time between two processes is by that clock where the machine was not started in between, else by the
-calendar, of which nothing is believed when it was set back.
+A record has the seconds that its process spent on each phase since the previous record (`spent`, by
+a monotonic clock), and the time of writing by the calendar and by the clock of this boot. The time
+between two processes is measured by the boot clock if the machine was not restarted in between,
+else by the calendar; if the calendar was set back, that interval is ignored.
 """
 
 import os
@@ -34,7 +35,7 @@ def clock() -> float:
 
 
 def stamp() -> dict[str, Any]:
-    """When a record is written; `boot` says in which start of which machine its clock counts."""
+    """The time of a record; `boot` identifies the boot of the machine whose clock it uses."""
     boot = f"process {os.getpid()}"
     with suppress(OSError):
         boot = _read_once(Path("/proc/sys/kernel/random/boot_id"))[:13]
@@ -128,7 +129,7 @@ def _spent(record: Record, steps: int) -> dict[str, float]:
 
 
 def _begins(last: Record, record: Record) -> bool:
-    """Whether a record is the first of its process."""
+    """True if a record is the first of its process."""
     if not last or "began" not in record:  # of a watcher, or of an earlier version
         return not last or (record["event"] == "start" and not last["began"])
     return (record.get("boot"), record["began"]) != (last.get("boot"), last.get("began"))

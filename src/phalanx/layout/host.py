@@ -19,7 +19,8 @@ def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/c
 
 
 def _of_groups(proc: Path, cgroups: Path) -> Iterator[float]:
-    """What each limit from this process's group up to the root leaves, of either version."""
+    """Bytes that each memory limit leaves, from this process's control group up to the root, in
+    cgroup v1 or v2."""
     for line in _text(proc / "self" / "cgroup").splitlines():
         kinds, _, path = line.partition(":")[2].partition(":")
         if not kinds:

@@ -22,7 +22,7 @@ class JournalReader:
         self.path, self.at = path, 0
 
     def more(self) -> list[Record]:
-        """Those that have come since the last call, without lines that are cut or longer than `LINE`."""
+        """Records written since the last call, without lines that are cut or longer than `LINE`."""
         try:
             file = open_regular(self.path)
         except FileNotFoundError:

@@ -121,12 +121,12 @@ class Layout:
 
     @property
     def data(self) -> int:
-        """How many ranks have sequences of their own: those of ep, which share experts, too."""
+        """Number of ranks with sequences of their own, including those of ep, which share experts."""
         return self.dp * self.ep
 
     @property
     def copies(self) -> int:
-        """How many ranks work with each weight but an expert's: gradients are summed over them."""
+        """Number of ranks that use each weight, except experts: gradients are summed over them."""
         return self.data * self.cp
 
     @property
@@ -146,13 +146,14 @@ class Layout:
 
     @property
     def copies_sharing(self) -> int:
-        """How many of those ranks share the experts: over them these are neither copied nor sharded."""
+        """Number of those ranks that share the experts, which are neither copied nor sharded over
+        them."""
         return self.ep * (self.cp if "cp" in self.experts else 1)
 
     @property
     def experts_apart(self) -> bool:
-        """Whether a block's experts are a piece of their own: tokens travel to them, or the rest of the
-        block is a graph, which has no place for lengths that are not known before."""
+        """True if a block's experts are a separate piece: tokens travel to them, or the rest of the
+        block is a compiled graph, which cannot take lengths unknown in advance."""
         return self.expert_ranks > 1 or bool(self.compile)
 
     @property
@@ -161,7 +162,7 @@ class Layout:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether input and weight gradients are separate operations."""
+        """True if input and weight gradients are separate operations."""
         return traits(self.schedule).splits_backward
 
     @classmethod
@@ -265,7 +266,7 @@ def _meaning(word: str) -> dict[str, object]:
 
 
 def _hint(word: str) -> str:
-    """How the word is written here, if it is another library's; else the nearest that is ours."""
+    """Our spelling of a word from another library, or else our nearest word."""
     other = re.match(r"([a-z]+)(?:[-_=:][a-z_]*)*([0-9]{0,7})", word.lower())
     if other and (ours := choices.elsewhere("layout").get(other[1], "")):
         return f" Write {ours.replace('N', other[2] or '8')}."

@@ -216,7 +216,7 @@ def _factors(n: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 
 def _distance(a: Layout, b: Layout) -> float:
-    """How different two layouts are: doublings of each axis, then every other choice."""
+    """A distance between two layouts: doublings of each axis, then every other choice."""
     axes: float = sum(
         abs(math.log2(a.mesh.of(n) / b.mesh.of(n)))
         for n in ("dp.replicate", "dp.shard", "pp", "cp.ring", "cp.ulysses", "tp")

@@ -1,5 +1,5 @@
-"""How much work it is to make matrices orthogonal by Newton-Schulz, and who does it. Read by Muon, which
-does it, and by the planner, which prices it."""
+"""Newton-Schulz orthogonalization: the work that each matrix needs, and the rank that does it. Muon
+runs it, and the planner prices it."""
 
 import heapq
 from collections.abc import Sequence

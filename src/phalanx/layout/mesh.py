@@ -136,7 +136,8 @@ class Mesh:
         return rank
 
     def part(self, axes: Iterable[str], at: Mapping[str, int]) -> tuple[int, int]:
-        """How many parts these axes (or parts of them) make, and which is at these coordinates."""
+        """Number of parts that these axes (or parts of them) make, and the index at these
+        coordinates."""
         chosen, parts, index = set(axes), 1, 0
         for axis in self.axes:
             for name in dict.fromkeys((axis.name, *axis.part_names)):

@@ -126,7 +126,7 @@ def parse_length(text: str) -> int:
 
 
 def whole_spellings(text: str) -> str:
-    """How to write a count such as `4k` as a plain number: `4000 or 4096 (4Ki)`; "" for other texts."""
+    """Spells a count such as `4k` as a plain number: `4000 or 4096 (4Ki)`; "" for other texts."""
     match = re.fullmatch("([1-9][0-9]{0,8})([kKMGT])(i?)", text)
     if not match:
         return ""
@@ -138,7 +138,7 @@ def whole_spellings(text: str) -> str:
 
 
 def _unit(letters: str) -> int:
-    """What the letters behind a count stand for: 1,000 for k, 1,024 for Ki."""
+    """The factor that the letters after a count denote: 1,000 for k, 1,024 for Ki."""
     power = " KMGT".index(letters[:1].upper().replace("B", "G") or " ")
     base = 1024 if letters.endswith("i") else 1000
     return int(base**power)

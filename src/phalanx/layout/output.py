@@ -234,8 +234,8 @@ def _signals_held_back() -> Iterator[None]:
 
 
 def _writer(stream: TextIO) -> Callable[[str], None]:
-    """How the thread writes to a stream: past its buffer if it is a file of this process, because a
-    thread that stands in the buffer at the end of the process would make Python abort."""
+    """The thread's way of writing to a stream. A file of this process is written past its buffer,
+    because Python aborts if a thread blocks in the buffer when the process ends."""
     descriptor = -1
     if isinstance(stream, io.TextIOWrapper):  # a notebook's stream has a number that is not its own
         with suppress(OSError, ValueError):

@@ -1,9 +1,8 @@
-"""Which weight is cut how: a table from a parameter's name to the names of its dims, and a map from
-dims to mesh axes.
+"""The table that names the dims of each parameter, and the map from dims to mesh axes.
 
-A line reads `layers.*.attn.w[kv].weight : kv embed`. The table stands beside a model; the map is
-the same for all. A parameter that no line names is an error, not a guess. A dim that several matrices
-share is written with their number, or their lengths: `layers.*.mlp.gate_up.weight : features/2 embed`.
+A line reads `layers.*.attn.w[kv].weight : kv embed`. Each model has its table; the map is shared by
+all. A parameter without a line is an error. A dim that several matrices share is written with their
+number or their lengths: `layers.*.mlp.gate_up.weight : features/2 embed`.
 """
 
 import fnmatch
@@ -42,7 +41,7 @@ class Cut:
     copies: int = 1
 
     def at(self, size: int, index: int) -> slice:
-        """Where part `index` stands in a dim of `size` that is cut like this one."""
+        """The slice of part `index` in a dim of `size` that is cut in the same way."""
         start = min(index // self.copies * self.length, size)
         return slice(start, min(start + self.length, size))
 
@@ -91,8 +90,8 @@ class Rules:
         return tuple(dim.partition("/")[0] for dim in self._written(name, rank))
 
     def matrices(self, name: str, shape: Sequence[int]) -> tuple[tuple[slice, slice], ...]:
-        """Where the matrices stand in the last two dims of a weight, of each of its experts if it has
-        these; none where it is a lookup, a router or a vector."""
+        """Slices of the matrices in the last two dims of a weight (in each of its experts, if any);
+        empty for a lookup table, a router or a vector."""
         written = self._written(name, len(shape))
         dims = self.dims(name)
         if len(dims) < 2 or dims[:-2] not in ((), ("experts",)) or not {*dims[-2:]} <= {*FEATURES}:

@@ -71,7 +71,7 @@ class OptimizerChoice:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """When checkpoints are saved, and where."""
+    """Checkpoints: their folder, interval and retention."""
 
     dir: str = key("", "checkpoint folder; empty: checkpoints in `out`")
     remote: str = key(
@@ -98,7 +98,7 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class Metrics:
-    """What is logged. metrics.jsonl in `out` is always written."""
+    """Logging. metrics.jsonl in `out` is always written."""
 
     every: int = key(1, "steps between log lines", minimum=1)
     tensorboard: bool = key(False, "log to TensorBoard, if installed")
@@ -108,7 +108,7 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Training:
-    """What happens when ranks fail or are missing."""
+    """The reaction to ranks that fail or are missing."""
 
     restarts: int = key(0, "times that local ranks start again after one has failed")
     in_memory: int = key(
@@ -128,7 +128,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Networking:
-    """How hosts reach each other."""
+    """The network between hosts."""
 
     interface: str = key(
         "", "network interface of the ranks, as eth0; empty: the one that leads to rank 0's host"
@@ -154,7 +154,7 @@ class Profiling:
 
 @dataclass(frozen=True)
 class Hangs:
-    """When a run is taken to hang, and which ranks are reported as slow."""
+    """Thresholds for a run that hangs, and for ranks reported as slow."""
 
     timeout: float = key(
         600.0,
@@ -169,7 +169,7 @@ class Hangs:
 
 @dataclass(frozen=True)
 class Preparing:
-    """How `data` becomes tokens of a model's own tokenizer."""
+    """The preparation of `data`: its conversion to tokens of the model's tokenizer."""
 
     field: str = key("", "of rows; empty: text, messages, conversations, or prompt and completion")
     held_out: float = key(0.05, "share of the documents for validation", maximum=0.999)
@@ -454,7 +454,7 @@ def misfits(run: Run, shape: Shape, layout: Layout | None) -> Iterator[Mistake]:
 
 
 def _misfits(run: Run) -> Iterator[Mistake]:
-    """What does not fit together, though each key by itself is right. `place` is a key."""
+    """Mistakes between keys that are each valid alone. `place` is a key."""
     yield from _plan(run)
     yield from _files(run)
     if run.weights and (run.own or run.hub):

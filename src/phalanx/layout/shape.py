@@ -221,14 +221,15 @@ class Shape:
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """What of a block may have adapters: features in and out. Of experts none has."""
+        """Linear layers of a block that may carry adapters, with their input and output features.
+        Experts have none."""
         ups = ("gate", "up", "down") * (not self.experts)
         names = ("wq", "wk", "wv", "wo", "wq_b", "wkv_b", *ups)
         return {name: (into, out) for name, into, out, _ in self.products(1) if name in names}
 
     @property
     def adapters(self) -> dict[str, tuple[int, int]]:
-        """Those of them that have LoRA."""
+        """The linear layers that carry adapters."""
         chosen = self.lora_targets or (*self.linears,)
         return {n: size for n, size in self.linears.items() if self.lora_r and n in chosen}
 
@@ -238,7 +239,7 @@ class Shape:
         return self.layers + 2
 
     def sparse(self, piece: int) -> bool:
-        """Whether a piece has experts."""
+        """True if a piece has experts."""
         return self.experts > 0 and self.dense_layers < piece <= self.layers
 
     def window(self, piece: int) -> int:

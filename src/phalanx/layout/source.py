@@ -35,12 +35,12 @@ def split_name(text: str) -> tuple[str, str]:
 
 
 def names_source(text: str) -> bool:
-    """Whether a text is FILE.py:NAME."""
+    """True if a text has the form FILE.py:NAME."""
     return re.fullmatch(OWN, text) is not None
 
 
 def load_source(path: str | Path, names: tuple[str, ...], error: Refusal) -> tuple[Any, ...]:
-    """What a user's file defines by these names; the file is run once for each call."""
+    """The objects with these names in a user's file; each call runs the file once."""
     name = names[0]
     _refuse_unreadable(path, name, error)
     # A name of its own, as dataclasses and torch's compiler look for a module by its name.
@@ -159,7 +159,7 @@ def _is_own(file: Path, folder: Path) -> bool:
 
 
 def syntax_error(path: str | Path) -> str:
-    """What is wrong with the grammar of a source file; empty if nothing is. It is not run."""
+    """The syntax error of a source file, or "". The file is not run."""
     try:
         with open_regular(Path(path)) as file:
             ast.parse(file.read(LIMIT), str(path))

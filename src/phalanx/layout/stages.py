@@ -1,5 +1,5 @@
-"""Which pieces each virtual stage holds: named by the layout, or balanced by cost. And what of a layout
-one piece depends on."""
+"""Pieces of each virtual stage: named by the layout, or balanced by cost; and the layout's facts
+about one piece."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence

@@ -31,7 +31,7 @@ _UNSAFE = re.compile(r"[/?#\[\]]")
 
 
 class _Parts(NamedTuple):
-    """What follows the scheme of a URL, around its password."""
+    """The part of a URL after its scheme, split around the password."""
 
     user: str
     password: str | None  # None where the URL has none
@@ -88,7 +88,7 @@ def _split(rest: str) -> _Parts:
 
 
 def _cut_password(rest: str) -> str:
-    """What follows `user:` in a URL that ends before its host, or ""."""
+    """The text after `user:` in a URL that ends before its host, or ""."""
     if "@" in rest:
         return ""
     tail = _after_host(_authority(rest))
@@ -100,7 +100,7 @@ def _authority(rest: str) -> str:
 
 
 def _after_host(authority: str) -> str:
-    """What stands behind the colon of a host, where it cannot be a port."""
+    """The text after a host's colon if it cannot be a port, else ""."""
     if authority.startswith("arn:"):  # the name of an access point of S3, which is full of colons
         return ""
     _, _, port = re.sub(r"^\[[^\]]*\]", "", authority).partition(":")

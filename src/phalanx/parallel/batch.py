@@ -29,14 +29,15 @@ _FILLS = {"targets": IGNORED, DOCUMENTS: -1}
 
 
 def share(size: int, parts: int, index: int) -> slice:
-    """Which of `size` things part `index` of `parts` takes; the first take one more."""
+    """The slice of `size` items that part `index` of `parts` takes; the first parts take one more."""
     each, more = divmod(size, parts)
     start = index * each + min(index, more)
     return slice(start, start + each + (index < more))
 
 
 def time_multiple(layout: Layout) -> int:
-    """What a sequence's length is padded to a multiple of, so that every rank holds as much."""
+    """The multiple to which sequence lengths are padded, so that every rank holds equally many
+    tokens."""
     ring, ulysses = layout.mesh.of("cp.ring"), layout.mesh.of("cp.ulysses")
     inside = ulysses * (layout.tp if layout.seq else 1)
     # A rank of a ring holds two chunks of one length.
@@ -44,9 +45,9 @@ def time_multiple(layout: Layout) -> int:
 
 
 def held_times(length: int, ring: int, ulysses: int, cp: int) -> Tensor:
-    """Which tokens of a sequence the rank `cp` holds, in the order in which it holds them.
+    """Token indices of a sequence that the rank `cp` holds, in the order in which it holds them.
 
-    `length` is a multiple of `time_multiple`. This is the only function that knows the order.
+    `length` is a multiple of `time_multiple`. No other function knows this order.
     """
     outer, inner = divmod(cp, ulysses)
     times = torch.arange(length)
@@ -85,7 +86,7 @@ def on_device(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Te
 
 
 def _held(batch: Mapping[str, Tensor], layout: Layout, cp: int) -> dict[str, Tensor]:
-    """What has a number for each token, its time padded and then cut along cp."""
+    """The batch with each per-token tensor padded in time and then cut along cp."""
     if "tokens" not in batch:
         return dict(batch)
     size, held = batch["tokens"].shape[:2], dict(batch)
@@ -115,12 +116,13 @@ def edge_shape(batch: Mapping[str, Tensor], width: int, time_cut: int) -> tuple[
 
 
 def count_tokens(batch: Mapping[str, Tensor]) -> Tensor:
-    """How many tokens a batch really has, whatever their targets. Where the batch is."""
+    """Number of real tokens in a batch, with or without targets, as a tensor on the batch's device."""
     return batch[VALID].sum() if VALID in batch else torch.ones_like(batch["tokens"]).sum()
 
 
 def count_valid(batch: Mapping[str, Tensor]) -> Tensor:
-    """How many targets a batch really has: what the loss is divided by. Where the batch is."""
+    """Number of real targets in a batch, by which the loss is divided, as a tensor on the batch's
+    device."""
     targets = batch.get("targets")
     if targets is None or targets.is_floating_point():
         first = next(iter(batch.values()))

@@ -43,15 +43,15 @@ _ENTRIES = 64  # graphs of a kind, before torch would run it eagerly without a w
 
 
 class Graphs(NamedTuple):
-    """What this process has compiled. A kind of piece needs a graph with gradients and, where it also
-    runs without, another; all further ones are `recompiles`."""
+    """Compiled graphs of this process. A kind of piece needs one graph with gradients and, if it
+    also runs without, another; all further ones are `recompiles`."""
 
     compiled: int
     recompiles: int
 
 
 class Factors(NamedTuple):
-    """What one weight gradient is the product of."""
+    """The two factors of a weight gradient."""
 
     weight: nn.Parameter
     x: Tensor  # (..., in)
@@ -124,7 +124,7 @@ class _Taps(torch.autograd.Function):
 
 
 def _product(owner: Any, how: How, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """What a compiled forward calls for a product with the weight of a module."""
+    """The product with a module's weight, as a compiled forward calls it."""
     if owner.taps is None:
         return multiply(x, owner.weight, bias, how._replace(scales=owner.scales))
     args = x, bias, *owner.taps, owner.scales, how
@@ -189,10 +189,12 @@ class CompiledModule:
         return self.loss(*y) if self.loss else y
 
     def _trace(self, x: Tensor | None, named: Named) -> list[_Tapped]:
-        """What each product takes and gives, from a run without numbers. One that is called twice, or
-        whose input needs no gradient, has no taps: autograd adds its weight's gradient.
+        """Shapes that each product takes and gives, from a run on fake tensors. A product that is
+        called twice, or whose input needs no gradient, has no taps: autograd adds its weight's
+        gradient.
 
-        A loss that is the last thing the piece does stays out of the graph from here on."""
+        A loss at the very end of the piece stays out of the graph from here on.
+        """
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         calls: dict[Any, list[_Tapped]] = {owner: [] for owner, *_ in self.owners}
@@ -246,7 +248,7 @@ def _call(module: nn.Module, x: Tensor | None, named: Named) -> Any:
 
 
 def _again(module: nn.Module, x: Tensor | None, named: Named) -> Any:
-    """The same, with selective recomputation as a part of the graph."""
+    """Calls a piece with selective recomputation as a part of the graph."""
     contexts = partial(create_selective_checkpoint_contexts, _policy)
     more: Any = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
     return checkpoint(_call, module, x, named, **more)

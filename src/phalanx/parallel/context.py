@@ -230,16 +230,16 @@ _ring_op.register_autograd(_back, setup_context=_keep)
 
 
 def around(ranks: int) -> list[tuple[int, int]]:
-    """Who sends to whom on a ring, for the group that is split for it."""
+    """The (sender, receiver) pairs of a ring, for the group that is split for it."""
     return [(rank, (rank + 1) % ranks) for rank in range(ranks)] if ranks > 1 else []
 
 
 def needed(step: int, rank: int, ranks: int, length: int) -> AttentionBlock:
-    """Which rows and keys of the block that visits at a step meet, and whether under a diagonal.
+    """Rows and keys that meet in the block visiting at a step, and whether a diagonal cuts them.
 
-    Chunk c of time precedes chunk d where c < d; a rank has one of the first half and, mirrored,
-    one of the last. So of the four pairs of chunks two are needed from any other rank, and of one's
-    own three, two of them cut by the diagonal: every rank computes as much at every step.
+    Chunk c of time precedes chunk d if c < d. A rank has one chunk of the first half and its mirror
+    in the last half. So two of the four pairs of chunks are needed from any other rank, and three
+    of its own, two of which the diagonal cuts: every rank computes the same amount at every step.
     """
     source = (rank - step) % ranks
     whole, half = slice(0, length), length // 2
@@ -253,8 +253,8 @@ def needed(step: int, rank: int, ranks: int, length: int) -> AttentionBlock:
 def visiting_blocks(
     step: int, group: Group, length: int, documents: Tensor | None
 ) -> list[AttentionBlock]:
-    """What of the visiting block is seen here. Keys all precede the rows, so the only document of both
-    is the one that the keys end with and the rows begin with."""
+    """Parts of the visiting block that this rank's rows attend to. All its keys precede the rows,
+    so the only common document is the one that ends the keys and begins the rows."""
     block = needed(step, group.rank, group.size, length)
     if documents is None:
         return [block]

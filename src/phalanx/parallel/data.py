@@ -27,15 +27,15 @@ from .tensor import Weight
 
 
 class Matmul(Protocol):
-    """What multiplies by the weights of blocks in place of torch. x is (..., in), a weight (out, in)
-    and a gradient (..., out)."""
+    """A replacement of torch's product with the weights of blocks. x is (..., in), a weight (out,
+    in) and a gradient (..., out)."""
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor: ...
 
     def input_gradient(self, gradient: Tensor, weight: Tensor) -> Tensor: ...
 
     def weight_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
-        """As the weight: (out, in), in float32 or wider."""
+        """The weight's gradient, (out, in), in float32 or wider."""
 
 
 class Narrow(NamedTuple):
@@ -50,14 +50,14 @@ class Narrow(NamedTuple):
 
 
 class How(NamedTuple):
-    """How a module multiplies by its weight."""
+    """A module's way of multiplying by its weight."""
 
     transposed: bool  # the weight is (in, out) and not (out, in)
     matmul: Matmul | None
     scales: Tensor | None = None  # of a weight that is in 8 bits already
 
     def factor(self, weight: Tensor) -> Any:
-        """What is multiplied by, (out, in)."""
+        """The factor of the product, (out, in)."""
         whole = weight if self.scales is None else Narrow(weight, self.scales)
         return whole.mT if self.transposed else whole
 
@@ -79,8 +79,8 @@ def into_input(gradient: Tensor, weight: Tensor, how: How) -> Tensor:
 
 @dataclass(frozen=True)
 class Precision:
-    """What weights are computed in, kept in, and what gradients are summed in. `matmul`: what
-    multiplies by the weights of blocks where that is not torch in the dtype `compute`."""
+    """Dtypes in which weights are computed and kept, and in which gradients are summed. `matmul`
+    multiplies by the weights of blocks, unless torch does so in the dtype `compute`."""
 
     compute: torch.dtype = torch.float32
     master: torch.dtype = torch.float32
@@ -104,8 +104,8 @@ class Segment(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """Where a part of a weight stands: numbers `start` to `stop` of the weight as this rank of tp
-    holds it, flattened, are at `offset` of this rank's shard."""
+    """A part of a weight in this rank's shard: elements `start` to `stop` of the weight as this
+    rank of tp holds it, flattened, begin at `offset` of the shard."""
 
     weight: Weight
     start: int
@@ -287,7 +287,7 @@ class Unit:
         return runs
 
     def own_segments(self, *, matrices: bool = False) -> list[Segment]:
-        """Those runs as far as they lie in this rank's part, counted from its start."""
+        """The segments, clipped to this rank's part and counted from its start."""
         stop = self.start + self.part
         clipped = (
             s._replace(start=max(s.start, self.start), stop=min(s.stop, stop))
@@ -300,7 +300,7 @@ class Unit:
         ]
 
     def entries(self) -> Iterator[Entry]:
-        """Which numbers of which weights this rank's part holds."""
+        """The elements of each weight that this rank's part holds."""
         for weight, offset in zip(self.order, self.offsets, strict=True):
             start = max(offset, self.start)
             stop = min(offset + _numel(weight), self.start + self.part)
@@ -309,13 +309,14 @@ class Unit:
 
     @property
     def moved(self) -> int:
-        """How many numbers of its part are of matrices that are brought to owners."""
+        """Elements of this rank's part that belong to matrices brought to owners."""
         matrices = (e for e in self.entries() if e.weight.matrices and self.groups.matrices)
         return sum(each.stop - each.start for each in matrices)
 
     @property
     def state(self) -> int:
-        """How many numbers an optimizer keeps of this rank's part: Adam's two, Muon's one of matrices."""
+        """Elements of optimizer state for this rank's part: two per element for Adam, one for
+        Muon's matrices."""
         return 2 * self.part - self.moved
 
     @cached_property
@@ -359,7 +360,7 @@ class Unit:
         return self.buffer
 
     def storage(self) -> int:
-        """What the weights' buffer is known by; 0 when it is dropped."""
+        """The identity of the weights' buffer; 0 after it is dropped."""
         return 0 if self.buffer is None else storage_of(self.buffer)
 
     def drop(self) -> None:
@@ -395,7 +396,7 @@ class Unit:
 
     @property
     def is_open(self) -> bool:
-        """Whether contributions have come, or may come, that have not been summed."""
+        """True if gradient contributions have arrived, or may arrive, that are not yet summed."""
         return self.full is not None
 
     @property
@@ -408,7 +409,7 @@ class Unit:
         return [self.gradient[run] for run in runs]
 
     def counted(self) -> list[Tensor]:
-        """What of it the gradient norm counts here."""
+        """The gradients that this rank counts in the gradient norm."""
         return self.gradients(self.counted_runs)
 
     def open(self) -> None:
@@ -579,8 +580,8 @@ _aten: Any = torch.ops.aten
 
 
 def _sums_wide(a: Tensor) -> bool:
-    """Whether a product of these 16-bit numbers can be added in float32: newer builds have that for
-    GPUs."""
+    """True if a product of these 16-bit tensors can accumulate in float32, which newer builds offer
+    on GPUs."""
     gpu = a.device.type not in ("cpu", "meta")
     return gpu and a.dtype in HALVES and hasattr(_aten.addmm, "dtype_out")
 

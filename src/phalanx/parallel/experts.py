@@ -65,7 +65,7 @@ def _summed(groups: Sequence[Group], counts: Tensor) -> Tensor:
 
 
 class Routes(NamedTuple):
-    """How many tokens this rank sends to each rank of ep, and how many it takes from each."""
+    """Numbers of tokens that this rank sends to each rank of ep, and receives from each."""
 
     sends: Sequence[int]
     takes: Sequence[int]

@@ -1,8 +1,8 @@
-"""What a layout would change in a model without being seen: refused by name, before anything runs.
+"""Refuses, by name and before anything runs, layouts that would silently change a model.
 
-Weights become views of flat buffers, tensor parallelism replaces modules whose weight it cuts, a ring
-replaces attention's core. Each is right for the modules of plain torch only: what somebody has added
-to one of them would be left out. Whether the rule table itself is right is proved by `verify`.
+Weights become views of flat buffers, tensor parallelism replaces modules whose weight it cuts, and
+a ring replaces attention's core. Each of these is right only for plain torch modules: anything that
+somebody added to one of them would be lost. `verify` proves the rule table itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def refuse_unfit(model: Model, layout: Layout) -> None:
 
 
 def fitting(model: Model, layouts: Iterable[Layout]) -> tuple[Layout, ...]:
-    """Those of the layouts that compute the model rightly."""
+    """The layouts that compute the model correctly."""
     known: dict[tuple[bool, ...], bool] = {}  # by all that a misfit depends on
     chosen = []
     for layout in layouts:

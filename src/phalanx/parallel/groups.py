@@ -29,7 +29,7 @@ class UnitAxes(NamedTuple):
 
 
 class UnitPlace(NamedTuple):
-    """What a rank has of a unit: which part of tp, which shard of that, and which replica."""
+    """The part of a unit that a rank has: its part of tp, its shard of that, and its replica."""
 
     tp: int
     shard: int
@@ -96,8 +96,9 @@ def unit_axes(model: Model, layout: Layout, unit: int) -> UnitAxes:
 
 
 def _cuts_frozen(layout: Layout) -> bool:
-    """Whether frozen weights are sharded: where weights come and go. ZeRO-1 and 2 shard what belongs
-    to a gradient, and these have none; gathering them each step would bring what never changed."""
+    """True if frozen weights are sharded, which is so where weights are gathered and dropped.
+    ZeRO-1 and 2 shard what belongs to a gradient, and frozen weights have none; gathering them each
+    step would bring unchanged values."""
     return layout.zero == 3 or bool({"weights", "optimizer"} & set(layout.offload))
 
 

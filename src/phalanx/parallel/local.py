@@ -1,4 +1,4 @@
-"""What one rank holds of a model: the pieces of its stages, cut and bound to its units."""
+"""A rank's share of a model: the pieces of its stages, cut and bound to its units."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -184,7 +184,7 @@ def _real(x: Tensor, device: torch.device) -> Tensor:
 
 
 def _stays(weights: Sequence[Weight], groups: UnitGroups) -> bool:
-    """Whether the gradients of these weights go to no other rank."""
+    """True if the gradients of these weights go to no other rank."""
     every = groups.gather, groups.reduce, groups.replica, groups.tie
     return all(group.size == 1 for group in every) and not any(w.adds for w in weights)
 

@@ -38,7 +38,7 @@ class Rounded(NamedTuple):
     square: bool
 
     def restored(self, dtype: torch.dtype) -> Tensor:
-        """What the product takes them for."""
+        """The values that the product uses: rounded numbers times their scales."""
         scales = self.of_rows().to(dtype)
         if self.run < self.numbers.shape[-1]:
             scales = scales.unsqueeze(-1).expand(*scales.shape, self.run).flatten(-2)
@@ -80,7 +80,7 @@ def rounded(
 
 
 def _scales(largest: Tensor, most: float, power: bool) -> tuple[Tensor, Tensor]:
-    """What numbers are multiplied by before they are rounded, and what after."""
+    """Factors that multiply the values before rounding, and those that restore them after."""
     if power:
         # A float8_e8m0fnu is the exponent of a float32: 255 where that is infinite or no number.
         bits = largest.float().view(torch.int32) >> 23
@@ -124,7 +124,7 @@ def product(a: Rounded, b: Rounded, out: torch.dtype) -> Tensor:
 
 
 class EightBits:
-    """What a word of `MATMULS` says."""
+    """The fp8 product that a word of `MATMULS` names."""
 
     def __init__(self, traits: MatmulTraits) -> None:
         self.traits = traits
@@ -132,7 +132,8 @@ class EightBits:
 
     @property
     def one_copy(self) -> bool:
-        """Whether a weight in 8 bits serves its product and the input's gradient: in squares."""
+        """True if one fp8 copy of a weight serves both its product and the input's gradient, as
+        with square tiles."""
         return self.traits.square
 
     def forward(self, x: Tensor, weight: Tensor | Narrow) -> Tensor:
@@ -196,7 +197,7 @@ def of_expert(matmul: Matmul, x: Tensor, weight: Tensor, bias: Tensor | None) ->
 
 @cache
 def matmul_named(word: str) -> Matmul | None:
-    """What multiplies with the weights of blocks, of a layout's word; None where there is none."""
+    """The product with the weights of blocks that a layout's word names, or None."""
     return EightBits(MATMULS[word]) if word else None
 
 
@@ -220,7 +221,7 @@ def refuse_without_kernels(word: str, device: torch.device) -> None:
 
 
 def _takes(a: Rounded, b: Rounded) -> bool:
-    """Whether kernels take matrices of these sizes."""
+    """True if fp8 kernels accept matrices of these sizes."""
     k, n = a.numbers.shape[-1], b.numbers.shape[-2]
     m = a.numbers.shape[-2]
     return m > 0 and k > 0 and k % 16 == 0 and n % (b.run if _in_squares(b) else 16) == 0

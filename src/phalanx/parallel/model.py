@@ -136,7 +136,8 @@ class Model:
         return tuple(dict.fromkeys((p, unit) for p, unit in pairs if p != unit % count))
 
     def takes(self, piece: int) -> tuple[str, ...]:
-        """What a piece names: of all but the first, first the activations, whatever their name."""
+        """The names that a piece takes. All pieces but the first take the activations first, under
+        any name."""
         signature = inspect.signature(type(self.pieces[piece][1]).forward).parameters
         names = [n for n, p in signature.items() if p.kind is not inspect.Parameter.VAR_KEYWORD]
         open_ended = len(names) < len(signature)
@@ -203,7 +204,7 @@ def _adapt(model: Decoder, rules: Rules, shape: Shape) -> str:
 
 
 def is_lora(name: str) -> bool:
-    """Whether a weight is a factor of a low-rank adapter."""
+    """True if a weight is a factor of a low-rank adapter."""
     return ".lora." in name
 
 

@@ -135,7 +135,7 @@ class _Taken(NamedTuple):
 
 @dataclass(slots=True)
 class _Kept:
-    """What a forward leaves for its backward."""
+    """Values that a forward keeps for its backward."""
 
     roots: dict[str, GradientEdge]  # not the outputs themselves: their storage would live as long
     like: Tensor  # a zero of the loss's dtype, on its device
@@ -306,13 +306,14 @@ class Piece:
         keep: bool,
         selected: Selected | None = None,
     ) -> Bundle:
-        """What the piece puts out, and what goes past it; with `keep` also what its backward needs.
+        """Runs the piece and returns its output, with the values that pass it by; with `keep` it
+        also keeps what the backward needs.
 
-        `selected`, first without `keep` and then with it: what the first forward keeps, from which
-        the second one computes the rest.
+        `selected` comes first without `keep` and then with it: the first forward keeps some values
+        in it, and the second one computes the rest from them.
 
-        A piece takes what its forward names: from the bundle, else from the batch. Its first argument
-        is `x` where nothing in the bundle has its name. The rest of the bundle goes past.
+        A piece takes the names of its forward: from the bundle, else from the batch. Its first
+        argument is `x` if nothing in the bundle has its name. The rest of the bundle passes it by.
         """
         taken = self._taken(bundle, batch)
         mine = {name: bundle[name] for name in taken.mine}
@@ -363,7 +364,7 @@ class Piece:
         return {"x": y} if isinstance(y, Tensor) else dict(y)
 
     def _take(self, due: list[_Due] | None, factors: Sequence[Factors]) -> None:
-        """What a compiled backward leaves of the weights' gradients."""
+        """Accepts the weight gradients' factors that a compiled backward leaves."""
         for factor in factors:
             unit, name = self.owners[factor.weight]
             one = _Due(unit, name, *factor[1:])
@@ -434,7 +435,7 @@ class Piece:
         return past | into
 
     def leave(self, microbatch: int) -> None:
-        """What the forward kept goes to the host."""
+        """Moves the kept activations of a forward to the host."""
         for box in self.kept[microbatch].boxes:
             box.leave()
 

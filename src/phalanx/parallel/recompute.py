@@ -1,9 +1,9 @@
-"""What selective recomputation keeps of a forward, and gives back when it is computed again.
+"""Selective recomputation: keeps some outputs of a forward, and returns them when it runs again.
 
-Kept are the outputs of products, attention and groups, but what tp has gathered for a product: a rank
-keeps its own tokens, from which that is n times as large, and all ranks gather again. Of an output
-whose values nobody will ask for only the shape is kept: what runs again gets a stand-in without memory
-to go on with, and the backward of a product asks for its factors alone.
+Outputs of products, attention and groups are kept, except those that tp gathered for a product:
+they are n times as large as the rank's own tokens, which it keeps instead, and all ranks gather
+again. If nobody will ask for an output's values, only its shape is kept: the second run gets a
+stand-in without memory, and the product's backward asks only for its factors.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _ASK_NOTHING = {
 
 
 def is_kept(func: Any, args: Sequence[Any]) -> bool:
-    """Whether what an operation puts out is kept, rather than computed or gathered again."""
+    """True if an operation's output is kept, rather than computed or gathered again."""
     return func in _COSTLY and not (func is _region and args[1] == "gather_sum")
 
 
 class _Output(NamedTuple):
-    """What one costly operation put out."""
+    """The output of one costly operation."""
 
     op: Any
     value: Any
@@ -97,7 +97,7 @@ class _Keeping(TorchDispatchMode):
             self.kept[-1] = last.forgotten()
 
     def _refuse(self, written: Any) -> None:
-        """What is kept must stay as it was."""
+        """Refuses an in-place write to a kept value."""
         storages = set(_storages(written))
         for op, value in self.kept:
             if not storages.isdisjoint(_storages(value)):
@@ -154,8 +154,8 @@ def _stand_in(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Te
 
 
 def _asks(func: Any, args: Any, out: Any) -> bool:
-    """Whether an operation, or its backward, may ask for values. What is not known may, and so may
-    one that makes an empty tensor: who fills it is not seen here."""
+    """True if an operation, or its backward, may read values. Unknown operations may, and so may
+    one that makes an empty tensor: its later writer is not seen here."""
     if func.is_view or func in _ASK_NOTHING:
         return False
     if func is _aten.mul.Tensor and not isinstance(args[1], Tensor):

@@ -51,11 +51,11 @@ class Weight:
 
     @property
     def box(self) -> tuple[slice, ...]:
-        """Where this rank's part stands in the whole."""
+        """Slices of this rank's part in the whole weight."""
         return tuple(slice(cut.start, cut.stop) for cut in self.cuts)
 
     def box_at(self, tp: int) -> tuple[slice, ...]:
-        """Where the part of another rank of tp stands in the whole."""
+        """Slices of another tp rank's part in the whole weight."""
         both = zip(self.cuts, self.shape, self.over_tp, strict=True)
         return tuple(
             cut.at(size, tp) if over else slice(cut.start, cut.stop) for cut, size, over in both
@@ -63,14 +63,14 @@ class Weight:
 
     @property
     def copies(self) -> int:
-        """How many neighbours of tp have the same part; 0: all of them."""
+        """Number of neighbouring tp ranks with the same part; 0 means all of them."""
         over = zip(self.cuts, self.over_tp, strict=True)
         return max((cut.copies for cut, over in over if over), default=0)
 
     @cached_property
     def rows(self) -> Tensor:
-        """Which row of the whole each row of this part is, counted from 1; 0: it is padding. All dims
-        but the last make the rows."""
+        """Row of the whole weight for each row of this part, counted from 1; 0 marks padding. All
+        dims but the last make the rows."""
         shape = torch.Size(self.shape[:-1])
         part = torch.arange(1, 1 + shape.numel()).view(shape)[self.box[:-1]]
         padded = part.new_zeros(self.local[:-1])

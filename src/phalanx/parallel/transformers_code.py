@@ -51,7 +51,7 @@ class _Reached(Exception):
 
 
 class _InFloat64(TorchFunctionMode):
-    """What theirs computes in float32 at the least, as norms, is computed in float64."""
+    """Computes in float64 what transformers' code computes in float32 at least, such as norms."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.float:
@@ -145,12 +145,12 @@ class _Outer(nn.Module):
             self.add_module(name, child)
 
     def running(self, block: int, act: Callable[..., Any]) -> dict[str | int, Callable[..., Any]]:
-        """What runs in their model: these modules, and `act` in the place of a block."""
+        """Modules that run in the transformers model: these, and `act` in place of a block."""
         return {**dict(self.named_children()), block: act}
 
 
 class TransformersEmbed(_Outer):
-    """What their forward does before its first block."""
+    """The part of the transformers forward before its first block."""
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         dtype = next(self.parameters()).dtype
@@ -163,7 +163,7 @@ def _stop(x: Tensor, *args: Any, **kwargs: Any) -> None:
 
 
 class TransformersHead(_Outer):
-    """What their forward does after its last block, and the loss as a sum."""
+    """The part of the transformers forward after its last block, and the loss as a sum."""
 
     def __init__(self, frame: _Frame, children: Mapping[str, nn.Module], last: int) -> None:
         super().__init__(frame, children)
@@ -213,8 +213,8 @@ def _attend(
     softcap: float | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """What stands in their table of attention functions: the module's child `core`, which its first
-    call makes."""
+    """The entry in transformers' table of attention functions: calls the module's child `core`,
+    which its first call makes."""
     if "core" not in module._modules:
         unknown = sorted(k for k, x in more.items() if k not in _NOTHING.split() and _is_set(x))
         _refuse(
@@ -376,7 +376,7 @@ class _Described:
         self.heads, self.kv, self.head_dim = seen.pop()
 
     def _windows(self, owners: list[list[Any]]) -> bool:
-        """Whether its configuration has windows, or chunks, that attention was not called with."""
+        """True if its configuration has windows, or chunks, with which attention was not called."""
         types = list(getattr(self.config, "layer_types", None) or ())
         kinds = [
             "sliding_attention" if m.core.window else "full_attention"
@@ -412,7 +412,8 @@ class _Described:
         return outer
 
     def _order(self) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
-        """What their forward calls before the blocks, and after them: it is run whole, on meta."""
+        """Modules that the forward calls before the blocks, and after them, found by running it
+        whole on meta."""
         order: list[str | int] = []
 
         def noted(key: str | int, module: nn.Module) -> Callable[..., Any]:
@@ -578,14 +579,14 @@ class _Described:
         return rules
 
     def _style(self, linear: nn.Linear) -> str:
-        """How the plan cuts a linear; empty if it does not name it, or has it whole."""
+        """The tp plan's style of a linear; empty if the plan does not name it, or keeps it whole."""
         prefix = self.causal.base_model_prefix + "."
         name = self.names[linear.weight].removeprefix(prefix).removesuffix(".weight")
         style = self._planned.get(re.sub(r"\.\d+(?=\.|$)", ".*", name), "")
         return "" if style.startswith("replicated") else str(style)
 
     def _dim(self, owner: nn.Module, width: int) -> str:
-        """Which dim of ours a cut width is; empty if it is none."""
+        """Maps a sharded width to our dimension name, or returns ""."""
         if "core" not in owner._modules:
             return "ffn" if width == self._widths.setdefault(owner, width) else ""
         if width == self.heads * self.head_dim:
@@ -629,7 +630,7 @@ class _Described:
 
 
 def _stored(causal: Any) -> dict[str, str]:
-    """What the weights are called in files: some have had other names than they have in the code."""
+    """Names of the weights in files, which differ from those in the code for some models."""
     from transformers.core_model_loading import revert_weight_conversion
 
     every = dict(causal.named_parameters())

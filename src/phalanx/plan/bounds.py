@@ -611,8 +611,8 @@ def _held_by_ranks(shape: Shape, kinds: tuple[int, ...], pp: int, pipe: Pipeline
 
 @lru_cache(maxsize=1024)
 def _twice(shape: Shape, pp: int, counts: tuple[int, ...], pipes: tuple[Pipeline, ...]) -> Array:
-    """How often, at most, a rank uses a block's weights twice in a row: (microbatches, pipelines,
-    ranks)."""
+    """Upper bound on how often a rank uses a block's weights twice in a row: (microbatches,
+    pipelines, ranks)."""
     found = []
     for count, pipe in product(counts, pipes):
         blocks, some = _blocks(shape, pp, pipe), _some_ranks(shape, pp, pipe)
@@ -633,7 +633,7 @@ def _used_twice(row: Sequence[Op], blocks: Sequence[int]) -> int:
 
 
 class Moment(NamedTuple):
-    """What a rank's schedule has open at once, in blocks."""
+    """Blocks that a rank's schedule has open at once."""
 
     opened: float = 0.0  # their forwards wait for their backward
     waiting: float = 0.0  # their input gradient waits for the weights'

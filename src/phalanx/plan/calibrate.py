@@ -303,7 +303,7 @@ def calibration(base: SoftwareProfile, runs: Sequence[CostedRun]) -> Calibration
 
 
 def kind(run: CostedRun) -> tuple[Any, ...]:
-    """What one run has in common with others: a device, software, a model."""
+    """The device, software and model of a run, which it may share with others."""
     shape, hardware = run.run.case.shape, run.hardware
     device = hardware.memory, *sorted(hardware.peak.items())
     return device, run.facts.name, (shape.layers, shape.hidden, shape.total)
@@ -312,9 +312,10 @@ def kind(run: CostedRun) -> tuple[Any, ...]:
 def _slower(
     base: SoftwareProfile, runs: Sequence[CostedRun], paths: Sequence[LongestPath]
 ) -> Callable[[CostedRun | None], float]:
-    """How much slower computing is, of what is like a run: a posterior mean. Its logarithm adds what all
-    share, a device, software and a model, each around 0; each run is off by something of its own. Both
-    have the long tails of Student's distribution: a machine file may be wrong by half, as a run."""
+    """Posterior mean of the slowdown of computing, for runs like a given one. Its logarithm is a
+    sum of a common term and terms for device, software and model, each with mean 0; each run adds
+    an error of its own. All have the long tails of Student's distribution, because a machine file
+    or a run may be wrong by half."""
     if not runs:
         return lambda like: 1.0
     kinds, steps = [kind(run) for run in runs], [path(base) for path in paths]
@@ -339,7 +340,8 @@ def _slower(
 
 
 def spread_over(runs: Sequence[Item], count: int) -> list[Item]:
-    """So many of the runs, evenly over their order; all where `count` is 0 or there are no more."""
+    """A sample of `count` runs, evenly over their order; all of them if `count` is 0 or larger than
+    their number."""
     if not 0 < count < len(runs):
         return list(runs)
     return [runs[round(i * (len(runs) - 1) / max(count - 1, 1))] for i in range(count)]

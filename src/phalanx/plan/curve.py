@@ -1,8 +1,8 @@
-"""How long a collective takes for its size: a latency for each step and a bandwidth, measured.
+"""Duration of a collective by its size: a latency for each step and a bandwidth, both measured.
 
 The two forms are the textbook ones (Thakur, Rabenseifner, Gropp 2005). A *ring* passes parts
-around: few bytes, as many steps as ranks. A *tree* halves the distance: few steps, more bytes.
-For one group size both are the same straight line; growth with the ranks tells them apart.
+around: few bytes, as many steps as ranks. A *tree* halves the distance: few steps, more bytes. For
+one group size both are the same straight line; growth with the number of ranks tells them apart.
 """
 
 import math
@@ -21,12 +21,12 @@ FACTORS: dict[str, Callable[[float], float]] = {
 
 
 def bus_factor(op: str, ranks: int) -> float:
-    """What algorithm bandwidth S/t is multiplied by, so that it can be compared with a link's."""
+    """Factor that makes algorithm bandwidth S/t comparable with a link's."""
     return FACTORS[op](ranks)
 
 
 def steps(op: str, form: str, ranks: int) -> int:
-    """How many messages follow one another."""
+    """Number of messages that follow one another."""
     if op == "send":
         return 1
     around = ranks - 1 if form == "ring" else math.ceil(math.log2(ranks))
@@ -34,7 +34,7 @@ def steps(op: str, form: str, ranks: int) -> int:
 
 
 def moved(op: str, form: str, ranks: int) -> float:
-    """How many times S passes through one rank's link, one message after another."""
+    """Multiple of S that passes through one rank's link, one message after another."""
     if form == "tree":
         depth = math.ceil(math.log2(ranks))
         if op in ("all_reduce", "broadcast", "reduce"):

@@ -1,7 +1,7 @@
-"""What a device is by its makers' word: peaks, memory, links, and its chip from the inside.
+"""A device by its maker's data sheet: peaks, memory, links, and the chip's internals.
 
-A data file states what the maker states, with the source of each number; what follows from that
-(peak = units x operations a cycle x clock) is computed here and typed nowhere.
+A data file holds the maker's statements, with the source of each number; derived values (peak =
+units x operations a cycle x clock) are computed here.
 """
 
 import difflib
@@ -21,7 +21,7 @@ _OTHERS = ("links", "clusters")
 
 
 class MachineError(ValueError):
-    """What is wrong with a machine, a device or a cluster that was named or described."""
+    """An error in the description or name of a machine, a device or a cluster."""
 
 
 class MachineFileError(FileError, MachineError):
@@ -99,7 +99,7 @@ class Device:
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """Those with a peak, the fastest first."""
+        """Dtypes with a known peak, fastest first."""
         chip = self.chip
         known = {*self.peak_tflops, *(chip.matrix if chip else ()), *(chip.vector if chip else ())}
         return tuple(sorted(known, key=lambda dtype: (-self.peak(dtype), dtype)))
@@ -110,7 +110,7 @@ class Device:
         return self.peak(BF16) / self.memory.bandwidth
 
     def source(self, place: str) -> str:
-        """Where the number at `memory.gib` is from: its own source, else its table's, or ''."""
+        """The source of the number at `memory.gib`: its own, else its table's, or ""."""
         while place not in self.sources and "." in place:
             place = place.rpartition(".")[0]
         return self.sources.get(place, "")

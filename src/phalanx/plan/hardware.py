@@ -1,8 +1,8 @@
-"""Where a program would run: what a product, a byte and a message cost there, in seconds.
+"""The hardware of a program: seconds for a product, a byte and a message.
 
-Two kinds of constants meet here: the *device* (the best rate of products that was measured on it,
-its memory, its attention kernel) and the *cluster* (what is left of each link's rate, the latency of
-a step). What the running software makes of them is a `SoftwareProfile`.
+Two kinds of constants meet here: the *device* (its best measured rate of products, its memory, its
+attention kernel) and the *cluster* (the share of each link's rate that is reached, the latency of a
+step). A `SoftwareProfile` describes how the running software uses them.
 """
 
 import math
@@ -47,7 +47,7 @@ class PredictionError(RuntimeError):
 
 
 class Rates(Protocol):
-    """What one device computes, in seconds."""
+    """Seconds for the computations of one device."""
 
     def product(self, p: Product, dtype: str) -> float: ...
 
@@ -180,8 +180,8 @@ class Network:
 
 
 def _left(faded: Mapping[int, float], units: float) -> float:
-    """What is left of the bandwidth when so many units are joined: between those measured, by
-    their logarithm; beyond them, the last."""
+    """Share of the bandwidth that remains when this many units are joined: interpolated over the
+    logarithm between measurements; beyond them, the last."""
     if not faded or units <= 1:
         return 1.0
     known = sorted((math.log2(k), math.log(v)) for k, v in faded.items())
@@ -200,7 +200,7 @@ class NetworkTimes(Protocol):
 
 @dataclass(frozen=True)
 class Hardware:
-    """So many devices of a kind, joined by a network."""
+    """A number of equal devices, joined by a network."""
 
     name: str
     ranks: int
@@ -220,7 +220,7 @@ class Hardware:
 
     @property
     def crowding(self) -> float:
-        """How much slower a rank is when all are at work."""
+        """Slowdown of a rank when all ranks compute."""
         return max(1.0, self.ranks / self.cores) if self.cores else 1.0
 
 

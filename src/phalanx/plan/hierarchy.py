@@ -1,4 +1,4 @@
-"""What a device's bytes pass on their way out: registers, caches, memory, links, network."""
+"""The path of a device's bytes: registers, caches, memory, links, network."""
 
 from dataclasses import dataclass
 

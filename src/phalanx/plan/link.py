@@ -12,7 +12,7 @@ from .device import MACHINES, Device, MachineError, catalogue, device, devices
 
 @dataclass(frozen=True)
 class Link:
-    """What one device sends to its peers over one kind of link."""
+    """The rate of one kind of link between a device and its peers."""
 
     title: str
     source: str
@@ -69,7 +69,7 @@ class Cluster:
         return device(self.device)
 
     def totals(self) -> dict[str, float]:
-        """What all devices have together: cores, matrix cores, bytes of memory, FLOP/s of bf16."""
+        """Totals over all devices: cores, matrix cores, bytes of memory, bf16 FLOP/s."""
         kind, chip = self.kind, self.kind.chip
         return {
             "devices": self.size,
@@ -115,8 +115,8 @@ def cluster(name: str) -> Cluster:
 
 
 def joined(name: str, count: int, server: int = 8) -> Cluster:
-    """So many of a device where no cluster of them is catalogued: its fastest link in a server, and
-    between servers Ethernet of 100 Gb/s for each server, which is assumed."""
+    """A cluster of a device for which none is catalogued: its fastest link in a server, and between
+    servers an assumed 100 Gb/s Ethernet for each server."""
     kind = device(name)
     size = kind.pod or server
     levels = Level("devices", kind.links[0], size), Level("network", "ethernet-100", 0, 1 / size)

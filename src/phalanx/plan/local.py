@@ -23,7 +23,7 @@ _ATTENTION = 0.6  # of the product's rate: what a fused kernel is assumed to rea
 
 @dataclass(frozen=True)
 class MeasuredRates:
-    """What one device computes, by its machine file."""
+    """Computing rates of one device, from its machine file."""
 
     machine: Machine
     known: Mapping[str, Sequence[Rate]]  # by dtype

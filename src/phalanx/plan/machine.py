@@ -35,7 +35,7 @@ class Store:
 
 @dataclass(frozen=True)
 class Hidden:
-    """How much of the shorter of two activities disappears behind the longer."""
+    """Overlap of two activities: the share of the shorter one that disappears behind the longer."""
 
     name: str
     # 1: all of it; 0: none; below 0: together takes longer than one after the other
@@ -79,7 +79,7 @@ class Machine:
 
     @property
     def entry(self) -> Device | None:
-        """What the catalogue says of the device, None if it does not know it."""
+        """The catalogue's entry for the device, or None."""
         return device(self.catalogue) if self.catalogue else None
 
     @property

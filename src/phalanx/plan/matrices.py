@@ -1,5 +1,5 @@
-"""What Muon takes beside an elementwise update: products at the owner that has most of them, and the
-ways of matrices there and back. In seconds of some hardware, and in FLOPs and bytes."""
+"""Muon's cost beside an elementwise update: products at each matrix's owner, and the exchange of
+matrices. In seconds of some hardware, and in FLOPs and bytes."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -37,8 +37,8 @@ def row_matrices(row: PieceRow) -> Matrices:
 
 
 def _groups(matrices: Matrices, x: Layout) -> list[tuple[tuple[tuple[int, int], ...], int, int]]:
-    """Those that are owned together, by how many ranks, and in how many parts by tp and shards: of dense
-    weights all ranks of a stage, of experts those that have the same."""
+    """Matrices that are owned together, the number of owners, and the parts made by tp and shards.
+    Dense weights are owned by all ranks of a stage, experts by the ranks that share them."""
     dense, routed = matrices
     stage, own = x.ranks // x.pp, routed[: -(-len(routed) // x.expert_ranks)]
     cut = max(1, x.shards // x.copies_sharing) * (1 if "tp" in x.experts else x.tp)
@@ -47,7 +47,7 @@ def _groups(matrices: Matrices, x: Layout) -> list[tuple[tuple[tuple[int, int], 
 
 
 def matrix_bytes(matrices: Matrices, x: Layout, width: float) -> float:
-    """What is sent, what came, and the results of what a rank owns."""
+    """Bytes sent, bytes received, and bytes of the results that a rank owns."""
     groups = _groups(matrices, x)
     return 3 * width * sum(sum(a * b for a, b in m) / parts for m, _, parts in groups)
 
@@ -55,7 +55,7 @@ def matrix_bytes(matrices: Matrices, x: Layout, width: float) -> float:
 def _loads(
     sides: tuple[tuple[int, int], ...], ranks: int, of: Callable[[Product], float]
 ) -> dict[int, float]:
-    """What each owner has of all products of Newton-Schulz."""
+    """Seconds of Newton-Schulz products for each owner."""
     loads = dict.fromkeys(range(ranks), 0.0)
     owners = dealt([orthogonal_work(*each) for each in sides], ranks)
     for owner, each in zip(owners, sides, strict=True):

@@ -1,8 +1,8 @@
-"""What every operation of a layout's program takes on some hardware, under a profile.
+"""Prices every operation of a layout's program on some hardware, under a software profile.
 
-A cost says what an operation does (products, bytes, messages); here this becomes seconds: of a
-piece's operations (`piece_parts`), of the collectives over its weights (`Units`), and of all that a
-program has, with the bytes that it holds (`Priced`). `step.py` simulates it.
+A cost describes an operation's work (products, bytes, messages); a price is its duration in
+seconds: of a piece's operations (`piece_parts`), of the collectives over its weights (`Units`), and
+of everything in a program, with its memory (`Priced`). `step.py` simulates the result.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def _attention(a: AttentionLoad, hardware: Hardware, dtype: str, kernel: str) ->
 
 
 def _group(message: MessageLoad, cut: Layout) -> tuple[int, int]:
-    """How many ranks share a message, and how far each is from the next."""
+    """Number of ranks that share a message, and the distance between neighbours."""
     if message.axis == "tp":
         return cut.tp, 1
     inner = cut.mesh.of("cp.ulysses") if message.axis in ("cp", "cp.ring") else 1
@@ -371,7 +371,7 @@ def _kept_by(
 
 
 def distance(layout: Layout, part: str) -> int:
-    """How far neighbours along a part of the mesh are from each other, in ranks."""
+    """Distance in ranks between neighbours along a part of the mesh."""
     stride = 1
     for axis in reversed(layout.mesh.axes):
         for name, size in reversed(list(zip(axis.part_names, axis.parts, strict=True))):
@@ -382,7 +382,7 @@ def distance(layout: Layout, part: str) -> int:
 
 
 def nearest(layout: Layout, *, experts: bool = False) -> int:
-    """How far the nearest ranks with copies of a weight are from each other."""
+    """Distance between the nearest ranks with copies of a weight."""
     apart = layout.expert_axes if experts else ()
     axes = (axis for axis in ("cp", "ep") if layout.mesh.of(axis) > 1 and axis not in apart)
     return min((distance(layout, axis) for axis in axes), default=distance(layout, "dp.shard"))
@@ -465,7 +465,7 @@ class Units:
 
 
 def frozen_bytes(layout: Layout, profile: SoftwareProfile) -> float:
-    """What a frozen weight takes where it lies between its uses."""
+    """Bytes per element of a frozen weight between its uses."""
     if {"weights", "optimizer"} & {*layout.offload}:
         return 0.0
     return profile.gathered_bytes / (layout.shards if layout.zero == 3 else 1.0)
@@ -512,7 +512,7 @@ class Priced:
         return found
 
     def _narrow(self, piece: PricedPiece) -> float:
-        """How many of a piece's weights are gathered in 8 bits; see `parallel/narrow.py`."""
+        """Number of a piece's weights that are gathered in fp8; see `parallel/narrow.py`."""
         x, row, cost = self.case.layout, piece.row, piece.times.cost
         gathers = x.zero == 3 or (x.zero and not piece.frozen)
         if not gathers or x.shards < 2 or {"weights", "optimizer"} & {*x.offload}:

@@ -1,7 +1,7 @@
-"""What the running software makes of a machine: a few fitted numbers and some known facts.
+"""A software profile: fitted numbers and known facts about the software that runs on a machine.
 
-Every fitted number says how far software is from what the machine could do: 1 is no correction.
-`profiles.toml` holds ours and those of published runs; `benchmarks/planner_fit.py` fits them.
+Every fitted number measures the distance from the machine's abilities: 1 means no correction.
+`profiles.toml` holds our own and those of published runs; `benchmarks/planner_fit.py` fits them.
 """
 
 import re
@@ -93,7 +93,7 @@ class SoftwareProfile:
 
     @cached_property
     def options(self) -> StepOptions:
-        """How this software orders a step, beside the layout."""
+        """This software's step options, beside the layout."""
         return StepOptions(
             whole_matrices=self.muon,
             agree=not self.rolls,
@@ -103,7 +103,7 @@ class SoftwareProfile:
 
     @property
     def fused_attention(self) -> bool:
-        """Whether attention keeps no scores in memory."""
+        """True if attention keeps no scores in memory."""
         return self.attention != SCORES
 
 

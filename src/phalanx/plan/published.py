@@ -28,7 +28,8 @@ class PublishedRun(CostedRun):
 
     @property
     def counts(self) -> bool:
-        """Whether it tells of its software: it ended, and was not starved of memory or network."""
+        """True if the run says something about its software: it ended, and lacked neither memory
+        nor network."""
         row = self.row
         if row.step <= 0 or row.ranks > MOST.get(row.family, row.ranks):
             return False

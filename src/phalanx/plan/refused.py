@@ -144,8 +144,8 @@ def _slower(family: str, screened: Screened, i: int, least: float, winner: int) 
 
 
 def _least(screened: Screened, i: int) -> dict[str, float]:
-    """What the rank of a candidate that computes most takes for that, and for messages inside its pieces; it
-    waits at least for the rest of its bound."""
+    """Least time of a candidate's busiest rank, for computing and for messages inside its pieces;
+    the rest of its bound is waiting."""
     layout, shape = screened.layout(i), screened.space.request.shape
     each = []  # of every piece of the program, at one microbatch
     for piece in screened.pricer.priced(layout).pieces:

@@ -1,6 +1,6 @@
-"""How tokens are spread over experts: evenly, by a power law, or as somebody has counted them.
+"""Distribution of tokens over experts: even, by a power law, or as counted in a run.
 
-What it costs is that of the rank whose experts have most tokens: others wait for it.
+The rank whose experts have the most tokens determines the cost: others wait for it.
 """
 
 from __future__ import annotations

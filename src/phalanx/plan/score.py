@@ -1,8 +1,8 @@
-"""How far predictions are from published runs, family by family: errors, order, regret, memory.
+"""Scores predictions against published runs, family by family: errors, order, regret, memory.
 
-A family is the sources that are siblings; families are never pooled, since their conventions, their
-noise and their software differ. Each is predicted with numbers that were fitted on all others
-(held out), with those of its own profile (fitted), and after five of its own rows (calibrated).
+A family is a set of related sources. Families are never pooled, because their conventions, noise
+and software differ. Each is predicted with numbers fitted on all others (held out), with those of
+its own profile (fitted), and after five of its own rows (calibrated).
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class ScoredRow:
         return (self.held or self.step) / self.case.tokens
 
     def within(self, held: float, limit: float = 1.0) -> bool:
-        """Whether so many bytes are no more than a part of a device's, and no stage is empty."""
+        """True if these bytes fit in a share of the device's memory, and no stage is empty."""
         return held <= limit * self.hardware.memory and not self.row.empty
 
     @property
@@ -189,7 +189,7 @@ class FamilyScore:
 
 @uncollected()
 def scored_row(run: PublishedRun, held: HeldOut | None) -> ScoredRow:
-    """What is predicted of a row, with its own profile's numbers and with those of `held`."""
+    """Predictions of a row, with its own profile's numbers and with those of `held`."""
     row, case = run.row, run.run.case
     own = predict(run, row.profile)
     least, _ = own.range(row.profile)

@@ -89,8 +89,8 @@ class Screened:
         return self.space.layout(x, *at)
 
     def idea(self, i: int) -> tuple[object, ...]:
-        """What tells one candidate from another, but how its axes are ordered, dp split into
-        replicas and shards, and blocks given to stages."""
+        """The identity of a candidate, ignoring the order of its axes, the split of dp into
+        replicas and shards, and the division of blocks into stages."""
         _, x, (z, c, p, q) = self.at(i)
         pipe = x.pipelines[p]
         zero = x.zeros[z]._replace(shards=0)
@@ -99,7 +99,7 @@ class Screened:
         return x.grid._replace(order=""), zero, count, kind, x.inners[q]
 
     def known(self) -> NDArray[np.bool_]:
-        """Which candidates have their pieces costed."""
+        """A mask of candidates whose pieces are costed."""
         each, known, cut = [], self.pricer.pieces, self.space.cut
         for x in self.space.options:
             split = [traits(pipe.schedule).splits_backward for pipe in x.pipelines]

@@ -87,7 +87,7 @@ class Grid(NamedTuple):
         return Mesh(tuple(Axis(name, parts[name]) for name in names))
 
     def apart(self, name: str) -> int:
-        """How far neighbours along an axis are from each other."""
+        """Distance between neighbours along an axis."""
         sizes = {"dp": self.dp, "pp": self.pp, "cp": self.cp, "tp": self.tp, "ep": self.ep}
         inner = self.order.split()[self.order.split().index(name) + 1 :]
         return math.prod(sizes[axis] for axis in inner)
@@ -165,7 +165,7 @@ class Space:
         )  # fmt: skip
 
     def cut(self, grid: Grid, inner: Inner, *, split: bool) -> Layout:
-        """What of a candidate its pieces depend on."""
+        """The part of a candidate on which its pieces depend."""
         own = grid.ring, grid.ulysses, grid.tp, grid.ep
         return _cut(*own, inner, split, self.request.precision, self.compile)
 
@@ -200,7 +200,8 @@ class Space:
                             yield Grid(data // ep, pp, cp // ulysses, ulysses, tp, ep, order)
 
     def _parts(self, copies: int, cp: int) -> bool:
-        """Whether a sequence is cut in so many: it is long, or there are too few sequences."""
+        """True if a sequence may be cut into this many parts: it is long, or there are too few
+        sequences."""
         r = self.request
         if r.shape.kind != "decoder" or r.sequence < 2 * cp:
             return False
@@ -306,7 +307,7 @@ def pipelines(shape: Shape, pp: int, routed: bool = False) -> tuple[Pipeline, ..
 
 
 def overlaps(pipe: Pipeline, count: int) -> bool:
-    """Whether there is a microbatch that another can stand beside."""
+    """True if there are microbatches that can run side by side."""
     return pipe.overlap and count > 1
 
 

@@ -1,8 +1,8 @@
-"""What a training run takes in device hours and money, with failures and checkpoints counted.
+"""Cost of a training run in device hours and money, including failures and checkpoints.
 
-With N devices that each fail once in M seconds, the run is struck every M / N. Work since the last
-checkpoint is then lost, and writing checkpoints more often costs time too. The interval that loses
-least is that of Young (1974), sqrt(2 d M / N) for a checkpoint of d seconds, refined by Daly (2006).
+With N devices that each fail once in M seconds, the run fails every M / N. It then loses its work
+since the last checkpoint, while frequent checkpoints cost time too. The best interval is that of
+Young (1974), sqrt(2 d M / N) for a checkpoint of d seconds, refined by Daly (2006).
 """
 
 import math

@@ -1,7 +1,7 @@
-"""What one layout takes: its step is the makespan of its program, its memory what the program holds.
+"""Time and memory of one layout: the makespan of its program, and its peak bytes.
 
-Neither torch nor numpy is needed. Ranks that differ only along dp, cp or tp do the same, so that one
-of them stands for all, and programs that differ only in these sizes are built once.
+Neither torch nor numpy is needed. Ranks that differ only along dp, cp or tp do the same, so one of
+them stands for all, and programs that differ only in these sizes are built once.
 """
 
 import math
@@ -59,7 +59,7 @@ class CostFunction(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """What is planned: a model, on which hardware, with which software."""
+    """A planning request: a model, hardware, and software."""
 
     shape: Shape
     hardware: Hardware
@@ -119,7 +119,7 @@ class Choice:
 
     @cached_property
     def bytes(self) -> float:
-        """What it is expected to hold, with what an allocator usually wastes."""
+        """Expected bytes, including an allocator's usual waste."""
         return sum(self.memory.values())
 
     def range(self, profile: SoftwareProfile) -> tuple[float, float]:
@@ -166,7 +166,7 @@ class Pricer:
         return Priced(case, times, r.hardware, r.profile, self.pieces[cut].rows)
 
     def choose(self, layout: Layout, room: float = math.inf) -> Choice:
-        """What a layout takes for the request's batch; its memory only if that is beyond the room."""
+        """Time and memory of a layout for the request's batch; memory only if it exceeds the room."""
         return choice(self.priced(layout), room)
 
     def costs(self, layout: Layout) -> Costs:
@@ -175,7 +175,7 @@ class Pricer:
         return replace(alone, pieces={of: time * crowding for of, time in alone.pieces.items()})
 
     def timeline(self, layout: Layout, most: int) -> Timeline:
-        """When each rank of a pipeline does what, in a step of at most so many microbatches."""
+        """The timeline of a pipeline's ranks, in a step of at most `most` microbatches."""
         return predicted(self.priced(layout), most)
 
 
@@ -219,7 +219,7 @@ class _Built:
         return {}
 
     def held(self, sizes: Sizes) -> list[dict[str, float]]:
-        """What each rank holds at its peak, by kind."""
+        """Bytes that each rank holds at its peak, by kind."""
         if sizes not in self._held:
             self._held[sizes] = fullest(self.program, sizes, self.walked)
         return self._held[sizes]
@@ -270,8 +270,8 @@ def planned_program(priced: Priced, count: int) -> Program:
 
 
 class _Stretch(NamedTuple):
-    """So many microbatches of a program that repeat, before so many at its end: these are left out so
-    many times."""
+    """A repeating stretch of a program: `period` microbatches, `tail` microbatches after it, and
+    the number of repetitions left out."""
 
     period: int
     tail: int
@@ -347,8 +347,8 @@ def _cores(priced: Priced) -> float:
 
 
 def choice(priced: Priced, room: float = math.inf) -> Choice:
-    """What a case takes: its program built, measured and simulated; only measured if it holds more
-    bytes than there is room for. An impossible prediction is refused."""
+    """Time and memory of a case: builds, measures and simulates its program; only measures it if it
+    exceeds the room. An impossible prediction is refused."""
     found = _choice(priced, room)
     refuse_impossible(found.case, priced.hardware, found.parts, found.memory)
     return found
@@ -454,7 +454,7 @@ def predicted(priced: Priced, most: int = 0) -> Timeline:
 
 
 def longest(priced: Priced) -> dict[tuple[int, Op], float]:
-    """How often each (rank, operation) stands on the path that the step is the length of."""
+    """Number of times that each (rank, operation) occurs on the step's critical path."""
     costs = priced.costs()
     for built, stretch in _programs(priced):
         if not (played := _played(priced, built, stretch, costs)):

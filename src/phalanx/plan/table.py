@@ -362,8 +362,8 @@ def _ends(shape: Shape, pp: int, *, less: bool, balanced: bool) -> tuple[int, in
 
 
 def _empty(case: Case, profile: SoftwareProfile) -> bool:
-    """Whether a stage has no block: too many stages, or a head that costs as much as two of them
-    where stages are cut by cost."""
+    """True if a stage has no block: too many stages, or a head as costly as two of them when stages
+    are cut by cost."""
     pp, shape = case.layout.pp, case.shape
     if pp == 1 or not profile.balanced:
         return pp > shape.layers

@@ -1,4 +1,5 @@
-"""Who is linked to whom, as `nvidia-smi topo -m` tells it: link kinds, groups, nearest NICs and CPUs."""
+"""Links between devices, parsed from `nvidia-smi topo -m`: link kinds, groups, nearest NICs and
+CPUs."""
 
 import re
 import shutil
@@ -93,7 +94,7 @@ def _far(kind: str) -> int:
 
 
 def read_topology() -> Topology:
-    """What the driver of this machine says; no devices where there is none."""
+    """The topology that this machine's driver reports; empty without a driver."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return Topology((), ())

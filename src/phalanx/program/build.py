@@ -30,7 +30,7 @@ def build(layout: Layout, pieces: StagedPieces, options: StepOptions = DEFAULT) 
     replicas = layout.shards > 1 and layout.mesh.of("dp.replicate") > 1
 
     def rest(program: Program) -> Program:
-        """What follows from the order of computing."""
+        """Adds everything that follows from the order of computing."""
         if experts and (layout.overlap or first):
             program = passes.overlap(program, stages, experts, forward_first=first)
         if "activations" in layout.offload:
@@ -65,9 +65,9 @@ def _order(layout: Layout, stages: Sequence[range], options: StepOptions) -> Pro
 def _fed(
     layout: Layout, program: Program, experts: Collection[int], at_once: bool = True
 ) -> Program:
-    """What brings an operation its input and its weights: exchanges, messages and gathers. Weights that
-    are gathered once a step will be held together anyway: all are gathered at its start, so that no
-    stage of a pipeline waits for another's."""
+    """Adds the operations that bring inputs and weights: exchanges, messages and gathers. Weights
+    that are gathered once a step stay in memory together anyway, so all are gathered at its start:
+    no stage of a pipeline then waits for another's gather."""
     program, away = passes.messages(passes.exchange(program, experts)), {*layout.offload}
     if layout.zero or "weights" in away:
         drop, load = layout.zero == 3 or "weights" in away, bool({"weights", "optimizer"} & away)
@@ -87,7 +87,7 @@ def forward_only(program: Program, layout: Layout) -> Program:
 
 
 def _stage_costs(costs: Costs, stages: Sequence[range]) -> Costs:
-    """What whole virtual stages cost, when pieces differ: a search orders stages."""
+    """Costs of whole virtual stages if pieces differ, because a search orders stages."""
     if not costs.pieces and not costs.share:
         return costs
     flat = replace(costs, ranks={})

@@ -20,8 +20,8 @@ from .state import State, recomputed
 
 @dataclass(frozen=True)
 class Proof:
-    """What a checked program holds at most, by row: microbatches (a chunk counts 1/V), then by
-    kind in pieces and units, and in bytes when sizes were given."""
+    """Peaks of a checked program by row: microbatches (a chunk counts 1/V), pieces and units by
+    kind, and bytes if sizes were given."""
 
     held: tuple[float, ...]
     counts: tuple[Peak, ...]
@@ -183,7 +183,7 @@ def _groups(made: Graph) -> Iterator[str]:
 
 
 def _message(op: Op) -> tuple[int, int, int]:
-    """What travels, the same at both ends: from piece, to piece, microbatch."""
+    """The identity of a message, equal at both ends: from piece, to piece, microbatch."""
     ends = (op.piece, op.peer) if op.kind == ops.SEND else (op.peer, op.piece)
     return (*ends, op.index)
 

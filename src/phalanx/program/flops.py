@@ -76,7 +76,7 @@ def _pairs(shape: Shape, piece: int, sequence: int) -> float:
 def step_flops(
     shape: Shape, batch: int, sequence: int, program: Program | None = None
 ) -> StepFlops:
-    """What one step needs and, with its program, what is computed again in it."""
+    """FLOPs of one step, and with its program, the FLOPs of recomputation."""
     ops = forward_flops(shape, batch, sequence)
     again = _recomputed(program) if program else {}
     model = full = hardware = 0.0

@@ -1,9 +1,9 @@
-"""What must finish before what, over all ranks: the one graph that `check` and `simulate` read.
+"""The dependency graph over all ranks, which `check` and `simulate` read.
 
-An operation waits for three things: for what it needs (`state.py`); for the operation before it on
-its lane; and for all that its rank has waited for so far. A rank issues its list from one thread (on
-a GPU, from one stream): computations run there, and an operation that must wait for another lane
-makes the thread wait, with everything that is listed after it.
+An operation waits for three things: its inputs (`state.py`), the previous operation on its lane,
+and everything its rank has waited for so far. A rank issues its list from one thread (on a GPU,
+from one stream): computations run there, and an operation that must wait for another lane blocks
+the thread, and with it everything listed later.
 """
 
 from collections import Counter
@@ -18,8 +18,8 @@ from .state import State
 
 
 def lane(op: Op, program: Program, row: int) -> str:
-    """Where an operation of a row runs: the compute lane, a link, or a copy to or from the host.
-    Each directed flow between two stages has a lane of its own."""
+    """The lane of an operation: computing, a link, or a copy to or from the host. Each directed
+    flow between two stages has its own lane."""
     if not op.of:
         return KINDS[op.kind].lane
     there = program.homes[row].get(op.peer, -1)
@@ -47,10 +47,12 @@ class Graph(NamedTuple):
 
 
 def graph(program: Program, walked: Sequence[State] = ()) -> Graph:
-    """What must finish before what, over all rows. `walked` are their states at the end, if they
-    have been walked already. The ends of a message and the calls of a collective are one event: it
-    starts when all of them have been issued. They are matched in the order of their lanes; `check`
-    says whether they agree."""
+    """The dependency graph over all rows.
+
+    `walked` are their final states, if they have been walked already. The ends of a message and the
+    calls of a collective are one event, which starts when all of them have been issued. They are
+    matched in the order of their lanes; `check` reports a mismatch.
+    """
     made = Graph(program, [], [], [], [], [], [])
     of_kind = {kind: row.lane for kind, row in KINDS.items()}
     for number in range(len(program.rows)):

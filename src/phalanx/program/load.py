@@ -1,7 +1,7 @@
-"""What operations of a piece take, before any machine is named: sizes of products, bytes, messages.
+"""The machine-independent work of a piece's operations: matrix products, bytes, messages.
 
-`cost` finds a Load by running the real piece; `price` turns it into seconds on a machine. All of it
-grows in a straight line with the rows of a microbatch, so two costings tell every size.
+`cost` finds a Load by running the real piece; `price` converts it to seconds on a machine. Every
+amount is linear in the rows of a microbatch, so two costings determine all sizes.
 """
 
 from __future__ import annotations

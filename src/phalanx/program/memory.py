@@ -1,7 +1,7 @@
-"""What each rank holds while it works through its list, by kind.
+"""Memory of each rank, by kind, over its list of operations.
 
-Memory depends on the order of the list alone, not on how long anything takes: `check` takes the
-peaks from here, `simulate` lays the same steps over its times.
+Memory depends only on the order of the list, not on durations: `check` takes the peaks from here,
+and `simulate` places the same steps on its time axis.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ def _sized(sizes: Sizes, bundles: Sequence[Changes]) -> list[Bytes]:
 
 
 def changes(program: Program, sizes: Sizes, row: int) -> Iterator[tuple[Op | None, Bytes, Bytes]]:
-    """What each operation of a row takes when it starts and gives back when it ends; first, under None,
-    what is always there."""
+    """Bytes that each operation of a row takes when it starts and frees when it ends; first, under
+    None, the bytes that are always held."""
     sizes = _on_row(program, sizes, row)
     yield None, [*_always(program, sizes, row).items()], []
     walked = follow(program, sizes, row)
@@ -163,7 +163,7 @@ def peaks(program: Program, sizes: Sizes, walked: Sequence[State] = ()) -> tuple
 
 
 def fullest(program: Program, sizes: Sizes, walked: Sequence[State]) -> list[dict[str, float]]:
-    """What each row's ranks hold at their peak, by kind."""
+    """Bytes that each row's ranks hold at their peak, by kind."""
     held = []
     for row, each in enumerate(walked):
         own = _on_row(program, sizes, row)
@@ -207,5 +207,5 @@ def _peak(program: Program, sizes: Sizes, row: int, walked: State) -> Peak:
 
 
 def _running(first: float, amounts: Sequence[float], flow: Sequence[int]) -> list[float]:
-    """What is held before the first bundle and after each."""
+    """Amounts held before the first bundle and after each."""
     return list(accumulate(map(amounts.__getitem__, flow), initial=first))

@@ -37,7 +37,7 @@ NORM = "norm"  # the gradient's, over all ranks
 
 
 class Paint(NamedTuple):
-    """How a kind looks: its colour, that of letters on it, and the nearest of a terminal's 256."""
+    """Colours of a kind of operation: its fill, its text, and the nearest of a terminal's 256."""
 
     fill: str
     ink: str

@@ -33,7 +33,7 @@ def own_schedule(
 
 
 def _rows(name: str, rows: Any, stages: int) -> list[list[Op]]:
-    """What a schedule returned, if it is a list of operations for each stage."""
+    """The schedule's result, checked to be a list of operations for each stage."""
     if not isinstance(rows, list | tuple) or len(rows) != stages:
         many = (
             f"{len(rows)} lists" if isinstance(rows, list | tuple) else f"a {type(rows).__name__}"

@@ -120,7 +120,7 @@ def recompute_to_fit(
 
 
 def offload_activations(program: Program) -> Program:
-    """What a forward keeps goes to the host after it and comes back one computation before its use."""
+    """Moves each forward's kept activations to the host and back, one computation before their use."""
     rows = []
     for row in program.rows:
         at, again = {op: i for i, op in enumerate(row)}, recomputed(row)
@@ -232,7 +232,7 @@ def messages(program: Program) -> Program:
 def _receives(
     row: Sequence[Op], flows: Mapping[tuple[int, bool], Sequence[Op]]
 ) -> dict[int, list[Op]]:
-    """Where a row receives what others send it."""
+    """Positions at which a row receives the messages sent to it."""
     before: dict[int, list[Op]] = defaultdict(list)
     computes = [i for i, op in enumerate(row) if op[0] in ops.COMPUTES]
     entries = {op[1] + (1 if up else -1) for (_, up), sent in flows.items() for op in sent}
@@ -333,7 +333,7 @@ def reduce(
 
 
 def tie(program: Program) -> Program:
-    """Where two stages hold one weight, their summed gradients are added, after the last S of it."""
+    """Adds the gradients of a weight that two stages hold, after its last reduction."""
     if not program.tied:
         return program
     rows = []
@@ -351,8 +351,8 @@ def tie(program: Program) -> Program:
 
 
 def sum_parts(program: Program, units: Collection[int]) -> Program:
-    """Where ranks of tp did different work with copies of a weight, its gradients are added: of the
-    shards, once a step, and after all sums, so that none of them is waited for earlier."""
+    """Sums the gradients of weights whose copies did different work on tp ranks. The shards are
+    summed once a step and after all other reductions, so that none of these is waited for early."""
     if not units:
         return program
     rows = []

@@ -171,7 +171,7 @@ class Program:
 
     @cached_property
     def replicated(self) -> bool:
-        """Whether a gradient is reduced over shards first, then over their replicas (HSDP)."""
+        """True if a gradient is reduced over shards first, then over their replicas (HSDP)."""
         return any(op.kind == ops.REDUCE_REPLICAS for row in self.rows for op in row)
 
     def units(self, piece: int) -> tuple[int, ...]:
@@ -179,7 +179,7 @@ class Program:
         return self._units.get(piece) or (piece,)
 
     def trained(self, piece: int) -> tuple[int, ...]:
-        """Those of them that have a gradient."""
+        """The piece's units that have a gradient."""
         units = self.units(piece)
         return tuple(u for u in units if u not in self.frozen) if self.frozen else units
 
@@ -227,7 +227,7 @@ class Program:
 
 
 class _Reading:
-    """What the lines of a program's text have given so far."""
+    """The state of parsing a program's text."""
 
     def __init__(self) -> None:
         self.mesh = Mesh()

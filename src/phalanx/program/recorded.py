@@ -53,8 +53,8 @@ class Recorded:
         return cls(program, timeline)
 
     def costs(self) -> Costs:
-        """What operations took: of what computes the median for each kind and piece; of a message
-        the shortest, as it ends only when somebody waits for it."""
+        """Measured costs: for computation the median of each kind and piece; for a message the
+        shortest time, because it ends only when somebody waits for it."""
         seen: dict[tuple[str, int], list[float]] = defaultdict(list)
         for span in self._spans:
             key = (RECEIVE, -1) if span.op.kind == RECEIVE else (span.op.kind, span.op.piece)

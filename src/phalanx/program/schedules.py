@@ -138,8 +138,8 @@ def _v_row(stages: int, microbatches: int, r: int) -> list[Op]:
 
 
 def dualpipe_v(stages: int, microbatches: int, chunks: int = 2) -> Rows:
-    """The same V, in which a forward down stands beside a backward up and the other way round
-    (DeepSeek-AI 2024, half of DualPipe), so that with experts each hides what the other sends."""
+    """DualPipeV: the V placement, with each forward beside a backward of the opposite direction
+    (DeepSeek-AI 2024, half of DualPipe), so that with experts each hides the other's messages."""
     full = (_dual_row(stages, max(microbatches, 2 * stages), r) for r in range(stages))
     return [[op for op in row if op.index < microbatches] for row in full]
 

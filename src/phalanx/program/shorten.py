@@ -27,14 +27,14 @@ _KIND = itemgetter(0, 1, 3, 4)  # all of an operation but its number
 
 
 class Short(NamedTuple):
-    """What is left of a program, and where its windows are in each row: from, to, and their length."""
+    """A shortened program, and the windows in each row: start, end, and their length."""
 
     program: Program
     windows: list[tuple[int, int, int]]
     gone: int  # windows that were left out
 
     def proves(self, made: Graph) -> bool:
-        """Whether what holds for the graph of what is left holds for all of the program."""
+        """True if a proof for the shortened program's graph holds for the whole program."""
         first = [0, *accumulate(map(len, self.program.rows))]
         fewest = min(range(len(self.windows)), key=lambda n: _count(self.windows[n]))
         start, _, length = self.windows[fewest]
@@ -63,8 +63,7 @@ class Short(NamedTuple):
 
 
 def shortened(program: Program) -> Short | None:
-    """What is left of a program when windows are left out; None where it does not repeat so often that
-    this saves half of it."""
+    """The program with repeated windows left out; None unless this saves at least half of it."""
     for period in dict.fromkeys((1, program.mesh.of("pp"))):
         windows = [_windows(row, period) for row in program.rows]
         found = [each for each in windows if each]
@@ -89,7 +88,7 @@ def _count(windows: tuple[int, int, int]) -> int:
 
 
 def _numbered(op: Op) -> bool:
-    """Whether an operation's number is that of a microbatch."""
+    """True if an operation's number is that of a microbatch."""
     return bool(op[3]) or op[0] in ops.ON_MICROBATCH
 
 
@@ -110,7 +109,8 @@ def _windows(row: tuple[Op, ...], period: int) -> tuple[int, int, int] | None:
 
 
 def _in_turn(program: Program) -> bool:
-    """Whether each kind of operation on microbatches stands on its row once for every one, in turn."""
+    """True if each kind of operation on microbatches occurs on its row once per microbatch, in
+    order."""
     turns = list(range(program.microbatches))
     for row in program.rows:
         numbers: dict[tuple[object, ...], list[int]] = {}

@@ -1,4 +1,4 @@
-"""How long a program takes: every operation laid on its lane as soon as what it needs is there."""
+"""Simulates a program: places every operation on its lane as soon as its needs are met."""
 
 import math
 from collections import Counter
@@ -20,10 +20,12 @@ _HALVES = (ops.INPUT_GRADIENT, ops.WEIGHT_GRADIENT)
 
 @dataclass(frozen=True)
 class Costs:
-    """How long operations take, by kind; a piece or a rank may differ. `pieces[kind, piece]`
-    replaces the kind's time, `ranks[rank]` multiplies what that rank computes, `share` is the part
-    of a stage that one piece is. A kind that is not named costs nothing; B left out costs what I
-    and W cost together, R left out what F does."""
+    """Durations of operations by kind, with exceptions for pieces and ranks.
+
+    `pieces[kind, piece]` replaces the kind's time, `ranks[rank]` multiplies the computing time of a
+    rank, and `share` is the fraction of a stage that one piece makes up. Unnamed kinds cost
+    nothing; a missing B costs I and W together, and a missing R costs F.
+    """
 
     kinds: Mapping[str, float] = field(
         default_factory=lambda: {ops.FORWARD: 1.0, ops.BACKWARD: 2.0}
@@ -41,7 +43,7 @@ class Costs:
         return time * self.ranks.get(rank, 1.0) if kind in ops.COMPUTES else time
 
     def _time(self, kind: str, piece: int) -> float:
-        """What was said of this piece, whole or in parts; else what its kind costs."""
+        """The time given for this piece, whole or in parts; else its kind's time."""
         known = self._known
         if (kind, piece) not in known:
             known[kind, piece] = self._find(kind, piece)
@@ -148,9 +150,11 @@ def compiled(
 
 
 def times(made: Compiled, costs: Costs, cores: float = math.inf) -> tuple[list[float], list[float]]:
-    """When each event starts and ends: the longest path, where nothing but edges is waited for.
-    With `cores`, the rows together compute and send on so many: while more are at work, each is
-    slower. Costs are then those of a row that has a core to itself."""
+    """Start and end of each event: the longest path over the graph's edges.
+
+    With `cores`, all rows together share that many cores: while more rows are busy, each is slower.
+    Costs are then those of a row with a core to itself.
+    """
     prices = made.prices(costs)
     if cores < math.inf:
         return _sharing(made, prices, cores)
@@ -237,8 +241,9 @@ _Key = tuple[int, str, int, str, int, int]
 def _cut(
     made: Compiled, place: list[int], end: int, index: int
 ) -> tuple[list[_Key], list[_Key], list[int], bytearray]:
-    """What an event has waited for: which of this others still wait for, what of the lists up to it
-    is not done, the places of the first, and 1 for all that is done."""
+    """The cut of the graph at an event: the finished events that others still wait for, the
+    unfinished ones up to it, the positions of the former, and a byte per event that is 1 if it is
+    finished."""
     done = bytearray(len(made.before))
     stack = [end]
     done[end] = 1
@@ -298,8 +303,8 @@ def shift(made: Compiled, part: Repeat, ends: list[float]) -> float:
 def critical(
     made: Compiled, ends: list[float], weight: Sequence[float], at: int
 ) -> dict[int, float]:
-    """How often each of `priced` stands on the path that the end of the event `at` is the length of.
-    An event counts as often as `weight` says."""
+    """Counts the occurrences of each of `priced` on the longest path to the event `at`, weighted by
+    `weight`."""
     path: dict[int, float] = {}
     while at >= 0:
         path[made.price[at]] = path.get(made.price[at], 0.0) + weight[at]
@@ -328,8 +333,7 @@ def timeline(
 def memory_over(
     program: Program, sizes: Sizes, spans: Iterable[Span]
 ) -> dict[int, tuple[tuple[float, dict[str, float]], ...]]:
-    """What each row's first rank holds over time, by kind. An operation without a span is as quick as
-    it can be."""
+    """Memory of each row's first rank over time, by kind. Operations without a span take no time."""
     found = {}
     times = {(span.rank, span.op): (span.start, span.end) for span in spans}
     for row in range(len(program.rows)):
@@ -350,8 +354,8 @@ def memory_over(
 
 
 def repeat(program: Program, steps: int) -> Program:
-    """The same step several times, one after the other, with nothing between: no step waits for
-    another but where an operation needs it (an update, an agreement)."""
+    """A program that repeats the step, back to back: no step waits for another unless an operation
+    needs it (an update, an agreement)."""
     refuse_vast(steps * sum(map(len, program.rows)) // 2)
     rows, of_microbatches = [], (*ops.ON_MICROBATCH, *ops.MESSAGES)
     for row in program.rows:

@@ -1,9 +1,9 @@
-"""What one rank has at each operation of its list: the one file that follows a list.
+"""The state of one rank at each operation of its list; no other file follows a list.
 
 `State` walks a rank's row and knows, before every operation, which weights are gathered or stale,
-which gradients are open, on their way or reduced, and which activations are kept, recomputed or on
-the host. From it come the operation's *needs* (`graph` makes edges of them, `check` reports what is
-lacking, the executor waits for them) and its *changes* (`memory` gives them sizes).
+which gradients are open, in flight or reduced, and which activations are kept, recomputed or on the
+host. From it come the operation's *needs* (`graph` makes edges of them, `check` reports missing
+ones, the executor waits for them) and its *changes* (`memory` gives them sizes).
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def recomputed(row: Iterable[Op]) -> dict[tuple[int, int], Op]:
 
 
 def restarts(at: Mapping[Any, int], piece: int, index: int) -> bool:
-    """Whether a piece's recomputation starts from what its forward kept, and not from the
-    output of the piece recomputed before it. `at` says where in the list operations stand."""
+    """True if a piece's recomputation starts from its own kept input, rather than from the output
+    of the recomputed piece before it. `at` maps operations to positions in the list."""
     # Plain tuples: making an Op takes as long as three of these are looked up.
     if (ops.RECOMPUTE_PART, piece, index, *_NO_MESSAGE) in at:
         return True
@@ -135,7 +135,7 @@ class State:
         return self._needs_of(op.kind)(op)
 
     def _needs_of(self, kind: str) -> Callable[[Op], Needs]:
-        """What finds the needs of operations of a kind."""
+        """A function that finds the needs of operations of this kind."""
         one = self._one_of
         if kind == ops.FORWARD:
             return lambda op: [*self._weights(op[1]), *self._input(op[1], op[2])]
@@ -251,17 +251,18 @@ class State:
         return self._handed_on(piece, m)
 
     def _apart(self, piece: int, m: int) -> bool:
-        """Whether tokens change ranks between the piece before and this one."""
+        """True if tokens change ranks between the previous piece and this one."""
         kind = ops.COUNT_ROUTES
         return kind in self.has and any((kind, p, m) in self.named for p in (piece, piece - 1))
 
     def _routes(self, op: Op) -> Op | str:
-        """What told how many tokens come: on their way to the experts, or before that."""
+        """The operation that counted the arriving tokens: on their way to the experts, or before
+        that."""
         before = self.named.get((ops.COUNT_ROUTES, op.piece - 1, op.index))
         return before or self._one_of(op, ops.COUNT_ROUTES)
 
     def _handed_on(self, piece: int, m: int) -> Needs:
-        """What the piece before puts out, or its message."""
+        """The previous piece's output, or the message that carries it."""
         if not piece:
             return []
         if before := self.named.get((ops.FORWARD, piece - 1, m)):
@@ -270,7 +271,7 @@ class State:
         return [received or str(Op(ops.RECEIVE, piece, m, ops.FORWARD, piece - 1))]
 
     def _kept(self, op: Op) -> Needs:
-        """What the forward kept, back from the host if it went there."""
+        """The activations that the forward kept, reloaded from the host if they were moved there."""
         needs = [self._one_of(op, ops.FORWARD)]
         if (ops.OFFLOAD, op[1], op[2]) in self.named:
             needs.append(self._one_of(op, ops.RELOAD))
@@ -360,7 +361,7 @@ class State:
         return self._after((kind, piece, before, keeps, came + 2 * taken, made, tuple(opened)))
 
     def _after(self, way: _Way) -> tuple[int, int]:
-        """What a message or a computation takes and gives back when it starts, and when it ends."""
+        """Changes of a message or a computation, at its start and at its end."""
         if way in self._known:
             return self._known[way]
         kind, piece, before, keeps, taken, made, opened = way
@@ -380,7 +381,8 @@ class State:
         return self._known[way]
 
     def _keeps(self, piece: int, m: int) -> str:
-        """What stays on the device after a forward: everything, a part, its input or nothing."""
+        """The kind of activations kept on the device after a forward: everything, a part, its input
+        or nothing."""
         again = self.again.get((piece, m))
         if again is None:
             return ops.KEPT
@@ -458,5 +460,5 @@ class State:
         self.arrived.add(op.piece)
 
     def _rest(self) -> list[Change]:
-        """What arrives after the last operation, where nothing has waited for it."""
+        """Changes that arrive after the last operation because nothing waited for them."""
         return [change for op in tuple(self.under_way) for change in self._arrive(op)]

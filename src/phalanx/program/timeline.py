@@ -96,7 +96,7 @@ class Timeline:
         return {kind: time for kind, time in parts.items() if time}
 
     def _beside(self, rank: int) -> Iterator[tuple[Span, float]]:
-        """What runs beside a rank's computing, each with the time in which nothing else is done."""
+        """Spans beside a rank's computing, each with the time in which nothing is computed."""
         work = self.computing[rank]
         ends, done = [s.end for s in work], [0.0, *accumulate(s.end - s.start for s in work)]
 

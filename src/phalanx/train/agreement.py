@@ -1,9 +1,9 @@
-"""What all ranks of a run have in common, as facts that are compared before it begins.
+"""Facts that all ranks of a run must share, compared before it begins.
 
-Every key of the run is one of them, and its files by their contents: a model's source, its data, a
-machine file, a schedule. Two keys are paths that may differ from host to host: `data` and `machine`,
-where only what lies there counts. `out` and `checkpoint.dir` are compared as absolute paths: ranks
-write one checkpoint together, so all need the same folder on a file system that they share.
+Every key of the run is such a fact, and so are the contents of its files: a model's source, its
+data, a machine file, a schedule. Two keys are paths that may differ between hosts: for `data` and
+`machine` only the contents count. `out` and `checkpoint.dir` are compared as absolute paths: ranks
+write one checkpoint together, so all need the same folder on a shared file system.
 """
 
 import json
@@ -135,7 +135,7 @@ def _boot() -> str:
 
 
 def _data_facts(records: Sequence[SourceRecord]) -> dict[str, str]:
-    """What ranks must have alike of the data; where it lies is their own."""
+    """The data's facts that must be equal on all ranks; its location is each rank's own."""
     facts = {}
     for number, record in enumerate(records, 1):
         name = "data" if len(records) == 1 else f"data {number}"

@@ -44,9 +44,10 @@ def steps(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class Saved:
-    """What became of a save; `error` says why it is not there, and then what was before still is.
+    """The outcome of a save. `error` explains why the checkpoint is missing; the previous one is
+    then intact.
 
-    `notice`, on rank 0: the save is there and sound, and something beside it went wrong.
+    `notice`, on rank 0: the checkpoint is complete, and something beside it failed.
     """
 
     step: int
@@ -203,7 +204,7 @@ class _Pending:
 
 
 class RanksFailed(CheckpointError):
-    """What went wrong on some ranks; all raise it."""
+    """Errors of some ranks; all ranks raise it."""
 
     def __init__(self, what: str, errors: list[str]) -> None:
         super().__init__(what + "; ".join(errors))
@@ -211,8 +212,8 @@ class RanksFailed(CheckpointError):
 
 
 def together(group: Group, work: Callable[[], T], what: str = "") -> T:
-    """What a rank's work gives, once that of all ranks has gone well; else all raise, and say what
-    failed."""
+    """Runs `work` on each rank and returns its result if all ranks succeed; otherwise all raise,
+    and name the failures."""
     result: Any = None
     error = ""
     try:
@@ -251,7 +252,7 @@ def box_of(entry: Entry) -> stored.Box:
 
 
 def kept_of(unit: Unit, entry: Entry, updates: Updates) -> Iterator[tuple[str, Tensor]]:
-    """What this rank keeps of an entry: the weights, and for each what the optimizer has."""
+    """Tensors that this rank keeps of an entry: the weights and their optimizer state."""
     length = entry.stop - entry.start
     yield stored.WEIGHT, unit.home[entry.offset : entry.offset + length]
     if unit.frozen:

@@ -137,7 +137,7 @@ def _merged(reader: TensorReader, name: str) -> Tensor:
 
 
 def _tensors_of(model: Model) -> dict[str, families.HubTensor]:
-    """Where the weights of a model in transformers' own code are."""
+    """Maps the weights of a model in transformers' own code to their tensors in files."""
     assert model.original is not None
     return {
         name: families.HubTensor(theirs, (name,)) for name, theirs in model.original.files.items()

@@ -1,12 +1,12 @@
-"""What a checkpoint is on the disk: `manifest.json`, which tells where every number of every tensor is,
-and one file of numbers for each rank, in the safetensors format. See docs/checkpoints.md.
+"""The checkpoint format: `manifest.json`, which locates every element of every tensor, and one file
+per rank in the safetensors format. See docs/checkpoints.md.
 
-Nothing that a file claims is believed before it has been compared with everything else. How saves
-appear is in `checkpoint.py`, who reads what in `checkpoint_load.py`.
+No claim of a file is trusted before it has been compared with everything else. `checkpoint.py`
+writes checkpoints, and `checkpoint_load.py` decides who reads what.
 
-The library of safetensors has the same format. Its writer renames a temporary file of mode 0600 over
-whatever has the name, without fsync. Its reader maps the file, so that one that is cut while it is
-read kills the process (SIGBUS), and it accepts a header that names a tensor twice.
+The safetensors library has the same file format. Its writer renames a temporary file of mode 0600
+over any existing one, without fsync. Its reader maps the file, so that truncation during a read
+kills the process (SIGBUS), and it accepts a header that names a tensor twice.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class StoredTensor:
         yield from self._uncovered()
 
     def _uncovered(self) -> Iterator[str]:
-        """Where a number of the tensor is not in exactly one shard."""
+        """Describes elements of the tensor that are not in exactly one shard."""
         parts = self.parts()
         for part in parts:
             at, count = 0, math.prod(part[0].local)
@@ -180,7 +180,7 @@ class StoredTensor:
 
 
 def _any_meet(boxes: Sequence[Box]) -> bool:
-    """Whether any two boxes have something in common."""
+    """True if any two boxes overlap."""
     # All pairs at once: as many as a manifest may have would take Python half a minute.
     both = np.ones((len(boxes), len(boxes)), bool)
     for dim in zip(*boxes, strict=True):
@@ -206,11 +206,11 @@ def is_run_id(value: object) -> TypeGuard[str]:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run is: all that it needs, beside its tensors, to go on.
+    """The position of a run: everything it needs, beside its tensors, to continue.
 
-    `step` is the next one, `cursor` how many sequences were taken, `seed` what all random numbers
-    are drawn from, `data` the fingerprint of the corpus. `config` and `state` are the run's own and
-    only kept: how it was set up, and what else changes while it runs (a loss scale).
+    `step` is the next one, `cursor` the number of sequences taken, `seed` the source of all random
+    numbers, `data` the fingerprint of the corpus. `config` and `state` are the run's own and only
+    stored: its settings, and other changing values (a loss scale).
     """
 
     step: int = count()
@@ -230,8 +230,9 @@ class Progress:
 
 @dataclass(frozen=True)
 class Manifest(Progress):
-    """Where a run was, and its tensors. `optimizer` names the one whose tensors are kept, `updates`
-    counts its steps. Each rank makes one of what it has written; `merged` joins them."""
+    """The position of a run, and its tensors. `optimizer` names the one whose tensors are stored,
+    `updates` counts its steps. Each rank makes a manifest of the tensors that it has written;
+    `merged` joins them."""
 
     optimizer: str = ""
     updates: float | None = key(None, minimum=0)
@@ -297,7 +298,7 @@ class Manifest(Progress):
         )
 
     def problems(self) -> Iterator[str]:
-        """What contradicts something else. Each is checked only if those before it are right."""
+        """Contradictions within the manifest. Each is checked only if those before it hold."""
         if len({file.name for file in self.files}) < len(self.files):
             yield f"file names {[file.name[:80] for file in self.files]}: names are there once."
         for file in self.files:
@@ -344,7 +345,7 @@ class HeaderEntry:
     data_offsets: tuple[int, int] = count()
 
     def problems(self, at: int) -> Iterator[str]:
-        """What is wrong with a tensor that should begin at this byte."""
+        """Problems of a tensor that should begin at this byte."""
         start, end = self.data_offsets
         size = math.prod(self.shape) * (DTYPES | BYTES)[self.dtype].itemsize
         if len(self.shape) > DIMS:
@@ -396,7 +397,7 @@ def raw_bytes(x: Tensor) -> memoryview:
 
 
 def _chunks(blocks: Iterable[memoryview]) -> Iterator[list[memoryview]]:
-    """The same bytes, in runs of `CHUNK`."""
+    """Regroups the bytes into runs of `CHUNK`."""
     chunk, free = list[memoryview](), CHUNK
     for block in blocks:
         left = block
@@ -526,8 +527,8 @@ def verify_checkpoint(path: Path) -> list[str]:
 
 
 def faults(path: Path, manifest: Manifest, rank: int = 0, ranks: int = 1) -> list[str]:
-    """What is wrong with the files of a checkpoint, or with this rank's share of them: all their
-    bytes are read, and their headers compared with the manifest."""
+    """Faults in a checkpoint's files, or in this rank's share of them: reads all bytes and compares
+    the headers with the manifest."""
     folder = Folder(path, CheckpointError)
     own = range(rank, len(manifest.files), ranks)
     wrong = [fault for number in own if (fault := damage(folder, manifest, number))]

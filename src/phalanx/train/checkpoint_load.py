@@ -54,8 +54,8 @@ KEPT["Muon"] = KEPT["AdamW"] + KEPT["SGD"]
 
 @dataclass(frozen=True)
 class Loaded:
-    """Where a run goes on, what was passed over as damaged on the way there, and what a person should
-    know of the model (`ModelIdentity.notices`)."""
+    """The position at which a run continues, the damaged checkpoints that were skipped, and notices
+    about the model (`ModelIdentity.notices`)."""
 
     progress: stored.Progress
     path: Path
@@ -159,7 +159,8 @@ def choose(
 
 
 def _newest_sound(folder: Path, group: Group) -> tuple[Found | None, list[str]]:
-    """The same on every rank. All bytes are read, a share by each."""
+    """The newest undamaged checkpoint, the same on every rank. All bytes are read, a share by each
+    rank."""
     names = [path.name for path in steps(folder)] if group.rank == 0 else []
     damaged = list[str]()
     for name in json.loads(broadcast_text(group, json.dumps(names))):
@@ -203,12 +204,12 @@ LINES = 5  # of weights that an error names; another model may differ in every o
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """What makes a model the one that a checkpoint is of. Take it before the model is cut.
+    """Identity of a checkpoint's model. Take it before the model is cut.
 
-    Sizes that change no weight's shape change what a model computes all the same (heads, rope, eps),
+    Some sizes change what a model computes without changing any weight's shape (heads, rope, eps),
     so the shape is compared key by key. `own` is FILE.py:Class of a user's model, else empty. Its
-    file is hashed, and so are the user's own modules that it imports: code that has changed is worth a
-    notice, and only another structure is refused.
+    file is hashed, with the user's modules that it imports: changed code earns a notice, and only
+    another structure is refused.
     """
 
     shape: Shape
@@ -245,7 +246,8 @@ class ModelIdentity:
         return wrong if len(wrong) <= LINES else [*wrong[:LINES], more]
 
     def notices(self, manifest: Manifest) -> list[str]:
-        """What is not known to be another model, and yet not known to be the same."""
+        """Reasons to doubt that the model is the checkpoint's, though nothing shows that it is
+        another."""
         there, here = _record(manifest), self.record
         was, source = own_model(manifest), str(there.get("source", ""))
         if manifest.shape is None:
@@ -301,7 +303,8 @@ def refuse_optimizer(path: Path, manifest: Manifest, name: str) -> None:
 def data_notices(
     progress: stored.Progress, path: Path, data: Sequence[SourceRecord], batches: Batches
 ) -> list[str]:
-    """How the run's data is not known to be what a checkpoint was trained on. `data` are its records."""
+    """Differences between the run's data and the data that a checkpoint was trained on. `data` are
+    the run's records."""
     if not progress.data:  # an imported model was not trained on any
         return []
     table = progress.config.get("data")
@@ -390,7 +393,7 @@ def _arithmetic(layout: Layout) -> dict[str, str]:
 
 
 def weight_differences(manifest: Manifest, weights: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Which of these weights a checkpoint does not have, or in another shape."""
+    """Weights that a checkpoint lacks, or has in another shape."""
     there = {each.name: each.shape for each in manifest.tensors if each.kind == WEIGHT}
     return [
         f"{name} is {list(there[name])}, the model's is {list(shape)}"
@@ -478,7 +481,7 @@ def _kept(optimizer: str, matrix: bool) -> list[str]:
 
 
 def _kinds(manifest: Manifest) -> list[str]:
-    """What the optimizer keeps for each number, in this checkpoint."""
+    """Kinds of optimizer state in this checkpoint."""
     return sorted({each.kind for each in manifest.tensors} - {WEIGHT})
 
 
@@ -576,5 +579,5 @@ class TensorReader(ExitStack):
 
 
 def _slices(box: Box, outer: Box) -> tuple[slice, ...]:
-    """Where a box lies in one around it."""
+    """Position of a box within an enclosing one."""
     return tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(box, outer, strict=True))

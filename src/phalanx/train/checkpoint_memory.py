@@ -39,7 +39,8 @@ NAME = "phalanx-memory"
 
 
 def memory_folder(run: Run) -> Path | None:
-    """Where this host keeps them; none where nothing outlives the ranks, or they are not wanted."""
+    """Folder of this host's in-memory checkpoints; None if they are off, or if nothing outlives the
+    ranks."""
     started = multiprocessing.parent_process() is not None or "TORCHELASTIC_RUN_ID" in os.environ
     if not (run.train.in_memory and started and os.access(ROOT, os.W_OK)):
         return None
@@ -196,8 +197,8 @@ class MemoryCheckpoints:
         return path, manifest
 
     def _seen(self) -> tuple[list[tuple[int, str, int, list[int]]], dict[str, str]]:
-        """What is in this host's memory: of each step this rank's share of the files that are sound. And
-        the manifests by their digests."""
+        """Checkpoints in this host's memory: for each step the sound files of this rank's share;
+        and the manifests by digest."""
         seen, texts = [], {}
         for path in steps(self.folder):
             with suppress(CheckpointError, OSError):

@@ -146,7 +146,7 @@ class Uploader:
             self._give_up(text)
 
     def taken(self) -> list[Saved]:
-        """What became of uploads since the last call."""
+        """Outcomes of uploads since the last call."""
         with self.work:
             self._look()
             results, self._results = self._results, []

@@ -78,7 +78,7 @@ def _at_least(count: int) -> int:
 
 
 class CopyOf(NamedTuple):
-    """What a checksum is of: a kind of numbers of a unit, or a buffer by its place in the list of them."""
+    """The subject of a checksum: a kind of values of a unit, or a buffer by its index."""
 
     kind: str
     unit: int
@@ -99,10 +99,11 @@ class ComparedTensor(NamedTuple):
 
 
 class Copies:
-    """What this rank holds that other ranks have copies of. Every rank makes one, and calls alike.
+    """Compares the values that several ranks hold copies of. Every rank makes one and calls it
+    alike.
 
-    `names` are those of the model's pieces. `any`: whether any rank has a copy of anything. Shards of
-    ZeRO that one rank alone holds have none.
+    `names` are those of the model's pieces. `any` is true if any rank has a copy of anything. ZeRO
+    shards that one rank alone holds have none.
     """
 
     def __init__(
@@ -182,7 +183,8 @@ class Copies:
         return None if any(weight.over_tp) else self.along_tp["norms"]
 
     def _kinds(self, unit: Unit, run: slice) -> Iterator[tuple[str, Tensor]]:
-        """What this rank keeps of a run: weights, what is computed with, the optimizer's state."""
+        """Values that this rank keeps of a run of elements: weights, the compute copy, the
+        optimizer's state."""
         yield WEIGHT, unit.home[run]
         if unit.buffer is not None and not unit.same and unit.groups.gather.size == 1:
             yield COMPUTE_COPY, unit.buffer[run]  # a gathered one is as old as the last gather

@@ -1,8 +1,8 @@
-"""How far a GPU has come in the operations that the host has queued for it.
+"""Progress of a GPU through the operations that the host has queued for it.
 
-Over NCCL the host queues a whole step and then waits in one read, so where it stands says nothing. The
-executor records an event at the begin and the end of each operation; another thread asks which of them
-the device has come past.
+Over NCCL the host queues a whole step and then waits in one read, so its own position says nothing.
+The executor records an event at the start and end of each operation; another thread asks which of
+them the device has passed.
 """
 
 from collections import deque

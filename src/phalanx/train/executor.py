@@ -49,9 +49,9 @@ _SHORT = 1024  # numbers of a run whose norm is taken in float32
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a rank knows after a step. `loss` is its own sum, and zero where none is counted; `norm`
-    is None in a program that agrees on none. With it come the mean loss of all ranks, and how many
-    of them want to stop."""
+    """A rank's results of a step. `loss` is its own sum, zero if it counts none; `norm` is None if
+    the program agrees on none. With it come the mean loss of all ranks, and the number of ranks
+    that want to stop."""
 
     timeline: Timeline
     loss: float
@@ -197,7 +197,7 @@ class Executor:
         self.first = positions.texts([f"{op} ({op.described(names)})" for op in self.row])
 
     def _numbers(self) -> dict[str, Tensor]:
-        """What is read after a step, each of shape (1,)."""
+        """Scalars to read after a step, each of shape (1,)."""
         norm = {} if self.norm is None else {"norm": self.norm}
         return {"loss": self.loss, "count": self.count, **norm, **self.sums}
 
@@ -322,7 +322,8 @@ class Executor:
         return Then(self.local.groups.everyone.all_reduce(sums, wait=False), agreed)
 
     def _use_sums(self, sums: Tensor) -> None:
-        """What was summed with the norm: all losses, and how many ranks want to stop."""
+        """Takes the values summed with the norm: all losses, and the number of ranks that want to
+        stop."""
         assert self.norm is not None
         total = sums[:1] / self.count.clamp(min=1.0)
         self.norm = self.norm.where(total.isfinite(), math.nan)
@@ -435,7 +436,7 @@ class Executor:
     # ---- messages between stages
 
     def _edge(self, op: Op) -> tuple[str, Group, Bundle]:
-        """Which way a message goes, over which group, and what its tensors are like."""
+        """Direction of a message, its group, and the shapes of its tensors."""
         groups = self.local.groups
         edge = self.local.edge(max(op.piece, op.peer), self.batches[op.index])
         if op.of == ops.FORWARD:
@@ -498,7 +499,7 @@ class Executor:
             update(self.lr, self.scale)
 
     def _updates(self, op: Op) -> list[Update]:
-        """Those of a piece's units, of its experts' too."""
+        """Updates of a piece's units, including its experts'."""
         units = (op.piece, op.piece + self.program.pieces)
         return [self.updates[n] for n in units if n in self.updates]
 
@@ -514,9 +515,9 @@ class Executor:
         self.sums_of[way, piece] = total if known is None else known + total
 
     def first_bad(self, names: Sequence[str]) -> tuple[int, str] | None:
-        """What was the first that was not finite in the step just done, of what this rank made: how far
-        along the step, and what it is, by the pieces' names. A gradient that ranks have summed is
-        nobody's own."""
+        """The first non-finite value that this rank made in the last step: its position along the
+        step, and its description with the pieces' names. A gradient summed over ranks belongs to
+        none of them alone."""
         pieces, units = self.program.pieces, self.local.units
         bad = {key for key, total in self.sums_of.items() if not math.isfinite(float(total))}
         causes = [(p, f"the output of piece {names[p]}") for way, p in bad if way == ops.FORWARD]
@@ -593,7 +594,7 @@ def _norms(unit: Unit) -> Tensor:
 def _first_waiting(
     progress: DeviceProgress, other: Callable[[], tuple[int, int]] | None
 ) -> tuple[int, int]:
-    """Where a device is in the operations of two executors, of which one has none under way."""
+    """The device's position in the operations of two executors, at most one of which is active."""
     at, passed = progress.look()
     if other is None:
         return at, passed
@@ -608,10 +609,10 @@ def sum_of_squares(norms: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 class StepClock:
-    """When the operations of a step begin and end. Moments are seconds, as `time.perf_counter` counts;
-    on a GPU they are events in the stream that computes, counted from one that stands where the step
-    begins. An event has a time once the device has come past it, so times are asked for after the
-    step, when its numbers have been read."""
+    """Start and end times of a step's operations. Times are seconds of `time.perf_counter`; on a
+    GPU they are events on the compute stream, relative to one at the start of the step. An event
+    has a time once the device has passed it, so times are read after the step, together with its
+    results."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.events = device, device.type == "cuda"

@@ -1,7 +1,7 @@
-"""Which ranks of a run are on one host: those whose processes can see each other's memory.
+"""Groups the ranks of a run by host: ranks whose processes can see each other's memory.
 
-Machines that were cloned have one name, and a snapshot of one that runs even has one boot id, so ranks
-that may be on one host try it: each reads a random number in the memory of the others.
+Cloned machines share a name, and a snapshot of a running one even shares its boot id, so ranks that
+may be on one host test it: each reads a random number in the memory of the others.
 """
 
 import hashlib
@@ -48,8 +48,8 @@ def _token_of(rank: RankProcess) -> int:
 
 
 def place() -> str:
-    """What the processes of one host have in common: the start of the machine, and in a container its
-    processes and its shared memory."""
+    """A text that processes of one host share: the boot id, and in a container its process
+    namespace and shared memory."""
     parts = []
     with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         parts.append(file.read().strip())

@@ -37,7 +37,7 @@ class RunLocked(ValueError):
 
 @dataclass(frozen=True)
 class Owner:
-    """Who has started the run of a folder."""
+    """The process that started the run of a folder."""
 
     host: str = ""
     pid: int = 0
@@ -49,7 +49,8 @@ class Owner:
 
     @classmethod
     def read(cls, path: Path) -> "Owner":
-        """Who wrote the file; nobody when it has nothing usable (its writer has just begun)."""
+        """The owner that wrote the file; an empty one if the file has nothing usable (its writer
+        has just begun)."""
         try:
             with open_regular(path) as file:
                 owner = json.loads(file.read(4096))
@@ -63,7 +64,7 @@ class Owner:
 
     @property
     def gone(self) -> bool:
-        """Whether the process has ended, as far as this host can tell."""
+        """True if the process has ended, as far as this host can tell."""
         if self.host != socket.gethostname():
             return not self.host
         try:
@@ -100,7 +101,7 @@ def hold_as_rank(*folders: Path) -> Iterator[None]:
 
 
 def owner_of(folder: Path) -> str:
-    """Who has written that a run holds the folder, empty when that cannot be read."""
+    """The owner of the folder by its own record; empty if it cannot be read."""
     owner = Owner.read(folder / RUN)
     return str(owner) if owner.host else ""
 

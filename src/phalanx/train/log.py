@@ -36,7 +36,8 @@ from .sinks import Sink, end_sinks, open_sinks
 
 @contextmanager
 def rank_log(out: Path, rank: int, ranks: int) -> Iterator[logging.Logger]:
-    """What one rank did and how it ended, in logs/rank-N.log of the run's folder, with its traceback."""
+    """The log of one rank: its actions and its end with the traceback, in logs/rank-N.log of the
+    run's folder."""
     # Ranks that are threads have loggers of their own too.
     log = logging.getLogger(f"phalanx.rank{rank}")
     handler: logging.Handler = logging.NullHandler()

@@ -67,9 +67,10 @@ class CopiesDiffer(TrainError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Where a run ended. `stopped`: it was asked to, before its last step, by a signal of this name or
-    by a file STOP. `unsaved`: why its last save failed, where the run goes on without saves.
-    `not_uploaded`: why its newest checkpoint, which is on the disk, is not at `checkpoint.remote`."""
+    """The end of a run. `stopped`: a signal of this name or a STOP file ended it before its last
+    step. `unsaved`: the reason why its last save failed, if the run continues without saves.
+    `not_uploaded`: the reason why its newest checkpoint, complete on the disk, is not at
+    `checkpoint.remote`."""
 
     step: int
     loss: float | None
@@ -268,7 +269,7 @@ class _Loop:
         return Outcome(done, self.loss, self.validation, stopped, self.unsaved, by, not_uploaded)
 
     def _stopped_by(self) -> str:
-        """What has stopped the run, the same on all ranks: a STOP file, or else the first signal."""
+        """The cause of the stop, the same on all ranks: a STOP file, or else the first signal."""
         each_rank = errors_of(self.everyone, self.requests.by)
         names = [each.partition(": ")[2] for each in each_rank]
         return STOP if STOP in names else names[0]
@@ -430,7 +431,7 @@ class _Loop:
             )
 
     def _look(self, step: int, result: StepResult, begun: float) -> None:
-        """What every rank did in this step and what it holds, in files for the report."""
+        """Writes each rank's operations and memory of this step to files for the report."""
         spans = tuple(
             Span(s.rank, s.lane, s.op, s.start - begun, s.end - begun)
             for s in result.timeline.spans
@@ -442,7 +443,7 @@ class _Loop:
         self._tell_graphs(step + 1)
 
     def _tell_graphs(self, done: int) -> None:
-        """What the log's rank has compiled so far, where it compiles."""
+        """Logs the graphs compiled so far."""
         if self.rank.layout.compile:
             made = graphs()
             text = f"step {done}  {made.compiled} graphs are compiled"

@@ -70,7 +70,7 @@ class Matrix(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As each rank of tp has it, with padding."""
+        """The matrix's shape on each rank of tp, with padding."""
         return self.weight.local[-2:]
 
     @property
@@ -84,7 +84,7 @@ class Matrix(NamedTuple):
         return sum(orthogonal_work(r.stop - r.start, c.stop - c.start) for r, c in sides)
 
     def span(self, unit: Unit, shard: int) -> slice:
-        """Where a shard has numbers of it, counted from the shard's start."""
+        """The elements of the matrix in a shard, counted from the shard's start."""
         begin, end = unit.part * shard, unit.part * (shard + 1)
         first = min(max(self.start, begin), end)
         return slice(first - begin, max(min(self.stop, end), first) - begin)
@@ -148,7 +148,7 @@ class MuonUpdate(Update):
     def _parts(
         self, rank: int, matrices: list[Matrix], owner: int | None = None
     ) -> list[MatrixPart]:
-        """What a rank has of these matrices; of that, if an owner is named, what this one is to get."""
+        """Parts of these matrices on a rank; with an owner, only those that this owner is to get."""
         place, parts = self.places[rank], list[MatrixPart]()
         for matrix in matrices:
             copies, at = matrix.weight.copies, matrix.span(self.unit, place.shard)
@@ -213,7 +213,7 @@ class MuonUpdate(Update):
         super().__call__(lr, scale)
 
     def _orthogonal(self) -> Tensor:
-        """What this rank owns, made orthogonal, as it is sent to every rank."""
+        """The orthogonalized matrices of this rank, as they are sent to every rank."""
         wholes = self._wholes()
         alike: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
         for matrix in self.mine:
@@ -272,7 +272,7 @@ class MuonUpdate(Update):
 
 
 def _local(part: MatrixPart, whole: Tensor) -> Tensor:
-    """What a part of tp has of a matrix, padded."""
+    """A tp rank's part of a matrix, padded."""
     own = whole[part.matrix.weight.box_at(part.place.tp)[-2:]]
     if own.shape == part.matrix.shape:
         return own

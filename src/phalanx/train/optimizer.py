@@ -36,8 +36,8 @@ class Optimizer(Protocol):
 
 
 class Scale(NamedTuple):
-    """What all ranks agreed about the gradients of a step, as numbers on the device: reading them on
-    the host would wait for it."""
+    """The ranks' agreement about a step's gradients, as tensors on the device: reading them on the
+    host would wait for it."""
 
     factor: Tensor  # gradients are multiplied by it; float64
     divisor: Tensor  # or divided by this in the fused kernels; float32

@@ -1,4 +1,4 @@
-"""What a step computes in, and the loss scale that float16 needs."""
+"""Precision of a step, and the loss scale that float16 needs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def refuse_bfloat16(precision: Precision, device: torch.device) -> None:
 
 
 def device_notices(layout: Layout, device: torch.device) -> list[str]:
-    """What a run should know of its device: what is slow there, and why a kernel was chosen."""
+    """Notices about the device: formats that are slow there, and the reason for a kernel's choice."""
     if device.type != "cuda":
         return []
     notices = []

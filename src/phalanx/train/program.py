@@ -23,7 +23,7 @@ Maker = Callable[[], Model]
 
 
 def maker_of(run: Run) -> Maker:
-    """What makes a run's model, on the meta device and anew in each call."""
+    """A function that makes the run's model, on the meta device and anew in each call."""
     made = partial(load_model, run.own) if run.own else partial(build_model, run.shape)
     return partial(with_z_loss, made, run.z_loss) if run.z_loss else made
 

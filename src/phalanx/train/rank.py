@@ -127,7 +127,7 @@ class Rank:
 
     @property
     def names(self) -> list[str]:
-        """Those of the model's pieces."""
+        """Names of the model's pieces."""
         return [name for name, _ in self.model.pieces]
 
     def _fitting_program(self) -> Program:

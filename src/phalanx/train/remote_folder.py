@@ -210,8 +210,8 @@ class RemoteFolder:
             raise CheckpointError(f"{target}: has {size:,} bytes, {file.size:,} were uploaded.")
 
     def prune(self, newest: int, keep: int, owns: Owns) -> None:
-        """As on the disk: later steps are of a course that was left, and are set aside; `keep` of the
-        others stay. What is not this run's stays as it is."""
+        """Prunes as on the disk: later steps belong to an abandoned course and are set aside, and
+        `keep` of the others stay. Checkpoints of other runs are untouched."""
         folders = self._folders()
         whole = [step for step, names in folders.items() if MANIFEST in names]
         for step in (s for s in whole if s > newest):

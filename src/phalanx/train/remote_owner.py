@@ -57,9 +57,9 @@ _UNSTEADY = "does not stay what this start writes."
 
 @dataclass(frozen=True)
 class RunMark:
-    """What a run's folder on the disk says of the run: its id, and the remote folder that it used.
+    """The mark in a run's folder on the disk: the run's id, and the remote folder it used.
 
-    `folder` is a random mark of the folder itself. With the number of the lock's file it tells the
+    `folder` is a random mark of the folder itself. With the inode of the lock's file it tells the
     folder from a copy of it.
     """
 
@@ -118,7 +118,7 @@ def _machine() -> str:
 
 @dataclass(frozen=True)
 class RemoteOwner:
-    """What `owner.json` says: a start of a run, and that it is at work."""
+    """The contents of `owner.json`: a start of a run, and a sign that it is alive."""
 
     run: str
     start: str

@@ -81,8 +81,8 @@ class Task:
         self._units = 0
 
     def stands(self, timeout: float) -> str:
-        """What to say of work without progress for so many seconds; "" if there was some. With a
-        timeout of 0 there is no limit."""
+        """A message if the work has made no progress for `timeout` seconds, else "". A timeout of 0
+        means no limit."""
         idle = time.monotonic() - self.last
         if not timeout or idle < timeout or self.finished.is_set():
             return ""
@@ -149,7 +149,7 @@ def in_threads(
 
 
 class Answer(NamedTuple):
-    """What came of work on rank 0: its result, or its error; the class's name if it is a refusal."""
+    """The outcome of work on rank 0: its result, or its error; `refused` marks a refusal."""
 
     result: str = ""
     error: str = ""

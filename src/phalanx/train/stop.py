@@ -171,8 +171,8 @@ def remove_stale_stop(run: Run, begun: float, *, launched: bool = False) -> str:
 
 
 def made_between(since: float, now: float, *times: float) -> bool:
-    """Whether all times of a file lie between the two. A time in the future is no better than an old
-    one: a clock was set back, or somebody has set the file's time."""
+    """True if all times of a file lie between the two. A time in the future counts no more than an
+    old one: a clock was set back, or somebody set the file's time."""
     return since <= min(times) and max(times) <= now + _SLACK
 
 
@@ -189,7 +189,7 @@ def _server_time(folder: Path) -> float:
 
 
 def _last_write(run: Run, otherwise: float) -> float:
-    """When the last record of an unfinished run was written."""
+    """Time of the last record of an unfinished run."""
     journal = Path(run.out, "metrics.jsonl")
     with suppress(OSError):
         if last_record(journal).get("event") not in (None, "end"):

@@ -42,8 +42,8 @@ class Slow(NamedTuple):
 
 
 class OwnTime:
-    """What one rank has worked since the last line of the log. `queued`: its host queues work for a
-    device, so that only the device's times tell how long something took."""
+    """One rank's own working time since the last log line. `queued`: its host queues work for a
+    device, so only the device's times show durations."""
 
     def __init__(self, *, queued: bool = False) -> None:
         self.queued = queued
@@ -110,7 +110,7 @@ class Stragglers:
                 self.earlier[ranks[0]].append(table[ranks[0]])
 
     def _beyond(self, numbers: np.ndarray, ranks: Sequence[int], steps: int) -> list[int]:
-        """Those of the ranks of one row whose time beyond the factor has added up to enough."""
+        """Ranks of one row whose accumulated excess over the factor is large enough."""
         totals = numbers[ranks, 0]
         usual = _medians_of_others(totals) if len(ranks) > 1 else self._earlier_median(ranks[0])
         if usual is None:

@@ -96,7 +96,7 @@ class WatcherProcess:
             self._process.wait()
 
     def _what_is_wrong(self, now: float, stopped_since: float | None) -> str:
-        """What keeps the watcher from its work, as the begin of a sentence; empty if nothing does."""
+        """Describes the watcher's failure, as the beginning of a sentence; empty if it works."""
         process, who = self._process, f"the watcher of host {self.hosted.host}"
         if process is None:
             return f"{who} could not be started"

@@ -66,7 +66,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class _Measure:
-    """How the errors of a comparison are measured, and what is allowed."""
+    """A comparison's error measure and its bounds."""
 
     got: Trace
     want: Trace
@@ -122,7 +122,7 @@ class _Measure:
             yield Difference(step, "routing", name, element, a, b, math.inf, 0.0, hint)
 
     def floor(self, gradients: Iterable[Tensor]) -> float:
-        """What a gradient of zero is compared with."""
+        """The magnitude with which a zero gradient is compared."""
         return FLOOR * max(map(self._size, gradients))
 
     def _size(self, x: Tensor) -> float:
@@ -176,10 +176,11 @@ def compare(
 def bounds_of(
     want: Trace, nudged: Iterable[Trace], rate: Callable[[int], float], compute: torch.dtype
 ) -> Bounds:
-    """How far each quantity may be off: some times what a unit in the last place changes it by.
+    """Bounds of each quantity: a multiple of its change under perturbations of a unit in the last
+    place.
 
-    `nudged` are trainings like `want` with such changes in them. What is close to zero, or what they
-    leave as it is by chance, may be off by a rounding.
+    `nudged` are trainings like `want` with such perturbations. A value close to zero, or one that
+    they leave unchanged by chance, may be off by a rounding.
     """
     eps, single = torch.finfo(compute).eps, torch.finfo(torch.float32).eps
     least = eps / 16 + 4 * single
@@ -245,8 +246,8 @@ def _or_infinite(error: float) -> float:
 
 
 def _hint(ratio: float) -> str:
-    """What a wrong factor looks like: a whole number or its inverse is an axis summed once too
-    often, or not at all."""
+    """Explains a wrong factor: a whole number or its inverse means an axis summed once too often,
+    or not at all."""
     if math.isnan(ratio):
         return "not a number: no rank has it, or a dropped weight was used"
     for k in range(2, 17):

@@ -71,7 +71,7 @@ def needed(
 
 
 def _activations(shape: Shape, itemsize: int) -> float:
-    """What autograd keeps of the whole batch, and the logits in float32 or wider."""
+    """Bytes that autograd keeps of the whole batch, with the logits in float32 or wider."""
     if shape.kind == "mlp":
         return float(3 * shape.batch * shape.hidden * shape.layers * itemsize)
     tokens = shape.batch * shape.sequence

@@ -1,14 +1,16 @@
-"""Whether every sum over ranks is made, once, and over the right axes: found without running a step.
+"""Checks that every sum over ranks is made, once and over the right axes, without running a step.
 
-One rank of each kind carries out its row of the program on meta tensors, with the operations and the
-regions that train. Nothing is computed and nothing is sent: of every value it is only known, for each
-axis of the mesh, what the ranks along it have (`Placement`). For weights and batches the rule table says
-it; from there each operation gives its output what its inputs have, and each call of a group what it
-is there for. Where a value then has to be the same on all ranks and is not, a sum is missing.
+One rank of each kind runs its row of the program on meta tensors, with the operations and regions
+that train. Nothing is computed or sent. For every value and each axis of the mesh, only its
+`Placement` is known: how the values of the ranks along that axis relate. The rule table gives it
+for weights and batches; from there each operation derives its output's placement from its inputs,
+and each group call applies its meaning. If a value must be equal on all ranks and is not, a sum is
+missing.
 
-How long an axis is plays no part in this. Axes are cut to the shortest that has the same groups, and of
-pieces that are alike one is looked at, so a layout of thousands of ranks takes as long as one of eight.
-Not found: a right sum of wrong numbers, such as a factor or a row too many. That takes `verify`.
+The length of an axis does not matter. Axes are cut to the shortest length with the same groups, and
+one of several equal pieces is examined, so a layout of thousands of ranks takes as long as one of
+eight. A right sum of wrong values, such as a wrong factor or an extra row, is not found: `verify`
+finds those.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ from ..train.executor import Executor
 
 
 class Placement(IntEnum):
-    """What the ranks along an axis have of a value."""
+    """Relation between the values of the ranks along an axis."""
 
     ZERO = 0  # nothing but zeros
     REPLICATED = 1  # the same
@@ -76,7 +78,7 @@ _MAKES = ("empty", "zeros", "ones", "full", "arange", "new_", "rand")
 def placement_faults(
     make: Callable[[], Model], layout: Layout, options: StepOptions = DEFAULT
 ) -> tuple[str, ...]:
-    """What is wrong with a layout's sums over ranks: the operation, the weight or value, the axis."""
+    """Faults in a layout's sums over ranks: the operation, the weight or value, and the axis."""
     small = _shortened(layout)
     found: dict[str, None] = {}
     for rank in range(small.ranks):
@@ -138,7 +140,7 @@ class _Known(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's stu
         self.runs: dict[int, list[tuple[int, int, Places]]] = {}  # (from byte, to byte, places)
 
     def of(self, x: Tensor) -> Places:
-        """What a value is as a whole."""
+        """The placement of a whole value."""
         return _joined([places for _, _, places in self.within(x)])
 
     def within(self, x: Tensor) -> list[tuple[int, int, Places]]:
@@ -194,7 +196,7 @@ class _Known(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's stu
     def _by_run(
         self, name: str, inputs: Sequence[Tensor], joins: bool
     ) -> list[tuple[Run | None, Places]]:
-        """What an operation makes of its inputs. In flat buffers every run is a weight of its own."""
+        """The placement of an operation's output. In flat buffers every run is a separate weight."""
         alike = len({(x.shape, x.dtype) for x in inputs}) == 1 and inputs[0].dim() == 1
         if not (
             alike
@@ -226,8 +228,8 @@ def _joined(many: Sequence[Places]) -> Places:
 
 
 def _joins_tokens(name: str, args: Sequence[Any]) -> bool:
-    """Whether an operation adds up numbers of several tokens, which stand along all dims but the last;
-    of four, with a token's experts, along the first two."""
+    """True if an operation sums over tokens, which lie along all dims but the last; with four dims
+    (a token's experts), along the first two."""
     if "backward" in name or name in _SCATTERS:
         return True
     if name not in ("sum", "mean"):
@@ -237,7 +239,8 @@ def _joins_tokens(name: str, args: Sequence[Any]) -> bool:
 
 
 def _after(name: str, known: Sequence[tuple[int, Places]], joins: bool) -> Places:
-    """What an operation makes of its inputs, each with its number of dims. `joins`: see `_joins_tokens`."""
+    """The placement of an operation's output; each input comes with its number of dims. `joins`:
+    see `_joins_tokens`."""
     if name.startswith(_MAKES) or name == "zero_":
         return (ZERO,) * len(AXES) if "zero" in name else NOWHERE
     if not known:
@@ -248,7 +251,7 @@ def _after(name: str, known: Sequence[tuple[int, Places]], joins: bool) -> Place
 
 
 def _along(name: str, known: Sequence[tuple[int, Placement]], joins: bool) -> Placement:
-    """The same along one axis."""
+    """The placement of an operation's output along one axis."""
     places = [place for _, place in known]
     most = max(places)
     if name in _ADDS and most == VARYING and any(p == REPLICATED and dims for dims, p in known):
@@ -280,7 +283,7 @@ class _PlacedGroup(Tally):
         return super()._begin(call)
 
     def _place(self, call: Call) -> None:
-        """What is known after a call; of a barrier nothing."""
+        """Updates the placements after a group call; a barrier changes nothing."""
         known, walk, x = self.known, self.walk, call.x
         out = x if call.out is None else call.out
         match call.kind:
@@ -311,7 +314,7 @@ class _PlacedGroup(Tally):
                 known.set(x, _along_axes(walk.sent[self.name], self.axes, VARYING))
 
     def summed(self, places: Places, op: str, to: Placement) -> Places:
-        """What a sum over the group makes of a value."""
+        """The placement of a value after a sum over the group."""
         for axis in self.axes if op in ("sum", "average") and self.walk.strict else ():
             if places[axis] in (REPLICATED, SHARDED):
                 what = "the same" if places[axis] == REPLICATED else "finished"
@@ -375,7 +378,7 @@ class _Placing(Executor):
         return self.walk.whole(self, "the norm", "norm", work)
 
     def _agree_elsewhere(self, op: Op) -> None:
-        """The same call as another replica makes it, whose weights this rank's replica counts already."""
+        """Makes the same call as another replica, whose weights this rank's replica counts already."""
         units = self.local.units.values()
         replicas = [unit.groups.replica for unit in units if unit.groups.replica.size > 1]
         with _as_rank(1, replicas):
@@ -489,7 +492,7 @@ class _Walk:
         executor.step(self._batches(), 1e-3)
 
     def _watch_routers(self) -> None:
-        """What a router's losses go by: counts of whole sequences, or of the whole batch."""
+        """Checks that a router's losses use counts of whole sequences, or of the whole batch."""
         parts = ("cp.ring", "cp.ulysses", *(("tp", COPIES) if self.layout.seq else ()))
         modules = (m for piece in self.local.pieces.values() for m in piece.module.modules())
         for router in modules:
@@ -655,8 +658,8 @@ def _as_rank(rank: int, groups: Sequence[Group]) -> Iterator[None]:
 
 @contextmanager
 def _placed_regions(known: _Known) -> Iterator[None]:
-    """What no call of a group tells of: a rank's slice, or its share, of what all have is its own; and of a
-    sum that all have, the gradient is whole only if all did the same with it."""
+    """Tracks two facts that no group call shows: a rank's slice or share of a common value is its
+    own, and the gradient of a common sum is whole only if all ranks used it in the same way."""
     carry, reduce, share_of = regions.carry, regions.reduce, tensor.share_of
     copies = (AXES.index(COPIES),)
 

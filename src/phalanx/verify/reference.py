@@ -1,8 +1,8 @@
-"""The same training on one process: the plain model, ordinary autograd, torch's optimizers and
-torch's loss scaler. Nothing of the engine is in it, not even how weights start.
+"""The reference training on one process: the plain model, ordinary autograd, torch's optimizers and
+torch's loss scaler. It uses nothing of the engine, not even its initialization.
 
-In a narrow precision it does what PyTorch's documentation of mixed precision describes: weights and
-their updates in float32, a copy of them to compute with, gradients added up in float32.
+In a narrow precision it follows PyTorch's documentation of mixed precision: weights and their
+updates in float32, a copy to compute with, gradients accumulated in float32.
 """
 
 from __future__ import annotations
@@ -293,8 +293,8 @@ Routing = tuple[dict[str, list[Tensor]], dict[str, list[Tensor]], list[Tensor]]
 
 @contextmanager
 def _routing(model: Model) -> Iterator[Routing]:
-    """What routers choose while it is on, and by how much: what each forward gives, by piece. And their
-    losses, times the sequences that they are of."""
+    """Records the routers' choices and their margins in each forward, by piece; and their losses,
+    times the sequences they cover."""
     routes: dict[str, list[Tensor]] = {}
     gaps: dict[str, list[Tensor]] = {}
     losses: list[Tensor] = []

@@ -85,7 +85,7 @@ Output = tuple[Tensor, Tensor]
 
 @dataclass
 class Seen:
-    """What one rank has seen of its steps."""
+    """Observations of one rank's steps."""
 
     parts: list[Part]
     losses: list[float] = field(default_factory=list)
@@ -120,7 +120,7 @@ class _Recorder(Executor):
 
 
 class _Tracer:
-    """What each piece puts out in a step. Recomputing does not count again."""
+    """Records the output of each piece in a step. Recomputation does not count again."""
 
     def __init__(self, layout: Layout, local: LocalModel, model: Model) -> None:
         self.outputs: dict[str, list[Output]] = {}

@@ -69,7 +69,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Truth:
-    """What one process does, and how far others may be off; in float64 by `EXACT`."""
+    """The result of one process, and the allowed deviation; in float64 `EXACT`."""
 
     trace: Trace
     bounds: Bounds | None = None
@@ -231,9 +231,11 @@ def judge(layout: Layout, got: Trace, truth: Truth, setting: Setting) -> Verdict
 def truth_of(
     make: Callable[[], Model], setting: Setting, matmul: str = "", cuts: Layout | None = None
 ) -> Truth:
-    """What one process does in this precision, with bounds where that is not float64. `matmul`: a
-    layout's word for products in 8 bits, and `cuts` where it cuts their sums, and so has scales of its
-    own. Where one process cannot cut a model so, the bounds are by other scales."""
+    """The result of one process in this precision, with bounds unless it is float64.
+
+    `matmul` is a layout's word for fp8 products, and `cuts` the layout if it cuts their sums and so
+    has scales of its own. If one process cannot cut a model so, the bounds come from other scales.
+    """
     precision, cuts = setting.precision, cuts or Layout()
     model = make()
     shape = model.shape

@@ -1,1 +1,1 @@
-"""What there is to learn from: text to token files, token files to the batches of steps."""
+"""Training data: text to token files, token files to batches."""

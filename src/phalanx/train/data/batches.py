@@ -83,7 +83,7 @@ class Batches:
 
     @property
     def name(self) -> str:
-        """What the corpora are called, with their weights where there are several."""
+        """The corpora's names, with weights if there are several."""
         if len(self.corpora) == 1:
             return self.corpora[0].name
         pairs = zip(self.corpora, self._weights, strict=True)
@@ -116,16 +116,16 @@ class Batches:
 
     @property
     def sequences(self) -> int:
-        """How many there are of all corpora; of one, an epoch shows each once."""
+        """Number of sequences in all corpora; an epoch over a single corpus shows each once."""
         return sum(cut.count for cut in self._train)
 
     @property
     def notices(self) -> list[str]:
-        """What of the documents is not trained on, a sentence for each corpus."""
+        """The documents that are left out of training, a sentence for each corpus."""
         return [f"{cut.corpus.name}: {cut.notice}" for cut in self._train if cut.notice]
 
     def cursor(self, step: int) -> int:
-        """How many sequences the steps before this one have taken."""
+        """Number of sequences taken by the steps before this one."""
         return self.origin + step * self.size
 
     def resumed(self, step: int, cursor: int) -> Batches:
@@ -145,7 +145,7 @@ class Batches:
 
     @property
     def validations(self) -> int:
-        """How many batches hold the whole of the held-out parts."""
+        """Number of batches that cover the held-out parts."""
         return -(-sum(cut.count for cut in self._validation) // self.size)
 
     def validation(self, index: int, rows: slice | None = None) -> Batch:
@@ -236,7 +236,7 @@ class Sequences:
     notice: str = ""
 
     def runs(self, number: int) -> Iterator[tuple[int, int]]:
-        """Where each run of tokens of a sequence begins in the stream, and where it ends at the latest."""
+        """Start of each run of tokens of a sequence in the stream, and its latest end."""
         if self.chosen is None or self.edges is None:
             yield number * self.sequence, self.stream.size
             return
@@ -277,8 +277,8 @@ def _cut(corpus: Corpus, stream: Stream, sequence: int, packing: str) -> Sequenc
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Which lengths share a row of `room`, by their numbers: the longest first, each into the fullest
-    row that still has room for it (best fit decreasing)."""
+    """Packs lengths into rows of `room` and returns the indices in each row: longest first, each
+    into the fullest row that still has room (best fit decreasing)."""
     rows: list[list[int]] = []
     # Rows by what is left in them, and what is left as bits of a number: the lowest set bit from a
     # length on is found in one operation.
@@ -306,10 +306,10 @@ def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
 
 
 def shared_out(number: int, weights: tuple[int, ...]) -> tuple[int, int]:
-    """Which of several sequence `number` is of, and which of that one's own it is.
+    """The corpus of sequence `number`, and the sequence's index in it.
 
-    Its j-th stands at the time (2j + 1) / (2 weight), in units in which all weights pass together:
-    merged by time, any run of sequences has nearly each weight's share.
+    A corpus's j-th sequence has the time (2j + 1) / (2 weight), in units in which all weights pass
+    together: merged by time, any run of sequences has nearly each weight's share.
     """
     if len(weights) == 1:
         return 0, number

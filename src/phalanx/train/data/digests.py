@@ -77,7 +77,7 @@ class SourceRecord:
 
 
 def blocks_of(sizes: Sequence[int]) -> list[int]:
-    """How many blocks to read of each of these files; 0: every byte."""
+    """Number of blocks to read of each of these files; 0 means every byte."""
     total = sum(sizes)
     if total <= WHOLE:
         return [0] * len(sizes)
@@ -110,7 +110,7 @@ def _part(descriptor: int, checksum: str, span: tuple[int, int]) -> bytes:
 
 
 def _ranges(size: int, blocks: int) -> Iterator[tuple[int, int]]:
-    """Where the bytes begin that are read of a file, and how many there are."""
+    """Offset and length of each range of a file that is read."""
     if not blocks:
         yield from ((at, min(CHUNK, size - at)) for at in range(0, size, CHUNK))
         return
@@ -140,7 +140,7 @@ def kept_digest(path: Path, blocks: int) -> str:
 
 
 def identity_of(status: os.stat_result) -> list[int]:
-    """What changes whenever a file of this host is written, or is another one."""
+    """A file's status fields, which change whenever a file of this host is written or replaced."""
     return [
         status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns,
     ]  # fmt: skip
@@ -219,8 +219,8 @@ def differences(
     here: Sequence[SourceRecord],
     digest: Callable[[Path, int, str], str] = digest_of,
 ) -> list[str]:
-    """How the data of a run differs from that of its checkpoint; empty when it does not. A file whose
-    digest was made in another way is read once more, by `digest`."""
+    """Differences between the data of a run and its checkpoint's; empty if there are none. A file
+    whose digest was made in another way is read once more, by `digest`."""
     if len(there) != len(here):
         names = ", ".join(record.name for record in there)
         return [f"there are {len(here)} sources, and there were {len(there)}: {names}"]
@@ -259,7 +259,7 @@ def _in_the_way_of(
 
 
 def _changes(old: SourceRecord, new: SourceRecord) -> Iterator[str]:
-    """What of one source is not as it was."""
+    """Changes of one source since the checkpoint."""
     roles = {each.role: each for each in old.files}
     if [*roles] != [each.role for each in new.files]:
         yield f"{new.name} is read in place of {old.name}"

@@ -58,8 +58,8 @@ WORTH = 4 << 20  # bytes of sources for which another process is started
 
 @dataclass(frozen=True)
 class Prepared:
-    """How far a preparation has come. `key` is of the sources and settings it was begun with: names,
-    sizes and the times of their last changes. `content` is of their contents and the settings."""
+    """Progress of a preparation. `key` covers the sources and settings it began with: names, sizes
+    and modification times. `content` covers their contents and the settings."""
 
     key: str
     form: str = ""
@@ -153,7 +153,7 @@ def _contents(sources: Sequence[Source]) -> Iterator[list[Any]]:
 
 
 def _begun(out: Path, sources: Sequence[Source], settings: Sequence[object], form: str) -> Prepared:
-    """What was begun here; a fresh start where nothing was."""
+    """The preparation begun here, or a fresh one."""
     out.mkdir(parents=True, exist_ok=True)
     times = [[each.size, each.changed] for each in sources]
     written = [[each.size, each.path.stat().st_ctime_ns] for each in sources]
@@ -200,8 +200,8 @@ def _tasks(sources: Sequence[Source], done: Prepared, form: Form) -> Iterator[Ta
 
 
 class TokenPart(NamedTuple):
-    """What became of a block: of each split the tokens, the lengths of its documents, which tokens
-    are answers, and the bytes of text."""
+    """The tokens of a block: for each split the tokens, the lengths of its documents, the answer
+    mask, and the bytes of text."""
 
     tokens: tuple[bytes, bytes] = (b"", b"")
     lengths: tuple[NDArray[np.int64], ...] = (np.empty(0, np.int64),) * 2

@@ -1,7 +1,7 @@
-"""What the rows of a block say: texts, or chats with what of them is an answer.
+"""The meaning of a block's rows: texts, or chats with the parts that are answers.
 
-Nothing is guessed or mended: a row that is neither is named with its place and why. Rows with nothing
-in them (NULL, no text, no messages) are counted, and so are chats in which nobody answers.
+Nothing is guessed or repaired: a row that is neither is reported with its place and the reason.
+Empty rows (NULL, no text, no messages) are counted, and so are chats without an answer.
 """
 
 import importlib
@@ -31,15 +31,15 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Form:
-    """What a row is: text under the name `field`, or a chat. A chat without a field is a `prompt` with
-    its `completion`."""
+    """The form of a row: text under the name `field`, or a chat. A chat without a field is a
+    `prompt` with its `completion`."""
 
     field: str
     chat: bool
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """What is read of a table."""
+        """The columns to read from a table."""
         return (*([self.field] if self.field else PAIR), *(["tools"] if self.chat else []))
 
     def __str__(self) -> str:
@@ -66,8 +66,8 @@ class BadRow(ValueError):
 
 
 def form_of(sources: Sequence[Source], name: str) -> Form:
-    """What the sources hold, by their first row that has something in it; `name` is the field, if it
-    is known."""
+    """The form of the sources' rows, by the first row that is not empty; `name` is the field, if
+    known."""
     why = ""
     for source in sources:
         if source.kind == "text":
@@ -90,7 +90,7 @@ def form_of(sources: Sequence[Source], name: str) -> Form:
 
 
 def _form(row: Any, name: str, where: str) -> Form | None:
-    """What a row is, None if nothing is in it."""
+    """The form of a row, or None if it is empty."""
     if not isinstance(row, dict):
         return None
     if name and name not in row:
@@ -300,7 +300,7 @@ def _add_chat(row: Any, number: int, name: str, rows: Rows) -> None:
 
 
 def answers(number: int, message: Message) -> bool:
-    """Whether a message is an answer to what is before it. OpenAI's files leave one out by weight 0."""
+    """True if a message answers those before it. OpenAI's files exclude one with weight 0."""
     said = any(message.get(each) for each in ("content", "tool_calls", "reasoning_content"))
     own = message["role"] == ASSISTANT and message.get("weight", 1) != 0
     return number > 0 and own and bool(said)

@@ -36,7 +36,7 @@ _NOT_READ = (".csv", ".tsv", ".xls", ".xlsx")
 
 
 class BadFile(ValueError):
-    """What of a file cannot be read: the place, and why. Its blocks before that are good."""
+    """An unreadable part of a file: the place and the reason. The blocks before it are good."""
 
     def __init__(self, place: str, why: str) -> None:
         super().__init__(f"{place}: {why}")

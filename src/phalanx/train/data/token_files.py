@@ -52,7 +52,7 @@ class Stream:
         return int(self.starts[-1])
 
     def read_answers(self, start: int, stop: int) -> NDArray[np.bool_]:
-        """Which of these tokens are trained on."""
+        """A mask of these tokens: true where they are trained on."""
         if self.answers is None:
             return np.ones(stop - start, bool)
         refuse_cut(self.answers)
@@ -75,12 +75,12 @@ class Stream:
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """What there is to learn from. `vocab` is 0 where the files do not say it.
+    """A corpus of tokens. `vocab` is 0 if the files do not give it.
 
-    `mark` costs nothing: of files it covers sizes and beginnings only, of text in memory all of it.
-    `bytes_per_token` is of the held-out part: it turns a loss per token into bits per byte.
-    Of several corpora, `weight` says how many sequences are of this one, beside the others' weights.
-    `files` are the files that the streams are mapped from, each with its role; `reading` says how.
+    `mark` is cheap: it covers sizes and beginnings of files, and all of a text in memory.
+    `bytes_per_token` is that of the held-out part: it converts a loss per token to bits per byte.
+    Among several corpora, `weight` is this one's relative share of sequences. `files` are the files
+    that the streams are mapped from, each with its role; `reading` says how.
     """
 
     name: str
@@ -100,14 +100,14 @@ class Corpus:
 
     @property
     def record(self) -> SourceRecord:
-        """What a checkpoint records of this source, but for its files."""
+        """The checkpoint's record of this source, without its files."""
         content = "" if self.files else self.mark
         sizes = self.train.size, self.validation.size
         return SourceRecord(self.name, self.reading, content, self.weight, *sizes)
 
 
 def describe(corpora: Sequence[Corpus]) -> list[SourceRecord]:
-    """What a checkpoint records of these sources: their files with digests."""
+    """The checkpoint's records of these sources, with digests of their files."""
     try:
         return described([(corpus.record, corpus.files) for corpus in corpora])
     except OSError as error:
@@ -152,13 +152,13 @@ _NANOGPT = ("train.bin", "val.bin")
 
 
 def _reading(tokens: Tokens) -> str:
-    """How tokens are read from their file: their type, and where they begin."""
+    """Describes how tokens are read from their file: their type and offset."""
     begin = tokens.offset if isinstance(tokens, np.memmap) else 0
     return f"{tokens.dtype}" + (f" from byte {begin:,}" if begin else "")
 
 
 def has_tokens(path: Path) -> bool:
-    """Whether something is there to be opened as it is; the rest is text or chats, to be prepared."""
+    """True if the path holds tokens; anything else is text or chats to be prepared."""
     named = path.suffix in (".bin", ".idx", *RAW) and path.is_file()
     return named or (path / INDEX).is_file() or all((path / n).is_file() for n in _NANOGPT)
 
@@ -166,7 +166,7 @@ def has_tokens(path: Path) -> bool:
 def map_file(
     folder: Folder, name: str, dtype: np.dtype[Any], count: int, offset: int = 0
 ) -> NDArray[Any]:
-    """So many numbers of a file, from a byte to its end, mapped and not read."""
+    """Maps `count` values of a file, from a byte to its end, without reading them."""
     with folder.open(name) as file:
         size = os.fstat(file.fileno()).st_size
         if size != offset + count * dtype.itemsize:
@@ -200,7 +200,7 @@ def _rises(offsets: NDArray[np.int64], last: int) -> bool:
 
 
 def held_out(names: Iterable[str], share: float) -> NDArray[np.bool_]:
-    """Whether the document of each name is held out: the same answer wherever it lies."""
+    """A mask of held-out documents, by name: the same answer for any order."""
     # Compared as bytes: the first eight of a digest are a number below 2**64, and so is this.
     limit = min(math.ceil(share * 2**64), 2**64 - 1).to_bytes(8, "big")
     below = (hashlib.sha256(n.encode("utf-8", "replace")).digest() < limit for n in names)
@@ -312,7 +312,7 @@ def _stream(folder: Folder, index: Index, name: str) -> Stream:
 
 
 def verify_prepared(path: Path) -> list[str]:
-    """What is wrong with a prepared folder, every byte of it read; nothing when it is sound."""
+    """Faults in a prepared folder, after reading every byte; empty if it is sound."""
     try:
         open_prepared(path)
         folder = Folder(path, DataError)

@@ -100,7 +100,7 @@ class Tokenizer:
             self.end = self._end_of_folder(self.folder)
 
     def _end_of_folder(self, folder: Path) -> int:
-        """What a model's folder calls the end of a text."""
+        """The end-of-text token of a model's folder."""
         files, end = Folder(folder, DataError), None
         if (folder / MODEL).is_file():
             end = files.json(MODEL, LIMIT).get("eos_token_id")
