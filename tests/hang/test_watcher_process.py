@@ -33,6 +33,29 @@ def hosted_by(positions: Positions, out: Path) -> Hosted:
     return Hosted("a", str(out), ("a",), 60.0, (entry,))
 
 
+@pytest.fixture
+def start(positions: Positions) -> Iterator[Callable[[Hosted], WatcherProcess]]:
+    """Starts a watcher. At the end of the test it is killed, whatever it was made to do."""
+    started: list[WatcherProcess] = []
+
+    def make(hosted: Hosted) -> WatcherProcess:
+        started.append(WatcherProcess(hosted, positions))
+        return started[-1]
+
+    yield make
+    for watcher in started:
+        watcher.close()
+        until(lambda watcher=watcher: end_of(watcher))
+
+
+def end_of(watcher: WatcherProcess) -> bool:
+    """Kills what the watcher's thread may have started in the meantime; true once it has ended."""
+    if watcher._process is not None:
+        watcher._process.kill()
+    watcher._thread.join(0.01)
+    return not watcher._thread.is_alive()
+
+
 def until(true: Callable[[], object]) -> None:
     waits = threading.Event()
     for _ in range(3000):
@@ -59,13 +82,14 @@ def looks_again(positions: Positions) -> None:
 def test_a_watcher_that_is_killed_or_stopped_is_started_again(
     tmp_path: Path,
     positions: Positions,
+    start: Callable[[Hosted], WatcherProcess],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     number: int,
     what: str,
 ) -> None:
     monkeypatch.setattr(watcher_process, "_STOPPED", 0.1)
-    watcher = WatcherProcess(hosted_by(positions, tmp_path), positions)
+    watcher = start(hosted_by(positions, tmp_path))
     looks_again(positions)
     first = pid_of(watcher)
     with caplog.at_level(logging.WARNING):
@@ -78,38 +102,41 @@ def test_a_watcher_that_is_killed_or_stopped_is_started_again(
     looks_again(positions)
     assert not started_at(first)
     assert len(positions.notices) == 1
-    watcher.close()
 
 
 def test_signals_that_ask_a_run_to_save_leave_its_watcher(
-    tmp_path: Path, positions: Positions
+    tmp_path: Path, positions: Positions, start: Callable[[Hosted], WatcherProcess]
 ) -> None:
-    watcher = WatcherProcess(hosted_by(positions, tmp_path), positions)
+    watcher = start(hosted_by(positions, tmp_path))
     looks_again(positions)
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGQUIT"):
         os.kill(pid_of(watcher), getattr(signal, name))
     looks_again(positions)
     assert not positions.notices
-    watcher.close()
 
 
 def test_a_watcher_that_does_not_look_is_replaced(
-    tmp_path: Path, positions: Positions, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    positions: Positions,
+    start: Callable[[Hosted], WatcherProcess],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(watcher_process, "_SILENT", 0.2)
     monkeypatch.setattr(watcher_process, "_START", "import time; time.sleep(1e6) # {!r}")
-    watcher = WatcherProcess(hosted_by(positions, tmp_path), positions)
+    start(hosted_by(positions, tmp_path))
     until(lambda: positions.notices)
     assert "has not looked at the ranks" in positions.notices[0]
-    watcher.close()
 
 
 def test_a_watcher_that_cannot_be_started_is_mentioned_once(
-    tmp_path: Path, positions: Positions, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    positions: Positions,
+    start: Callable[[Hosted], WatcherProcess],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     positions.watched = True
     monkeypatch.setattr(watcher_process.sys, "executable", str(tmp_path / "nothing"))
-    watcher = WatcherProcess(hosted_by(positions, tmp_path), positions)
+    watcher = start(hosted_by(positions, tmp_path))
     watcher._thread.join(30)
     assert not watcher._thread.is_alive()
     *tries, last = positions.notices
@@ -119,10 +146,10 @@ def test_a_watcher_that_cannot_be_started_is_mentioned_once(
 
 
 def test_a_watcher_of_ranks_that_it_cannot_see_says_so(
-    tmp_path: Path, positions: Positions
+    tmp_path: Path, positions: Positions, start: Callable[[Hosted], WatcherProcess]
 ) -> None:
     entry = RankProcess(0, os.getpid(), 1, tuple(positions.paths))
-    watcher = WatcherProcess(Hosted("a", str(tmp_path), ("a",), 60.0, (entry,)), positions)
+    watcher = start(Hosted("a", str(tmp_path), ("a",), 60.0, (entry,)))
     watcher._thread.join(60)
     assert "ended with code 3" in positions.notices[0]
     assert "hangs are not noticed" in positions.notices[-1]

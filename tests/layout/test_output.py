@@ -155,6 +155,21 @@ def test_a_thread_is_there_only_while_something_is_written() -> None:
     assert threading.active_count() == 1 or "work" not in str(threading.enumerate())
 
 
+def test_the_thread_that_writes_receives_no_signals() -> None:
+    """A signal that it received would not wake the main thread, which calls the handlers."""
+    masks: list[set[int]] = []
+
+    def write(text: str) -> None:
+        masks.append({int(each) for each in signal.pthread_sigmask(signal.SIG_BLOCK, ())})
+
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    outlet = Outlet(write)
+    outlet.put("a line\n")
+    assert outlet.flush() == 0
+    assert {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1} <= masks[0]
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+
+
 def test_a_signal_handler_may_write_while_a_line_is_being_queued() -> None:
     reader, outlet = _paused()
     stream = UnblockedStream(sys.__stdout__, outlet)

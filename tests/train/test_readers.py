@@ -14,7 +14,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -31,12 +31,27 @@ SMALL = [
 CODE = "import sys; from phalanx.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
 
-def _start(out: Path, *words: str, **streams: Any) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-c", CODE, "train", *SMALL, f"out={out}", *words],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm"},
-        **streams,
-    )
+Start = Callable[..., subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts a run. One that a failed test leaves behind is killed, and its ranks end with it."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def make(out: Path, *words: str, **streams: Any) -> subprocess.Popen[bytes]:
+        run = subprocess.Popen(
+            [sys.executable, "-c", CODE, "train", *SMALL, f"out={out}", *words],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm"},
+            **streams,
+        )
+        started.append(run)
+        return run
+
+    yield make
+    for run in started:
+        run.kill()
+        run.wait()
 
 
 def _whole(out: Path, last: int) -> None:
@@ -70,20 +85,20 @@ def full_pipe() -> Iterator[IO[bytes]]:
 # A rank in the command's own process, and processes of their own.
 @pytest.mark.parametrize("layout", ["fp32", "dp2"])
 def test_a_run_whose_output_nobody_reads_trains_to_its_end(
-    layout: str, full_pipe: IO[bytes], tmp_path: Path
+    layout: str, start: Start, full_pipe: IO[bytes], tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    run = _start(out, f"layout={layout}", "steps=30", stdout=full_pipe, stderr=full_pipe)
+    run = start(out, f"layout={layout}", "steps=30", stdout=full_pipe, stderr=full_pipe)
     assert run.wait(240) == 0
     _whole(out, 30)
 
 
 def test_a_signal_saves_a_run_whose_output_nobody_reads(
-    full_pipe: IO[bytes], tmp_path: Path
+    start: Start, full_pipe: IO[bytes], tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
     words = ["layout=dp2", "steps=1000000", "checkpoint.every=0"]
-    run = _start(out, *words, stdout=full_pipe, stderr=full_pipe)
+    run = start(out, *words, stdout=full_pipe, stderr=full_pipe)
     _until_step(1, out, run)
     run.send_signal(signal.SIGINT)
     run.send_signal(signal.SIGTERM)
@@ -92,10 +107,12 @@ def test_a_signal_saves_a_run_whose_output_nobody_reads(
     assert steps(out / "checkpoints")[0].name == f"step-{last:08}"
 
 
-def test_a_run_whose_output_cannot_be_written_says_so_once_and_ends_with_0(tmp_path: Path) -> None:
+def test_a_run_whose_output_cannot_be_written_says_so_once_and_ends_with_0(
+    start: Start, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
     with open("/dev/full", "wb") as full:
-        run = _start(out, "layout=dp2", "steps=5", stdout=full, stderr=subprocess.PIPE)
+        run = start(out, "layout=dp2", "steps=5", stdout=full, stderr=subprocess.PIPE)
         _, told = run.communicate(timeout=240)
     assert run.returncode == 0
     assert re.search(rb"phalanx: \d+ lines of standard output were not shown: No space left", told)
@@ -103,9 +120,9 @@ def test_a_run_whose_output_cannot_be_written_says_so_once_and_ends_with_0(tmp_p
     _whole(out, 5)
 
 
-def test_a_reader_gets_every_line_in_order(tmp_path: Path) -> None:
+def test_a_reader_gets_every_line_in_order(start: Start, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    run = _start(out, "layout=dp2", "steps=300", stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    run = start(out, "layout=dp2", "steps=300", stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     told, _ = run.communicate(timeout=240)
     assert run.returncode == 0
     lines = told.decode().splitlines()
@@ -117,8 +134,10 @@ def test_a_reader_gets_every_line_in_order(tmp_path: Path) -> None:
     assert not any("not shown" in line for line in lines)
 
 
-def test_the_result_is_whole_in_a_pipe_that_is_read_after_the_end(tmp_path: Path) -> None:
-    run = _start(tmp_path / "run", "layout=fp32", "steps=3", "--json", stdout=subprocess.PIPE)
+def test_the_result_is_whole_in_a_pipe_that_is_read_after_the_end(
+    start: Start, tmp_path: Path
+) -> None:
+    run = start(tmp_path / "run", "layout=fp32", "steps=3", "--json", stdout=subprocess.PIPE)
     assert run.wait(240) == 0
     assert run.stdout is not None
     assert json.load(run.stdout)["step"] == 3
@@ -133,13 +152,15 @@ def _read(master: int, until: bytes) -> bytes:
     return data
 
 
-def test_a_paused_terminal_stops_no_run_and_shows_its_last_line_later(tmp_path: Path) -> None:
+def test_a_paused_terminal_stops_no_run_and_shows_its_last_line_later(
+    start: Start, tmp_path: Path
+) -> None:
     """Ctrl-S: the terminal takes nothing until Ctrl-Q."""
     out = tmp_path / "run"
     master, slave = pty.openpty()
     termios.tcflow(slave, termios.TCOOFF)
     words = ["layout=dp2", "steps=1000000", "checkpoint.every=0"]
-    run = _start(out, *words, stdin=slave, stdout=slave, stderr=slave)
+    run = start(out, *words, stdin=slave, stdout=slave, stderr=slave)
     _until_step(20, out, run)
     termios.tcflow(slave, termios.TCOON)
     assert b"step 2" in _read(master, b"step 2")
@@ -154,11 +175,11 @@ def test_a_paused_terminal_stops_no_run_and_shows_its_last_line_later(tmp_path: 
 
 
 def test_a_failure_is_an_exit_code_though_nobody_reads_why(
-    full_pipe: IO[bytes], tmp_path: Path
+    start: Start, full_pipe: IO[bytes], tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
     words = ["layout=dp2", "steps=1000000", "train.restarts=0"]
-    run = _start(out, *words, stdout=full_pipe, stderr=full_pipe)
+    run = start(out, *words, stdout=full_pipe, stderr=full_pipe)
     _until_step(1, out, run)
     children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
     os.kill(int(children[-1]), signal.SIGKILL)

@@ -85,6 +85,8 @@ class WatcherProcess:
                 continue
             failed = failed + 1 if now - self._started < _SHORT else 1
             self._end()
+            if self._closed.is_set():
+                return  # meanwhile this rank is over: a new watcher would find nothing to do
             if failed > _ATTEMPTS:
                 self._say(f"{what} and cannot be started again: hangs are not noticed from here on")
                 self.positions.watched = False
