@@ -86,6 +86,33 @@ def test_a_layout_that_is_legal_may_not_fit_in_a_device(capsys: Capture) -> None
     assert "16 ranks, and h100x8 has 8 devices" in capsys.readouterr().err
 
 
+def test_zero3_over_several_microbatches_names_the_lower_stage_that_fits(capsys: Capture) -> None:
+    """8b holds 2 bytes of weights for each parameter, so ZeRO-2 fits in 80 GiB; 4 of gradients, and
+    ZeRO-1 does not."""
+    asked = ["check", "dp64 zero3 accum:8 bf16", "--model", "8b", "--batch", "512"]
+    assert main([*asked, "--device", "h100"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert (
+        "dp64 zero2 accum:8 bf16 gathers weights once a step, and needs 72.1 to 84 GB, which"
+        in told
+    )
+    assert "zero1" not in told
+    assert main([*asked, "--device", "h200", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    lower = figures["sends_less"]
+    assert [Layout.parse(each["layout"]).zero for each in lower] == [1, 2]
+    shape = Shape.load("8b")
+    more = lower[0]["memory_gb"] - figures["memory_gb"]
+    # Whole weights, of which two units were gathered, and whole gradients.
+    assert 0.85 * 6 * shape.total / 1e9 < more < 1.05 * 6 * shape.total / 1e9
+    assert all(each["fits"] for each in lower)
+    assert "zero1" in figures["less_sent"]
+    # A small device: neither fits. Nothing to say of a layout that sends once a step.
+    for layout, device in ("dp64 zero3 accum:8 bf16", "rtx-4090"), ("dp64 zero1 bf16", "h200"):
+        main(["check", layout, "--model", "8b", "--batch", "512", "--device", device, "--json"])
+        assert not json.loads(capsys.readouterr().out).get("less_sent")
+
+
 @pytest.mark.parametrize(
     ("memory", "words"), [(47e9, "does not fit"), (50e9, "may not fit"), (60e9, "fits")]
 )

@@ -26,6 +26,7 @@ MODEL = "model={layers=2,hidden=16,heads=2,vocab=256}"
 QUICK: dict[str, list[list[str]]] = {
     "check": [["check", "dp2 zero1", "--model", "tiny", "--device", "h100"],
               ["check", "pp3 tp5", "--model", "tiny"], ["check", "dp2", "--model", "tiny"],
+              ["check", "dp2 zero3 accum:2", "--model", "tiny", "--device", "h100"],
               ["check", "dp2", "--model", "tiny", "--optimizer", "muon"]],
     "draw": [["draw", "1f1b", "--stages", "2", "--microbatches", "2"],
              ["draw", "dp2 zero3", "--model", "tiny", "--costs", "F=1,G=1", "--out", "step.txt"]],

@@ -15,15 +15,19 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from phalanx.api.request import request_for
+from phalanx.api.sharding import sharding_text
 from phalanx.cli import launch as launch_verb
 from phalanx.cli import report as report_verb
 from phalanx.cli import train as train_verb
-from phalanx.cli.memory import estimated
+from phalanx.cli.memory import auto, estimated
 from phalanx.cli.usage import UsageError
 from phalanx.comm import AloneWorld, CommError, RankFailed, Report
 from phalanx.layout import Layout, Shape
 from phalanx.layout.journal import read_journal
 from phalanx.layout.run import Checkpoints, Run, RunError
+from phalanx.plan.hardware import hardware_of
+from phalanx.plan.link import cluster
 from phalanx.train.loop import train
 
 SMALL = [
@@ -169,6 +173,40 @@ def test_on_gpus_what_no_tensor_holds_counts_too(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(UsageError, match=r"dp2 bf16 needs 1\.5 GB on the fullest rank"):
         estimated(*asked, force=False)
     assert "each has 1.5 GB" in estimated(*asked, force=True)
+
+
+def test_a_run_says_which_zero_stage_would_send_less_and_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Run.parse("", "run", (*SMALL[:3], "layout=dp2 zero3 accum:2"))
+    layout = Layout.parse("dp2 zero3 accum:2")
+    enough = estimated(run, run.shape, layout, 0, force=False)
+    assert "\nfaster: dp2 zero1 accum:2 gathers weights and sums gradients once a step" in enough
+    held = float(run.shape.total)
+    monkeypatch.setattr("phalanx.cli.memory.device_memory", lambda gpus, ranks: held)
+    assert "faster" not in estimated(run, run.shape, layout, 0, force=True)
+
+
+def test_auto_says_which_zero_stage_it_chose_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = Shape.load("8b")
+    run = Run.parse("", "run", ("model='8b'", "batch=32", "layout=auto"))
+    whole = 4 + 4 + 8 / 8  # bytes a parameter in float32, of which ZeRO-1 shards Adam's averages
+    for stage, part in (1, 1.001), (2, 0.999):
+        memory = 2 * whole * shape.total * part
+        monkeypatch.setattr("phalanx.cli.memory.device_memory", lambda gpus, ranks, m=memory: m)
+        layout, why = auto(run, replace(shape, batch=32), 8, 0)
+        assert layout.zero == stage
+        assert f"; zero{stage}: weights" in why
+
+
+def test_a_plan_says_why_its_zero_stage_and_what_others_need() -> None:
+    hardware = hardware_of(cluster("h100x64"), 64)
+    request = request_for(Shape.load("8b"), hardware, batch=512)
+    told = sharding_text(request, Layout.parse("dp64 zero3 accum:8 bf16"))
+    assert told == "zero3, as 73 GB may be used: zero1 needs 102 GB, zero2 needs 74.9 GB"
+    told = sharding_text(request, Layout.parse("dp64 zero3 accum:8 recompute:all bf16"))
+    assert told.count("and is no faster") == 2
+    assert sharding_text(request, Layout.parse("dp64 bf16")) == ""
 
 
 def test_any_number_of_ranks_begins_with_its_memory() -> None:

@@ -181,6 +181,24 @@ def test_further_microbatches_of_a_full_pipeline_take_what_the_whole_simulation_
     assert found.bytes == pytest.approx(bytes_, rel=1e-9)
 
 
+@pytest.mark.parametrize("software", ["phalanx", "deepspeed-zero3", "torchtitan", "paxml"])
+@pytest.mark.parametrize("mesh", ["dp16", "dp2x8", "dp8 tp2 seq", "dp8 pp2"])
+def test_zero3_that_sends_once_a_step_is_never_better_than_a_lower_stage(
+    software: str, mesh: str
+) -> None:
+    """So a search needs no candidates for it: ZeRO-2 gathers once a step, ZeRO-1 also sums so."""
+    schedule = "1f1b:4" if "pp" in mesh else "accum:4"
+    pairs = [("zero3 gather:step reduce:step", "zero1")]
+    pairs += [("zero3 gather:step", "zero2")] * ("pp" not in mesh)
+    for words, lower in pairs:
+        high, low = (
+            judged(f"{mesh} {zero} {schedule} bf16", software=profile(software), batch=64)
+            for zero in (words, lower)
+        )
+        assert low.step <= 1.001 * high.step
+        assert low.bytes <= 1.01 * high.bytes
+
+
 def test_collectives_over_one_group_take_turns_and_replicas_have_links_of_their_own() -> None:
     """Messages of a step that computes next to nothing: all of them one after the other."""
     asked = request(

@@ -33,6 +33,7 @@ from .request import (
     verdict,
     where,
 )
+from .sharding import LowerStage, less_sent_text, lower_stages
 from .step import many
 
 
@@ -187,8 +188,19 @@ def _memory(request: Request, layout: Layout, pieces: StagedPieces) -> dict[str,
         memory = request.hardware.memory
         figures |= {"device": request.hardware.name, "device_gb": memory / 1e9}
         figures["fits"] = range_[0] <= memory
+    if lower := lower_stages(request, layout):
+        figures["sends_less"] = [_lower_stage(request, stage) for stage in lower]
+        figures["less_sent"] = less_sent_text(layout, lower, request.hardware.memory)
     if request.profile.muon:
         figures["newton_schulz"] = _newton_schulz(request, layout, pieces)
+    return figures
+
+
+def _lower_stage(request: Request, stage: LowerStage) -> dict[str, Any]:
+    """A lower ZeRO stage that sends less, and whether a device has the memory for it."""
+    figures: dict[str, Any] = {"layout": str(stage.layout), "memory_gb": stage.expected / 1e9}
+    if request.hardware.name:
+        figures["fits"] = stage.fits(request.hardware.memory)
     return figures
 
 
@@ -274,6 +286,8 @@ def _needs(figures: Mapping[str, Any]) -> Iterator[str]:
             f" {bytes_text(memory)}: {range_text(least, most)} depending on allocator"
             " fragmentation."
         )
+    if less_sent := figures.get("less_sent"):
+        yield str(less_sent)
     if faults := figures.get("faults_of_sums"):
         yield f"Its sums over ranks are wrong in {len(faults)} places, of which the first are:"
         yield from (f"- {fault}" for fault in faults[:8])

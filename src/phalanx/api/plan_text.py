@@ -14,6 +14,7 @@ from ..plan.plausible import peak_of
 from ..plan.refused import Refusal
 from ..plan.search import Baseline, Plan
 from ..plan.step import PARTS, Choice, Request
+from .sharding import sharding_text
 
 _NAMES = {
     "compute": "computing",
@@ -148,6 +149,7 @@ def plan_figures(request: Request, plan: Plan, beside: Sequence[Baseline]) -> di
         "considered": plan.considered,
         "fitting": plan.fitting,
         "simulated": plan.simulated,
+        "sharding": sharding_text(request, best.layout),
         "layouts": [choice_figures(request, choice) for choice in plan.layouts],
         "rules": [
             {
@@ -191,6 +193,8 @@ def _head(request: Request, plan: Plan) -> Iterator[str]:
     first = plan.layouts[0]
     uncertainty = uncertainty_text(range_of(r, first), first.step)
     yield from wrapped(f"Layout 1 takes {seconds_text(first.step)}. {uncertainty}")
+    if sharding := sharding_text(r, first.layout):
+        yield from wrapped(f"Its ZeRO stage is {sharding}.")
 
 
 def _table(request: Request, plan: Plan) -> Iterator[str]:

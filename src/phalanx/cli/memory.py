@@ -4,6 +4,7 @@ recipe's; and whether a run fits in their memory."""
 from dataclasses import replace
 
 from ..api.request import held, held_text, request_for, verdict
+from ..api.sharding import less_sent_text, lower_stages, sharding_text
 from ..layout import Layout, LayoutError, Run, Shape, recipe
 from ..layout.choices import BF16, DTYPES, FP32
 from ..layout.host import machine_memory
@@ -29,7 +30,7 @@ def device_memory(gpus: int, ranks: int) -> float:
 
 
 def estimated(run: Run, shape: Shape, layout: Layout, gpus: int, *, force: bool) -> str:
-    """The line on memory that a run begins with. What cannot fit is refused, unless by force."""
+    """The lines on memory that a run begins with. What cannot fit is refused, unless by force."""
     memory, ranks = device_memory(gpus, layout.ranks), layout.ranks
     known = whole_servers("h100", ranks)  # any device: memory does not depend on how fast it is
     limit, cores = run.memory * GIB or memory, 0 if gpus else ranks
@@ -44,8 +45,9 @@ def estimated(run: Run, shape: Shape, layout: Layout, gpus: int, *, force: bool)
         context=request.profile.context,
         reserve=request.profile.reserve,
     )
+    request = replace(request, profile=profile)
     try:
-        choice = held(replace(request, profile=profile), layout)
+        choice = held(request, layout)
     except (ValueError, TypeError, RuntimeError) as error:
         if not run.own:
             raise
@@ -59,7 +61,9 @@ def estimated(run: Run, shape: Shape, layout: Layout, gpus: int, *, force: bool)
             f" {bytes_text(memory)}. `phalanx plan` finds layouts that fit; write --force to try this one."
         )
     may = ", and may not fit" if gpus and verdict(least, most, memory) == "may not fit" else ""
-    return f"memory: {needs}; each has {bytes_text(memory)}{may}"
+    less_sent = less_sent_text(layout, lower_stages(request, layout), memory)
+    faster = f"\nfaster: {less_sent}" if less_sent else ""
+    return f"memory: {needs}; each has {bytes_text(memory)}{may}{faster}"
 
 
 def auto(wanted: Run, shape: Shape, ranks: int, gpus: int) -> tuple[Layout, str]:
@@ -81,10 +85,20 @@ def auto(wanted: Run, shape: Shape, ranks: int, gpus: int) -> tuple[Layout, str]
             why = f"nothing fits in the memory of {hardware.name} by the plan"
     except (MachineError, LayoutError) as error:
         why = str(error).split(".")[0]
-    memory = device_memory(gpus, ranks) if gpus else 0.0
+    memory = device_memory(gpus, ranks)
     terms = {"batch": shape.batch, "sequence": wanted.tokens(shape)}
     layout = recipe(shape, ranks, **terms, memory=memory, precision=precision)
-    return layout, f"by the recipe ({why})"
+    return layout, f"by the recipe ({why}){_stage_text(layout)}"
+
+
+def _stage_text(layout: Layout) -> str:
+    """The reason for the ZeRO stage that the recipe chose."""
+    reasons = {
+        1: "weights and gradients fit whole, and are sent once a step",
+        2: "weights fit whole, and are gathered once a step; whole gradients do not fit",
+        3: "whole weights and gradients do not fit beside the activations",
+    }
+    return f"; zero{layout.zero}: {reasons[layout.zero]}" if layout.zero else ""
 
 
 def _hardware(file: str, gpu: str, ranks: int) -> Hardware | None:
@@ -106,6 +120,8 @@ def _planned(
     if not plan.layouts:
         return None
     best = plan.layouts[0]
+    stage = sharding_text(request, best.layout)
     return best.layout, (
         f"planned for {hardware.name}: the fastest of {plan.considered:,}, {best.step:.3g} s a step"
+        f"{'; ' if stage else ''}{stage}"
     )

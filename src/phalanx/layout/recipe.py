@@ -1,12 +1,13 @@
 """The layout that `auto` means: a rule of thumb, written down, for who does not want to choose.
 
-Plain data parallel up to 128 devices and 1B parameters. Above that the weights are sharded (ZeRO-3)
-and every block is recomputed, which buys a larger batch; above 256 devices shards stay within groups
-of a node or more (HSDP). Above 1,000 devices, 50B parameters or 16k tokens also tensor, pipeline and
+Plain data parallel up to 128 devices and 1B parameters. Above that the optimizer is sharded and every
+block is recomputed, which buys a larger batch. Gradients and weights are sharded, too, where whole
+ones do not fit (ZeRO-1, 2, 3): each stage sends more often. Above 256 devices shards stay within
+groups of a node or more (HSDP). Above 1,000 devices, 50B parameters or 16k tokens also tensor, pipeline and
 context parallel. After that, measure, and tune for the highest MFU.
 """
 
-from .choices import ACCUM, FP32, ONE_F_ONE_B
+from .choices import ACCUM, DTYPES, FP32, ONE_F_ONE_B
 from .layout import Layout
 from .legal import legal, nearest
 from .mesh import LayoutError
@@ -14,6 +15,7 @@ from .shape import Shape
 
 NODE = 8  # devices that talk fast to each other
 STATE = 16  # bytes a parameter in mixed precision: weight, gradient, two averages, float32 copy
+WIDE = 4  # bytes of float32, in which gradients are added up and weights updated
 FEW, MANY, VERY_MANY = 128, 256, 1000
 SMALL, LARGE = 1e9, 50e9
 LONG = 16384
@@ -44,7 +46,10 @@ def recipe(
     if 1 < parts < dp:
         words[0] = f"dp{dp // parts}x{parts}"
     words += ["seq"] * (tp > 1)
-    words += ["zero3", "recompute:all"] * sharded
+    zero = _stage(shape.total / (tp * pp), parts, memory, precision)
+    if zero == 2 and pp > 1:
+        zero = 3  # in a pipeline it gathers once a step, too, and drops weights after use
+    words += [f"zero{zero}", "recompute:all"] * sharded
     words += [precision] * (precision != FP32)
     rows = batch // max(1, dp)
     # The largest batch per device that fits in half the memory.
@@ -78,6 +83,20 @@ def _shards(dp: int, parameters: float, memory: float) -> int:
     while memory and parameters * STATE / parts > memory / 2 and dp % (2 * parts) == 0:
         parts *= 2
     return parts
+
+
+def _stage(parameters: float, parts: int, memory: float, precision: str) -> int:
+    """The lowest ZeRO stage whose weights, gradients and optimizer fit in half the memory: what is not
+    sharded is sent once a step, and not for every microbatch. 3 if the memory is not known."""
+    weight = DTYPES[precision].bytes
+    gradient = max(WIDE, weight)
+    copy = gradient if weight < WIDE else 0
+    optimizer = 2 * gradient + copy
+    if parameters * (weight + gradient + optimizer / parts) <= memory / 2:
+        return 1
+    if parameters * (weight + (gradient + optimizer) / parts) <= memory / 2:
+        return 2
+    return 3
 
 
 def _bytes(shape: Shape, tokens: int, recomputed: bool) -> float:

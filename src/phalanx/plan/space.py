@@ -3,10 +3,12 @@
 No `Layout` is made until one is asked for. What is left out cannot win, by what is priced here:
 tensor parallel beyond the fastest links (where these join 8 devices or more), GPipe and naive
 sharding (1F1B has the bubble of the first and holds less), ZeRO-2 in a pipeline (it sums after every
-microbatch, where ZeRO-3 holds less still), and microbatches whose blocks alone are larger than the
-memory. Fewer microbatches than half the stages are tried only where the batch has no more of them: a
-larger microbatch cannot win back a pipeline that is empty most of the time. Parts of a sequence
-shorter than 2,048 tokens are tried only where the batch has too few sequences for data parallel:
+microbatch, where ZeRO-3 holds less still), ZeRO-3 that gathers, or gathers and sums, once a step (it
+takes as long as ZeRO-2 without a pipeline, or ZeRO-1, and holds as much within 1 %), and microbatches
+whose blocks alone are larger than the memory. Fewer microbatches than half the stages are tried only
+where the batch has no more of them: a larger microbatch cannot win back a pipeline that is empty most
+of the time. Parts of a sequence shorter than 2,048 tokens are tried only where the batch has too few
+sequences for data parallel:
 they divide work that whole sequences divide without a message. Experts are shared by as many ranks of
 ep, or of ep and tp, as divide their number, each rank with whole ones; only where those of ep do, one
 microbatch's tokens may travel beside the computing of another. That cp shares them is never tried.
@@ -141,7 +143,7 @@ class Space:
         return tuple(
             Options(
                 grid,
-                tuple(self._zeros(grid, max(counts))),
+                tuple(self._zeros(grid)),
                 counts,
                 pipelines(self.request.shape, grid.pp, grid.ep > 1),
                 self._inners(grid),
@@ -222,7 +224,7 @@ class Space:
                 found.add(count)
                 yield count
 
-    def _zeros(self, grid: Grid, count: int) -> Iterator[Zero]:
+    def _zeros(self, grid: Grid) -> Iterator[Zero]:
         yield Zero(0, grid.dp, "step")
         if grid.data * grid.cp == 1:
             return
@@ -242,7 +244,7 @@ class Space:
             if grid.pp == 1:
                 yield Zero(2, shard, "step")
             yield Zero(3, shard, "micro")
-            if grid.pp > 1 or count > 1:
+            if grid.pp > 1:
                 yield Zero(3, shard, "step")
 
     def _inners(self, grid: Grid) -> tuple[Inner, ...]:

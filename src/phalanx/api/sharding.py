@@ -1,0 +1,68 @@
+"""The ZeRO stage of a layout beside lower ones: what these need, and why they were not chosen."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..layout import Layout
+from ..layout.numbers import bytes_text
+from ..layout.sharding import less_text, sends_less
+from ..plan.step import Request
+from .request import held, range_text, verdict
+
+
+@dataclass(frozen=True)
+class LowerStage:
+    """A layout with a lower ZeRO stage, and the bytes of its fullest rank: least, expected, most."""
+
+    layout: Layout
+    least: float
+    expected: float
+    most: float
+
+    def fits(self, memory: float) -> bool:
+        """True if it fits whatever the allocator wastes."""
+        return verdict(self.least, self.most, memory) == "fits"
+
+    @property
+    def bytes_text(self) -> str:
+        exact = self.least == self.most
+        return bytes_text(self.most) if exact else range_text(self.least, self.most)
+
+
+def lower_stages(request: Request, layout: Layout) -> tuple[LowerStage, ...]:
+    """The lower ZeRO stages that send less than the layout, the one that sends least first."""
+    found = []
+    for other in sends_less(layout):
+        choice = held(request, other)
+        least, most = choice.range(request.profile)
+        found.append(LowerStage(other, least, choice.bytes, most))
+    return tuple(found)
+
+
+def less_sent_text(layout: Layout, stages: Sequence[LowerStage], memory: float) -> str:
+    """A sentence on the lower stage that sends least of those that fit in a device's memory, or on
+    each of them where memory is unlimited; empty if none fits."""
+    fitting = [stage for stage in stages if stage.fits(memory)]
+    if memory < math.inf:
+        fitting = fitting[:1]
+    return " ".join(
+        f"{stage.layout} {less_text(layout, stage.layout)}, and needs {stage.bytes_text}"
+        f"{', which fits' if memory < math.inf else ''}."
+        for stage in fitting
+    )
+
+
+def sharding_text(request: Request, layout: Layout) -> str:
+    """The reason for a layout's ZeRO stage beside the stages that send less; empty without ZeRO."""
+    if not layout.zero:
+        return ""
+    reasons = []
+    for stage in lower_stages(request, layout):
+        needs = f"zero{stage.layout.zero} needs {bytes_text(stage.expected)}"
+        fits = stage.expected <= request.room
+        reasons.append(f"{needs} and is no faster" if fits else needs)
+    if not reasons:
+        return f"zero{layout.zero}: weights and gradients are sent once a step"
+    room = bytes_text(request.room)
+    return f"zero{layout.zero}, as {room} may be used: {', '.join(reasons)}"

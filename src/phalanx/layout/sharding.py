@@ -1,0 +1,48 @@
+"""How often a ZeRO stage sends weights and gradients, and the lower stages that send them less often.
+
+Lower stages hold more. ZeRO-3 with `gather:step` is ZeRO-2 in time and memory, and with `reduce:step` as
+well it is ZeRO-1, so stages alone are compared.
+"""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from .layout import Layout
+
+
+class Sends(NamedTuple):
+    """How often a step gathers a unit's weights and sums its gradient, at most."""
+
+    gathers: int
+    sums: int
+
+
+def sends(layout: Layout) -> Sends:
+    microbatches = layout.microbatches
+    gathers = 2 * microbatches if layout.gather == "micro" else 1  # forward and backward
+    sums = microbatches if layout.reduce == "micro" else 1
+    return Sends(gathers, sums)
+
+
+def sends_less(layout: Layout) -> tuple[Layout, ...]:
+    """The layout with each lower ZeRO stage that gathers or sums less often, and neither more often.
+    The one that sends least is first."""
+    if "weights" in layout.offload:  # fetched from the host for each use, under every stage
+        return ()
+    mine = sends(layout)
+    found: dict[Sends, Layout] = {}
+    for zero in range(layout.zero - 1, 0, -1):
+        other = replace(layout, zero=zero, gather="", reduce="")
+        its = sends(other)
+        less = its != mine and its.gathers <= mine.gathers and its.sums <= mine.sums
+        if less and its not in found:  # of two that send as often, the higher stage holds less
+            found[its] = other
+    return tuple(reversed(found.values()))
+
+
+def less_text(layout: Layout, other: Layout) -> str:
+    """What a lower stage does once a step that the layout does more often."""
+    mine, its = sends(layout), sends(other)
+    parts = ["gathers weights"] * (its.gathers < mine.gathers)
+    parts += ["sums gradients"] * (its.sums < mine.sums)
+    return f"{' and '.join(parts)} once a step"
