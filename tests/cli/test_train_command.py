@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from phalanx.layout.run import Checkpoints, Run, RunError
 from phalanx.plan.hardware import hardware_of
 from phalanx.plan.link import cluster
 from phalanx.train.loop import train
+from phalanx.train.starts import DoneSteps
 
 SMALL = [
     "model={layers=2,hidden=16,heads=2,ffn=24,vocab=256}", "batch=4", "sequence=12",
@@ -290,25 +292,43 @@ def test_a_rank_that_fails_by_itself_gives_up_what_waits_for_the_others(
     assert aborted == [1]
 
 
-def test_ranks_that_save_nothing_are_not_started_a_second_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "came, starts, why",
+    [
+        # Steps that each start does before it fails.
+        ([8, 7, 7, 3, 9, 9, 2, 1, 1, 4], 10, ""),
+        ([5, 7, 7, 7, 8], 4, "the last 3 starts all failed after step 7"),
+        ([4, 0, 0, 0, 8], 4, "the last 3 starts all failed before their first step was done"),
+    ],
+)
+def test_ranks_that_fail_at_one_step_three_times_are_not_started_again(
+    came: list[int],
+    starts: int,
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    starts = []
+    begun = []
 
     def fail(fn: object, ranks: int, *args: object, **terms: object) -> None:
-        starts.append(ranks)
-        if len(starts) == 2:  # one checkpoint more: worth another start, once
-            (tmp_path / "checkpoints" / "step-00000003").mkdir(parents=True)
+        step = came[len(begun)]
+        begun.append(ranks)
+        if step:  # as rank 0 does after each step
+            with closing(DoneSteps(tmp_path)) as done:
+                done.write(step)
         raise RankFailed([Report(1, "the process was killed by signal 9", "", False)])
 
     monkeypatch.setattr("phalanx.comm.launch", fail)
     argv = [*SMALL, f"out={tmp_path}", "layout=dp2", "train.restarts=9"]
     assert train_verb.run(argv) == 1
-    assert starts == [2, 2, 2]
+    assert begun == [2] * starts
     said = capfd.readouterr().err.splitlines()
     assert said[0] == "rank 1 failed: the process was killed by signal 9"
-    assert "with step-00000003; restarts left: 7" in said[-3]
-    assert "not started again: they began with step-00000003" in said[-1]
+    assert "with the beginning; restarts left: 8" in said[1]
+    assert ("not started again" in said[-1]) == bool(why)
+    assert why in said[-1]
+    assert not list(tmp_path.glob(".run.steps"))
 
 
 def test_tasks_of_a_slurm_step_find_each_other_and_train_as_one_run(tmp_path: Path) -> None:

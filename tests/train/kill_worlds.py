@@ -26,7 +26,6 @@ CODE = "import sys; from phalanx.cli.train import run; sys.exit(run(sys.argv[1:]
 SMALL = [
     "model={layers=2,hidden=32,heads=2,ffn=48,vocab=256}", "batch=4", "sequence=16",
     "optimizer.lr=1e-2", "optimizer.schedule=constant", "validation.batches=0",
-    f"checkpoint.every={EVERY}",
 ]  # fmt: skip
 
 
@@ -59,6 +58,7 @@ class Campaign:
     asynchronous: bool
     seed: int
     restarts: int = 0
+    every: int = EVERY
     killed: int = 0
     killed_in_save: int = 0
     lost: list[int] = field(default_factory=list)
@@ -81,6 +81,7 @@ class Campaign:
         words = [*SMALL, f"out={self.out}", f"steps={last}", f"layout={self.layout}"]
         words.append(f"checkpoint.async={str(self.asynchronous).lower()}")
         words.append(f"train.restarts={self.restarts}")
+        words.append(f"checkpoint.every={self.every}")
         name, _, folder = self.mark.partition("=")
         Path(folder).mkdir(parents=True, exist_ok=True)
         return subprocess.Popen(

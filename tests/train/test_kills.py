@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from kill_worlds import Campaign
+from loop_worlds import records
 
 
 def _killed(
@@ -44,6 +45,14 @@ def test_ranks_start_again_after_a_kill_and_end_bit_for_bit_as_if_undisturbed(
     run = Campaign(tmp_path / "run", layout, False, 1, restarts=1)
     last = run.restarted(kills=1)
     run.undisturbed(tmp_path / "undisturbed", last)
+
+
+def test_ranks_that_are_killed_again_and_again_before_a_save_start_as_often_as_the_run_says(
+    tmp_path: Path,
+) -> None:
+    run = Campaign(tmp_path / "run", "dp2", False, 1, restarts=3, every=0)
+    run.restarted(kills=3)
+    assert [r["step"] for r in records(run.out, "start")] == [0] * 4
 
 
 @pytest.mark.slow

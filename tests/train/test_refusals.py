@@ -25,6 +25,7 @@ from phalanx.train.data.token_files import DataError
 from phalanx.train.log import JournalError
 from phalanx.train.loop import CopiesDiffer, TrainError
 from phalanx.train.rank import Rank
+from phalanx.train.stop import FolderReplaced
 
 WORDS = ["model={layers=2,hidden=16,heads=2,ffn=24,vocab=256}", "batch=4", "sequence=12"]
 
@@ -41,7 +42,7 @@ def families() -> Iterator[type[ValueError]]:
             yield kind
 
 
-BEGUN = {TrainError, CopiesDiffer, JournalError, SaveError}  # the run had begun
+BEGUN = {TrainError, CopiesDiffer, JournalError, SaveError, FolderReplaced}  # the run had begun
 AMONG_RANKS = {RanksDiffer, PeerFailed}  # sentences, though they are errors between ranks
 
 
@@ -79,9 +80,9 @@ def test_what_a_rank_refuses_reaches_its_launcher_as_a_sentence(backend: str) ->
         (TrainError("no number is finite"), 1, 1),
         (SaveError("no space left"), 1, 1),
         # Mistakes of ours, and what a library of the user's model raises.
-        (ValueError("a mistake"), 1, 2),
-        (CommMisuse("a call that cannot be right"), 1, 2),
-        (CommError("a lost peer"), 1, 2),
+        (ValueError("a mistake"), 1, 3),
+        (CommMisuse("a call that cannot be right"), 1, 3),
+        (CommError("a lost peer"), 1, 3),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )

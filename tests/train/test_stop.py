@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from loop_worlds import records, small, trained
 from phalanx.cli.main import main
 from phalanx.cli.train import _passed_on
 from phalanx.layout.journal import last_record
-from phalanx.train import loop, stop
+from phalanx.train import checkpoint, loop, stop
 from phalanx.train.checkpoint import steps
 from phalanx.train.optimizer import learning_rate
 from phalanx.train.stop import STOP, PassedOn, StopError, StopRequests, made_between
@@ -121,8 +122,93 @@ def test_a_folder_named_stop_that_holds_files_stops_a_run_and_refuses_the_next(
         trained(small(out, *SMALL[:3]), "")
 
 
+# ---- a folder that is removed
+
+
+def _remove(out: Path) -> None:
+    shutil.rmtree(out)
+
+
+def _rename(out: Path) -> None:
+    out.rename(out.with_name("renamed"))
+
+
+def _remove_the_lock(out: Path) -> None:
+    (out / ".run.lock").unlink()
+
+
+@pytest.mark.parametrize("remove", [_remove, _rename, _remove_the_lock])
+@pytest.mark.parametrize("asynchronous", ["false", "true"])
+def test_a_run_whose_folder_is_removed_saves_its_step_there_and_ends(
+    remove: Callable[[Path], None],
+    asynchronous: str,
+    run: Run,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "run"
+    # Step 2's save in the background may still be under way, and fail.
+    words = [f"checkpoint.async={asynchronous}", "checkpoint.every=2"]
+    assert run(remove, *words) == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"{out}, or its file .run.lock, was removed or renamed during the run.")
+    assert "Step 3 is saved in" in line
+    assert steps(out / "checkpoints")[0].name == "step-00000003"
+    assert run(lambda out: None, *words) == 0
+    assert records(out, "start")[-1]["step"] == 3
+    assert records(out, "end")[0]["step"] == 9
+
+
+def test_a_run_leaves_another_run_s_folder_in_the_place_of_its_own_alone(
+    run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    locked = '{"host": "another", "pid": 7, "since": "now"}'
+
+    def replace(out: Path) -> None:
+        _rename(out)
+        out.mkdir()
+        (out / ".run.lock").write_text(locked)
+
+    assert run(replace) == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"FolderReplaced: {out} was removed or renamed")
+    assert "another run is active in its place (host 'another', process 7" in line
+    assert [path.name for path in out.iterdir()] == [".run.lock"]
+    assert (out / ".run.lock").read_text() == locked
+
+
+def test_a_file_system_that_numbers_its_files_anew_stops_no_run(run: Run, tmp_path: Path) -> None:
+    def copy(out: Path) -> None:
+        lock = out / ".run.lock"
+        text = lock.read_text()
+        lock.rename(out / "old")
+        lock.write_text(text)
+
+    assert run(copy) == 0
+    assert records(tmp_path / "run", "end")[0]["step"] == 9
+
+
+def test_a_save_whose_folder_is_removed_meanwhile_does_not_end_the_run(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, commit = tmp_path / "run", checkpoint.commit
+
+    def removed(folder: Path, *given: Any) -> str:
+        if not records(out, "checkpoint"):
+            shutil.rmtree(folder)
+        return commit(folder, *given)
+
+    monkeypatch.setattr(checkpoint, "commit", removed)
+    assert run(lambda out: None, "checkpoint.every=2") == 0
+    saves = records(out, "checkpoint")
+    assert [bool(save["error"]) for save in saves] == [True, False, False, False, False]
+    assert "its folder was removed while it was saved" in saves[0]["error"]
+
+
 def test_a_user_s_file_counts_more_than_a_signal(tmp_path: Path) -> None:
     file = tmp_path / STOP
+    (tmp_path / ".run.lock").touch()
     requests = StopRequests(file)
     assert (requests(), requests.by) == (False, "")
     requests.received.append(signal.SIGUSR1)
@@ -137,7 +223,7 @@ def test_a_user_s_file_counts_more_than_a_signal(tmp_path: Path) -> None:
     file.unlink()
     assert requests.by == STOP  # what was asked for stays
     passed_on.close()
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == [".run.lock"]
 
 
 def test_all_ranks_give_the_same_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,6 +245,7 @@ def test_a_request_needs_no_new_file_on_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / STOP
+    (tmp_path / ".run.lock").touch()
     passed_on = PassedOn(file)
 
     def full(*given: object, **named: object) -> int:

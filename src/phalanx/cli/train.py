@@ -22,7 +22,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
@@ -44,6 +44,7 @@ from .usage import Parser, UsageError, complain, hush, print_json, progress, say
 if TYPE_CHECKING:
     from ..comm import World
     from ..train.loop import Outcome
+    from ..train.starts import Starts
 
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later, which is what a scheduler then does
 _INTERRUPTED = "The step is finished and saved. Ctrl-C again ends the run at once."
@@ -281,6 +282,7 @@ def _local(config: Run, layout: Layout, args: argparse.Namespace) -> int:
     """Ranks of our own, on this machine."""
     from ..train.lock import hold_run
     from ..train.program import maker_of
+    from ..train.starts import Starts
     from ..train.stop import STOP, remove_stale_stop
 
     with hold_run(Path(config.out), config.checkpoints), _passed_on(Path(config.out, STOP)):
@@ -290,22 +292,26 @@ def _local(config: Run, layout: Layout, args: argparse.Namespace) -> int:
         progress(f"{layout}: {ranks}, {count:,} parameters".removeprefix(": "))
         if notice:
             progress(notice)
-        outcome = _until_it_ends(config, layout, args)
+        with closing(Starts(Path(config.out), config.train.restarts)) as starts:
+            outcome = _until_it_ends(config, layout, args, starts)
     return 1 if outcome is None else _ended(config, outcome, args.json)
 
 
-def _until_it_ends(config: Run, layout: Layout, args: argparse.Namespace) -> Outcome | None:
-    """Train, and start the ranks again after one has failed, as often as the run says; none when that
-    was in vain. Without a newer checkpoint in between they would fail at the same place."""
+def _until_it_ends(
+    config: Run, layout: Layout, args: argparse.Namespace, starts: Starts
+) -> Outcome | None:
+    """Train, and start the ranks again after one has failed, as often as the run says; None if that
+    was in vain. Ranks that fail at one step again and again are not started again."""
     from ..comm import RankFailed, launch
     from ..train.checkpoint import steps
     from ..train.checkpoint_memory import newest_in_memory
     from ..train.watched import call_timeout
 
-    restarts, before = config.train.restarts, None
+    restarts = config.train.restarts
     terms = {"backend": args.backend, "apart": restarts > 0, "timeout": call_timeout(config)}
     for left in range(restarts, -1, -1):
         begun = time.time()
+        starts.begin()
         try:
             settle_output()  # ranks are forked from a process that has no other thread
             outcomes = launch(_rank, layout.ranks, config, str(layout), args.quiet, **terms)
@@ -324,13 +330,11 @@ def _until_it_ends(config: Run, layout: Layout, args: argparse.Namespace) -> Out
             complain(told if hung else error.refusal or str(error))
             if not left:
                 break
+        if why := starts.in_vain():
+            complain(f"The ranks are not started again: {why}.")
+            break
         saved = max(newest_in_memory(config), *(p.name for p in steps(config.checkpoints)), "")
         saved = saved or "the beginning"
-        if saved == before:
-            text = f"they began with {saved}, and saved nothing"
-            complain(f"The ranks are not started again: {text}.")
-            break
-        before = saved
         complain(f"The ranks are started again with {saved}; restarts left: {left - 1}.")
     return None
 
@@ -397,7 +401,8 @@ def _passed_on(file: Path) -> Iterator[None]:
 
 def _ended(run: Run, outcome: Outcome, as_json: bool) -> int:
     from ..train.checkpoint import steps
-    from ..train.stop import STOP
+    from ..train.lock import RUN
+    from ..train.stop import REMOVED, STOP
 
     if as_json:
         print_json(asdict(outcome))
@@ -412,6 +417,12 @@ def _ended(run: Run, outcome: Outcome, as_json: bool) -> int:
         complain(
             f"step {outcome.step} is saved in {run.checkpoints}, and is not at"
             f" {run.checkpoint.remote}: {why}. The same command tries the upload again."
+        )
+        return 1
+    if outcome.by == REMOVED:
+        complain(
+            f"{run.out}, or its file {RUN}, was removed or renamed during the run. Step {outcome.step} is"
+            f" saved in {run.checkpoints}, and the same command continues from there."
         )
         return 1
     # Launchers start again what ends with another code than 0: a STOP file is to end the run for good.

@@ -29,6 +29,8 @@ from .optimizer import Update
 # Hidden names of what is not a checkpoint: begun, or about to be removed.
 SAVING, REMOVED = ".saving-", ".removed-"
 ASIDE = "set-aside-"
+# The error of a save whose folder somebody has removed. The next save makes it again.
+GONE = "its folder was removed while it was saved"
 
 Updates = Mapping[int, Update]
 T = TypeVar("T")
@@ -68,7 +70,8 @@ class Saver:
     Asynchronous: `save` only copies the numbers to the host, and threads write them. `poll`, once a
     step, asks whether all ranks have; then a thread of rank 0 makes a checkpoint of it.
     Each call gives the saves that were decided by it. A save that fails raises on every rank when
-    `on_failure` is "stop", else its `Saved.error` says why. `keep` checkpoints stay, and no old one
+    `on_failure` is "stop", else its `Saved.error` says why; so it does where its folder was removed.
+    `keep` checkpoints stay, and no old one
     goes before the new one is there and has been read back; nor the one that `spare` names.
     """
 
@@ -137,7 +140,8 @@ class Saver:
 
     def _decide(self, step: int, errors: list[str], notice: str = "") -> Saved:
         path, error = self.folder / name_of(step), "; ".join(errors)
-        if error and self.on_failure == "stop":
+        removed = any(text.endswith(GONE) for text in errors)
+        if error and self.on_failure == "stop" and not removed:
             raise SaveError(
                 f"{path} could not be saved; the previous checkpoint is intact. {error}"
             )
@@ -197,7 +201,8 @@ class _Pending:
             try:
                 self.result = work()
             except Exception as error:
-                self.error = why(error)
+                gone = isinstance(error, FileNotFoundError) and not self.hidden.exists()
+                self.error = GONE if gone else why(error)
 
         self.thread = threading.Thread(target=caught, name="checkpoint", daemon=True)
         (self.thread.start if self.asynchronous else self.thread.run)()

@@ -188,6 +188,8 @@ class RunLog:
     def _write(self, name: str, text: str) -> None:
         try:
             write_text(self.out / name, text)
+        except FileNotFoundError:
+            pass  # the folder was removed: the next step notices and saves (`stop.py`)
         except OSError as error:
             if not self.goes_on:
                 raise _disk_error(self.out / name, error) from error

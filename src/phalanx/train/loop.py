@@ -46,7 +46,8 @@ from .program import shape_of
 from .rank import Rank, keep_freed_memory
 from .remote_owner import Ownership, run_id
 from .remote_task import ROUND
-from .stop import STOP, StopError, StopRequests, remove_stale_stop, stop_requests
+from .starts import DoneSteps
+from .stop import FOR_GOOD, REMOVED, STOP, StopError, StopRequests, remove_stale_stop, stop_requests
 from .stragglers import OwnTime, Stragglers
 from .watched import tell_compilations, watched
 
@@ -181,7 +182,9 @@ class _Loop:
         self.owner: Ownership | None = None
         self.uploader: Uploader | None = None
         self.run_id = ""  # of rank 0's manifests, which are those of all
+        self.done_steps: DoneSteps | None = None  # for whoever starts the ranks again
         if rank.world.rank == 0:
+            self.done_steps = DoneSteps(Path(rank.run.out))
             out, found = Path(rank.run.out), newest(rank.run.checkpoints)
             local = found[1] if found else None
             self.run_id = run_id(out, local)
@@ -243,6 +246,8 @@ class _Loop:
                         self._step(step)
                     stepped()
                     done, self.stops = step + 1, self.result.stops
+                    if self.done_steps:
+                        self.done_steps.write(done)
                     stopped = self.stops > 0 and done < run.steps
                     self._after(done, stopped=stopped)
                 except DataError as unusable:  # the run had begun: no mistake in the command
@@ -260,22 +265,27 @@ class _Loop:
         self._tell_graphs(done)
         if stopped:
             by = self._stopped_by()
-            text = f"asked to stop by {by}: saved at step {done}; the same command continues from there"
+            asked = f"asked to stop by {by}"
+            if by == REMOVED:
+                asked = f"{run.out} was removed or renamed during the run"
+            text = f"{asked}: saved at step {done}; the same command continues from there"
             if self.unsaved:
-                text = f"asked to stop by {by} at step {done}, which could not be saved: {self.unsaved}"
+                text = f"{asked}: step {done} could not be saved: {self.unsaved}"
             self.log.event("stop", text, step=done, by=by)
         else:
             self.log.event("end", step=done, loss=self.loss, validation=self.validation)
         return Outcome(done, self.loss, self.validation, stopped, self.unsaved, by, not_uploaded)
 
     def _stopped_by(self) -> str:
-        """The cause of the stop, the same on all ranks: a STOP file, or else the first signal."""
+        """The cause of the stop, the same on all ranks: one for good, or else the first signal."""
         each_rank = errors_of(self.everyone, self.requests.by)
         names = [each.partition(": ")[2] for each in each_rank]
-        return STOP if STOP in names else names[0]
+        return next((name for name in names if name in FOR_GOOD), names[0])
 
     def close(self) -> None:
         """End what goes on beside the steps, however the run ends."""
+        if self.done_steps:
+            self.done_steps.close()
         if self.uploader:
             self.uploader.close()
         self.log.close()

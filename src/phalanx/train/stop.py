@@ -1,9 +1,11 @@
-"""Requests to stop a run: signals to its processes, and a file STOP in its folder.
+"""Requests to stop a run: signals to its processes, a file STOP in its folder, the removal of that folder.
 
-Either way the run finishes its step, saves and ends. A signal comes from a scheduler that needs the
+In each case the run finishes its step, saves and ends. A signal comes from a scheduler that needs the
 machine, or from a terminal: the same command is expected to continue the run. A STOP file means that
 the run is to end for good. Launchers start again whatever ends with an exit code other than 0, so the
-two have different exit codes, and the journal says which of them it was.
+two have different exit codes, and the journal says which of them it was. A folder that is removed or
+renamed while its run writes to it no longer has the run's lock: another run could begin there. It is made
+again for the last save, unless another run has it.
 """
 
 import os
@@ -19,17 +21,28 @@ from types import FrameType
 from ..layout.files import open_regular, reason
 from ..layout.journal import last_record
 from ..layout.run import Run
+from .lock import RUN as LOCK
+from .lock import owner_of
 
 STOP = "STOP"  # the file, and how a request by it is called
+REMOVED = "REMOVED"  # how the removal of the run's folder is called
+FOR_GOOD = (STOP, REMOVED)  # these count more than signals
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _RESERVE = ".run.stop"
 _SIGNAL = "signal "  # what a STOP file begins with that a command has put there for its ranks
 # Seconds that clocks of one file server may differ by, from one of its answers to the next.
 _SLACK = 2.0
+_UNKNOWN = (-1, -1)  # the numbers of a file that cannot be looked at
 
 
 class StopError(ValueError):
     """A STOP file that cannot be removed: every start would end after a step."""
+
+
+class FolderReplaced(ValueError):
+    """Another folder in the place of the run's: what is saved there would be among another run's files."""
+
+    exit_code = 1
 
 
 class StopRequests:
@@ -39,6 +52,8 @@ class StopRequests:
         self.file = file
         self.seen = ""  # what the file has asked for
         self.received: list[int] = []
+        self._lock = _identity(file.with_name(LOCK)) if file else None
+        self._owner = owner_of(file.parent) if file else ""
 
     def receive(self, number: int, frame: FrameType | None) -> None:
         """The handler of the signals."""
@@ -47,16 +62,44 @@ class StopRequests:
             signal.signal(number, signal.SIG_DFL)  # a second one ends the rank at once
 
     def __call__(self) -> bool:
-        if self.file is not None and os.path.lexists(self.file) and self.seen != STOP:
-            self.seen = _asked_by(self.file)
+        if self.file is not None and self.seen not in FOR_GOOD:
+            self._look(self.file)
         return bool(self.seen or self.received)
+
+    def _look(self, file: Path) -> None:
+        """Look for the STOP file, and whether its folder still has the lock of this run."""
+        if os.path.lexists(file):
+            self.seen = _asked_by(file)
+        lock, folder = _identity(file.with_name(LOCK)), file.parent
+        if lock is not None and lock in (self._lock, _UNKNOWN):
+            return
+        # Some network file systems number their files anew: what is in the lock decides.
+        owner = owner_of(folder)
+        if not owner:
+            self.seen = REMOVED
+        elif owner != self._owner:
+            raise FolderReplaced(
+                f"{folder} was removed or renamed while the run was writing to it, and another run is"
+                f" active in its place ({owner}). This run ends and saves nothing there."
+            )
 
     @property
     def by(self) -> str:
-        """STOP if somebody has made the file, else the name of the first signal; empty for neither."""
+        """STOP or REMOVED, else the name of the first signal; empty for none of them."""
         self()
         names = [signal.Signals(number).name for number in self.received]
-        return self.seen if self.seen == STOP or not names else names[0]
+        return self.seen if self.seen in FOR_GOOD or not names else names[0]
+
+
+def _identity(file: Path) -> tuple[int, int] | None:
+    """The numbers of a file in its file system; None if there is no such file."""
+    try:
+        status = file.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError:  # a file server that does not answer now
+        return _UNKNOWN
+    return status.st_dev, status.st_ino
 
 
 def _asked_by(file: Path) -> str:
