@@ -28,7 +28,7 @@ from phalanx.layout.families import code_of, config_of, family_of, shape_of
 from phalanx.layout.journal import read_journal
 from phalanx.layout.run import Run
 from phalanx.models.decoder import Head
-from phalanx.parallel import build_model, load_model, transformers_code
+from phalanx.parallel import build_model, described_whole, load_model, transformers_code
 from phalanx.train import checkpoint_exchange, checkpoint_load
 from phalanx.train.checkpoint_exchange import HubReader, export_weights, import_weights
 from phalanx.train.checkpoint_format import CheckpointError, read_manifest, verify_checkpoint
@@ -532,7 +532,10 @@ def test_other_commands_take_the_folder(
 
 
 def test_pieces_that_are_not_what_transformers_computes_are_not_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    corpus: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     name = f"hf:{saved(theirs('granite'), tmp_path / 'hub')}"
     plain = transformers_code.TransformersHead.logits
@@ -541,11 +544,41 @@ def test_pieces_that_are_not_what_transformers_computes_are_not_compared(
     assert main(["cost", "--model", name]) == 0
     words = ["verify", "--model", name, "--layouts", "dp2", "--steps", "1"]
     assert main(words) == 0
-    monkeypatch.setattr(
-        transformers_code.TransformersHead, "logits", lambda *args: 1.01 * plain(*args)
-    )
-    assert main(words) == 2
-    assert "what it computes was not understood" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            transformers_code.TransformersHead, "logits", lambda *args: 1.01 * plain(*args)
+        )
+        assert main(words) == 2
+    said = capsys.readouterr().err
+    assert "GraniteForCausalLM.forward one of" in said
+    assert "Their code was not understood" in said
+    embedded = transformers_code.TransformersEmbed.forward
+
+    def scaled(self: Any, tokens: Tensor, positions: Tensor) -> Tensor:
+        return 1.01 * embedded(self, tokens, positions)
+
+    monkeypatch.setattr(transformers_code.TransformersEmbed, "forward", scaled)
+    train = [
+        "train",
+        f"model={name}",
+        f"data={corpus}",
+        f"out={tmp_path}/run",
+        "steps=1",
+        "batch=2",
+    ]
+    for argv in (words, [*train, "sequence=8", "--layout", "dp2 fp32", "--backend", "threads"]):
+        assert main(argv) == 2
+        said = capsys.readouterr().err
+        assert "layers.0 takes something else in GraniteForCausalLM.forward than what embed" in said
+
+
+@pytest.mark.parametrize("name", [*CODE, *MORE_CODE])
+def test_pieces_compute_what_the_whole_model_of_transformers_does(
+    name: str, tmp_path: Path
+) -> None:
+    whole = described_whole(load_model(f"hf:{saved(theirs(name), tmp_path / 'hub')}"))
+    assert whole is not None
+    assert [*whole.parts] == [*range(1, len(whole.parts) + 1)], "each block is compared"
 
 
 # ---- folders from elsewhere

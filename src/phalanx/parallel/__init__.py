@@ -3,6 +3,7 @@
 from .batch import count_valid, microbatches, on_device, share, time_multiple
 from .context import install_context
 from .data import BufferPool, Entry, Precision, Unit
+from .described import UntriedPieces, described_whole
 from .fitness import fitting, refuse_unfit
 from .groups import Groups, open_groups
 from .mixing import refuse_mixing
@@ -18,12 +19,14 @@ __all__ = [
     "BufferPool",
     "Precision",
     "Unit",
+    "UntriedPieces",
     "VocabularyCrossEntropy",
     "Weight",
     "Groups",
     "build_model",
     "count_valid",
     "cut_weights",
+    "described_whole",
     "fitting",
     "install_context",
     "install_regions",

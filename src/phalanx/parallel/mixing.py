@@ -4,38 +4,46 @@ Under `seq` a rank of tp computes on its own tokens, except between a column and
 table. Under cp every rank does, except in attention's `core`. A module that mixes tokens anywhere else
 (attention without a row in the table, a convolution over time, a mean over time) raises no error and
 computes something else. Its code does not say so, therefore each kind of piece runs once whole, and once
-on ranks that are threads of this process, with the regions that training installs. Weights are random,
-and large ones overlap in memory, so that a trial holds little.
+on ranks that are threads of this process, with the regions that training installs.
 
 A trial sees what a sequence of up to 1,024 tokens shows. `verify` compares gradients too.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..comm import RankFailed, World
 from ..comm.threads import run_threads
 from ..layout import Layout, LayoutError
-from .batch import DOCUMENTS, held_times, microbatches, time_multiple
+from .batch import held_times, microbatches, time_multiple
 from .context import install_context
 from .kinds import one_of_each
 from .model import Model
+from .probe import (
+    ModuleCall,
+    ProbeFailed,
+    ProbeRun,
+    bind_weights,
+    error_text,
+    frozen_parameters,
+    probe_batch,
+    probe_dtype,
+    random_weight,
+    refuse_not_finite,
+    run_pieces,
+)
 from .tensor import Weight, cut_of, cut_weights, install_regions
 
 _LONGEST, _SHORTEST = 1024, 16  # tokens
 _WORK = 2e10  # multiply-adds of the largest piece: with large pieces the sequence is shorter
-_PLAIN = 1 << 20  # elements up to which a weight has memory of its own
-_NARROW = 1e8  # weights from which on a trial computes in float32
 # Of the largest value. Sums in another order differ by less, and tokens that are missing make more.
 _APART = 1e-3
 _SECONDS = 120.0  # that a rank waits for another one
@@ -79,24 +87,6 @@ def _smallest_factor(number: int) -> int:
 # ---- runs of the pieces
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A call of a module: the first tensor that it took, and what it gave."""
-
-    path: str
-    kind: str
-    took: Tensor | None
-    gave: Mapping[str, Tensor]
-
-
-@dataclass
-class _ProbeRun:
-    """The pieces run one after the other: what each gave, and the calls in it as they ended."""
-
-    gave: list[Mapping[str, Tensor]] = field(default_factory=list)
-    calls: list[list[_Call]] = field(default_factory=list)
-
-
 class _Difference(RuntimeError):
     """The first piece that computes something else, and the module in it."""
 
@@ -121,9 +111,9 @@ class _Trial:
         tokens = min(_LONGEST, max(_SHORTEST, int(_WORK / max(1, *sizes))))
         tokens = min(tokens, few.shape.sequence if few.shape else _SHORTEST)
         tokens -= tokens % time_multiple(layout)
-        dtype = torch.float64 if sum(sizes) < _NARROW else torch.float32
-        weights = {name: _random(name, p.shape, dtype) for name, p in few.weights.items()}
-        return cls(few, layout, weights, _batch(few, tokens))
+        dtype = probe_dtype(few)
+        weights = {name: random_weight(name, p.shape, dtype) for name, p in few.weights.items()}
+        return cls(few, layout, weights, probe_batch(few, tokens))
 
     @property
     def tokens(self) -> int:
@@ -135,9 +125,9 @@ class _Trial:
             return ""  # a sequence shorter than the ranks, which the layout refuses elsewhere
         try:
             whole = self._alone()
-            _refuse_nan(whole)
+            refuse_not_finite(whole)
         except Exception as error:
-            text = str(error) if isinstance(error, _Failed) else _text(error)
+            text = str(error) if isinstance(error, ProbeFailed) else error_text(error)
             return self._sentence(f"The model cannot be tried on one process: {text}")
         found = self._difference(whole)
         plain = replace(self, layout=replace(self.layout, seq=False))
@@ -145,7 +135,7 @@ class _Trial:
             return ""  # a table that is wrong in every layout of tp is for `verify` to show
         return found
 
-    def _difference(self, whole: _ProbeRun) -> str:
+    def _difference(self, whole: ProbeRun) -> str:
         """The difference from the whole run, in a sentence; "" where nothing is."""
         try:
             ranks = run_threads(_on_rank, self.layout.ranks, (self,), _SECONDS, 0)
@@ -153,7 +143,7 @@ class _Trial:
         except RankFailed as failed:
             if failed.refusal:
                 return failed.refusal.partition(": ")[2]
-            error = failed.reports[0].error.removeprefix(f"{_Failed.__name__}: ")
+            error = failed.reports[0].error.removeprefix(f"{ProbeFailed.__name__}: ")
             return self._sentence(f"A trial of {self.layout} fails in {error}")
         except _Difference as found:
             if self.layout.cp > 1:
@@ -170,13 +160,14 @@ class _Trial:
             return f"{what}. Use dp in place of cp."
         return f"{what}. Name its weights in the table (heads, kv, ffn) in place of '-', or use no seq."
 
-    def _alone(self) -> _ProbeRun:
+    def _alone(self) -> ProbeRun:
         """The pieces as one process computes them."""
         model = one_of_each(self.model)
-        _bind(model, self.weights, Layout(), {})
-        return _run(model, self.batch)
+        bind_weights(model, frozen_parameters(self.weights))
+        with torch.no_grad():
+            return run_pieces(model, self.batch)
 
-    def on_rank(self, world: World) -> _ProbeRun:
+    def on_rank(self, world: World) -> ProbeRun:
         """The pieces on one rank of the layout."""
         model, layout, at = one_of_each(self.model), self.layout, {"tp": 0, "cp": 0}
         at |= layout.mesh.coordinates(world.rank)
@@ -191,11 +182,12 @@ class _Trial:
         held = cut_weights(model, layout, at)
         install_context(model, layout, ring, ulysses)
         install_regions(model, layout, groups)
-        _bind(model, {n: _part(self.weights[n], weight) for n, weight in held.items()}, layout, at)
+        _bind_part(model, held, self, at)
         (batch,) = microbatches(self.batch, layout, 0, at["cp"])
-        return _run(model, batch)
+        with torch.no_grad():
+            return run_pieces(model, batch)
 
-    def _compare(self, whole: _ProbeRun, ranks: list[_ProbeRun]) -> None:
+    def _compare(self, whole: ProbeRun, ranks: list[ProbeRun]) -> None:
         """Raise a _Difference for the first piece that a rank computes otherwise."""
         for piece, (name, module) in enumerate(self.model.pieces):
             last = piece == len(self.model.pieces) - 1
@@ -211,7 +203,7 @@ class _Trial:
                 found = _culprit(whole.calls[piece], run.calls[piece], times)
                 if found is not None and (partial or not same):
                     path = f"{name}.{found.path}".rstrip(".")
-                    raise _Difference(piece, path, found.kind)
+                    raise _Difference(piece, path, type(found.module).__name__)
                 if not same:
                     raise _Difference(piece, name, type(module).__name__)
 
@@ -223,22 +215,11 @@ class _Trial:
         return times.chunk(layout.tp)[at.get("tp", 0)] if layout.seq else times
 
 
-def _refuse_nan(run: _ProbeRun) -> None:
-    """Raise if a piece gives values that cannot be compared."""
-    for gave in run.gave:
-        if not all(bool(x.isfinite().all()) for x in gave.values()):
-            raise ValueError("with random weights it gives values that are not finite")
-
-
-def _on_rank(world: World, trial: _Trial) -> _ProbeRun:
+def _on_rank(world: World, trial: _Trial) -> ProbeRun:
     return trial.on_rank(world)
 
 
-def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
-
-
-def _culprit(whole: list[_Call], own: list[_Call], times: Tensor) -> _Call | None:
+def _culprit(whole: list[ModuleCall], own: list[ModuleCall], times: Tensor) -> ModuleCall | None:
     """The innermost module that took the right tokens and gave something else for them."""
     there = {call.path: call for call in reversed(whole)}
     for call in own:
@@ -268,21 +249,7 @@ def _same(own: Tensor | None, whole: Tensor, times: Tensor, *, cut: bool = False
     return bool((own - whole).abs().max() <= _APART * scale)
 
 
-# ---- weights, buffers, calls
-
-
-def _random(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """A weight that hides nothing: none of it is 0, whatever the model would start with."""
-    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
-    draw = torch.Generator().manual_seed(seed)
-    if shape.numel() <= _PLAIN:
-        x = torch.randn(shape, generator=draw, dtype=dtype)
-    else:  # element [i, j, ...] is number i + j + ...
-        line = torch.randn(sum(shape), generator=draw, dtype=dtype)
-        x = line.as_strided(shape, (1,) * len(shape))
-        line *= shape[0] ** 0.5 / shape.numel() ** 0.5
-        return x
-    return 1 + 0.1 * x if len(shape) < 2 else x * (shape[0] / shape.numel()) ** 0.5
+# ---- a rank's weights
 
 
 def _part(whole: Tensor, weight: Weight) -> Tensor:
@@ -295,115 +262,16 @@ def _part(whole: Tensor, weight: Weight) -> Tensor:
     return padded
 
 
-def _bind(
-    model: Model, weights: Mapping[str, Tensor], layout: Layout, at: Mapping[str, int]
+def _bind_part(
+    model: Model, held: Mapping[str, Weight], trial: _Trial, at: Mapping[str, int]
 ) -> None:
-    """Put weights into the modules in place of those on meta, and make their buffers."""
-    names = {parameter: name for name, parameter in model.weights.items()}
+    """Put a rank's parts of the weights into the modules, and its parts of their buffers."""
+    parts = {name: _part(trial.weights[name], weight) for name, weight in held.items()}
+    bind_weights(model, frozen_parameters(parts))
     for prefix, piece in model.pieces:
         for path, module in piece.named_modules():
-            for key, parameter in list(module._parameters.items()):
-                if parameter is not None:
-                    real = weights[names[parameter]]
-                    module._parameters[key] = nn.Parameter(real, requires_grad=False)
-            _make_buffers(module)
             for key, x in list(module._buffers.items()):
                 if x is not None:
                     name = f"{prefix}.{path}".rstrip(".") + f".{key}"
-                    cuts = cut_of(model, layout, name, x.shape, at)
+                    cuts = cut_of(model, trial.layout, name, x.shape, at)
                     module._buffers[key] = x[tuple(slice(c.start, c.stop) for c in cuts)]
-
-
-def _make_buffers(module: nn.Module) -> None:
-    buffers = {key: x for key, x in module._buffers.items() if x is not None}
-    for key, x in buffers.items():
-        if x.is_meta:
-            module._buffers[key] = torch.empty(x.shape, dtype=x.dtype)
-    reset = getattr(module, "reset_buffers", None)
-    if buffers and callable(reset):
-        reset()
-
-
-def _batch(model: Model, tokens: int) -> Mapping[str, Tensor]:
-    """One sequence, with all that a batch of text may have."""
-    draw = torch.Generator().manual_seed(0)
-    vocab = model.shape.vocab if model.shape else 2
-    ids = torch.randint(vocab, (2, 1, tokens), generator=draw)
-    positions = torch.arange(tokens).expand(1, -1)
-    batch = {"tokens": ids[0], "targets": ids[1], "positions": positions}
-    return {**batch, DOCUMENTS: torch.zeros(1, tokens, dtype=torch.int64)}
-
-
-class _Failed(RuntimeError):
-    """A module that raised, and what."""
-
-
-@torch.no_grad()
-def _run(model: Model, batch: Mapping[str, Tensor]) -> _ProbeRun:
-    """The pieces one after the other, as `Piece.forward` calls them, with every call noted down."""
-    run, bundle = _ProbeRun(), dict[str, Tensor]()
-    for number, (prefix, piece) in enumerate(model.pieces):
-        takes = model.takes(number)
-        names = takes if not number or takes[0] in bundle else ("x", *takes[1:])
-        mine = [bundle[name] for name in names[:1] if name in bundle]
-        more = {n: x for n, x in bundle.items() if n in names[len(mine) :]}
-        named = {n: x for n, x in batch.items() if n in names and n not in bundle}
-        notes = _Notes(piece)
-        try:
-            gave = _tensors(piece(*mine, **more, **named))
-        except Exception as error:
-            raise _Failed(f"{prefix}.{notes.inside}".rstrip(".") + f": {_text(error)}") from error
-        finally:
-            notes.close()
-        bundle = {n: x for n, x in bundle.items() if n not in names} | gave
-        run.gave.append(gave)
-        run.calls.append(notes.calls)
-    return run
-
-
-class _Notes:
-    """The calls of all modules of a piece while it runs."""
-
-    def __init__(self, piece: nn.Module) -> None:
-        self.calls: list[_Call] = []
-        self._open: list[str] = []
-        self._handles: list[Any] = []
-        for path, module in piece.named_modules():
-            enter, leave = partial(self._enter, path), partial(self._leave, path)
-            self._handles += [
-                module.register_forward_pre_hook(enter, with_kwargs=True),
-                module.register_forward_hook(leave, with_kwargs=True),
-            ]
-
-    @property
-    def inside(self) -> str:
-        """The innermost module that has not ended."""
-        return self._open[-1] if self._open else ""
-
-    def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _enter(self, path: str, module: nn.Module, args: Any, named: Any) -> None:
-        self._open.append(path)
-
-    def _leave(
-        self, path: str, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], out: Any
-    ) -> None:
-        self._open.pop()
-        took = next((x for x in (*args, *named.values()) if isinstance(x, Tensor)), None)
-        self.calls.append(_Call(path, type(module).__name__, took, _tensors(out)))
-
-
-def _tensors(out: Any) -> dict[str, Tensor]:
-    """The tensors of an output by name; one alone is x."""
-    if isinstance(out, Tensor):
-        return {"x": out}
-    items = (
-        out.items()
-        if isinstance(out, Mapping)
-        else enumerate(out)
-        if isinstance(out, tuple)
-        else ()
-    )
-    return {str(key): x for key, x in items if isinstance(x, Tensor)}

@@ -9,7 +9,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -30,6 +30,7 @@ from ..models import (
     draw_lora,
     mlp,
 )
+from .whole import Whole, whole_of_class
 
 Draw = Callable[[str, Tensor, torch.Generator], None]
 Edges = Callable[[int, Mapping[str, Tensor]], Mapping[str, Tensor]]
@@ -47,12 +48,11 @@ def _draw(name: str, weight: Tensor, generator: torch.Generator) -> None:
 
 @dataclass(frozen=True)
 class Original:
-    """Of a model in transformers' own code: what its weights are called in files, what its plan for tp
-    and pp gets wrong, and the summed loss of a batch by the code as it was, not taken apart."""
+    """Of a model in transformers' own code: what its weights are called in files, and what its plan for tp
+    and pp gets wrong."""
 
     files: Mapping[str, str]
     notes: tuple[str, ...]
-    loss: Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], float]
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +80,9 @@ class Model:
     edges: Edges | None = None  # where more than `x` passes from stage to stage
     derived: Mapping[str, Derive] = field(default_factory=dict)
     original: Original | None = None
+    # The model as it was before it was taken apart; None if it has no forward of its own. To be called
+    # while the weights are still on meta.
+    whole: Callable[[], Whole | None] | None = None
     padding: Mapping[str, int] = field(init=False)  # a lookup's weight: its padding token's row
 
     def __post_init__(self) -> None:
@@ -238,24 +241,26 @@ def load_model(text: str) -> Model:
     path, name = split_name(text)
     kind, describe = load_source(path, (name, "describe"), LayoutError)
     with running(path, LayoutError), torch.device("meta"):
-        made = describe(kind())
-    return _only_model(made, path)
+        instance = kind()
+        made = describe(instance)
+    return _only_model(made, path, instance)
 
 
 def model_of_class(kind: Callable[[], object], describe: Callable[[Any], object]) -> Model:
     """A model of a class that is here already, as one of a notebook."""
     with torch.device("meta"):
-        made = describe(kind())
-    return _only_model(made, getattr(kind, "__name__", "the model"))
+        instance = kind()
+        made = describe(instance)
+    return _only_model(made, getattr(kind, "__name__", "the model"), instance)
 
 
-def _only_model(made: object, where: str) -> Model:
+def _only_model(made: object, where: str, instance: object) -> Model:
     if not isinstance(made, Model):
         raise LayoutError(
             f"{where}: describe() returns a {type(made).__name__}, not a Model;"
             " see docs/bring-your-model.md."
         )
-    return made
+    return replace(made, whole=partial(whole_of_class, instance, made.pieces, made.weights))
 
 
 def start(

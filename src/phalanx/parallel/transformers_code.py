@@ -13,14 +13,13 @@ import copy
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ..layout import LayoutError, Rules, Shape
@@ -29,6 +28,7 @@ from ..layout.rules import Cut
 from ..models import Core
 from ..models.loss import CrossEntropy
 from .model import Model, Original, Undrawn
+from .whole import TOKENS, Whole, parameter_places
 
 ATTENTION = "phalanx"  # in their table of attention functions
 _ATTENTION_OF_ITS_OWN = "its attention does not go through ALL_ATTENTION_FUNCTIONS"
@@ -125,12 +125,20 @@ class _Frame:
             return
         self.made = device, wide
         for module in self.causal.modules():
-            if not isinstance(module, _StandIn) and module._buffers:
-                for key, x in module._buffers.items():
-                    dtype = wide if x.is_floating_point() else x.dtype
-                    module._buffers[key] = torch.empty_like(x, dtype=dtype, device=device)
-                with torch.no_grad():
-                    self.causal._init_weights(module)
+            if not isinstance(module, _StandIn):
+                _make_tables(self.causal, module, device, wide)
+
+
+def _make_tables(causal: Any, module: nn.Module, device: torch.device, wide: torch.dtype) -> None:
+    """Make the buffers of one of their modules anew, and fill them as their code does."""
+    if not module._buffers:
+        return
+    for key, x in module._buffers.items():
+        if x is not None:
+            dtype = wide if x.is_floating_point() else x.dtype
+            module._buffers[key] = torch.empty_like(x, dtype=dtype, device=device)
+    with torch.no_grad():
+        causal._init_weights(module)
 
 
 class _Outer(nn.Module):
@@ -261,26 +269,48 @@ def load_transformers(folder: str) -> Model:
             f"{where}: {str(error).rstrip('.')}: this model cannot be trained."
         ) from None
     files = {ours: described.files[theirs] for ours, theirs in names.items()}
-    loss = functools.partial(_their_loss, table, name, names)
-    return replace(model, original=Original(files, tuple(described.notes), loss))
+    whole = functools.partial(_their_whole, table, name, names, model.pieces)
+    return replace(model, original=Original(files, tuple(described.notes)), whole=whole)
 
 
-def _their_loss(
+def _their_whole(
     table: Mapping[str, Any],
     name: str,
     names: Mapping[str, str],
-    weights: Mapping[str, Tensor],
-    batch: Mapping[str, Tensor],
-) -> float:
-    """The summed loss of a batch in float64, by their model as it is, with their plain attention."""
-    with _InFloat64(), torch.no_grad():
-        made = _made(table, name, "eager", "cpu")
-        theirs = dict(made.named_parameters())
-        for ours, weight in weights.items():
-            theirs[names[ours]].copy_(weight)
-        given = {"input_ids": batch["tokens"], "position_ids": batch["positions"]}
-        logits = made(**given, use_cache=False).logits.flatten(0, 1)
-        return float(F.cross_entropy(logits, batch["targets"].flatten(), reduction="sum"))
+    pieces: Sequence[tuple[str, nn.Module]],
+) -> Whole:
+    """Their model as it is, with their plain attention. `names` maps weights of ours to theirs."""
+    with Undrawn():
+        made = _made(table, name, "eager")
+    ours = {theirs: name for name, theirs in names.items()}
+    parameters = {x: ours[theirs] for theirs, x in made.named_parameters()}
+    places, missing = parameter_places(made, parameters)
+    _, blocks = _layers(made)
+    first = next(n for n, (_, piece) in enumerate(pieces) if hasattr(piece, "theirs"))
+    parts = {first + number: block for number, block in enumerate(blocks)}
+    arguments = {"input_ids": TOKENS, "position_ids": "positions"}
+    label = f"{type(made).__name__}.forward"
+    return _TheirWhole(label, made, arguments, places, parts, missing)
+
+
+class _TheirWhole(Whole):
+    """A model of transformers, which computes as widely as its weights are."""
+
+    def bind(self, weights: Mapping[str, nn.Parameter]) -> None:
+        super().bind(weights)
+        dtype = next(iter(weights.values())).dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        with self._widened(wide):
+            for module in self.module.modules():
+                _make_tables(self.module, module, torch.device("cpu"), wide)
+
+    def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
+        with self._widened(next(self.module.parameters()).dtype):
+            return super().loss(batch)
+
+    @staticmethod
+    def _widened(dtype: torch.dtype) -> AbstractContextManager[object]:
+        return _InFloat64() if dtype == torch.float64 else nullcontext()
 
 
 def _made(

@@ -224,6 +224,8 @@ class _Loop:
             self.copies = Copies(self.rank.local, self.rank.updates, self.rank.names)
         for notice in self.rank.batches.notices:
             self.log.event("data", notice)
+        for notice in self.rank.notices:
+            self.log.event("model", notice)
         for notice in device_notices(self.rank.layout, self.rank.world.device):
             self.log.event("device", notice)
         self.log.start(

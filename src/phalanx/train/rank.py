@@ -18,7 +18,17 @@ from ..cost import step_flops
 from ..layout import Layout, LayoutError, Shape
 from ..layout.choices import FP16
 from ..layout.run import Run
-from ..parallel import Model, Unit, microbatches, on_device, refuse_mixing, share
+from ..parallel import (
+    Model,
+    Unit,
+    UntriedPieces,
+    described_whole,
+    load_model,
+    microbatches,
+    on_device,
+    refuse_mixing,
+    share,
+)
 from ..parallel.experts import cut_blocks
 from ..parallel.local import LocalModel, build_local
 from ..parallel.low_precision import matmul_named, refuse_without_kernels
@@ -90,11 +100,13 @@ class Rank:
 
     def __init__(self, world: World, run: Run, layout: Layout, *, drawn: bool = True) -> None:
         self.world, self.run, self.layout = world, run, layout
+        self.notices: list[str] = []
         with agreement(world) as facts:
             self.shape = shape_of(run)
             self.batches = batches_of(run, self.shape)
             made = maker_of(run)()
             if run.own and not world.rank:
+                self._refuse_other_forward()
                 refuse_mixing(made, layout)
             self.identity = ModelIdentity.of(made, self.shape, run.own)
             self.model: Model = cut_blocks(made, layout)
@@ -129,6 +141,15 @@ class Rank:
     def names(self) -> list[str]:
         """Names of the model's pieces."""
         return [name for name, _ in self.model.pieces]
+
+    def _refuse_other_forward(self) -> None:
+        """Compares the pieces of the user's model with its own forward, as far as a CPU can run them."""
+        try:
+            described_whole(load_model(self.run.own))
+        except UntriedPieces as error:
+            if self.world.device.type == "cpu":
+                raise
+            self.notices.append(f"pieces and forward of {self.run.own} are not compared. {error}")
 
     def _fitting_program(self) -> Program:
         # One program for all ranks, so the least of their limits.

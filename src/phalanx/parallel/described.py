@@ -1,0 +1,275 @@
+"""Compares the pieces of a description with the forward of the class that they describe.
+
+Every layout computes with the pieces, so a description that leaves out a scale, lists the blocks in
+another order or drops a residual trains another model, and all layouts agree on it. Before anything else
+the class's own forward therefore runs whole, once, on a small batch with random weights, and the pieces
+run one after the other on the same. Their outputs, the loss and every gradient must be equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..layout import LayoutError
+from ..models import IGNORED
+from .batch import DOCUMENTS
+from .model import Model
+from .probe import (
+    CallNotes,
+    ModuleCall,
+    ProbeFailed,
+    ProbeRun,
+    bind_weights,
+    error_text,
+    make_buffers,
+    probe_dtype,
+    random_weight,
+    refuse_not_finite,
+    run_pieces,
+)
+from .whole import INPUTS, TARGETS, TOKENS, Whole, valid_count
+
+_WORK = 2e11  # multiply-adds of all weights: with many of them the sequences are shorter
+_LONGEST, _SHORTEST = 16, 4  # tokens of a sequence
+# Of the largest value. Rounding makes less, also where a loss is computed in float32.
+_APART = {torch.float64: 1e-6, torch.float32: 1e-3}
+
+
+class UntriedPieces(LayoutError):
+    """Pieces that do not run on a CPU, so that they could not be compared with their class."""
+
+
+@dataclass(frozen=True)
+class _OwnRun:
+    """One forward and backward: the loss as a sum, each gradient as a number for each row."""
+
+    loss: float
+    gradients: Mapping[str, Tensor]
+
+
+def described_whole(model: Model) -> Whole | None:
+    """The class that a model describes, which computes what the pieces do; None if it has no forward.
+
+    Raises a LayoutError that names the first piece, or the first parameter, where the two differ. The
+    model's weights are replaced: make another one to go on with.
+    """
+    whole = model.whole() if model.whole else None
+    if whole is None:
+        return None
+    if whole.missing:
+        raise LayoutError(
+            f"the parameter {whole.missing[0]} of {whole.name.partition('.')[0]} is in no piece of"
+            " describe(), so no layout would train it. Give it to the piece that computes with it."
+        )
+    with torch.device("cpu"):
+        return _Comparison(model, whole).agreeing()
+
+
+class _Comparison:
+    """A description beside its class, with the same weights and the same batch."""
+
+    def __init__(self, model: Model, whole: Whole) -> None:
+        self.model, self.whole = model, whole
+        self.dtype = probe_dtype(model)
+        elements = sum(weight.numel() for weight in model.weights.values())
+        tokens = min(_LONGEST, max(_SHORTEST, int(_WORK / max(1, elements))))
+        self.batch = _batch(model, whole, tokens, self.dtype)
+        self.weights = {
+            name: nn.Parameter(random_weight(name, x.shape, self.dtype), name not in model.frozen)
+            for name, x in model.weights.items()
+        }
+        bind_weights(model, self.weights)
+        whole.bind(self.weights)
+        for module in whole.module.modules():
+            make_buffers(module)
+
+    def agreeing(self) -> Whole:
+        """The class, if its forward computes what the pieces do."""
+        try:
+            pieces = run_pieces(self.model, self.batch)
+            refuse_not_finite(pieces)
+        except Exception as error:
+            text = str(error) if isinstance(error, ProbeFailed) else error_text(error)
+            raise UntriedPieces(f"The pieces cannot be tried on one process: {text}") from error
+        last = next(iter(pieces.gave[-1].values()))
+        described = self._backward(last)
+        notes = CallNotes(self.whole.module)
+        try:
+            loss = self.whole.loss(self.batch)
+        except LayoutError:
+            raise
+        except Exception as error:
+            raise LayoutError(self._failure(notes.inside, error)) from error
+        finally:
+            notes.close()
+        if wrong := self._other_values(pieces, notes.calls):
+            raise LayoutError(f"{wrong} {self._way_out()}")
+        own = self._backward(loss)
+        mean = self._is_mean(own, described)
+        if wrong := self._other_loss(own, described, mean=mean):
+            raise LayoutError(f"{wrong} {self._way_out()}")
+        return replace(self.whole, mean=mean)
+
+    def _way_out(self) -> str:
+        if self.model.original:
+            return "Their code was not understood: this model cannot be trained."
+        return "Change describe(), or the forward, until both compute the same."
+
+    def _failure(self, inside: str, error: Exception) -> str:
+        where = f" in {inside}" if inside else ""
+        return (
+            f"{self.whole.name} cannot be run{where}: {error_text(error)}. What the pieces compute is"
+            " compared with it. A class whose forward is removed is what its pieces compute."
+        )
+
+    # ---- a run
+
+    def _backward(self, loss: Tensor) -> _OwnRun:
+        """Each gradient is multiplied by a fixed vector and given back at once, so little is held."""
+        gradients: dict[str, Tensor] = {}
+        hooks: list[Any] = []
+        for name, weight in self.weights.items():
+            if weight.requires_grad:
+                register: Any = weight.register_post_accumulate_grad_hook
+                hooks.append(register(_Collector(name, gradients)))
+        if loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
+        for hook in hooks:
+            hook.remove()
+        return _OwnRun(float(loss.detach()), gradients)
+
+    # ---- differences, in the order in which a forward makes them
+
+    def _other_order(self, ran: list[int], listed: list[int]) -> str:
+        """Names the first piece that the class's forward runs at another place; "" if there is none."""
+        names = [name for name, _ in self.model.pieces]
+        for own, ours in zip(ran, listed, strict=False):
+            if own != ours:
+                return (
+                    f"{self.whole.name} runs {names[own]} where the list of pieces has {names[ours]}:"
+                    " pieces stand in the order in which the forward runs them."
+                )
+        if more := ran[len(listed) :]:
+            return (
+                f"{self.whole.name} runs {names[more[0]]} once more than the list of pieces has it."
+            )
+        if less := listed[len(ran) :]:
+            return f"{self.whole.name} runs {names[less[0]]} less often than the list of pieces has it."
+        return ""
+
+    def _other_values(self, pieces: ProbeRun, calls: list[ModuleCall]) -> str:
+        """Names the first piece that runs, takes or gives something else in the class's forward."""
+        numbers = {part: number for number, part in self.whole.parts.items()}
+        own = [call for call in calls if call.module in numbers]
+        ran = [numbers[call.module] for call in own]
+        # A forward may do the work of a piece without calling it: then its results are compared.
+        listed = [numbers[part] for part in self.whole.parts.values() if numbers[part] in ran]
+        if wrong := self._other_order(ran, listed):
+            return wrong
+        places = [number for number, part in self.whole.parts.items() if numbers[part] in ran]
+        for number, call in zip(places, own, strict=True):
+            name = self.model.pieces[number][0]
+            if number:
+                before = self.model.pieces[number - 1][0]
+                if apart := self._apart(call.took, pieces.gave[number - 1].get("x")):
+                    return (
+                        f"{name} takes something else in {self.whole.name} than what {before} gives"
+                        f" as a piece ({apart}): what the forward computes between the two, such as a"
+                        " scale or a residual, is in no piece."
+                    )
+            given = call.gave.get("x", call.gave.get("0"))
+            if apart := self._apart(given, pieces.gave[number].get("x")):
+                return (
+                    f"{name} gives something else in {self.whole.name} than as a piece ({apart}), from"
+                    " the same activations: the forward calls it with other arguments."
+                )
+        return ""
+
+    def _other_loss(self, own: _OwnRun, described: _OwnRun, *, mean: bool) -> str:
+        """Compares the loss, then each gradient from the last weight to the first."""
+        count = valid_count(self.batch)
+        factor = count if mean else 1
+        if not self._close(own.loss * factor, described.loss):
+            return (
+                f"the pieces have a loss of {described.loss:.10g}, summed over {count} tokens, and"
+                f" {self.whole.name} one of {own.loss:.10g}, which is neither this sum nor its mean."
+            )
+        for name in reversed(self.weights):
+            want = own.gradients.get(name)
+            got = described.gradients.get(name)
+            if want is None and got is None:
+                continue
+            size = self.weights[name].shape[0] if self.weights[name].dim() else 1
+            zeros = torch.zeros(size, dtype=self.dtype)
+            want = zeros if want is None else want * factor
+            if apart := self._apart(want, zeros if got is None else got):
+                return (
+                    f"the gradient of {name} is another one by {self.whole.name} than by the pieces"
+                    f" ({apart}), though their losses are equal."
+                )
+        return ""
+
+    def _is_mean(self, own: _OwnRun, described: _OwnRun) -> bool:
+        count = valid_count(self.batch)
+        summed = self._close(own.loss, described.loss)
+        return not summed and self._close(own.loss * count, described.loss)
+
+    def _close(self, a: float, b: float) -> bool:
+        return abs(a - b) <= _APART[self.dtype] * max(abs(a), abs(b))
+
+    def _apart(self, own: Tensor | None, ours: Tensor | None) -> str:
+        """How far two tensors are apart, and where; "" if they are equal up to rounding."""
+        if own is None or ours is None or not own.is_floating_point() or not ours.dim():
+            return ""  # no activations: tokens, or a loss
+        if own.shape != ours.shape:
+            return f"of shape {list(own.shape)} and {list(ours.shape)}"
+        difference = (own.detach() - ours.detach()).abs()
+        scale = float(ours.detach().abs().max().clamp_min(1e-30))
+        worst = float(difference.max())
+        if worst <= _APART[self.dtype] * scale:
+            return ""
+        at = [int(i) for i in torch.unravel_index(difference.argmax(), difference.shape)]
+        return f"{worst / scale:.2g} of the largest value at {at}"
+
+
+def _batch(model: Model, whole: Whole, tokens: int, dtype: torch.dtype) -> Mapping[str, Tensor]:
+    """Two sequences with targets that count nothing, and with two documents if the forward takes them."""
+    draw = torch.Generator().manual_seed(0)
+    shape, entries = model.shape, set(whole.arguments.values())
+    if shape is not None and shape.kind == "mlp":
+        return {INPUTS: torch.randn(2, shape.hidden, generator=draw, dtype=dtype)}
+    length = min(tokens, shape.sequence) if shape else tokens
+    ids = torch.randint(shape.vocab if shape else 2, (2, 2, length), generator=draw)
+    targets = ids[1]
+    targets[1, : length // 4] = IGNORED
+    positions = torch.arange(length).repeat(2, 1)
+    batch = {TOKENS: ids[0], TARGETS: targets, "positions": positions}
+    if DOCUMENTS in entries:
+        second = positions >= length // 2
+        second[0] = False
+        batch[DOCUMENTS] = second.long()
+        if "positions" in entries:
+            positions[second] -= length // 2
+    return batch
+
+
+class _Collector:
+    """Multiplies a gradient with a fixed vector along its last dim, keeps that, and frees the gradient."""
+
+    def __init__(self, name: str, gradients: dict[str, Tensor]) -> None:
+        self.name, self.gradients = name, gradients
+
+    def __call__(self, weight: Tensor) -> None:
+        gradient = weight.grad
+        assert gradient is not None
+        width = gradient.shape[-1] if gradient.dim() else 1
+        generator = torch.Generator().manual_seed(width)
+        vector = torch.randn(width, generator=generator, dtype=gradient.dtype)
+        rows = gradient.reshape(-1, width) if gradient.dim() > 1 else gradient.reshape(-1, 1)
+        self.gradients[self.name] = rows @ vector if gradient.dim() > 1 else rows.flatten()
+        weight.grad = None

@@ -1,0 +1,184 @@
+"""A trial run of a model's pieces on a CPU: one small batch, and weights that hide nothing.
+
+Two refusals are found out so before a layout starts: modules that mix tokens (`mixing.py`), and
+descriptions that compute something else than the class they describe (`described.py`). Weights are
+random, and large ones overlap in memory, so that a trial holds little.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .batch import DOCUMENTS
+from .model import Model
+from .whole import TARGETS, TOKENS
+
+_PLAIN = 1 << 20  # elements up to which a weight has memory of its own
+_NARROW = 1e8  # weights from which on a trial computes in float32
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """A call of a module: the first tensor that it took, and what it gave."""
+
+    path: str
+    module: nn.Module
+    took: Tensor | None
+    gave: Mapping[str, Tensor]
+
+
+@dataclass
+class ProbeRun:
+    """The pieces run one after the other: what each gave, and the calls in it as they ended."""
+
+    gave: list[Mapping[str, Tensor]] = field(default_factory=list)
+    calls: list[list[ModuleCall]] = field(default_factory=list)
+
+
+def probe_dtype(model: Model) -> torch.dtype:
+    """The dtype of a trial: float64, unless the weights are many."""
+    elements = sum(weight.numel() for weight in model.weights.values())
+    return torch.float64 if elements < _NARROW else torch.float32
+
+
+def frozen_parameters(tensors: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
+    return {name: nn.Parameter(x, requires_grad=False) for name, x in tensors.items()}
+
+
+def random_weight(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """A weight that hides nothing: none of it is 0, whatever the model would start with."""
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
+    draw = torch.Generator().manual_seed(seed)
+    if shape.numel() <= _PLAIN:
+        x = torch.randn(shape, generator=draw, dtype=dtype)
+    else:  # element [i, j, ...] is number i + j + ...
+        line = torch.randn(sum(shape), generator=draw, dtype=dtype)
+        x = line.as_strided(shape, (1,) * len(shape))
+        line *= shape[0] ** 0.5 / shape.numel() ** 0.5
+        return x
+    return 1 + 0.1 * x if len(shape) < 2 else x * (shape[0] / shape.numel()) ** 0.5
+
+
+def bind_weights(model: Model, weights: Mapping[str, nn.Parameter]) -> None:
+    """Put weights into the modules in place of those on meta, and make their buffers."""
+    names = {parameter: name for name, parameter in model.weights.items()}
+    for _, piece in model.pieces:
+        for module in piece.modules():
+            for key, parameter in list(module._parameters.items()):
+                if parameter is not None:
+                    module._parameters[key] = weights[names[parameter]]
+            make_buffers(module)
+
+
+def make_buffers(module: nn.Module) -> None:
+    buffers = {key: x for key, x in module._buffers.items() if x is not None}
+    for key, x in buffers.items():
+        if x.is_meta:
+            module._buffers[key] = torch.empty(x.shape, dtype=x.dtype)
+    reset = getattr(module, "reset_buffers", None)
+    if buffers and callable(reset):
+        reset()
+
+
+def probe_batch(model: Model, tokens: int) -> Mapping[str, Tensor]:
+    """One sequence, with all that a batch of text may have."""
+    draw = torch.Generator().manual_seed(0)
+    vocab = model.shape.vocab if model.shape else 2
+    ids = torch.randint(vocab, (2, 1, tokens), generator=draw)
+    positions = torch.arange(tokens).expand(1, -1)
+    batch = {TOKENS: ids[0], TARGETS: ids[1], "positions": positions}
+    return {**batch, DOCUMENTS: torch.zeros(1, tokens, dtype=torch.int64)}
+
+
+def refuse_not_finite(run: ProbeRun) -> None:
+    """Raise if a piece gives values that cannot be compared."""
+    for gave in run.gave:
+        if not all(bool(x.isfinite().all()) for x in gave.values()):
+            raise ValueError("with random weights it gives values that are not finite")
+
+
+def error_text(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+
+
+class ProbeFailed(RuntimeError):
+    """A module that raised, and what."""
+
+
+def run_pieces(model: Model, batch: Mapping[str, Tensor]) -> ProbeRun:
+    """The pieces one after the other, as `Piece.forward` calls them, with every call noted down."""
+    run, bundle = ProbeRun(), dict[str, Tensor]()
+    for number, (prefix, piece) in enumerate(model.pieces):
+        takes = model.takes(number)
+        names = takes if not number or takes[0] in bundle else ("x", *takes[1:])
+        mine = [bundle[name] for name in names[:1] if name in bundle]
+        more = {n: x for n, x in bundle.items() if n in names[len(mine) :]}
+        named = {n: x for n, x in batch.items() if n in names and n not in bundle}
+        notes = CallNotes(piece)
+        try:
+            gave = tensors_of(piece(*mine, **more, **named))
+        except Exception as error:
+            raise ProbeFailed(
+                f"{prefix}.{notes.inside}".rstrip(".") + f": {error_text(error)}"
+            ) from error
+        finally:
+            notes.close()
+        bundle = {n: x for n, x in bundle.items() if n not in names} | gave
+        run.gave.append(gave)
+        run.calls.append(notes.calls)
+    return run
+
+
+class CallNotes:
+    """The calls of all modules of a piece while it runs."""
+
+    def __init__(self, piece: nn.Module) -> None:
+        self.calls: list[ModuleCall] = []
+        self._open: list[str] = []
+        self._handles: list[Any] = []
+        for path, module in piece.named_modules():
+            enter, leave = partial(self._enter, path), partial(self._leave, path)
+            self._handles += [
+                module.register_forward_pre_hook(enter, with_kwargs=True),
+                module.register_forward_hook(leave, with_kwargs=True),
+            ]
+
+    @property
+    def inside(self) -> str:
+        """The innermost module that has not ended."""
+        return self._open[-1] if self._open else ""
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(self, path: str, module: nn.Module, args: Any, named: Any) -> None:
+        self._open.append(path)
+
+    def _leave(
+        self, path: str, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], out: Any
+    ) -> None:
+        self._open.pop()
+        took = next((x for x in (*args, *named.values()) if isinstance(x, Tensor)), None)
+        self.calls.append(ModuleCall(path, module, took, tensors_of(out)))
+
+
+def tensors_of(out: Any) -> dict[str, Tensor]:
+    """The tensors of an output by name; one alone is x."""
+    if isinstance(out, Tensor):
+        return {"x": out}
+    items = (
+        out.items()
+        if isinstance(out, Mapping)
+        else enumerate(out)
+        if isinstance(out, tuple)
+        else ()
+    )
+    return {str(key): x for key, x in items if isinstance(x, Tensor)}
