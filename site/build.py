@@ -25,6 +25,7 @@ import tempfile
 import zipfile
 from collections import Counter
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 
@@ -224,8 +225,9 @@ def lecture(path: Path) -> None:
 
 
 def verification_wall(out: Path) -> None:
-    """What `wall.py` measured, with its dates."""
-    parts = wall.page(json.loads(wall.FILE.read_text()))
+    """The page of what `wall.py` measured, with its age on the day that the page is built."""
+    today = datetime.now(UTC).date()
+    parts = wall.page(json.loads(wall.FILE.read_text()), today)
     page = frame("Verification wall", _STYLE, navigation(), *parts, narrow=False)
     (out / "wall.html").write_text(page, encoding="utf-8")
 

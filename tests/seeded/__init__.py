@@ -1,7 +1,7 @@
 """Seeded faults: mistakes put into the engine on purpose. `make faults` lists what `verify` says."""
 
 from . import eight_bits, engine, matrices, narrow, order, routed, steps
-from .catch import Catch, catch, setting_of, trained, truth, verdict_of
+from .catch import Catch, catch, refusal_of, setting_of, trained, truth, verdict_of
 from .fault import FAULTS, HALVES, Fault, swapped
 
 # Importing each enters its faults into the list.
@@ -14,6 +14,7 @@ __all__ = [
     "Catch",
     "Fault",
     "catch",
+    "refusal_of",
     "setting_of",
     "swapped",
     "trained",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from math import nan
 
+from phalanx.comm import RankFailed
 from phalanx.comm.launch import workers
 from phalanx.layout import Layout, Shape
 from phalanx.layout.choices import COMPARED
@@ -30,7 +32,11 @@ from .fault import Fault
 
 @dataclass(frozen=True)
 class Catch:
-    """What became of a fault: what verify says, and how far the losses alone are off."""
+    """What became of a fault: what verify says, and how far the losses alone are off.
+
+    A fault is caught by a difference or by a refusal of ours. An accident of the patched code, as a
+    NameError, catches nothing.
+    """
 
     fault: str
     layout: str
@@ -105,8 +111,15 @@ def catch(fault: Fault, dtype: str) -> Catch:
     setting = setting_for(layout, setting)
     cuts = sums_of(layout) if layout.matmul else None
     known = truth(fault.shape, dtype, by, fault.packed, dropout, layout.matmul, cuts, fault.z_loss)
-    with fault.patch():
-        got = trained(layout, shape, setting, dropout, fault.z_loss)
+    try:
+        with fault.patch():
+            got = trained(layout, shape, setting, dropout, fault.z_loss)
+    except Exception as error:
+        says = refusal_of(error)
+        caught, said = bool(says), says or f"an accident: {_first_error(error)}"
+        return Catch(
+            fault.name, str(layout), caught, caught and fault.names in says, said, nan, nan
+        )
     verdict = judge(layout, got, known, setting)
     pairs = [(a.loss, b.loss) for a, b in zip(got.steps, known.trace.steps, strict=True)]
     losses = [abs(a / b - 1) if b else abs(a) for a, b in pairs]  # a step may have no targets
@@ -114,3 +127,26 @@ def catch(fault: Fault, dtype: str) -> Catch:
         fault.name, verdict.layout, not verdict.passed, fault.names in verdict.first_difference,
         verdict.first_difference, losses[0], max(losses),
     )  # fmt: skip
+
+
+def refusal_of(error: Exception) -> str:
+    """The text of an error that phalanx raises because it has seen something wrong; "" for an accident,
+    as a NameError or a shape that does not fit: these say nothing about what `verify` can see."""
+    text = _first_error(error)
+    kind = text.partition(":")[0]
+    ours = {each.__name__ for each in _below(Exception) if each.__module__.startswith("phalanx.")}
+    return text if kind in ours else ""
+
+
+def _below(error: type[Exception]) -> Iterator[type[Exception]]:
+    """All subclasses of an error."""
+    for each in error.__subclasses__():
+        yield each
+        yield from _below(each)
+
+
+def _first_error(error: Exception) -> str:
+    """An error in one line that begins with its type; of ranks that failed, the first rank's."""
+    if isinstance(error, RankFailed):
+        return error.reports[0].error.partition("\n")[0]
+    return f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -14,7 +14,7 @@ from torch import Generator, Tensor
 
 from adversary import late_worlds
 from phalanx.cli.main import main
-from phalanx.comm import RankFailed, World
+from phalanx.comm import CommMisuse, RankFailed, World, regions
 from phalanx.comm.launch import launch
 from phalanx.layout import Layout, Shape, legal
 from phalanx.parallel import Model, build_model
@@ -253,6 +253,32 @@ OF_THE_SCALE = [f for f in FAULTS if f.dtypes == ("float16",) and f.name not in 
 def test_a_fault_of_the_loss_scale_is_none_in_bfloat16(fault: Fault) -> None:
     """Which has no loss scale: what is caught in float16 is the scale and nothing beside it."""
     assert not catch(fault, "bfloat16").caught
+
+
+def _unlisted(error: Exception) -> Fault:
+    """A fault whose code raises an error as soon as the engine comes past it."""
+
+    def wrong(*args: object) -> None:
+        raise error
+
+    row = next(each for each in FAULTS if each.name.startswith("row region"))
+    return replace(row, name="unlisted", patch=lambda: swapped(regions, "reduce", wrong), names="")
+
+
+@pytest.mark.parametrize(
+    "error", [NameError("name 'x' is not defined"), RuntimeError("shapes (3) and (4) do not match")]
+)
+def test_an_accident_in_a_seeded_fault_catches_nothing(error: Exception) -> None:
+    seen = catch(_unlisted(error), "float64")
+    assert not seen.caught
+    assert not seen.named
+    assert str(error) in seen.first_difference
+
+
+def test_a_refusal_of_ours_catches_a_seeded_fault() -> None:
+    seen = catch(_unlisted(CommMisuse("the parts of two ranks differ in size")), "float64")
+    assert seen.caught
+    assert seen.first_difference.startswith("CommMisuse: the parts of two ranks differ in size")
 
 
 def test_a_replacement_by_a_rank_that_is_a_thread_is_refused() -> None:
