@@ -394,7 +394,8 @@ def main() -> int:
     if args.device == "cuda" and not gpus:
         print("no GPU that torch can use; `--device cpu` shows that the commands work.")
         return 2
-    path = os.pathsep.join([str(TREE / "src"), os.environ.get("PYTHONPATH", "")])
+    sources = [str(TREE / "src"), str(TREE / "torch-shm" / "src")]
+    path = os.pathsep.join([*sources, os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path.rstrip(os.pathsep), "PYTHONUNBUFFERED": "1"}
     out = Path(args.out)
     out.parent.mkdir(parents=True, exist_ok=True)

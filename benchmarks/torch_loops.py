@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
-from phalanx.comm.shm import backend as shm
+import torch_shm
 from phalanx.layout import Run
 from phalanx.models import Decoder
 from phalanx.train.rank import batches_of
@@ -195,7 +195,7 @@ class DtensorShm(Dtensor):
     """The same over phalanx's backend for processes of one machine."""
 
     def mesh(self) -> DeviceMesh:
-        group = dist.new_group(backend=shm.SHM)
+        group = dist.new_group(backend=torch_shm.NAME)
         assert group is not None
         return DeviceMesh.from_group(group, "cpu")
 

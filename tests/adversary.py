@@ -23,7 +23,6 @@ from torch import Tensor
 
 from phalanx.comm import CommMisuse, Group
 from phalanx.comm.base import Work
-from phalanx.comm.settle import Call
 from phalanx.comm.threads import (
     Hub,
     Meeting,
@@ -32,6 +31,7 @@ from phalanx.comm.threads import (
     ThreadWorld,
     run_threads,
 )
+from torch_shm.calls import Call
 
 
 @dataclass(eq=False)

@@ -98,7 +98,8 @@ def clone(tmp_path: Path) -> Path:
 def _environment(clone: Path) -> dict[str, str]:
     path = f"{clone / '.venv' / 'bin'}:{os.environ['PATH']}"
     inherited = os.environ.get("PYTHONPATH", "")
-    return os.environ | {"PATH": path, "PYTHONPATH": f"{ROOT / 'src'}:{inherited}", "COLUMNS": "80"}
+    sources = f"{ROOT / 'src'}:{ROOT / 'torch-shm' / 'src'}:{inherited}"
+    return os.environ | {"PATH": path, "PYTHONPATH": sources, "COLUMNS": "80"}
 
 
 @pytest.mark.parametrize("page", _pages(_commands))

@@ -121,6 +121,19 @@ def _loaded(program: str) -> set[str]:
     return set(done.stdout.splitlines()[-1].split())
 
 
+def test_torch_shm_stands_alone() -> None:
+    allowed = {*sys.stdlib_module_names, "torch"}
+    for path in sorted((ROOT / "torch-shm" / "src").rglob("*.py")):
+        for node in ast.walk(_tree(path)):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module or ""]
+            assert {name.split(".")[0] for name in names} <= allowed, _where(path, node)
+    loaded = _loaded("import torch_shm")
+    assert "torch" in loaded
+    assert "phalanx" not in loaded
+
+
 def test_the_lower_levels_never_load_torch() -> None:
     modules = [
         ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts)
@@ -341,14 +354,15 @@ def test_few_lines_are_kept_from_the_formatter() -> None:
 
 def test_files_of_tests_have_names_of_their_own() -> None:
     # pytest imports them by their last name: two of one name end the collection.
-    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    folders = (ROOT / "tests", ROOT / "torch-shm" / "tests")
+    names = [path.name for folder in folders for path in folder.rglob("test_*.py")]
     assert sorted(name for name in set(names) if names.count(name) > 1) == []
 
 
 def test_no_path_of_one_machine_is_in_the_tree() -> None:
     homes = [str(path) for path in (ROOT, Path.home()) if len(path.parts) > 2]
     pattern = re.compile("|".join([*map(re.escape, homes), r"/(?:home|Users)/[a-z]\w*/"]))
-    kept = ("src", "tests", "docs", "benchmarks", ".ci")
+    kept = ("src", "torch-shm", "tests", "docs", "benchmarks", ".ci")
     files = [p for name in kept for p in (ROOT / name).rglob("*") if p.is_file()]
     files += [p for p in ROOT.iterdir() if p.is_file()]
     wrong = []

@@ -26,11 +26,23 @@ def test_a_wheel_in_a_new_environment_draws_plans_verifies_and_shows_the_lab(
     tmp_path: Path,
 ) -> None:
     pip = (sys.executable, "-m", "pip")
-    _run(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path, ROOT, folder=tmp_path)
+    trees = (ROOT, ROOT / "torch-shm")
+    for tree in trees:
+        _run(
+            *pip,
+            "wheel",
+            "--no-deps",
+            "--no-build-isolation",
+            "-w",
+            tmp_path,
+            tree,
+            folder=tmp_path,
+        )
     _run(sys.executable, "-m", "venv", tmp_path / "new", folder=tmp_path)
     python = tmp_path / "new" / "bin" / "python"
-    wheel = next(tmp_path.glob("phalanx-*.whl"))
-    _run(python, "-m", "pip", "install", "--no-deps", wheel, folder=tmp_path)
+    wheels = sorted(tmp_path.glob("*.whl"))
+    assert len(wheels) == len(trees)
+    _run(python, "-m", "pip", "install", "--no-deps", *wheels, folder=tmp_path)
     # What it depends on is lent from here; its own files are the wheel's.
     purelib = _run(
         python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])", folder=tmp_path
@@ -39,6 +51,8 @@ def test_a_wheel_in_a_new_environment_draws_plans_verifies_and_shows_the_lab(
     lent.write_text(sysconfig.get_paths()["purelib"] + "\n")
     where = _run(python, "-c", "import phalanx; print(phalanx.__file__)", folder=tmp_path)
     assert Path(where.strip()).is_relative_to(tmp_path / "new")
+    memory = _run(python, "-c", "import torch_shm; print(torch_shm.__file__)", folder=tmp_path)
+    assert Path(memory.strip()).is_relative_to(tmp_path / "new")
     phalanx = tmp_path / "new" / "bin" / "phalanx"
     assert "bubble" in _run(phalanx, "draw", "1f1b", folder=tmp_path)
     _run(phalanx, "draw", "1f1b", "--out", "step.html", folder=tmp_path)

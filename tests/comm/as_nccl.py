@@ -21,11 +21,11 @@ import torch.distributed as dist
 from phalanx.comm import Group, World, process, workers
 from phalanx.comm.base import Work
 from phalanx.comm.process import Pending, ProcessWorld, TorchGroup
-from phalanx.comm.settle import Call
 from phalanx.layout import Layout
 from phalanx.parallel import build_model, open_groups
 from phalanx.train.program import program_of
 from phalanx.verify import SHAPES
+from torch_shm.calls import Call
 
 
 class AsNccl(ProcessWorld):

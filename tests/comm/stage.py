@@ -14,10 +14,11 @@ import threading
 import torch
 
 from phalanx.comm.base import World
-from phalanx.comm.shm import arena as arenas
-from phalanx.comm.shm import local
-from phalanx.comm.shm.arena import Arena, Extent, Reserved
-from phalanx.comm.shm.lines import Collectives
+from phalanx.comm.shm import ShmWorld
+from torch_shm import arena as arenas
+from torch_shm.arena import Arena, Extent, Reserved
+from torch_shm.lines import Collectives
+from torch_shm.world import SharedWorld
 
 CHUNK = 1 << 16
 
@@ -131,15 +132,23 @@ class _Watch:
         raise AssertionError(text)
 
 
-class Member(local.ShmWorld):
+class Member(ShmWorld):
     """One rank of a stage: a world over the arena that all members of this process map."""
 
     def __init__(self, stage, reserved, rank):
         World.__init__(self, rank, stage.size, torch.device("cpu"))
-        self._arena = Arena(reserved.path, reserved.extent, rank)
-        self._arena.words = Words(self._arena.words, stage, rank, _headers(self._arena))
-        self._watch = _Watch(stage, rank)
-        self._everyone = Collectives(self._arena, 0, "the world", tuple(range(self.size)), 0)
+        self._shared = Shared(stage, reserved, rank)
+
+
+class Shared(SharedWorld):
+    """The memory of a member, whose waits hand the baton on."""
+
+    def __init__(self, stage, reserved, rank):
+        self.rank, self.size = rank, stage.size
+        self.arena = Arena(reserved.path, reserved.extent, rank)
+        self.arena.words = Words(self.arena.words, stage, rank, _headers(self.arena))
+        self.watch = _Watch(stage, rank)
+        self._everyone = Collectives(self.arena, 0, "the world", tuple(range(self.size)), 0)
         self._lines, self._segments, self._splits = {}, {}, 0
         # The baton is handed on while calls are moved.
         self._lock = contextlib.nullcontext()
@@ -169,7 +178,7 @@ def perform(fn, size, order, *args, reads=False):
     try:
         members = [Member(stage, reserved, rank) for rank in range(size)]
         for member in members:
-            member._arena.processes = [os.getpid()] * (size * reads)
+            member._shared.arena.processes = [os.getpid()] * (size * reads)
         return stage.run(lambda rank: fn(members[rank], *args))
     finally:
         reserved.close()

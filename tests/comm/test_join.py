@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import phalanx
+import torch_shm
 from phalanx.comm import CommMisuse, join
 from phalanx.layout.environment import EnvironmentMistake, Rendezvous, node_command, rendezvous
 
@@ -40,7 +41,8 @@ def test_a_process_that_nothing_started_is_alone():
 
 def test_a_tree_that_is_not_installed_joins_and_knows_its_version():
     """Its only way to phalanx is PYTHONPATH, as on a machine where nothing may be installed."""
-    source = str(Path(phalanx.__file__).parents[1])
+    packages = (phalanx, torch_shm)
+    source = os.pathsep.join(str(Path(package.__file__).parents[1]) for package in packages)
     code = (
         "import importlib.metadata as m\n"
         "def missing(name): raise m.PackageNotFoundError(name)\n"

@@ -15,9 +15,9 @@ from group_cases import DTYPES, EXACT, KINDS, REDUCING, Step, meaningful
 from rank_threads import threads_of
 
 from phalanx.comm import OPS, CommMisuse, launch, workers
-from phalanx.comm.shm import arena, direct
-from phalanx.comm.shm.local import ShmWorld
-from phalanx.comm.shm.watch import READS
+from phalanx.comm.shm import ShmWorld
+from torch_shm import arena, direct
+from torch_shm.watch import READS
 
 SIZES = (0, 1, 7, 64, 1000, 20_000)
 
@@ -227,7 +227,7 @@ def in_a_filled_file(world):
     group.send(x, 1 - world.rank)
     out = torch.zeros_like(x)
     group.receive(out, 1 - world.rank)
-    left = [name for name in os.listdir("/dev/shm") if name.startswith("phalanx")]
+    left = [name for name in os.listdir("/dev/shm") if name.startswith("torch-shm")]
     return out.sum().item(), left
 
 
@@ -253,7 +253,9 @@ def laid_down(world, kind, made):
     else:
         group.all_gather(whole, part, still=kind == "still")
     group.barrier()
-    slots = [group._collectives.view(group.rank, turn, 0, 100, torch.float32) for turn in (0, 1)]
+    slots = [
+        group._shared._collectives.view(group.rank, turn, 0, 100, torch.float32) for turn in (0, 1)
+    ]
     return int(sum(slot.count_nonzero() for slot in slots))
 
 
@@ -265,7 +267,7 @@ def ordinary(world):
 def copied(world):
     """As where no process may read another's memory."""
     if isinstance(world, ShmWorld):
-        world._arena.processes = []
+        world._shared.arena.processes = []
     return ordinary(world)
 
 
@@ -290,15 +292,16 @@ def test_what_is_only_moved_is_read_where_it_lies(kind):
 
 
 def reading(world):
-    return len(world._arena.processes) == world.size
+    return len(world._shared.arena.processes) == world.size
 
 
 def one_refused(world):
     """The processes that may be read where rank 1 has noted that it cannot read the others."""
     if world.rank == 1:
-        world._arena.words[(world._arena.page(1) >> 3) + READS] = 0
+        arena = world._shared.arena
+        arena.words[(arena.page(1) >> 3) + READS] = 0
     world.split("all", [range(world.size)]).barrier()
-    return world._watch.processes()
+    return world._shared.watch.processes()
 
 
 def test_where_one_rank_may_not_read_the_others_none_does():

@@ -13,12 +13,12 @@ from group_cases import one_process
 from stage import CHUNK, perform
 
 from phalanx.comm import CommError
-from phalanx.comm.settle import Call
-from phalanx.comm.shm import lines
-from phalanx.comm.shm.arena import LINE, Arena, Extent
-from phalanx.comm.shm.lines import Collectives, Inbox, LineWork, Outbox, Receives
-from phalanx.comm.shm.local import ShmWorld
-from phalanx.comm.shm.rounds import SMALL
+from torch_shm import lines
+from torch_shm.arena import LINE, Arena, Extent
+from torch_shm.calls import Call
+from torch_shm.lines import Collectives, Inbox, LineWork, Outbox, Receives
+from torch_shm.rounds import SMALL
+from torch_shm.world import SharedWorld
 
 F = torch.float32
 # Elements: within the small sums, within a chunk, and several chunks.
@@ -352,8 +352,8 @@ def test_a_message_that_came_before_its_sender_left_is_received_by_calls_that_no
 ):
     # The thread that moves them found the sender gone, and did not look for messages again.
     (mine, other), _ = traced
-    world = ShmWorld.__new__(ShmWorld)
-    world._lines, world._lock, world._watch = {}, contextlib.nullcontext(), Left()
+    world = SharedWorld.__new__(SharedWorld)
+    world._lines, world._lock, world.watch = {}, contextlib.nullcontext(), Left()
     x, line = torch.zeros(3), Receives(mine, [Inbox(mine, 1)], 0)
     first = world.begin(line, Call("receive", x, at=1))
     Outbox(other, 0).send(Call("send", torch.full((3,), 5.0), at=0))
@@ -390,18 +390,19 @@ def letters_for_ever(world):
     late = torch.zeros(1)
     for round_ in range(4):
         group = world.split(f"w{round_}", [range(2)])
-        group.send_tagged(torch.tensor([float(round_)]), 1 - group.rank, 7)
+        peer = 1 - group.rank
+        group._shared.begin(Call("send", torch.tensor([float(round_)]), at=peer), tag=7)
         for k in range(100):
             x = torch.full((100_000,), float(k))
             group.send(x, 1 - group.rank)
             group.receive(x, 1 - group.rank)
             assert x[0] == x[-1] == k
             if k == 50:
-                group.receive_tagged(late, 1 - group.rank, 7).wait()
+                group._shared.begin(Call("receive", late, at=peer), tag=7).wait()
                 assert late.item() == round_
         world.clear()
-    heap = world._arena.heap
-    return heap._next - world._arena.page(world.rank)
+    arena = world._shared.arena
+    return arena.heap._next - arena.page(world.rank)
 
 
 def test_the_room_of_letters_is_used_again_and_not_before_they_are_read():

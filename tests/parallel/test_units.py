@@ -13,7 +13,7 @@ from adversary import late
 from phalanx.comm import World
 from phalanx.comm.base import Work
 from phalanx.comm.launch import launch
-from phalanx.comm.shm.local import ShmWorld
+from phalanx.comm.shm import ShmWorld
 from phalanx.layout import Layout, Shape
 from phalanx.parallel import Precision, build_model, cut_weights, microbatches, share
 from phalanx.parallel.data import PlainUnit
@@ -137,7 +137,7 @@ def of_shared_memory(world: World, text: str) -> list[bool]:
     assert isinstance(world, ShmWorld)
     flat = [u.home for u in held.units.values()]
     flat += [buffer for waiting in held.pool.free.values() for buffer in waiting]
-    return [world._arena.place(buffer) >= 0 for buffer in flat]
+    return [world._shared.arena.place(buffer) >= 0 for buffer in flat]
 
 
 @pytest.mark.parametrize("text", ["dp2", "dp2 zero1", "dp2 zero3"])

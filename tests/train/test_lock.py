@@ -24,11 +24,11 @@ from loop_worlds import records, small, trained
 from phalanx.cli.main import main
 from phalanx.cli.train import _passed_on
 from phalanx.comm import RankFailed
-from phalanx.comm.shm.watch import process_state
 from phalanx.train import lock
 from phalanx.train.checkpoint import steps
 from phalanx.train.checkpoint_format import verify_checkpoint
 from phalanx.train.lock import Owner, RunLocked, hold_as_rank, hold_run, owner_of, unshared
+from torch_shm.watch import process_state
 
 CODE = "import sys; from phalanx.cli.main import main; sys.exit(main(sys.argv[1:]))"
 SMALL = [

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from phalanx.comm import Group, Work, World
 from phalanx.comm.launch import launch
-from phalanx.comm.settle import Call
 from phalanx.layout import Layout
 from phalanx.parallel import build_model, microbatches
 from phalanx.parallel.data import Then
@@ -32,6 +31,7 @@ from phalanx.train.executor import Executor, StepClock
 from phalanx.train.optimizer import AdamW
 from phalanx.train.program import program_of
 from phalanx.verify import SHAPES, batch_of
+from torch_shm.calls import Call
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

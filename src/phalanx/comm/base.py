@@ -2,7 +2,7 @@
 
 A `Group` checks its arguments, makes a `Call` of them, and hands it to `_begin`, the only method that
 a backend has to write; `Group` itself is a group of one. How the bytes travel is not here; what each
-collective computes is in `settle.py`.
+collective computes is in `torch_shm/settle.py`.
 """
 
 import threading
@@ -13,24 +13,20 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from phalanx.comm.settle import ROOTED, Call, settle
 from phalanx.hang.positions import WAITS, Positions
-
-OPS = ("sum", "average", "min", "max", "product")
-_NOTHING = torch.empty(0)
-
-
-class CommError(RuntimeError):
-    """Something between the ranks went wrong; the text says where and who."""
-
-
-class CommMisuse(CommError, ValueError):
-    """A call that cannot be right, refused before anything is sent."""
+from torch_shm.calls import NOTHING, Call, check, equal_splits
+from torch_shm.calls import OPS as OPS
+from torch_shm.calls import CommError as CommError
+from torch_shm.calls import CommMisuse as CommMisuse
+from torch_shm.calls import Work as Work
+from torch_shm.calls import disagreement as disagreement
+from torch_shm.calls import named as named
+from torch_shm.calls import split_call as split_call
+from torch_shm.settle import settle
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -95,22 +91,6 @@ class RankFailed(CommError):
         self.exit_code = first.exit_code or 1
 
 
-class Work:
-    """A call under way. This plain one is already complete."""
-
-    def wait(self) -> None:
-        """Return when the tensors of the call may be read and written again."""
-
-    def done(self) -> bool:
-        """True when `wait` would return at once."""
-        return True
-
-
-def split_call(name: str, groups: Sequence[tuple[int, ...]]) -> Call:
-    """The call that a split begins with: all ranks name the same groups."""
-    return Call("split", _NOTHING, op=f"{name!r} into {[list(group) for group in groups]}")
-
-
 class RecordedCall(Work):
     """A call that has been written down: who waits for it is seen to."""
 
@@ -126,27 +106,6 @@ class RecordedCall(Work):
 
     def done(self) -> bool:
         return self.work.done()
-
-
-def disagreement(number: int, name: str, sides: Sequence[tuple[int, str]]) -> str:
-    """The sentence about calls of two ranks that do not match."""
-    calls = ", ".join(f"rank {rank} is in {call}" for rank, call in sides)
-    return (
-        f"the ranks disagree on call {number} of {name}: {calls}. "
-        "Every rank of a group makes the same calls in the same order with the same sizes."
-    )
-
-
-def named(ranks: Sequence[int]) -> str:
-    """rank 3 has; ranks 0-2, 5 have."""
-    runs = [
-        [rank for _, rank in run]
-        for _, run in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0])
-    ]
-    names = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    more = [f"{len(names) - 8} more"] if len(names) > 8 else []
-    text = ", ".join([*names[:8], *more])
-    return f"rank {text} has" if len(ranks) == 1 else f"ranks {text} have"
 
 
 class Group:
@@ -259,8 +218,8 @@ class Group:
         wait: bool = True,
     ) -> Work:
         """Part j of `x` goes to rank j; `out` is what came, in group order. Parts are along dim 0."""
-        sends = _splits(self, x, in_splits, "in_splits")
-        takes = _splits(self, out, out_splits, "out_splits")
+        sends = equal_splits(self, x, in_splits, "in_splits")
+        takes = equal_splits(self, out, out_splits, "out_splits")
         return self._do(Call("all_to_all", x, out, in_splits=sends, out_splits=takes), wait)
 
     def gather(
@@ -277,7 +236,7 @@ class Group:
 
     def barrier(self, *, wait: bool = True) -> Work:
         """Nobody is past it before everyone has come."""
-        return self._do(Call("barrier", _NOTHING), wait)
+        return self._do(Call("barrier", NOTHING), wait)
 
     def send(self, x: Tensor, to: int, *, wait: bool = True) -> Work:
         """`x` goes to a rank, in order with what was sent there before. Never waits for the peer."""
@@ -398,67 +357,3 @@ def group_named(name: str) -> Group:
         return _open_groups()[name]
     except KeyError:
         raise CommError(f"no open group is named {name!r} on this rank.") from None
-
-
-def _splits(group: Group, x: Tensor, splits: Sequence[int] | None, name: str) -> tuple[int, ...]:
-    rows = x.shape[0] if x.dim() else 0
-    if splits is None and rows % group.size:
-        raise CommMisuse(
-            f"all_to_all on {group.name}: {rows} rows do not divide by {group.size} ranks; "
-            f"give {name}."
-        )
-    counts = (rows // group.size,) * group.size if splits is None else tuple(splits)
-    if len(counts) != group.size or sum(counts) != rows or min(counts) < 0:
-        raise CommMisuse(
-            f"all_to_all on {group.name}: {name} {list(counts)} must be {group.size} counts "
-            f"that add up to {rows} rows."
-        )
-    return counts
-
-
-def check(group: Group, call: Call) -> None:
-    """Refuse a call that cannot be right on any backend."""
-    if reason := _reason_against(group, call):
-        raise CommMisuse(f"{call.kind} on {group.name}: {reason}")
-
-
-def _reason_against(group: Group, call: Call) -> str:
-    x, n = call.x, group.size
-    for tensor in (x,) if call.out is None and call.parts is None else call.tensors():
-        # gloo would work on the first numel() elements of the storage without an error.
-        if not tensor.is_contiguous():
-            shape = f"shape {list(tensor.shape)} and strides {list(tensor.stride())}"
-            return f"the tensor of {shape} is not contiguous; pass x.contiguous()."
-        if tensor.dtype != x.dtype:
-            return f"{tensor.dtype} and {x.dtype} in one call."
-    if call.op and call.op not in OPS:
-        return f"no reduction is named {call.op!r}; there are {', '.join(OPS)}."
-    whole = call.op == "average" and not x.dtype.is_floating_point
-    if whole or (call.op == "sum" and x.dtype == torch.bool):
-        return f"{call.op} of {x.dtype} is not defined; convert it first."
-    if call.kind in (*ROOTED, "send", "receive") and not 0 <= call.at < n:
-        return f"there is no rank {call.at} in a group of {n}."
-    return _reason_against_sizes(call, group)
-
-
-def _reason_against_sizes(call: Call, group: Group) -> str:
-    x, n = call.x.numel(), group.size
-    if call.kind in ("gather", "scatter"):
-        parts = None if call.parts is None else len(call.parts)
-        if parts != (n if group.rank == call.at else None):
-            return (
-                f"the root passes {n} tensors and the others None; "
-                f"rank {group.rank} passed {parts} with root {call.at}."
-            )
-        for i, part in enumerate(call.parts or ()):
-            if part.numel() != x:
-                return f"part {i} has {part.numel()} elements, the others {x}."
-    if call.out is None:
-        return ""
-    out = call.out.numel()
-    needed = {"all_gather": x * n, "reduce_scatter": x / n}.get(call.kind, out)
-    if out != needed:
-        return f"out has {out} elements, {needed:g} are needed for x of {x} in a group of {n}."
-    if call.kind == "all_to_all" and call.x.shape[1:] != call.out.shape[1:]:
-        return f"rows of x are {list(call.x.shape[1:])} and of out {list(call.out.shape[1:])}."
-    return ""

@@ -11,10 +11,10 @@ from phalanx.comm.alone import AloneWorld
 from phalanx.comm.base import CommMisuse
 from phalanx.comm.devices import Devices, cores, name_unused
 from phalanx.comm.pool import ALONE, SHARE_GPUS, Pool
-from phalanx.comm.shm.arena import why_not
 from phalanx.comm.threads import run_threads
 from phalanx.layout.choices import BACKENDS, GLOO, NCCL, SHM, THREADS
 from phalanx.layout.device_environment import set_up
+from torch_shm.arena import why_not
 
 # A world that is kept: `run(fn, *args)` is what `fn(world, *args)` returns, by rank.
 Runner = Callable[..., list[Any]]

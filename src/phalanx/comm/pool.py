@@ -25,9 +25,9 @@ import torch.distributed
 from phalanx.comm.alone import AloneWorld
 from phalanx.comm.base import CommMisuse, RankFailed, Report, World
 from phalanx.comm.process import ProcessWorld
-from phalanx.comm.shm.arena import Extent, Reserved
-from phalanx.comm.shm.local import ShmWorld
+from phalanx.comm.shm import ShmWorld
 from phalanx.layout.choices import NCCL, SHM
+from torch_shm.arena import Extent, Reserved
 
 # Seconds in which the others may report how they ended once one rank has failed, so that the rank
 # whose loss they suffered is named first; then they are ended.

@@ -26,8 +26,9 @@ from torch import Tensor
 
 from phalanx.comm.base import CommError, CommMisuse, Group, Work, World, named
 from phalanx.comm.colours import rounds
-from phalanx.comm.settle import HALVES, Call, reduce_into
 from phalanx.layout.choices import GLOO, NCCL
+from torch_shm.calls import Call
+from torch_shm.settle import HALVES, reduce_into
 
 # 2.13 deprecates the names that are the only ones in 2.11.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from phalanx.comm.base import Group, Work, World
-from phalanx.comm.settle import Call
+from torch_shm.calls import Call
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,8 @@ from phalanx.comm.base import (
     named,
     split_call,
 )
-from phalanx.comm.settle import Call, settle
+from torch_shm.calls import Call
+from torch_shm.settle import settle
 
 # Seconds that the other ranks have to come back once one has failed.
 GRACE = 4.0

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from torch_shm.calls import Call
+
 from ..comm import Group, Work, World
-from ..comm.settle import Call
 from ..cost import Live
 from .catalogue import Size
 from .mlp import batch, gradients_of, one_process, start, update

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torch_shm.settle import HALVES
+
 from ..comm import Work
-from ..comm.settle import HALVES
 from .groups import UnitGroups
 from .tensor import Weight
 

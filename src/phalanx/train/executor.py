@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from torch_shm.settle import HALVES
+
 from ..comm import CommError, Group, Work
-from ..comm.settle import HALVES
 from ..hang.positions import DEVICE, OP, WAITS, WORDS, Positions
 from ..models import Router
 from ..parallel import Unit, count_valid

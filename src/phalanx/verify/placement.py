@@ -29,8 +29,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from torch_shm.calls import Call
+
 from ..comm import Group, TallyWorld, Work, regions
-from ..comm.settle import Call
 from ..comm.tally import Tally
 from ..layout import Layout, LayoutError, Mesh, StagedPieces
 from ..layout.choices import FP32

@@ -27,10 +27,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.comm.base import CommError, Work, disagreement
-from phalanx.comm.settle import HALVES, STEPS, Call, reduce_into, signature
-from phalanx.comm.shm import rounds
-from phalanx.comm.shm.arena import LINE, NOWHERE, PAGE, Arena, whole
+from . import rounds
+from .arena import LINE, NOWHERE, PAGE, Arena, whole
+from .calls import Call, CommError, Work, disagreement, signature
+from .settle import HALVES, STEPS, reduce_into
 
 # Words of a header: the length of its text comes first; then the text begins after the counts. Texts
 # are compared by their digest, and read when it differs.

@@ -48,7 +48,7 @@ def main(backend, size, out):
 
 
 def _put_shm_in_the_place_of_gloo(dist):
-    import phalanx.comm.shm.backend  # noqa: F401 - it registers the backend
+    import torch_shm  # noqa: F401 - it registers the backend
 
     init, new = dist.init_process_group, dist.new_group
 

@@ -1,32 +1,30 @@
-"""A world of processes of one machine that communicate through shared memory.
+"""A world of processes of one machine that communicate through shared memory, and its groups.
 
 Every rank moves its own calls: when it makes one, and while it waits for any of them, so that ranks
 may wait for their calls in any order. A send is complete at once. Nothing of it runs in a thread of
-its own, and a rank that computes does not help others on.
+its own, and a rank that computes does not move the calls of others.
 """
 
 import threading
-import time
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from phalanx.comm.base import CommError, CommMisuse, Group, Work, World, split_call
-from phalanx.comm.settle import Call
-from phalanx.comm.shm.arena import Arena, Extent, forget
-from phalanx.comm.shm.lines import Collectives, Inbox, Line, LineWork, Outbox, Receives
-from phalanx.comm.shm.watch import Watch
-from phalanx.hang.positions import WAITS, Positions
+from .arena import Arena, Extent, forget
+from .calls import NOTHING, Call, CommError, CommMisuse, Work, split_call
+from .lines import Collectives, Inbox, Line, LineWork, Outbox, Receives
+from .settle import settle
+from .watch import Watch
 
 _COMPLETE = Work()
-_BARRIER = Call("barrier", torch.empty(0))
+_BARRIER = Call("barrier", NOTHING)
 
 
-class ShmWork(LineWork):
+class SharedWork(LineWork):
     """A call that a line carries out."""
 
-    def __init__(self, world: "ShmWorld", line: Line, call: Call) -> None:
+    def __init__(self, world: "SharedWorld", line: Line, call: Call) -> None:
         super().__init__(call)
         self.world, self.line = world, line
 
@@ -41,49 +39,45 @@ class ShmWork(LineWork):
         return self.ended
 
 
-class ShmGroup(Group):
-    """A group of ranks that share memory, as one of them sees it."""
+class SharedGroup:
+    """A group of ranks that share memory, as one of them sees it. `calls.check` comes before."""
 
-    def __init__(self, world: "ShmWorld", collectives: Collectives) -> None:
-        super().__init__(collectives.name, collectives.rank, collectives.ranks, world.device)
+    def __init__(self, world: "SharedWorld", collectives: Collectives) -> None:
+        self.name = collectives.name
+        self.rank = collectives.rank
+        self.ranks = collectives.ranks
+        self.size = collectives.size
         self._world, self._collectives = world, collectives
         self._inboxes: dict[int, Inbox] = {}
         # By source, -1 for any, and tag.
         self._receives: dict[tuple[int, int], Receives] = {}
         self._outboxes: dict[int, Outbox] = {}
-        self._closed = False
+        self.closed = False
 
-    def all_reduce(self, x: Tensor, op: str = "sum", *, wait: bool = True) -> Work:
-        number, positions = 0, self.positions
-        if wait and self.size > 1:
-            if positions is not None:
-                begun, number = time.perf_counter(), self.record(positions, "all_reduce", x, op)
-                positions.words[WAITS] = number
-            if self._world.small_all_reduce(self._collectives, x, op):
-                if positions is not None:
-                    positions.words[WAITS] = 0
-                    positions.waits.append((begun, time.perf_counter()))
-                return _COMPLETE
-        return self._do(Call("all_reduce", x, op=op), wait, number)
-
-    def _begin(self, call: Call) -> Work:
-        if self._alone(call):
-            return super()._begin(call)
+    def begin(self, call: Call, tag: int = 0) -> Work:
+        """Start a call. A send or receive goes by its tag; a receive from -1 takes any source."""
         if call.kind == "send":
-            return self.send_tagged(call.x, call.at, 0)
+            return self._send(call, tag)
         if call.kind == "receive":
-            return self.receive_tagged(call.x, call.at, 0)
+            return self._world.begin(self._receives_of(call.at, tag), call)
+        if self.size == 1:
+            settle([call])
+            return _COMPLETE
         return self._world.begin(self._collectives, call)
 
-    def send_tagged(self, x: Tensor, to: int, tag: int) -> Work:
-        """`x` goes to a rank, in order with what was sent there before with the same tag."""
-        if to not in self._outboxes:
-            self._outboxes[to] = Outbox(self._collectives, to)
-        self._outboxes[to].send(Call("send", x, at=to), tag)
+    def small_all_reduce(self, x: Tensor, op: str) -> bool:
+        """Make a small all-reduce and wait for it; False, and nothing is done, if it is not one."""
+        return self.size > 1 and self._world.small_all_reduce(self._collectives, x, op)
+
+    def _send(self, call: Call, tag: int) -> Work:
+        """`call.x` goes to a rank, in order with what was sent there before with the same tag."""
+        if call.at not in self._outboxes:
+            self._outboxes[call.at] = Outbox(self._collectives, call.at)
+        self._outboxes[call.at].send(call, tag)
         return _COMPLETE
 
-    def receive_tagged(self, x: Tensor, source: int, tag: int) -> Work:
-        """`x` becomes the next tensor with a tag that a rank sent here; -1: that any of them did."""
+    def _receives_of(self, source: int, tag: int) -> Receives:
+        """The receives of a tag from a rank, or from any of them if the source is -1."""
         key = source, tag
         if key not in self._receives:
             sources = [source] if source >= 0 else self._collectives.others
@@ -92,21 +86,24 @@ class ShmGroup(Group):
                     self._inboxes[i] = Inbox(self._collectives, i)
             inboxes = [self._inboxes[i] for i in sources]
             self._receives[key] = Receives(self._collectives, inboxes, tag)
-        return self._world.begin(self._receives[key], Call("receive", x, at=source))
+        return self._receives[key]
 
     def close(self) -> None:
         """Every member closes: nobody is past it while another still reads what was written."""
-        if self._closed:
-            return
-        self._closed = True
-        self.barrier()
+        if not self.closed:
+            self.begin(_BARRIER).wait()
+            self.release()
+
+    def release(self) -> None:
+        """Give the group's memory back, after a barrier of all members."""
+        self.closed = True
         for outbox in self._outboxes.values():
             outbox.drop()
         self._collectives.clear()
         self._world.free(self._collectives.number)
 
 
-class ShmWorld(World):
+class SharedWorld:
     """This process as one rank of an arena. `path` is where to open it, once.
 
     Worlds that share `lines` move each other's calls. Whoever moves calls has the `lock`.
@@ -119,13 +116,13 @@ class ShmWorld(World):
         rank: int,
         *,
         timeout: float,
-        lines: "dict[Line, ShmWorld] | None" = None,
+        lines: "dict[Line, SharedWorld] | None" = None,
         lock: "threading.RLock | None" = None,
     ) -> None:
-        super().__init__(rank, extent.ranks, torch.device("cpu"))
-        self._arena = Arena(path, extent, rank)
-        self._watch = Watch(self._arena, self.size, timeout)
-        self._everyone = Collectives(self._arena, 0, "the world", tuple(range(self.size)), 0)
+        self.rank, self.size = rank, extent.ranks
+        self.arena = Arena(path, extent, rank)
+        self.watch = Watch(self.arena, self.size, timeout)
+        self._everyone = Collectives(self.arena, 0, "the world", tuple(range(self.size)), 0)
         self._lines = {} if lines is None else lines  # those with calls
         self._lock = lock or threading.RLock()
         # Segments by the number of the split, alike on every rank, since all split and close in the
@@ -136,43 +133,39 @@ class ShmWorld(World):
         if rank == 0:
             # All have mapped it: a file loses its name here, so that a kill leaves nothing.
             forget(path)
-        self._watch.try_reading()
+        self.watch.try_reading()
         self._meet(_BARRIER)
-        self._arena.processes = self._watch.processes()
+        self.arena.processes = self.watch.processes()
 
-    def _split(
-        self, name: str, groups: list[tuple[int, ...]], flows: Sequence[tuple[int, int]]
-    ) -> Group:
+    def split(self, name: str, groups: Sequence[tuple[int, ...]]) -> SharedGroup:
+        """This rank's group. Every rank calls it with the same groups, in the same order."""
         # Nobody is past this before all have closed what used these segments before.
         self._meet(split_call(name, groups))
         self._splits += 1
-        self._watch.names.append(name)
+        self.watch.names.append(name)
         taken = set(self._segments.values())
         segment = next(i for i in range(1, len(taken) + 2) if i not in taken)
-        if segment >= self._arena.extent.segments:
+        if segment >= self.arena.extent.segments:
             raise CommError(
                 f"group {name!r}: there is shared memory for {segment} open groups and all are in use."
             )
         self._segments[self._splits] = segment
-        ranks = self.own(groups)
-        return ShmGroup(self, Collectives(self._arena, segment, name, ranks, self._splits))
-
-    def record(self, positions: Positions | None) -> None:
-        super().record(positions)
-        self._watch.watched = positions is not None and positions.watched
+        ranks = next(group for group in groups if self.rank in group)
+        return SharedGroup(self, Collectives(self.arena, segment, name, ranks, self._splits))
 
     def free(self, number: int) -> None:
         """A group is closed; another may have its segment."""
         del self._segments[number]
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return self._arena.empty(numel, dtype)
+        """A flat tensor in shared memory, which all ranks read where it is."""
+        return self.arena.empty(numel, dtype)
 
     # ---- calls
 
-    def begin(self, line: Line, call: Call) -> ShmWork:
+    def begin(self, line: Line, call: Call) -> SharedWork:
         """Put a call in its line and move it as far as it goes."""
-        work = ShmWork(self, line, call)
+        work = SharedWork(self, line, call)
         with self._lock:
             if line.error is not None:
                 raise line.error
@@ -200,7 +193,7 @@ class ShmWorld(World):
         """Move every line once; True if something moved."""
         return sum(world.move(line) for line, world in tuple(self._lines.items())) > 0
 
-    def wait_for(self, work: ShmWork, limit: float | None = None) -> None:
+    def wait_for(self, work: SharedWork, limit: float | None = None) -> None:
         """Return when a call has ended. Meanwhile all others of this rank go on, too."""
         line = work.line
 
@@ -212,20 +205,20 @@ class ShmWorld(World):
             while len(self._lines) > 1 and self.advance():
                 pass
             if line.error is not None and not work.ended:
-                self._watch.fail(str(line.error), line)
+                self.watch.fail(str(line.error), line)
             return work.ended
 
-        self._watch.until(work.call.kind, go_on, line, limit)
+        self.watch.until(work.call.kind, go_on, line, limit)
 
     def examine(self, line: Line, waited: float) -> None:
         """End a line that cannot go on, on behalf of nobody in particular."""
         with self._lock:
             # A message may have come before its sender went: look again at what it left behind.
-            if self._watch.why_stuck(line, waited) and not self.move(line):
-                reason = self._watch.why_stuck(line, waited)
+            if self.watch.why_stuck(line, waited) and not self.move(line):
+                reason = self.watch.why_stuck(line, waited)
                 try:
                     if reason is not None and line.error is None:
-                        self._watch.fail(reason, line)
+                        self.watch.fail(reason, line)
                 except CommError as error:
                     line.error = error
                     self._lines.pop(line, None)
@@ -243,12 +236,12 @@ class ShmWorld(World):
 
         try:
             return group.small_all_reduce(
-                x, op, lambda: self._watch.until("all_reduce", go_on, group)
+                x, op, lambda: self.watch.until("all_reduce", go_on, group)
             )
         except CommError as error:
             if not isinstance(error, CommMisuse):
                 group.error = error
-                self._watch.fail(str(error), group)
+                self.watch.fail(str(error), group)
             raise
 
     def _meet(self, call: Call) -> None:
@@ -259,17 +252,16 @@ class ShmWorld(World):
 
     def fail(self, failure: str) -> None:
         """Tell the others why this rank goes; they raise it wherever they wait."""
-        self._watch.tell(failure)
+        self.watch.tell(failure)
 
     def leave(self) -> None:
         """Make no further call. The others may be gone already, so nobody is waited for."""
         with self._lock:
             for line in [line for line, world in self._lines.items() if world is self]:
                 del self._lines[line]
-        self._watch.leave()
+        self.watch.leave()
 
     def close(self) -> None:
         """Leave together: nobody takes a rank that has left for one that is lost."""
-        self.clear()
         self._meet(_BARRIER)
         self.leave()

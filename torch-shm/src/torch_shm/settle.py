@@ -1,29 +1,18 @@
-"""The meaning of each collective, given the calls of all members at once.
+"""The result of each collective, given the calls of all members at once.
 
-Groups that hold everyone's tensors in one process (alone, threads) settle their calls here, and the
-other backends are tested against this definition. Reductions run in rank order; 16-bit values are
-reduced in float32 and rounded once.
+Groups that hold everyone's tensors in one process settle their calls here, and the other transports
+are tested against this definition. Reductions run in rank order; 16-bit values are reduced in float32
+and rounded once.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from .calls import Call
+
 HALVES = (torch.bfloat16, torch.float16)
-ROOTED = ("reduce", "broadcast", "gather", "scatter")
-
-
-def signature(kind: str, op: str, at: int, numel: int, dtype: torch.dtype) -> str:
-    if kind in ("barrier", "split"):
-        return f"{kind} {op}".rstrip()
-    # In all-to-all each rank brings its own sizes; they are compared pair by pair.
-    size = "" if kind == "all_to_all" else f"{numel} "
-    words = ", ".join(word for word in (op, f"root {at}" if kind in ROOTED else "") if word)
-    name = "send/receive" if kind in ("send", "receive") else kind
-    return f"{name}{f'({words})' if words else ''} of {size}{str(dtype).removeprefix('torch.')}"
-
 
 # Two tensors into one, a NaN handed on; most libraries' max and min drop it.
 STEPS: dict[str, Callable[..., Tensor]] = {
@@ -33,33 +22,6 @@ STEPS: dict[str, Callable[..., Tensor]] = {
     "min": torch.minimum,
     "max": torch.maximum,
 }
-
-
-@dataclass(eq=False, slots=True)  # not frozen: that takes three times as long to make
-class Call:
-    """One rank's part in a collective: its kind and this rank's own tensors.
-
-    `x` is the tensor every kind has (for scatter, the one that receives). `parts` are the root's
-    list in gather and scatter. `at` is the root or the peer, as a rank of the group.
-    """
-
-    kind: str
-    x: Tensor
-    out: Tensor | None = None
-    parts: Sequence[Tensor] | None = None
-    op: str = ""
-    at: int = -1
-    in_splits: tuple[int, ...] = ()
-    out_splits: tuple[int, ...] = ()
-    still: bool = False
-
-    def signature(self) -> str:
-        """The text that must be equal on every member of the group, readable by people."""
-        return signature(self.kind, self.op, self.at, self.x.numel(), self.x.dtype)
-
-    def tensors(self) -> list[Tensor]:
-        """Every tensor of this rank that the call reads or writes."""
-        return [self.x, *((self.out,) if self.out is not None else ()), *(self.parts or ())]
 
 
 def reduce_into(total: Tensor, parts: Sequence[Tensor], op: str) -> None:

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from phalanx.comm.settle import Call, reduce_into
-from phalanx.comm.shm.arena import NOWHERE
+from .arena import NOWHERE
+from .calls import Call
+from .settle import reduce_into
 
 if TYPE_CHECKING:
-    from phalanx.comm.shm.lines import Collectives
+    from .lines import Collectives
 
 # Up to here everyone sums everything: reading it all is cheaper than a second round.
 SMALL = 1 << 15

@@ -12,11 +12,10 @@ from collections.abc import Callable
 
 import torch
 
-from phalanx.comm.base import CommError, named
-from phalanx.comm.devices import cores
-from phalanx.comm.shm import direct
-from phalanx.comm.shm.arena import Arena
-from phalanx.comm.shm.lines import Line
+from . import direct
+from .arena import Arena
+from .calls import CommError, named
+from .lines import Line
 
 # Words of a rank's page, and where the text of its failure begins.
 STATE, PID, DOING, BROKEN, BASE, READS = 0, 1, 2, 3, 4, 5
@@ -34,6 +33,13 @@ STANDSTILL = 0.5
 _KINDS = """nothing all_reduce reduce broadcast all_gather reduce_scatter all_to_all gather scatter
     barrier send receive split"""
 KINDS = tuple(_KINDS.split())
+
+
+def cores() -> int:
+    """The number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 class CommTimeout(CommError):

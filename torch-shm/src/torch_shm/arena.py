@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from phalanx.comm.base import CommMisuse
-from phalanx.comm.shm import direct
+from . import direct
+from .calls import CommMisuse
 
 PAGE = 4096
 LINE = 64
@@ -70,7 +70,7 @@ class Reserved:
         if hasattr(os, "memfd_create"):
             # 64 GiB of addresses a rank, which cost nothing until they are written to.
             self.extent = Extent(ranks, CHUNK, 256, heap)
-            self._fd = os.memfd_create("phalanx")
+            self._fd = os.memfd_create("torch-shm")
             try:
                 _resize(self._fd, self.extent.total)
                 _map(self._fd, self.extent.total).close()
@@ -134,7 +134,7 @@ def filled_file(size: int, folders: tuple[str, ...] = ("/dev/shm", tempfile.gett
     for folder in folders:
         if not os.path.isdir(folder):
             continue
-        fd, path = tempfile.mkstemp(prefix="phalanx-", dir=folder)
+        fd, path = tempfile.mkstemp(prefix="torch-shm-", dir=folder)
         try:
             os.posix_fallocate(fd, 0, size)
             return path

@@ -5,16 +5,16 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import apart, init, over_shm
 from torch import nn
 
-from phalanx.comm import launch
+import torch_shm  # noqa: F401 - it registers the backend
 
 F64 = torch.float64
 
@@ -42,23 +42,6 @@ def one_process(size):
     net = model()
     train(net, torch.cat([batch(rank) for rank in range(size)]))
     return [p.detach() for p in net.parameters()]
-
-
-def joined(world, place, fn):
-    """What fn returns in a process group over backend shm."""
-    import phalanx.comm.shm.backend  # noqa: F401 - it registers the backend
-
-    store = dist.FileStore(os.path.join(place, "store"), world.size)
-    dist.init_process_group("shm", store=store, rank=world.rank, world_size=world.size)
-    try:
-        return fn(world.rank, world.size)
-    finally:
-        dist.destroy_process_group()
-
-
-def over_shm(fn, size=2):
-    with tempfile.TemporaryDirectory() as place:
-        return launch(joined, size, place, fn, backend="shm", timeout=60.0)
 
 
 def as_ddp(rank, size):
@@ -167,42 +150,6 @@ def test_the_functions_of_torch_distributed_do_what_they_say():
         assert got == {key: value for key, value in wanted.items() if key != "pair" or rank != 1}
 
 
-def apart(fn, size, *args):
-    """What fn(rank, ...) returns in processes of their own, which may end as they like."""
-    context = torch.multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as place:
-        results = context.SimpleQueue()
-        ranks = [
-            context.Process(target=_apart, args=(fn, rank, size, place, results, args))
-            for rank in range(size)
-        ]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join(120.0)
-        late = [process for process in ranks if process.is_alive()]
-        for process in late:
-            process.kill()
-        assert not late
-        got = {}
-        while not results.empty():
-            rank, value = results.get()
-            got[rank] = value
-        return got
-
-
-def _apart(fn, rank, size, place, results, args):
-    import phalanx.comm.shm.backend  # noqa: F401
-
-    torch.set_num_threads(1)
-    results.put((rank, fn(rank, size, os.path.join(place, "store"), *args)))
-
-
-def init(backend, path, rank, size, **more):
-    store = dist.FileStore(path, size)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, **more)
-
-
 def two_go_on(rank, size, path):
     """Rank 2 makes its last call and exits; the others go on, and one waits for it in the end."""
     init("shm", path, rank, size)
@@ -246,7 +193,7 @@ def test_what_a_rank_sent_before_it_exited_arrives():
 
 
 def one_in_another_container(rank, size, path, what):
-    from phalanx.comm.shm import backend as shared
+    from torch_shm import backend as shared
 
     if rank == 1:
         host = shared._host() | {what: "elsewhere"}
@@ -272,7 +219,7 @@ def one_waits_elsewhere(rank, size):
     a, b = dist.new_group(list(range(size))), dist.new_group(list(range(size)))
     x, y = torch.full((3_000_000,), 1.0), torch.ones(3)
     if rank == 0:
-        from phalanx.comm.shm import backend as shared
+        from torch_shm import backend as shared
 
         # Nothing but the wait in group b moves the call of group a.
         shared._background._thread = "none is started"
@@ -521,7 +468,7 @@ def test_what_it_cannot_do_is_refused_with_the_call_s_name_and_a_way_out():
         assert x == 2.0
 
 
-# What of DistributedTest does not pass: the reason, which docs/shared-memory.md gives in words.
+# What of DistributedTest does not pass: the reason, which README.md gives in words.
 REFUSED = {
     "test_all_gather_object_subgroup": "TORCH_DISTRIBUTED_DEBUG=DETAIL",
     "test_gather_object_subgroup": "TORCH_DISTRIBUTED_DEBUG=DETAIL",

@@ -1,4 +1,4 @@
-"""Shared memory as a backend of torch.distributed: `import phalanx.comm.shm.backend` registers `shm`.
+"""Shared memory as a backend of torch.distributed: `import torch_shm` registers `shm`.
 
     dist.init_process_group("shm")   # or "cpu:shm,cuda:nccl"; all ranks on one machine
 
@@ -9,8 +9,6 @@ torch has no way to write a `Backend` in Python. So what is registered for a gro
 torch's own that refuses every call. Kernels of torch's operators `c10d::*`, at the dispatch key where
 a backend is selected, carry the call out if the group is one of these and pass on all others. The
 profiler and dispatch modes stand in front of them and see the operators as with any backend.
-
-This is for code that speaks torch.distributed; ours splits its groups from a `ShmWorld`.
 """
 
 import atexit
@@ -28,12 +26,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.comm.base import CommError, CommMisuse, Work
-from phalanx.comm.shm.arena import Extent, Reserved
-from phalanx.comm.shm.lines import Line
-from phalanx.comm.shm.local import ShmGroup, ShmWork, ShmWorld
-from phalanx.comm.shm.watch import LOOK_EVERY, CommTimeout
-from phalanx.layout.choices import SHM
+from .arena import Extent, Reserved
+from .calls import NOTHING, Call, CommError, CommMisuse, Work, check, equal_splits
+from .lines import Line
+from .watch import LOOK_EVERY, CommTimeout
+from .world import SharedGroup, SharedWork, SharedWorld
+
+NAME = "shm"  # of the backend
 
 # Their stubs lack most of what is used here.
 _c10d: Any = torch._C._distributed_c10d
@@ -54,7 +53,7 @@ _OPS = {
 _lock = threading.RLock()
 _groups: "dict[str, ShmProcessGroup]" = {}
 # All lines with calls, of all groups.
-_lines: dict[Line, ShmWorld] = {}
+_lines: dict[Line, SharedWorld] = {}
 
 
 # ---- calls under way
@@ -71,7 +70,7 @@ class AsyncWork(dist.Work):
         self, works: Sequence[Work], result: Any, finish: Callable[[], None] | None
     ) -> None:
         super().__init__()
-        self.works = [work for work in works if isinstance(work, ShmWork)]
+        self.works = [work for work in works if isinstance(work, SharedWork)]
         self.since = time.perf_counter()
         self._result, self._finish = result, finish
         self._source = -1
@@ -182,7 +181,7 @@ class _Background:
             if work.ended:
                 return
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, daemon=True, name=SHM)
+                self._thread = threading.Thread(target=self._run, daemon=True, name=NAME)
                 self._thread.start()
             self._more.notify()
 
@@ -248,7 +247,7 @@ class ShmProcessGroup:
             raise CommMisuse(f"backend shm: rank 0 has no shared memory: {path}")
         seconds = timeout.total_seconds()
         try:
-            self.world = ShmWorld(
+            self.world = SharedWorld(
                 path, Extent(**extent), rank, timeout=seconds, lines=_lines, lock=_lock
             )
         except OSError as error:
@@ -258,9 +257,7 @@ class ShmProcessGroup:
             ) from error
         if reserved is not None:
             reserved.close()
-        group = self.world.split(f"group {name}", [range(size)])
-        assert isinstance(group, ShmGroup)
-        self._group = group
+        self._group = self.world.split(f"group {name}", [tuple(range(size))])
         # Calls of several threads are made one after another.
         self._order = threading.RLock()
 
@@ -299,7 +296,7 @@ class _Operators:
     its tensor.
     """
 
-    def __init__(self, group: ShmGroup, wait: bool) -> None:
+    def __init__(self, group: SharedGroup, wait: bool) -> None:
         self.group, self.wait = group, wait
         self.works: list[Work] = []
         self._back: list[tuple[Tensor, Tensor]] = []
@@ -321,29 +318,35 @@ class _Operators:
         for out, part in zip(outs, parts, strict=True):
             self._back.append((out.data, part.view_as(out)))
 
-    def _begin(self, kind: str, *args: Any) -> None:
-        self.works.append(getattr(self.group, kind)(*args, wait=self.wait))
+    def _begin(self, call: Call) -> None:
+        check(self.group, call)
+        if call.kind == "all_reduce" and self.wait and self.group.small_all_reduce(call.x, call.op):
+            return
+        work = self.group.begin(call)
+        if self.wait:
+            work.wait()
+        self.works.append(work)
 
     def allreduce_(self, xs: list[Tensor], op: Any, sparse: Any = None) -> None:
         for x in xs:
             if x.is_sparse:
                 self._sum_sparse(x, op)
             else:
-                self._begin("all_reduce", self._into(x), _op(op))
+                self._begin(Call("all_reduce", self._into(x), op=_op(op)))
 
     allreduce_coalesced_ = allreduce_
 
     def broadcast_(self, xs: list[Tensor], root: int, index: int) -> None:
         for x in xs:
-            self._begin("broadcast", self._into(x), root)
+            self._begin(Call("broadcast", self._into(x), at=root))
 
     def reduce_(self, xs: list[Tensor], op: Any, root: int, index: int) -> None:
         for x in xs:
-            self._begin("reduce", self._into(x), root, _op(op))
+            self._begin(Call("reduce", self._into(x), op=_op(op), at=root))
 
     def allgather_into_tensor_coalesced_(self, outs: list[Tensor], xs: list[Tensor]) -> None:
         for out, x in zip(outs, xs, strict=True):
-            self._begin("all_gather", self._into(out), _of(x))
+            self._begin(Call("all_gather", _of(x), self._into(out)))
 
     def _allgather_base_(self, out: Tensor, x: Tensor) -> None:
         self.allgather_into_tensor_coalesced_([out], [x])
@@ -352,7 +355,7 @@ class _Operators:
         for parts, x in zip(outs, xs, strict=True):
             whole = x.new_empty((len(parts), *x.shape)).data
             self._copy_back(parts, list(whole))
-            self._begin("all_gather", whole, _of(x))
+            self._begin(Call("all_gather", _of(x), whole))
 
     def allgather_coalesced_(self, outs: list[list[Tensor]], xs: list[Tensor]) -> None:
         # One list for each rank here, and not for each tensor.
@@ -362,7 +365,7 @@ class _Operators:
         self, outs: list[Tensor], xs: list[Tensor], op: Any
     ) -> None:
         for out, x in zip(outs, xs, strict=True):
-            self._begin("reduce_scatter", self._into(out), _of(x), _op(op))
+            self._begin(Call("reduce_scatter", _of(x), self._into(out), op=_op(op)))
 
     def _reduce_scatter_base_(self, out: Tensor, x: Tensor, op: Any) -> None:
         self.reduce_scatter_tensor_coalesced_([out], [x], op)
@@ -372,23 +375,30 @@ class _Operators:
 
     def gather_(self, outs: list[list[Tensor]], xs: list[Tensor], root: int) -> None:
         parts = [self._into(out) for out in outs[0]] if self.group.rank == root else None
-        self._begin("gather", parts, _of(xs[0]), root)
+        self._begin(Call("gather", _of(xs[0]), parts=parts, at=root))
 
     def scatter_(self, outs: list[Tensor], xs: list[list[Tensor]], root: int) -> None:
         parts = [_of(x) for x in xs[0]] if self.group.rank == root else None
-        self._begin("scatter", self._into(outs[0]), parts, root)
+        self._begin(Call("scatter", self._into(outs[0]), parts=parts, at=root))
 
     def alltoall_(self, outs: list[Tensor], xs: list[Tensor]) -> None:
         whole = outs[0].new_empty(sum(out.numel() for out in outs))
         takes, sends = [out.numel() for out in outs], [x.numel() for x in xs]
         self._copy_back(outs, torch.split(whole, takes))
-        self._begin("all_to_all", whole, _joined(xs), takes, sends)
+        self._all_to_all(whole, _joined(xs), takes, sends)
 
     def alltoall_base_(self, out: Tensor, x: Tensor, takes: list[int], sends: list[int]) -> None:
-        self._begin("all_to_all", self._into(out), _of(x), takes or None, sends or None)
+        self._all_to_all(self._into(out), _of(x), takes or None, sends or None)
+
+    def _all_to_all(
+        self, out: Tensor, x: Tensor, takes: list[int] | None, sends: list[int] | None
+    ) -> None:
+        in_splits = equal_splits(self.group, x, sends, "in_splits")
+        out_splits = equal_splits(self.group, out, takes, "out_splits")
+        self._begin(Call("all_to_all", x, out, in_splits=in_splits, out_splits=out_splits))
 
     def barrier(self, x: Tensor, devices: list[int]) -> None:
-        self._begin("barrier")
+        self._begin(Call("barrier", NOTHING))
 
     def monitored_barrier_(self, *args: Any) -> None:
         raise CommMisuse(
@@ -398,10 +408,11 @@ class _Operators:
 
     def send(self, xs: list[Tensor], to: int, tag: int) -> None:
         for x in xs:
-            self.group.send_tagged(_of(x), to, tag)
+            self.group.begin(Call("send", _of(x), at=to), tag)
 
     def recv_(self, xs: list[Tensor], source: int, tag: int) -> None:
-        self.works += [self.group.receive_tagged(self._into(x), source, tag) for x in xs]
+        for x in xs:
+            self.works.append(self.group.begin(Call("receive", self._into(x), at=source), tag))
 
     def recv_any_source_(self, xs: list[Tensor], tag: int) -> None:
         self.recv_(xs, -1, tag)
@@ -412,7 +423,7 @@ class _Operators:
             raise CommMisuse("backend shm: sparse tensors can be summed and not reduced otherwise.")
         n, part = self.group.size, x.detach().coalesce()
         counts = torch.empty(n, dtype=torch.int64)
-        self.group.all_gather(counts, torch.tensor([part._nnz()]))
+        self.group.begin(Call("all_gather", torch.tensor([part._nnz()]), counts)).wait()
         rows = int(counts.max())
         gathered = []
         for mine in (part.indices().T, part.values()):
@@ -420,7 +431,7 @@ class _Operators:
             padded = mine.new_zeros((rows, *mine.shape[1:]))
             padded[: len(mine)] = mine
             gathered.append(mine.new_empty((n * rows, *mine.shape[1:])))
-            self.group.all_gather(gathered[-1], padded)
+            self.group.begin(Call("all_gather", padded, gathered[-1])).wait()
         total = torch.sparse_coo_tensor(gathered[0].T, gathered[1], x.shape).coalesce()
         with torch.no_grad(), _torch.autograd._unsafe_preserve_version_counter(x):
             x.copy_(total)
@@ -560,4 +571,4 @@ def _leave_all() -> None:
         group.leave()
 
 
-dist.Backend.register_backend(SHM, _make, extended_api=True, devices=["cpu"])
+dist.Backend.register_backend(NAME, _make, extended_api=True, devices=["cpu"])

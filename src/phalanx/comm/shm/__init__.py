@@ -1,1 +1,0 @@
-"""Groups over shared memory: ranks that are processes of one machine."""
