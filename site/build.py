@@ -166,6 +166,7 @@ def documents(out: Path) -> None:
     render = MarkdownIt("commonmark", {"html": False}).enable("table")
     pages = {TREE / "README.md": "index.html"}
     pages |= {path: f"docs/{path.stem}.html" for path in sorted((TREE / "docs").glob("*.md"))}
+    pages[TREE / "torch-shm" / "README.md"] = "docs/torch-shm.html"
     (out / "docs").mkdir(exist_ok=True)
     shutil.copytree(TREE / "docs" / "pictures", out / "docs" / "pictures", dirs_exist_ok=True)
     listed = []
