@@ -11,7 +11,7 @@ from phalanx.parallel.rows import model_pieces
 
 LAYOUTS = (
     "", "pp2 1f1b:2", "tp2", "tp2 seq", "tp4", "tp4 seq", "ep2", "ep2 tp2 seq", "ep2 tp2 seq experts:tp",
-    "compile",
+    "compile", "dp2 zero3 fp8:tile", "dp2 tp2 zero1 fp8:tile",
 )  # fmt: skip
 
 

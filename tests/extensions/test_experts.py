@@ -115,9 +115,9 @@ def experts_model() -> Model:
 
 AXES = ("dp.shard",)
 PAINT = ops.KINDS[ops.REDUCE].paint
-TOKENS = Kind("C", "exchange tokens", "send each token to the rank that has its expert, or back",
+TOKENS = Kind("c", "exchange tokens", "send each token to the rank that has its expert, or back",
               ops.MICROBATCH, "tokens", AXES, (ops.VALUE,), (ops.VALUE,), PAINT)  # fmt: skip
-GRADIENTS = Kind("X", "exchange gradients", "send the tokens' gradients back the way they came",
+GRADIENTS = Kind("x", "exchange gradients", "send the tokens' gradients back the way they came",
                  ops.MICROBATCH, "tokens", AXES, (ops.GRADIENT,), (ops.GRADIENT,), PAINT)  # fmt: skip
 
 
@@ -285,8 +285,8 @@ def test_exchanges_are_operations_like_any_other() -> None:
     assert Program.parse(str(program)) == program
     costs = {"F": 1.0, "B": 2.0}
     plain = simulate(program, Costs(costs)).makespan
-    assert simulate(program, Costs({**costs, "C": 0.5, "X": 0.5})).makespan > plain
-    moved = Op("C", 3, 1)
+    assert simulate(program, Costs({**costs, "c": 0.5, "x": 0.5})).makespan > plain
+    moved = Op("c", 3, 1)
     late = program.with_rows(
         [*(op for op in row if op != moved), *[moved] * (moved in row)] for row in program.rows
     )

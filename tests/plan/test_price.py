@@ -13,7 +13,7 @@ from phalanx.plan.hardware import SLOWED, Roofline, hardware_of
 from phalanx.plan.price import Case, PieceTimes, Priced, Units, parts_of, piece_parts
 from phalanx.plan.profile import SoftwareProfile, profile, profile_named, profiles
 from phalanx.plan.step import Choice, choice
-from phalanx.program import AttentionLoad, CostedPiece, Load, PieceCost, PieceKinds, Product
+from phalanx.program import AttentionLoad, CostedPiece, Load, PieceCost, PieceKinds, Product, ops
 
 SHAPE = Shape(
     name="small", layers=8, hidden=1024, heads=16, kv_heads=16, ffn=4096, vocab=32000, sequence=2048
@@ -338,6 +338,11 @@ def test_weights_in_squares_with_one_scale_are_gathered_in_8_bits(zero: int) -> 
     hardware, layout = hardware_of(cluster("h100x8")), Layout.parse(f"dp8 zero{zero}")
     found = Units(layout, hardware, BARE).of(matrices + 2048, narrow=matrices).gather
     assert found == hardware.network.seconds("all_gather", matrices + 2 * 2048, 8, 1)
+    # Before it ranks agree on two norms and a number for each square of 128 x 128, all in 16 bits.
+    costs = _priced(f"dp8 zero{zero} bf16 fp8:tile").costs().pieces
+    size = 2 * (2048 + matrices / 128**2)
+    assert costs[ops.AGREE_SCALES, 1] == hardware.network.seconds("all_reduce", size, 8, 1)
+    assert costs[ops.AGREE_SCALES, 0] == 0.0  # the embedding is gathered in 16 bits
 
 
 def test_a_bucket_is_the_most_of_a_piece_that_is_gathered_or_sent_at_once() -> None:

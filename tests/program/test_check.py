@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 from program_worlds import moved, per_rank, pipeline, put, renamed, step, swapped, without
 
-from phalanx.layout import Mesh
-from phalanx.program import Op, Program, ProgramError, check, faults, repeat
+from phalanx.layout import Layout, Mesh, plain_pieces
+from phalanx.program import Op, Program, ProgramError, build, check, faults, repeat
 
 
 def _pipe() -> Program:
@@ -31,6 +31,11 @@ def _again() -> Program:
 
 def _away() -> Program:
     return step("pp2 gpipe:4 offload:activations", 4)
+
+
+def _narrow() -> Program:
+    """Two blocks whose matrices travel in 8 bits, between an embedding and a head."""
+    return build(Layout.parse("dp2 zero3"), plain_pieces([range(4)], scaled=(1, 2)))
 
 
 def _each(text: str = "dp2 zero3") -> Program:
@@ -109,6 +114,10 @@ BROKEN: dict[str, tuple[Callable[[], Program], tuple[str, ...]]] = {
     "a gather is missing": (
         lambda: without(_zero3(), 0, "2G#1"),
         ("rank 0 (and 1 more): 2B0 needs the weights of unit 2: a 2G must stand before it",),
+    ),
+    "scales are agreed on after the gather that needs them": (
+        lambda: moved(_narrow(), 0, "1M", after="1G"),
+        ("rank 0 (and 1 more): 1G needs 1M before it, after the last update",),
     ),
     "a unit is used after its drop": (
         lambda: moved(_zero3(), 0, "1D", after="0F0"),
@@ -242,7 +251,7 @@ def test_a_broken_program_is_caught_with_operation_and_rank(name: str) -> None:
 
 def test_the_programs_that_were_broken_were_whole() -> None:
     whole = (
-        _pipe(), _zero3(), _clipped(), _tied(), _again(), _away(), _each(), _each("dp2 zero1"),
+        _pipe(), _zero3(), _clipped(), _tied(), _again(), _away(), _each(), _each("dp2 zero1"), _narrow(),
         _two_ties(), step("pp2 1f1b:2", 2, agree=True), step("tp2", 2), pipeline("gpipe", 2, 2),
     )  # fmt: skip
     for program in whole:
@@ -300,6 +309,8 @@ def test_repeated_steps_are_a_program_too() -> None:
                 assert faults(program) == ()
     stale = without(repeat(step("dp2 zero1", 2), 2), 0, "1G#1")
     assert any("1F1 needs the weights of unit 1" in fault for fault in faults(stale))
+    old = without(repeat(_narrow(), 2), 0, "1M#1")
+    assert any("1G#2 needs 1M before it, after the last update" in fault for fault in faults(old))
     lost = without(repeat(_clipped(), 2), 0, "A#1")
     assert any("1U#1 needs A before it" in fault for fault in faults(lost))
 

@@ -18,6 +18,7 @@ from phalanx.program import (
     faults,
     schedule,
 )
+from phalanx.program.build import forward_only
 from phalanx.program.memory import peaks
 from phalanx.program.passes import (
     _with_segments,
@@ -41,6 +42,28 @@ def _one(pieces: int = 8, microbatches: int = 2) -> Program:
 
 def _kinds(program: Program, kinds: str) -> list[list[str]]:
     return [[str(op) for op in row if op.kind in kinds] for row in program.rows]
+
+
+def test_ranks_agree_on_scales_once_a_step_and_before_they_compute() -> None:
+    for text in ("dp2 zero1", "dp2 zero3 accum:3", "dp2 pp2 zero3 1f1b:2 gather:micro"):
+        layout = Layout.parse(text)
+        stages = [range(3), range(3, 6)] if layout.pp > 1 else [range(6)]
+        pieces = plain_pieces(stages, scaled=(1, 2, 3, 4))
+        program = build(layout, pieces)
+        check(program)
+        for row, stage in zip(program.rows, stages, strict=True):
+            blocks = [f"{unit}M" for unit in stage if unit in pieces.scaled]
+            assert [str(op) for op in row[: 1 + len(blocks)]] == ["N", *blocks]
+            assert sum(op.kind == "M" for op in row) == len(blocks)
+        plain = build(layout, plain_pieces(stages))
+        assert [[op for op in row if op.kind != "M"] for row in program.rows] == [
+            [*row] for row in plain.rows
+        ]
+        forwards = forward_only(program, layout)
+        check(forwards)
+        assert [r.count(Op("M", 1)) for r in forwards.rows] == [
+            r.count(Op("M", 1)) for r in program.rows
+        ]
 
 
 @pytest.mark.parametrize("text", ["dp2 pp2 zero1 1f1b:2", "dp2 zero3 accum:2", "dp2 zero2 accum:2"])

@@ -13,7 +13,7 @@ PROGRAMS = Path(__file__).parent / "programs"
 
 
 def test_every_operation_prints_and_parses_back_and_no_two_print_alike() -> None:
-    ops = [Op(k, p, m) for k, p, m in product("FBIWRPKEJOZGLDSHTQUYV", (0, 2, 13), (0, 1, 27))]
+    ops = [Op(k, p, m) for k, p, m in product("FBIWRPKEJOZMGLDSHTQUYV", (0, 2, 13), (0, 1, 27))]
     ops += [Op(k, -1, n) for k, n in product("NA", (0, 3))]
     ops += [
         Op(kind, p, m, of, p + way)
@@ -86,6 +86,7 @@ GOLDEN = {
     "mlp-alone": ("accum:2", "mlp", False),
     "mlp-zero3": ("dp2 zero3", "mlp", False),
     "mlp-zero1-clipped": ("dp2 zero1 accum:2", "mlp", True),
+    "tiny-zero3-in-8-bits": ("dp2 zero3 accum:2 fp8:tile", "tiny", True),
     "mlp-hsdp": ("dp2x2 zero2 accum:2", "mlp", False),
     "tiny-1f1b-zero2": ("dp2 pp2 1f1b:4 zero2", "tiny", True),
     "tiny-zb-h1-recomputed": ("pp2 zb-h1:3 recompute:all", "tiny", False),

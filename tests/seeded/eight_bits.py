@@ -7,8 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
+from phalanx.comm import Work
 from phalanx.parallel import low_precision
 from phalanx.parallel.low_precision import Rounded
+from phalanx.parallel.narrow import NarrowUnit
 
 from .fault import fault, swapped
 
@@ -136,9 +138,15 @@ def _() -> AbstractContextManager[None]:
     "step 1: the output of layers.0",
 )
 def _() -> AbstractContextManager[None]:
-    from phalanx.parallel.narrow import NarrowUnit
+    right = NarrowUnit.agree_scales
 
-    return swapped(NarrowUnit, "refresh", lambda self: None)
+    def agree_scales(self: Any) -> Work:
+        if vars(self).setdefault("agreed", False):
+            return Work()
+        self.agreed = True
+        return right(self)
+
+    return swapped(NarrowUnit, "agree_scales", agree_scales)
 
 
 @fault(

@@ -20,6 +20,7 @@ from phalanx.draw import chrome, recorded_picture
 from phalanx.layout import Layout
 from phalanx.parallel import Precision, build_model, microbatches
 from phalanx.parallel.local import build_local
+from phalanx.parallel.low_precision import matmul_named
 from phalanx.program import Program, ProgramError, Recorded, StepOptions, check
 from phalanx.train.executor import Executor, StepClock, StepResult
 from phalanx.train.optimizer import AdamW, Sgd
@@ -80,6 +81,21 @@ def performer_of(
     )  # fmt: skip
     batch = batch_of(GQA, 0, dtype=precision.compute)  # type: ignore[attr-defined]
     return performer, microbatches(batch, layout, held.coordinates["dp"], held.coordinates["cp"])
+
+
+def in_8_bits_with_another_program(world: World) -> str:
+    layout = Layout.parse("dp2 zero3 fp8:tile")
+    program = program_of(build_model(GQA), Layout.parse("dp2 zero3"))
+    precision = Precision(matmul=matmul_named(layout.matmul))
+    with pytest.raises(ProgramError) as caught:
+        performer_of(world, layout, program, precision=precision)
+    return str(caught.value)
+
+
+def test_a_program_without_scales_is_refused_where_matrices_travel_in_8_bits() -> None:
+    for text in launch(in_8_bits_with_another_program, 2, backend="threads"):
+        assert "(M) of the units [] in the program" in text
+        assert "the units [1, 2, 3, 4] travel in 8 bits" in text
 
 
 class Products(TorchDispatchMode):

@@ -20,11 +20,12 @@ from torch import Tensor
 from phalanx.comm import Group, Work, World
 from phalanx.comm.launch import launch
 from phalanx.layout import Layout
-from phalanx.parallel import build_model, microbatches
+from phalanx.parallel import Precision, build_model, microbatches
 from phalanx.parallel.data import Then
 from phalanx.parallel.experts import Exchange, cut_blocks
 from phalanx.parallel.groups import Groups, UnitGroups, open_groups
 from phalanx.parallel.local import build_local
+from phalanx.parallel.low_precision import matmul_named
 from phalanx.parallel.pieces import CopyLane
 from phalanx.program import Costs, Op, Program, Span, StepOptions, Timeline, ops, simulate
 from phalanx.train.executor import Executor, StepClock
@@ -114,7 +115,7 @@ class Copies(CopyLane):
 GROUPS = {
     "gather": ops.GATHER, "reduce": ops.REDUCE, "replica": ops.REDUCE_REPLICAS, "tie": ops.TIE,
     "count": ops.COUNT, "everyone": ops.AGREE, "activations": "send", "gradients": "send",
-    "norms": ops.SUM_PARTS, "ep": ops.EXCHANGE, "routes": ops.COUNT_ROUTES,
+    "scales": ops.AGREE_SCALES, "norms": ops.SUM_PARTS, "ep": ops.EXCHANGE, "routes": ops.COUNT_ROUTES,
 }  # fmt: skip
 
 
@@ -124,7 +125,8 @@ def timed_step(
     """This rank's step on a made-up clock, and when the calls of each group started and ended."""
     model = cut_blocks(build_model(SHAPES[shape]), layout)
     program = program_of(model, layout, StepOptions(agree=agree))
-    held = build_local(world, layout, model, program)
+    precision = Precision(matmul=matmul_named(layout.matmul))
+    held = build_local(world, layout, model, program, precision=precision)
     times = open_groups(world, layout, model, program, prefix="times ")
     clock = Clock()
     costs = {
@@ -143,6 +145,7 @@ def timed_step(
             )
             for name in sorted(names)
             for group in [getattr(groups, name)]
+            if group is not None
         }
 
     plain = held.groups
@@ -185,11 +188,11 @@ def _by_op(spans: tuple[Span, ...], rank: int, lane: str) -> dict[str, tuple[flo
     return {str(s.op): (s.start, s.end) for s in spans if (s.rank, s.lane) == (rank, lane)}
 
 
-FAST = {"F": 1, "B": 2, "I": 1, "W": 1, "R": 1, "U": 0.2, "G": 0.7, "S": 0.9, "H": 0.4, "T": 0.5,
+FAST = {"F": 1, "B": 2, "I": 1, "W": 1, "R": 1, "U": 0.2, "G": 0.7, "M": 0.2, "S": 0.9, "H": 0.4, "T": 0.5,
         "N": 0.1, "A": 0.3, "O": 0.6, "Z": 0.8, "L": 0.8, "Q": 0.6, "K": 0.1,
         "E": 0.5, "J": 0.5, "send": 0.3}  # fmt: skip
-SLOW = {**FAST, "G": 3.5, "S": 7.0, "H": 5.0, "T": 4.0, "N": 9.0, "O": 4.0, "Z": 3.0, "L": 3.0, "Q": 4.5,
-        "K": 0.6, "E": 2.4, "J": 2.4, "send": 2.5}  # fmt: skip
+SLOW = {**FAST, "G": 3.5, "M": 2.5, "S": 7.0, "H": 5.0, "T": 4.0, "N": 9.0, "O": 4.0, "Z": 3.0,
+        "L": 3.0, "Q": 4.5, "K": 0.6, "E": 2.4, "J": 2.4, "send": 2.5}  # fmt: skip
 LAYOUTS = (
     ("gqa", "dp2"), ("gqa", "dp2 zero3 accum:2"), ("gqa", "dp2 zero2 accum:3 prefetch:2"),
     ("gqa", "dp2x2 zero2 accum:2"), ("gqa", "dp2x2 zero3"), ("gqa", "pp2 1f1b:3"),
@@ -197,6 +200,7 @@ LAYOUTS = (
     ("gqa", "pp2 zb-h2:4 recompute:every=2"), ("gpt", "dp2 pp2 zero1 1f1b:2"),
     ("gpt", "pp2 zb-h1:3 reduce:micro"), ("gqa", "pp2 gpipe:3 offload:activations"),
     ("gqa", "accum:3 offload:activations,weights"), ("gqa", "dp2 zero2 offload:weights accum:2"),
+    ("gqa", "dp2 zero3 accum:2 fp8:tile"), ("gqa", "dp2 zero1 fp8:tile"),
     ("gqa", "tp2 seq"), ("gqa", "dp2 tp2 seq accum:2"),
     ("experts", "ep2 zero3 accum:2"), ("experts", "ep2 accum:3 overlap"),
     ("experts", "ep2 pp2 zb-h2:3 overlap recompute:all"),

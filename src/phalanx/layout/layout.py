@@ -145,6 +145,13 @@ class Layout:
         return self.mesh.of("dp.shard") * self.cp * self.ep if self.zero else 1
 
     @property
+    def gathers_in_8_bits(self) -> bool:
+        """True if ZeRO gathers the matrices of blocks in 8 bits: one copy of each square serves both
+        products, and the host keeps no part of them."""
+        square = bool(self.matmul) and MATMULS[self.matmul].square
+        return square and self.shards > 1 and not {"weights", "optimizer"} & {*self.offload}
+
+    @property
     def copies_sharing(self) -> int:
         """Number of those ranks that share the experts, which are neither copied nor sharded over
         them."""

@@ -14,7 +14,7 @@ from .layout import Layout
 from .rules import FEATURES, LATENT, LORA, PARTIAL, Cut
 from .shape import Shape
 from .stages import stage_pieces
-from .weights import piece_weights
+from .weights import Lengths, piece_weights
 
 _NORMS_AND_BIASES = frozenset({"head", LATENT, LORA})
 
@@ -30,6 +30,8 @@ class WeightRow:
     trained: bool = True
     # (rows, columns) of each matrix that an optimizer such as Muon updates whole.
     matrices: tuple[tuple[int, int], ...] = ()
+    # Linear layers of a block alone multiply by it: where products are in 8 bits it can be gathered so.
+    narrow: bool = False
 
     @property
     def numel(self) -> int:
@@ -81,7 +83,8 @@ class PieceRow:
 
     Pieces of equal `kind` do the same work on weights of the same sizes. `weights` are those of its own
     unit; a piece also reads the units in `uses`, which belong to earlier pieces (tied embeddings).
-    `partial`: ranks of tp hold parts of some gradient sums of this unit.
+    `partial`: ranks of tp hold parts of some gradient sums of this unit. `scaled`: its trained matrices
+    travel in 8 bits, and ranks agree on their scales once a step.
     """
 
     piece: int  # of the model
@@ -91,10 +94,11 @@ class PieceRow:
     uses: tuple[int, ...] = ()
     partial: bool = False
     frozen: bool = False
+    scaled: bool = False
 
     def __hash__(self) -> int:
         # Without the weights: rows are keys of caches, and equal kinds have equal weights.
-        return hash((self.piece, self.part, self.kind, self.partial, self.frozen))
+        return hash((self.piece, self.part, self.kind, self.partial, self.frozen, self.scaled))
 
     @property
     def receives_tokens(self) -> bool:
@@ -149,6 +153,11 @@ class StagedPieces:
         return self._numbers(row.partial for row in self.rows)
 
     @cached_property
+    def scaled(self) -> tuple[int, ...]:
+        """The units with scales to agree on before they are gathered."""
+        return self._numbers(row.scaled for row in self.rows)
+
+    @cached_property
     def experts(self) -> tuple[int, ...]:
         """The pieces into which tokens come from other ranks."""
         return self._numbers(row.receives_tokens for row in self.rows)
@@ -166,6 +175,7 @@ def plain_pieces(
     frozen: Sequence[int] = (),
     experts: Sequence[int] = (),
     partial: Sequence[int] = (),
+    scaled: Sequence[int] = (),
 ) -> StagedPieces:
     """Equal pieces of which only their numbers matter: those of a schedule without a model."""
     rows = tuple(
@@ -175,6 +185,7 @@ def plain_pieces(
             0,
             uses=tuple(unit for piece, unit in tied if piece == number),
             partial=number in partial,
+            scaled=number in scaled,
             frozen=number in frozen,
         )
         for number in range(max((stage.stop for stage in stages), default=0))
@@ -190,18 +201,26 @@ def row_of(piece: int, part: BlockPart, kind: int, weights: Sequence[WeightRow])
 
 
 def in_layout(row: PieceRow, layout: Layout) -> PieceRow:
-    """The row with what depends on how the layout cuts its weights."""
-    sums = (sum_over_tp(w.dims, w.cuts(layout), layout) for w in row.weights if w.trained)
-    return replace(row, partial=True) if layout.tp > 1 and any(sums) else row
+    """The row with what depends on how the layout cuts and gathers its weights."""
+    trained = [weight for weight in row.weights if weight.trained]
+    partial = scaled = False
+    if layout.tp > 1:
+        partial = any(sum_over_tp(w.dims, w.cuts(layout), layout) for w in trained)
+    if layout.gathers_in_8_bits:
+        scaled = any(weight.narrow for weight in trained)
+    return replace(row, partial=partial, scaled=scaled) if partial or scaled else row
 
 
 @lru_cache(maxsize=512)
 def staged_pieces(layout: Layout, shape: Shape) -> StagedPieces:
     """The pieces of a layout's program for a model of this shape."""
     rows = _rows(shape, layout.experts_apart)
-    cut = {row.kind: in_layout(row, layout).partial for row in rows} if layout.tp > 1 else {}
-    chosen = (replace(row, partial=True) if cut.get(row.kind) else row for row in rows)
-    return StagedPieces(tuple(chosen), stage_pieces(layout, shape))
+    kinds: dict[int, PieceRow] = {}  # the first row of each kind, in the layout
+    for row in rows:
+        if row.kind not in kinds:
+            kinds[row.kind] = in_layout(row, layout)
+    placed = (replace(kinds[row.kind], piece=row.piece, uses=row.uses) for row in rows)
+    return StagedPieces(tuple(placed), stage_pieces(layout, shape))
 
 
 def piece_work(row: PieceRow, shape: Shape) -> int:
@@ -265,9 +284,15 @@ def _weights(shape: Shape, piece: int) -> tuple[WeightRow, ...]:
             granules(weight.dims, weight.lengths, counts),
             trained=weight.adapts if shape.lora_r else piece not in shape.frozen,
             matrices=_matrices(weight.dims, weight.lengths),
+            narrow=0 < piece <= shape.layers and _is_narrow(weight),
         )
         for weight in piece_weights(shape, piece)
     )
+
+
+def _is_narrow(weight: Lengths) -> bool:
+    """True for a matrix between features that no expert has to itself."""
+    return not weight.routed and bool(_matrices(weight.dims, weight.lengths))
 
 
 def granules(

@@ -196,6 +196,7 @@ class Unit:
     gradient, and they are kept in what they are computed with."""
 
     plain = False  # autograd does its normal work
+    scaled = False  # gathers need scales that the shards agree on: see `narrow.py`
     scales: Mapping[str, Tensor] = MappingProxyType({})  # of weights that travel in 8 bits
     beside = 0  # bytes that are always there, besides the home and the buffer
 
@@ -332,6 +333,17 @@ class Unit:
         return runs
 
     # ---- weights
+
+    def bring_up(self) -> None:
+        """Completes the weights after their parts at home were drawn or read; every rank calls it."""
+        self.refresh()
+        self.agree_scales().wait()
+        if self.resident and self.groups.gather.size > 1:
+            self.gather().wait()
+
+    def agree_scales(self) -> Work:
+        """Begin to agree with the other shards on the scales of what is gathered in 8 bits."""
+        return Work()
 
     def gather(self) -> Work:
         """Begin to fetch the whole weights; they are readable after the work's wait."""

@@ -38,8 +38,8 @@ class UnitPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitGroups:
-    """The groups of one unit. `gather` and `reduce` are the same ranks with a communicator each, so
-    that a gather does not queue behind a reduction."""
+    """The groups of one unit. `gather`, `reduce` and `scales` are the same ranks with a communicator
+    each, so that a gather does not queue behind a reduction, nor scales behind gathers."""
 
     gather: Group  # shards of the weights
     reduce: Group  # shards of the gradients
@@ -50,6 +50,7 @@ class UnitGroups:
     # it each of them has.
     matrices: Group | None = None
     places: tuple[UnitPlace, ...] = ()
+    scales: Group | None = None  # of weights that travel in 8 bits
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,9 @@ def _open_units(
         axes = unit_axes(model, layout, unit)
         users = program.users(unit) if unit < len(model.pieces) else ()
         stages = {program.host[piece] for piece in users}
-        matrices = None
+        matrices = scales = None
+        if layout.gathers_in_8_bits:
+            scales = shared("scales", mesh.groups(axes.shard))
         if unit % len(model.pieces) in whole:
             # Ranks of tp that share experts have no parts of each other's.
             routed = isinstance(model.pieces[unit % len(model.pieces)][1], ExpertsPart)
@@ -182,6 +185,7 @@ def _open_units(
             also=also,
             matrices=matrices,
             places=tuple(_place(mesh, axes, rank) for rank in matrices.ranks) if matrices else (),
+            scales=scales,
         )
 
     return tuple(map(groups_of, range(2 * len(model.pieces))))

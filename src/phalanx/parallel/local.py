@@ -112,7 +112,9 @@ def build_local(
     same = precision.compute == precision.master == precision.reduce and not precision.matmul
     at_host = bool({"weights", "optimizer"} & set(layout.offload))
     may_be_plain = once and same and not (at_host or dropped or program.replicated)
-    narrow = frozenset[str]() if at_host else narrow_names(model, precision.matmul)
+    narrow = frozenset[str]()
+    if layout.gathers_in_8_bits:
+        narrow = narrow_names(model, precision.matmul)
 
     def units_of(*, frozen: bool) -> dict[int, Unit]:
         units: dict[int, Unit] = {}
@@ -275,6 +277,4 @@ def _fill(
                     padded[rows > 0, : part.shape[1]] = part
                     part = padded
                 unit.home[at : at + stop - begin] = part.view(-1)[begin % wide :][: stop - begin]
-        unit.refresh()
-        if unit.resident and unit.groups.gather.size > 1:
-            unit.gather().wait()
+        unit.bring_up()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import Work
-from .data import BufferPool, Entry, Precision, Unit
+from .data import BufferPool, Entry, Precision, Then, Unit
 from .groups import UnitGroups
 from .low_precision import EightBits, largest_of
 from .model import Model
@@ -27,8 +27,14 @@ from .tensor import Weight
 
 def narrow_names(model: Model, matmul: object) -> frozenset[str]:
     """The weights that are multiplied in 8 bits alone, and that one copy in 8 bits serves."""
+    one_copy = isinstance(matmul, EightBits) and matmul.one_copy
+    return linear_weights(model) if one_copy else frozenset()
+
+
+def linear_weights(model: Model) -> frozenset[str]:
+    """The weights of blocks by which linear layers multiply, and nothing else reads."""
     # Code of transformers may look at a weight where it multiplies by none.
-    if model.original or not (isinstance(matmul, EightBits) and matmul.one_copy):
+    if model.original:
         return frozenset()
     names = {parameter: name for name, parameter in model.weights.items()}
     shared = {unit for _, unit in model.tied}
@@ -46,9 +52,11 @@ class NarrowUnit(Unit):
     """A unit with matrices that travel in 8 bits. Its buffer has a byte for each number of the flat order.
     The other weights (norms, biases, routers) are always whole here, as they are computed with.
 
-    An update changes these, and the largest number of each square. Before the next gather one
-    all-reduce of maxima brings both to all ranks, each of which has its own part in it.
+    An update changes these, and the largest number of each square. Once a step, before the first gather,
+    one all-reduce of maxima brings both to all ranks, each of which has its own part in it.
     """
+
+    scaled = True
 
     def __init__(
         self,
@@ -61,7 +69,7 @@ class NarrowUnit(Unit):
         narrow: frozenset[str],
         **more: Any,
     ) -> None:
-        self.narrow, self.stale = narrow, True
+        self.narrow = narrow
         super().__init__(number, weights, groups, pool, precision, **more)
         assert isinstance(precision.matmul, EightBits)
         self.matmul, self.run = precision.matmul, precision.matmul.traits.run
@@ -83,13 +91,8 @@ class NarrowUnit(Unit):
     def dtype(self) -> torch.dtype:
         return torch.float8_e4m3fn
 
-    def refresh(self) -> None:
-        self.stale = True
-
     @torch.no_grad()
     def gather(self) -> Work:
-        if self.stale:
-            self._renew()
         own = torch.zeros(self.part, dtype=torch.uint8, device=self.pool.device)
         for (weight, start, stop, at), rows, squares in self._rows():
             numbers = self.matmul.narrowed(rows, squares).numbers[:, : rows.shape[1]]
@@ -99,18 +102,23 @@ class NarrowUnit(Unit):
         whole = self._take().view(torch.uint8)
         return self.groups.gather.all_gather(whole, own, still=True, wait=False)
 
-    def _renew(self) -> None:
-        """Tell the other ranks what an update has changed besides the numbers in 8 bits."""
+    @torch.no_grad()
+    def agree_scales(self) -> Work:
+        """Begin to bring to all ranks what updates have changed besides the numbers in 8 bits."""
         self.common.fill_(-math.inf)
         for (weight, start, stop, _), part in self._parts():
             if weight.name not in self.narrow:
                 self.views[weight.name].view(-1)[start:stop] = part
         for _, rows, squares in self._rows():
             squares.copy_(largest_of(rows, self.run, square=True))
-        self.groups.gather.all_reduce(self.common, "max")
+        group = self.groups.scales
+        assert group is not None, f"unit {self.number} has no group for its scales"
+        return Then(group.all_reduce(self.common, "max", wait=False), self._rescale)
+
+    @torch.no_grad()
+    def _rescale(self) -> None:
         for name, scales in self.scales.items():
             scales.copy_(self.matmul.scales(self.views[name]))
-        self.stale = False
 
     def _parts(self) -> Iterator[tuple[Entry, Tensor]]:
         for entry in self.entries():

@@ -23,6 +23,7 @@ from .experts import cut_blocks
 from .kinds import alike
 from .local import model_stages
 from .model import Model
+from .narrow import linear_weights
 
 _PARTS: dict[type[nn.Module], BlockPart] = dict(
     zip((RoutingPart, ExpertsPart, MergingPart), PARTS_APART, strict=True)
@@ -55,6 +56,7 @@ def _weights(model: Model) -> dict[int, list[WeightRow]]:
     """The weights of each piece's own unit; a weight of several pieces is the first one's."""
     found = defaultdict[int, list[WeightRow]](list)
     count = len(model.pieces)
+    narrow = linear_weights(model)
     for name, parameter in model.weights.items():
         piece = model.unit_of[name] % count
         shape = tuple(parameter.shape)
@@ -71,6 +73,7 @@ def _weights(model: Model) -> dict[int, list[WeightRow]]:
             granules(dims, shape, model.counts),
             trained=name not in model.frozen,
             matrices=matrices * experts,
+            narrow=name in narrow,
         )
         found[piece].append(row)
     return found

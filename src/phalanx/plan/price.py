@@ -456,6 +456,14 @@ class Units:
         tie = seconds("all_reduce", size / part, 2.0, self.ends) if self.layout.pp > 1 else 0.0
         return UnitTimes(gather, load, reduce, replicas, tie, self._update() * numbers / part)
 
+    def agree_scales(self, others: float, narrow: float) -> float:
+        """Seconds of agreeing on the scales of `narrow` weights, and on `others` that travel with them."""
+        if not narrow:
+            return 0.0
+        squares = narrow / MATMULS[self.layout.matmul].run ** 2
+        size = (others + squares) * self.profile.gathered_bytes
+        return self._seconds("all_reduce", size, self.shards, self.near[0])
+
     def _update(self) -> float:
         """Adam for one number; with its averages on the host, there and back, with its memory."""
         if self.on_host:
@@ -514,14 +522,10 @@ class Priced:
     def _narrow(self, piece: PricedPiece) -> float:
         """Number of a piece's weights that are gathered in fp8; see `parallel/narrow.py`."""
         x, row, cost = self.case.layout, piece.row, piece.times.cost
-        gathers = x.zero == 3 or (x.zero and not piece.frozen)
-        if not gathers or x.shards < 2 or {"weights", "optimizer"} & {*x.offload}:
+        if not x.gathers_in_8_bits or (piece.frozen and x.zero < 3):
             return 0.0
-        if self._at_an_end(row) or not (x.matmul and MATMULS[x.matmul].square):
-            return 0.0
-        dense = (weight for weight in row.weights if not weight.routed)
-        sides = (each for weight in dense for each in weight.matrices)
-        return min(sum(a * b for a, b in sides) / x.tp, cost.weights - cost.experts)
+        numbers = sum(weight.numel for weight in row.weights if weight.narrow)
+        return min(numbers / x.tp, cost.weights - cost.experts)
 
     def _at_an_end(self, row: PieceRow) -> bool:
         """True for the embedding and the head."""
@@ -593,7 +597,8 @@ class Priced:
         t, still = piece.times, piece.frozen
         # Of a piece with frozen weights all are said to be others than those of experts.
         apart = 0.0 if still else t.cost.experts
-        unit = units.of(t.cost.weights - still - apart, still, apart, self._narrow(piece))
+        own, narrow = t.cost.weights - still - apart, self._narrow(piece)
+        unit = units.of(own, still, apart, narrow)
         part = x.recompute == "selective" and not self._at_an_end(piece.row)
         whole = x.recompute in ("none", "selective")
         kept = t.cost.selected if part else t.cost.kept if whole else t.cost.input
@@ -609,6 +614,7 @@ class Priced:
                 for kind, time in t.computed.items()
             },
             ops.RECOMPUTE_PART: t.again.total * slower,
+            ops.AGREE_SCALES: units.agree_scales(max(0.0, own - narrow), narrow) * alone,
             ops.GATHER: unit.gather * alone,
             ops.LOAD: unit.load,
             ops.REDUCE: unit.reduce * alone,

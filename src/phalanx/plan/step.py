@@ -45,7 +45,8 @@ LIMIT = 0.85  # of a device's memory: what a search uses
 FULL = (0.93, 0.99)  # of a device's memory: where an allocator begins to thrash, and does
 _BUILT = 48  # programs that are kept
 # Lanes of collectives over units, of which each rank waits for its own alone.
-_UNIT_LANES = frozenset(KINDS[k].lane for k in (ops.GATHER, ops.REDUCE, ops.REDUCE_REPLICAS))
+_OVER_UNITS = (ops.AGREE_SCALES, ops.GATHER, ops.REDUCE, ops.REDUCE_REPLICAS)
+_UNIT_LANES = frozenset(KINDS[kind].lane for kind in _OVER_UNITS)
 
 
 class CostFunction(Protocol):

@@ -7,7 +7,15 @@ from ..layout import Layout
 from ..layout.choices import traits
 from ..layout.pieces import StagedPieces
 from . import passes
-from .ops import BACKWARDS, COUNT, COUNT_ROUTES, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
+from .ops import (
+    AGREE_SCALES,
+    BACKWARDS,
+    COUNT,
+    COUNT_ROUTES,
+    FORWARD,
+    INPUT_GRADIENT,
+    WEIGHT_GRADIENT,
+)
 from .options import StepOptions
 from .program import Op, Program, ProgramError, uncollected
 from .schedules import refuse_vast, schedule
@@ -35,7 +43,7 @@ def build(layout: Layout, pieces: StagedPieces, options: StepOptions = DEFAULT) 
             program = passes.overlap(program, stages, experts, forward_first=first)
         if "activations" in layout.offload:
             program = passes.offload_activations(program)
-        program = _fed(layout, program, experts, options.gathers_at_once)
+        program = _fed(layout, program, experts, pieces.scaled, at_once=options.gathers_at_once)
         at_end = not (options.overlaps or each)
         program = passes.reduce(program, each_microbatch=each, replicas=replicas, at_end=at_end)
         program = passes.sum_parts(passes.tie(program), pieces.partial)
@@ -63,11 +71,16 @@ def _order(layout: Layout, stages: Sequence[range], options: StepOptions) -> Pro
 
 
 def _fed(
-    layout: Layout, program: Program, experts: Collection[int], at_once: bool = True
+    layout: Layout,
+    program: Program,
+    experts: Collection[int],
+    scaled: Collection[int],
+    *,
+    at_once: bool = True,
 ) -> Program:
     """Adds the operations that bring inputs and weights: exchanges, messages and gathers. Weights
     that are gathered once a step stay in memory together anyway, so all are gathered at its start:
-    no stage of a pipeline then waits for another's gather."""
+    no stage of a pipeline then waits for another's gather. `scaled` units have scales to agree on."""
     program, away = passes.messages(passes.exchange(program, experts)), {*layout.offload}
     if layout.zero or "weights" in away:
         drop, load = layout.zero == 3 or "weights" in away, bool({"weights", "optimizer"} & away)
@@ -75,15 +88,21 @@ def _fed(
         whole = at_once and layout.prefetch and not (each or load)
         ahead = program.pieces if whole else layout.prefetch
         program = passes.gather(program, each_use=each, drop=drop, prefetch=ahead, load=load)
+        program = passes.agree_scales(program, scaled)
     return program
 
 
 def forward_only(program: Program, layout: Layout) -> Program:
     """The forward operations of a training program, in their order, with what they need."""
     bare = program.with_rows([op for op in row if op.kind == FORWARD] for row in program.rows)
-    experts = {op.piece for row in program.rows for op in row if op.kind == COUNT_ROUTES}
-    bare = _fed(layout, bare, experts)
+    experts = _pieces_with(program, COUNT_ROUTES)
+    bare = _fed(layout, bare, experts, _pieces_with(program, AGREE_SCALES))
     return bare.with_rows((Op(COUNT), *row) for row in bare.rows)
+
+
+def _pieces_with(program: Program, kind: str) -> set[int]:
+    """The pieces, or units, that have an operation of this kind."""
+    return {op.piece for row in program.rows for op in row if op.kind == kind}
 
 
 def _stage_costs(costs: Costs, stages: Sequence[range]) -> Costs:

@@ -29,6 +29,7 @@ FACTORS = "factors"  # what the weight gradient multiplies, left by the input gr
 AWAY = "away"  # kept, on the host
 WEIGHTS = "weights"  # whole, ready to compute with
 HOME = "home"  # the part of the weights that a rank owns and updates
+SCALES = "scales"  # of a unit's weights that travel in 8 bits; with them the weights that do not
 OWN = "own"  # that part on the device, where home is on the host
 CONTRIBUTION = "contribution"  # one microbatch's gradient of a unit, added in its whole buffer
 REDUCED = "reduced"  # a unit's gradient, summed over copies
@@ -66,40 +67,50 @@ class Kind:
     takes: tuple[str, ...]
     gives: tuple[str, ...]
     paint: Paint
+    # Axes over which the model itself communicates while the operation computes: the regions of tensor
+    # parallelism, the attention of context parallelism. It waits for these messages inside; a handler
+    # waits for nothing else.
+    inside: tuple[str, ...] = ()
 
 
 _COPIES = ("dp", "cp", "ep")  # ranks that see other tokens
 _SHARDS = ("dp.shard", "cp", "ep")  # those of them that hold parts of one copy of the weights
 _PARTS = ("dp", "cp", "tp", "ep")  # ranks of one stage: each has parts of its matrices, or copies
 _ALL = ("dp", "pp", "cp", "tp", "ep")
+_SHARING = ("cp", "tp", "ep")  # ranks among which experts may be shared
+_MODEL = ("cp", "tp")  # ranks that compute one microbatch together
 
 # In the order in which legends and tables list them.
 _TABLE = (
     Kind("N", "count tokens", "count the valid tokens of the step over all ranks",
          STEP, "agree", _ALL, (), (TOKENS,), _GREY),
     Kind("F", "forward", "forward of a piece on a microbatch",
-         MICROBATCH, COMPUTE, (), (VALUE, WEIGHTS), (VALUE, KEPT), _BLUE),
+         MICROBATCH, COMPUTE, (), (VALUE, WEIGHTS), (VALUE, KEPT), _BLUE, _MODEL),
     Kind("B", "backward", "backward of a piece, whole",
-         MICROBATCH, COMPUTE, (), (GRADIENT, KEPT, WEIGHTS), (GRADIENT, CONTRIBUTION), _ORANGE),
+         MICROBATCH, COMPUTE, (), (GRADIENT, KEPT, WEIGHTS), (GRADIENT, CONTRIBUTION), _ORANGE,
+         _MODEL),
     Kind("I", "input gradient", "backward of a piece, gradient of its input only",
-         MICROBATCH, COMPUTE, (), (GRADIENT, KEPT, WEIGHTS), (GRADIENT, FACTORS), _ORANGE),
-    # The input times the output's gradient: no weights are needed.
+         MICROBATCH, COMPUTE, (), (GRADIENT, KEPT, WEIGHTS), (GRADIENT, FACTORS), _ORANGE, _MODEL),
+    # The input times the output's gradient: no weights are needed. Of a piece without an input it is the
+    # whole backward.
     Kind("W", "weight gradient", "backward of a piece, gradient of its weights only",
-         MICROBATCH, COMPUTE, (), (FACTORS,), (CONTRIBUTION,), _GREEN),
+         MICROBATCH, COMPUTE, (), (FACTORS,), (CONTRIBUTION,), _GREEN, _MODEL),
     Kind("R", "recompute", "recompute what the forward did not keep",
-         MICROBATCH, COMPUTE, (), (KEPT, WEIGHTS), (KEPT,), _PINK),
+         MICROBATCH, COMPUTE, (), (KEPT, WEIGHTS), (KEPT,), _PINK, _MODEL),
     # Products, attention and sums are not repeated: their outputs are what was kept.
     Kind("P", "recompute part", "recompute the cheap part of a forward that kept the rest",
-         MICROBATCH, COMPUTE, (), (SELECTED, WEIGHTS), (KEPT,), _PINK),
+         MICROBATCH, COMPUTE, (), (SELECTED, WEIGHTS), (KEPT,), _PINK, _MODEL),
     Kind("K", "count routes", "tell the ranks that share experts how many tokens come to each",
-         MICROBATCH, "routes", ("ep",), (VALUE,), (ROUTES,), _GREY),
+         MICROBATCH, "routes", _SHARING, (VALUE,), (ROUTES,), _GREY),
     # Into the experts it is their dispatch, into what follows them what they made of it.
     Kind("E", "exchange tokens", "send tokens to the ranks that have their experts, or back",
-         MICROBATCH, "tokens", ("ep",), (VALUE, ROUTES), (VALUE,), _SILVER),
+         MICROBATCH, "tokens", _SHARING, (VALUE, ROUTES), (VALUE,), _SILVER),
     Kind("J", "exchange gradients", "send the gradients of tokens back the way these came",
-         MICROBATCH, "tokens", ("ep",), (GRADIENT,), (GRADIENT,), _SILVER),
+         MICROBATCH, "tokens", _SHARING, (GRADIENT,), (GRADIENT,), _SILVER),
+    Kind("M", "agree on scales", "agree on the scales of a unit's weights that travel in 8 bits",
+         UNIT, "scales", _SHARDS, (HOME,), (SCALES,), _NAVY),
     Kind("G", "gather weights", "gather the weights of a unit",
-         UNIT, "gather", _SHARDS, (HOME,), (WEIGHTS,), _NAVY),
+         UNIT, "gather", _SHARDS, (HOME, SCALES), (WEIGHTS,), _NAVY),
     Kind("L", "load weights", "copy the part of a unit's weights that a rank owns from the host",
          UNIT, "in", (), (HOME,), (OWN,), _PURPLE),
     Kind("D", "drop weights", "drop the gathered weights of a unit",
@@ -132,8 +143,8 @@ KINDS: dict[str, Kind] = {kind.letter: kind for kind in _TABLE}
 # Operations carry the letter; code writes the name.
 (
     COUNT, FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, RECOMPUTE, RECOMPUTE_PART,
-    COUNT_ROUTES, EXCHANGE, EXCHANGE_GRADIENT, GATHER, LOAD, DROP, REDUCE, REDUCE_REPLICAS, TIE,
-    SUM_PARTS, AGREE, UPDATE, TO_OWNERS, FROM_OWNERS, SEND, RECEIVE, OFFLOAD, RELOAD,
+    COUNT_ROUTES, EXCHANGE, EXCHANGE_GRADIENT, AGREE_SCALES, GATHER, LOAD, DROP, REDUCE,
+    REDUCE_REPLICAS, TIE, SUM_PARTS, AGREE, UPDATE, TO_OWNERS, FROM_OWNERS, SEND, RECEIVE, OFFLOAD, RELOAD,
 ) = KINDS  # fmt: skip
 
 
@@ -173,7 +184,7 @@ REDUCTIONS = (REDUCE, REDUCE_REPLICAS)
 def add(kind: Kind) -> Callable[[], None]:
     """Enter a kind of one's own into the table; returns what takes it out again. What it waits for
     follows from what it takes and gives. A pass of one's own places it in a program, `Costs` give
-    its time by its letter, `Executor.handlers` carry it out."""
+    its time by its letter, `Executor.handlers` carry it out. Small letters are never ours."""
     assert kind.letter not in KINDS, f"{kind.letter} is {KINDS[kind.letter].name}"
     mine = [letters for of, letters in _DERIVED if of(kind)]
     KINDS[kind.letter] = kind

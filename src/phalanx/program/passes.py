@@ -281,6 +281,19 @@ def gather(
     return program.with_rows(rows)
 
 
+def agree_scales(program: Program, units: Collection[int]) -> Program:
+    """Agreements on the scales of units whose matrices travel in 8 bits, once a step and before
+    anything is computed: updates have changed the weights, and gathers need the scales."""
+    if not units:
+        return program
+    rows = []
+    for row in program.rows:
+        gathered = dict.fromkeys(op.piece for op in row if op.kind == ops.GATHER)
+        first = [Op(ops.AGREE_SCALES, unit) for unit in gathered if unit in units]
+        rows.append([*first, *row])
+    return program.with_rows(rows)
+
+
 def _uses(program: Program, row: Sequence[Op], each: bool) -> list[tuple[int, int, int]]:
     """(unit, first position, last position) of every stretch in which a unit's weights are used."""
     stretches: dict[tuple[int, int], list[int]] = {}

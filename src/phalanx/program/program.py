@@ -21,9 +21,9 @@ _HEADER = "phalanx program 1"
 MOST = 999_999  # the largest number of a piece, a microbatch, a rank
 _N = "[0-9]{1,6}"
 _WRITTEN = {  # (piece)(kind)(microbatch, or which time it is)
-    ops.MICROBATCH: re.compile(rf"({_N})([A-Z])({_N})"),
-    ops.UNIT: re.compile(rf"({_N})([A-Z])(?:#({_N}))?"),
-    ops.STEP: re.compile(rf"()([A-Z])(?:#({_N}))?"),
+    ops.MICROBATCH: re.compile(rf"({_N})([A-Za-z])({_N})"),
+    ops.UNIT: re.compile(rf"({_N})([A-Za-z])(?:#({_N}))?"),
+    ops.STEP: re.compile(rf"()([A-Za-z])(?:#({_N}))?"),
 }
 _TRAVELS = "".join((ops.FORWARD, *ops.PROPAGATES))
 _MESSAGE = re.compile(rf"({_N})([{_TRAVELS}])({_N})([{''.join(ops.MESSAGES)}])({_N})")

@@ -92,6 +92,9 @@ class State:
         self.loaded: set[int] = set()  # of its buffer the own part is there, from the host
         self.stale: set[int] = set()  # updated since they were gathered
         self.updated: dict[int, Op] = {}
+        # Units whose gathers need scales, and the agreement on them since the last update.
+        self.narrow = {op.piece for op in self.ops if op.kind == ops.AGREE_SCALES}
+        self.scaled: dict[int, Op] = {}
         self.updates: Counter[int] = Counter()  # in this step
         # Gradients by unit.
         self.open: dict[int, list[Op]] = {}  # contributions in the whole buffer
@@ -187,9 +190,21 @@ class State:
             return [self._complete(unit)]
         if ops.WEIGHTS in takes:
             return [self.gathered.get(unit, f"a gather of unit {unit} before it")]
-        before = [self.updated[unit]] if ops.HOME in takes and unit in self.updated else []
-        load = Op(ops.LOAD, unit, op.index)
-        return [*before, *[load] * (kind == ops.GATHER and load in self.at)]
+        needs: Needs = []
+        if ops.HOME in takes and unit in self.updated:
+            needs.append(self.updated[unit])
+        if kind == ops.GATHER:
+            needs += self._for_gather(op)
+        return needs
+
+    def _for_gather(self, op: Op) -> Iterator[Op | str]:
+        """The unit's own part on the device, and the scales that its matrices travel with."""
+        load = Op(ops.LOAD, op.piece, op.index)
+        if load in self.at:
+            yield load
+        if op.piece in self.narrow:
+            agreement = Op(ops.AGREE_SCALES, op.piece)
+            yield self.scaled.get(op.piece, f"{agreement} before it, after the last update")
 
     def _turn(self, op: Op) -> Iterator[Op]:
         """The reductions that one must wait for before it starts: of the same unit, as its result
@@ -420,6 +435,8 @@ class State:
             self.updates.clear()  # the next step begins
         elif kind == ops.AGREE:
             self.agreed = op
+        elif kind == ops.AGREE_SCALES:
+            self.scaled[unit] = op
         elif kind == ops.UPDATE:
             if ops.REDUCE not in self.has and unit in self.open:
                 del self.open[unit]
@@ -428,7 +445,7 @@ class State:
             self.reduced.pop(unit, None)
             self.arrived.discard(unit)
             self.tied.discard(unit)
-            self.updated[unit] = op
+            self._change_home(op)
             self.updates[unit] += 1
             self.stale.add(unit)
         elif ops.REDUCED in row.gives:
@@ -437,7 +454,11 @@ class State:
                 self.tied.add(unit)
                 self.agreed = None
         elif ops.HOME in row.gives:
-            self.updated[unit] = op
+            self._change_home(op)
+
+    def _change_home(self, op: Op) -> None:
+        self.updated[op.piece] = op
+        self.scaled.pop(op.piece, None)
 
     def _reduce(self, op: Op, start: list[Change]) -> None:
         if op.kind == ops.REDUCE and op.piece in self.open:

@@ -121,10 +121,8 @@ def begin(source: Callable[[], TensorReader], local: LocalModel, updates: Update
 
 
 def _refresh(local: LocalModel) -> None:
-    for unit in local.every_unit:  # ranks gather here, so all must come
-        unit.refresh()
-        if unit.resident and unit.groups.gather.size > 1:
-            unit.gather().wait()
+    for unit in local.every_unit:
+        unit.bring_up()
 
 
 # ---- which checkpoint

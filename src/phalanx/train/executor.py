@@ -120,8 +120,9 @@ class Executor:
             ops.COUNT: self._count, ops.FORWARD: self._forward, ops.RECOMPUTE: self._again,
             ops.RECOMPUTE_PART: self._again,
             ops.BACKWARD: self._backward, ops.INPUT_GRADIENT: self._backward,
-            ops.WEIGHT_GRADIENT: self._weight_gradient, ops.GATHER: self._gather,
-            ops.DROP: self._drop, ops.REDUCE: self._reduce, ops.TIE: self._tie, ops.AGREE: self._agree,
+            ops.WEIGHT_GRADIENT: self._weight_gradient, ops.AGREE_SCALES: self._agree_scales,
+            ops.GATHER: self._gather, ops.DROP: self._drop, ops.REDUCE: self._reduce,
+            ops.TIE: self._tie, ops.AGREE: self._agree,
             ops.REDUCE_REPLICAS: partial(self._of_trained, methodcaller("reduce_replicas")),
             ops.SUM_PARTS: partial(self._of_trained, methodcaller("sum_parts")),
             ops.UPDATE: self._update, ops.SEND: self._send, ops.RECEIVE: self._receive,
@@ -130,6 +131,14 @@ class Executor:
             ops.COUNT_ROUTES: self._count_routes,
             ops.EXCHANGE: self._exchange, ops.EXCHANGE_GRADIENT: self._exchange,
         }  # fmt: skip
+        scaled = {unit.piece for unit in local.units.values() if unit.scaled}
+        agreed = {op.piece for op in self.row if op.kind == ops.AGREE_SCALES}
+        if scaled != agreed:
+            raise ProgramError(
+                f"ranks agree on scales ({ops.AGREE_SCALES}) of the units {sorted(agreed)} in the program,"
+                f" and matrices of the units {sorted(scaled)} travel in 8 bits."
+                " Build it for this layout."
+            )
         for number in {op.piece for op in self.row if op.kind == ops.REDUCE}:
             unit, groups = local.units[number], local.units[number].groups
             both = groups.reduce.size > 1 and groups.replica.size > 1
@@ -466,6 +475,10 @@ class Executor:
     def _gather(self, op: Op) -> Work:
         units = self.local.of_piece(op.piece)
         return Together([unit.gather() for unit in units if not (unit.frozen and unit.same)])
+
+    def _agree_scales(self, op: Op) -> Work:
+        units = self.local.of_piece(op.piece, trained=True)
+        return Together([unit.agree_scales() for unit in units])
 
     def _load(self, op: Op) -> Work:
         copies = [unit.load() for unit in self.local.of_piece(op.piece)]
