@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 import torch
+from phalanx.comm.settle import Call
 
 from phalanx.comm import Work
-from phalanx.comm.settle import Call
 from phalanx.comm.threads import ThreadGroup, ThreadWorld, run_threads
 from phalanx.layout import Layout, Mesh, Shape
 from phalanx.parallel import Precision, build_model, microbatches
