@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from phalanx.comm.settle import Call
 
 from phalanx.comm import Work
 from phalanx.comm.threads import ThreadGroup, ThreadWorld, run_threads
@@ -32,6 +31,7 @@ from phalanx.train.muon import Muon
 from phalanx.train.optimizer import AdamW, Optimizer
 from phalanx.train.program import program_of
 from phalanx.verify import SHAPES, batch_of
+from torch_shm.calls import Call
 from verify.covered import covered
 
 
