@@ -16,6 +16,7 @@ from phalanx.train.program import with_z_loss
 from phalanx.verify import SHAPES, Trace, Verdict
 from phalanx.verify.cases import trial_batch
 from phalanx.verify.low_precision import sums_of
+from phalanx.verify.reference import PlainForward
 from phalanx.verify.trial import Setting, join, program_in, train_layout
 from phalanx.verify.verify import (
     OPTIMIZERS,
@@ -79,7 +80,8 @@ def truth(
     """What one process does with one of `verify`'s shapes; trained once."""
     shape = SHAPES[name]
     setting = setting_of(shape, dtype, optimizer=optimizer, packed=packed, noisy=dropout > 0)
-    return truth_of(_maker(shape, dropout, z_loss), setting, matmul, cuts)
+    plain = PlainForward(shape, dropout, z_loss)
+    return truth_of(_maker(shape, dropout, z_loss), setting, matmul, cuts, plain)
 
 
 def _maker(shape: Shape, dropout: float, z_loss: float) -> Callable[[], Model]:

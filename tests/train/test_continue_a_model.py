@@ -11,8 +11,8 @@ import pyarrow.parquet
 import pytest
 import tokenizers
 import transformers
-from test_families import saved, theirs
 
+from hub_models import saved, theirs
 from phalanx.cli.main import main
 
 PAGE = Path(__file__).parents[2] / "docs" / "continue-a-model.md"

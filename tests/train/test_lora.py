@@ -10,9 +10,9 @@ import pytest
 import torch
 import transformers
 from checkpoint_worlds import hash_tensors
-from test_families import VOCAB, saved, theirs, widened
 from torch import Tensor, nn
 
+from hub_models import VOCAB, saved, theirs, widened
 from phalanx.comm import launch
 from phalanx.layout.run import Run, RunError
 from phalanx.parallel import build_model, start

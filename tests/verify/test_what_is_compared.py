@@ -560,6 +560,12 @@ def test_an_estimate_counts_weights_records_copies_and_activations() -> None:
     assert gib("dp2") == pytest.approx(2 * (3 + 2 + 7) + 8.75 + 7 + 0.4, abs=0.01)
     assert gib("") == pytest.approx(gib("tp2"), abs=0.01) == pytest.approx(gib("pp2"), abs=0.01)
     assert gib("dp2 zero3") < gib("dp2")
+    # Scores of 2,048 tokens with each other in the plain form of a built-in model: 2 of the block that are
+    # kept and 4 at once, of 8 bytes. Logits are 4 numbers of 8 bytes for each of 8 words and a token.
+    long = replace(shape, sequence=2048, batch=4)
+    found = (needed(long, 0, [Layout()], builtin=b, **options).reference for b in (True, False))
+    plain, modules = (bytes - 0.4 * GIB for bytes in found)
+    assert plain - modules == pytest.approx(6 * 8 * 4 * 2048**2, abs=16)
 
 
 # ---- wrong usage

@@ -160,7 +160,10 @@ def compared(
             sum(weight.numel() for weight in make().weights.values()) if make else shape.total
         )
         steps, processes = terms.get("steps", 3), terms.get("backend", THREADS) != THREADS
-        need = needed(shape, parameters, layouts, steps=steps, dtype=dtype, processes=processes)
+        need = needed(
+            shape, parameters, layouts,
+            steps=steps, dtype=dtype, processes=processes, builtin=make is None,
+        )  # fmt: skip
         limit = available_memory() if memory is None else memory * GIB
         if need.total > limit:
             where = "are available" if memory is None else "may be used (--memory)"

@@ -40,9 +40,10 @@ def needed(
     steps: int,
     dtype: str,
     processes: bool,
+    builtin: bool = True,
 ) -> Need:
     """An estimate from the numbers of weights and of activations; `processes`: ranks are processes
-    and not threads."""
+    and not threads. `builtin`: the model is built in, and so has a plain form."""
     exact, compute = COMPARED[dtype] == FP64, DTYPES[COMPARED[dtype]].bytes
     master = max(4, compute)
     kept = (1 + 2 * steps) * master * parameters  # the start; gradients and weights of each step
@@ -52,6 +53,11 @@ def needed(
     training = 4 * master * parameters + copies + activations
     # In less than float64 one training is kept while another is done.
     reference = kept + training + (0 if exact else kept)
+    if builtin:  # its plain form, on one batch or, in float64, in training
+        of_form = _plain_activations(shape)
+        once = 3 * 8 * parameters + of_form
+        trained = kept + training - activations + of_form if exact else 0.0
+        reference = max(reference, once, trained)
 
     def together(layout: Layout) -> float:
         """All ranks of a layout, with what they write down and what that is joined to."""
@@ -81,3 +87,16 @@ def _activations(shape: Shape, itemsize: int) -> float:
         block += shape.top_k * (6 * shape.hidden + 5 * shape.expert_ffn) + 6 * shape.experts
     logits = 4 * shape.vocab * max(4, itemsize)
     return float(tokens * (shape.layers * block * itemsize + logits))
+
+
+def _plain_activations(shape: Shape) -> float:
+    """The same of a model's plain form, in float64: with all scores of attention, before and after the
+    softmax, and with every expert on every token."""
+    plain = _activations(shape, 8)
+    if shape.kind == "mlp":
+        return plain
+    tokens = shape.batch * shape.sequence
+    # Of each block, and four more in the block that is computed.
+    scores = (2 * shape.layers + 4) * shape.heads * shape.sequence
+    experts = shape.layers * shape.experts * (2 * shape.hidden + 5 * shape.expert_ffn)
+    return plain + 8.0 * tokens * (scores + experts)

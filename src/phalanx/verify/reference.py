@@ -1,16 +1,18 @@
-"""The reference training on one process: the plain model, ordinary autograd, torch's optimizers and
-torch's loss scaler. It uses nothing of the engine, not even its initialization.
+"""The reference training on one process: ordinary autograd, torch's optimizers and torch's loss scaler.
+It uses nothing of the engine, not even its initialization.
 
-In a narrow precision it follows PyTorch's documentation of mixed precision: weights and their
-updates in float32, a copy to compute with, gradients accumulated in float32.
+In float64 a built-in model is computed by `plain.py`, which shares no code with it. In a narrow precision
+its own modules are, as roundings depend on the order of operations; how they are used then follows
+PyTorch's documentation of mixed precision: weights and their updates in float32, a copy to compute with,
+gradients accumulated in float32.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -27,6 +29,7 @@ from ..parallel import Model, Precision
 from ..parallel.batch import VALID
 from ..train.muon import Muon
 from ..train.optimizer import AdamW, Sgd
+from . import plain
 from .cases import VARIED
 
 Batch = Mapping[str, Tensor]
@@ -86,6 +89,25 @@ class Nudge:
         return torch.where((x == 0) | ~x.isfinite() | ~moved.isfinite(), x, moved)
 
 
+@dataclass
+class Passed:
+    """A forward of one microbatch: the loss summed over its tokens, other losses summed over its sequences,
+    and by piece what is compared of it: one number for each token of the output, each token's experts and
+    the gap between their scores and the next best. `gradients` are those that no loss has: of biases that
+    balance experts."""
+
+    loss: Tensor
+    beside: list[Tensor] = field(default_factory=list)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    routes: dict[str, Tensor] = field(default_factory=dict)
+    gaps: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+
+
+Weights = Mapping[str, nn.Parameter]  # by the model's names for them
+Forward = Callable[[Weights, Batch], Passed]  # of a microbatch
+
+
 def project(output: Tensor) -> Tensor:
     """One number for each token (or row) of a piece's output: its product with a fixed vector.
 
@@ -123,12 +145,14 @@ def reference(
     seed: int,
     microbatches: int = 1,
     scaler: torch.amp.GradScaler | None = None,
+    forward: Forward | None = None,
     nudge: Nudge | None = None,
 ) -> Trace:
     """Train the model on one process, as PyTorch's own documentation would.
 
-    With `nudge` the weights that are computed with, the inputs of every piece and the gradients that
-    come back there are moved by one unit in the last place: what this changes is rounding.
+    `forward` computes the model in place of its own pieces. With `nudge` the weights that are computed
+    with, the inputs of every piece and the gradients that come back there are moved by one unit in the
+    last place: what this changes is rounding.
     """
     start = {name: draw(model, name, seed).to(precision.master) for name in model.weights}
     train = {name: weight.requires_grad for name, weight in model.weights.items()}
@@ -138,8 +162,7 @@ def reference(
     )
     same = precision.compute == precision.master and nudge is None
     copies = masters if same else copies
-    _install(model, copies)
-    _install_losses(model)
+    forward = forward or Pieces(model, copies, nudge)
     trained = {name: x for name, x in masters.items() if train[name] and name not in model.rates}
     update = _optimizer(optimizer, trained, rate(0), model)
     seen = []
@@ -151,9 +174,7 @@ def reference(
         if not same:
             _copy(copies, masters, nudge)
         scale, scaled = (float(scaler.get_scale()), scaler.scale) if scaler else (1.0, None)
-        with _routing(model) as (routes, gaps, losses):
-            both = masters, copies, microbatches, scaled, nudge, losses
-            loss, outputs = _gradients(model, batches(step), *both)
+        passed = _gradients(forward, batches(step), masters, copies, microbatches, scaled)
         if scaler:
             scaler.unscale_(update)
         for name in model.rates:  # not the optimizer's, so the scaler leaves it
@@ -173,16 +194,47 @@ def reference(
         if math.isfinite(norm):
             _balance(model, masters, gradients)
         after = {name: x.detach().clone() for name, x in masters.items()}
-        chosen, apart = (
-            {name: torch.cat(parts) for name, parts in x.items()} for x in (routes, gaps)
-        )
-        traced = TracedStep(
-            loss, norm, gradients, after, outputs, scale, routes=chosen, gaps=apart, logged=loss
-        )
-        seen.append(traced)
+        loss = float(passed.loss)
+        seen.append(
+            TracedStep(
+                loss, norm, gradients, after, passed.outputs, scale,
+                routes=passed.routes, gaps=passed.gaps, logged=loss,
+            )
+        )  # fmt: skip
     if not same:
         _copy(copies, masters, nudge)
-    return Trace(start, seen, _validation(model, validation_of(batches, steps), nudge))
+    validation = _validation(forward, copies, validation_of(batches, steps))
+    return Trace(start, seen, validation)
+
+
+def passes(
+    model: Model, batch: Batch, seed: int, forwards: Callable[[Weights], Sequence[Forward]]
+) -> list[Trace]:
+    """One forward and backward of a batch in float64, by each of the forwards. Weights are moved off their
+    start by random numbers, as a bias or a sink of zero would hide what is done with it."""
+    found = []
+    generator = torch.Generator().manual_seed(seed)
+    moved = {
+        name: draw(model, name, seed).double()
+        + 0.1 * torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+        for name, weight in model.weights.items()
+    }
+    weights = {n: nn.Parameter(x, requires_grad=n not in model.frozen) for n, x in moved.items()}
+    for forward in forwards(weights):
+        for weight in weights.values():
+            weight.grad = None
+        passed = _gradients(forward, batch, weights, weights, 1, None)
+        gradients = {
+            name: torch.zeros_like(x) if x.grad is None else x.grad.clone()
+            for name, x in weights.items()
+            if x.requires_grad
+        }
+        norm = math.sqrt(sum(float(x.square().sum()) for x in gradients.values()))
+        loss = float(passed.loss)
+        more = {"routes": passed.routes, "gaps": passed.gaps, "logged": loss}
+        step = TracedStep(loss, norm, gradients, dict(moved), passed.outputs, **more)  # type: ignore[arg-type]
+        found.append(Trace(moved, [step]))
+    return found
 
 
 # ---- how weights start
@@ -288,32 +340,81 @@ def _copy(
 # ---- a step
 
 
-Routing = tuple[dict[str, list[Tensor]], dict[str, list[Tensor]], list[Tensor]]
+class Pieces:
+    """The forward of a model's own pieces, chained. They keep the weights that they are given here."""
 
+    def __init__(self, model: Model, weights: Weights, nudge: Nudge | None = None) -> None:
+        self.model, self.nudge = model, nudge
+        _install(model, weights)
+        _install_losses(model)
 
-@contextmanager
-def _routing(model: Model) -> Iterator[Routing]:
-    """Records the routers' choices and their margins in each forward, by piece; and their losses,
-    times the sequences they cover."""
-    routes: dict[str, list[Tensor]] = {}
-    gaps: dict[str, list[Tensor]] = {}
-    losses: list[Tensor] = []
+    def __call__(self, weights: Weights, batch: Batch) -> Passed:
+        passed = Passed(torch.zeros(()))
+        with ExitStack() as hooks:
+            for name, router in routers(self.model.pieces):
+                hook = partial(self._routed, passed, name)
+                hooks.callback(router.register_forward_hook(hook).remove)
+            passed.loss = self._chained(batch, passed.outputs)
+        return passed
 
-    def seen(name: str, router: Router, args: tuple[Any, ...], out: tuple[Tensor, Tensor]) -> None:
+    def _chained(self, batch: Batch, outputs: dict[str, Tensor]) -> Tensor:
+        model, nudge = self.model, self.nudge
+        x: Tensor | None = None
+        for number, (name, piece) in enumerate(model.pieces):
+            named = {key: batch[key] for key in model.takes(number)[number > 0 :] if key in batch}
+            if nudge:
+                named = {k: nudge(v) if v.is_floating_point() else v for k, v in named.items()}
+            x = piece(**named) if x is None else piece(x, **named)
+            if x.dim():
+                outputs[name] = project(_without_padding(x, batch.get(VALID)))
+                x = _nudged(x, nudge) if nudge else x
+        assert x is not None
+        return x
+
+    def _routed(
+        self,
+        passed: Passed,
+        name: str,
+        router: Router,
+        args: tuple[Any, ...],
+        out: tuple[Tensor, Tensor],
+    ) -> None:
+        """Records a router's choices, their margins, and its losses."""
         x, chosen = (_without_padding(each, args[1]) for each in (args[0], out[1]))
-        if model.shape is not None:
-            losses.append(_router_loss(model.shape, router, x, chosen))
-        scored = router.scored(router.logits(x))
-        ranked = router.ranked(scored).detach().sort(-1, descending=True).values
-        last = router.top_k - 1
-        further = ranked[..., last + 1 : last + 2].squeeze(-1) if last + 1 < ranked.shape[-1] else 0
-        routes.setdefault(name, []).append(chosen.sort(-1).values)
-        gaps.setdefault(name, []).append(ranked[..., last] - further)
+        if self.model.shape is not None:
+            passed.beside.append(_router_loss(self.model.shape, router, x, chosen))
+        ranked = router.ranked(router.scored(router.logits(x)))
+        passed.routes[name], passed.gaps[name] = chosen.sort(-1).values, _gap(ranked, router.top_k)
 
-    with ExitStack() as hooks:
-        for name, router in routers(model.pieces):
-            hooks.callback(router.register_forward_hook(partial(seen, name)).remove)
-        yield routes, gaps, losses
+
+class PlainForward:
+    """The forward of `plain.py`, for a built-in model of this shape."""
+
+    def __init__(self, shape: Shape, dropout: float = 0.0, z_loss: float = 0.0) -> None:
+        self.shape, self.dropout, self.z_loss = shape, dropout, z_loss
+
+    def __call__(self, weights: Weights, batch: Batch) -> Passed:
+        if self.shape.kind == "mlp":
+            found = plain.deep_mlp(self.shape, weights, batch)
+        else:
+            choices = {"dropout": self.dropout, "z_loss": self.z_loss}
+            found = plain.decoder(self.shape, weights, batch, **choices)
+        passed = Passed(found.loss)
+        passed.outputs = {name: project(x) for name, x in found.outputs.items()}
+        for name, routing in found.routings.items():
+            passed.beside.append(routing.loss * _rows(batch))
+            passed.routes[name] = routing.chosen.sort(-1).values
+            passed.gaps[name] = _gap(routing.scores, self.shape.top_k)
+            if self.shape.balance == "bias":
+                passed.gradients[f"{name}.mlp.router.bias"] = routing.excess
+        return passed
+
+
+def _gap(ranked: Tensor, top_k: int) -> Tensor:
+    """The difference (B, T) between the last chosen score and the next, of scores (B, T, experts)."""
+    ranked = ranked.detach().sort(-1, descending=True).values
+    last = ranked[..., top_k - 1]
+    return last - ranked[..., top_k] if top_k < ranked.shape[-1] else last
 
 
 def _router_loss(shape: Shape, router: Router, x: Tensor, chosen: Tensor) -> Tensor:
@@ -337,28 +438,26 @@ def routers(pieces: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Rout
 
 
 def _gradients(
-    model: Model,
+    forward: Forward,
     batch: Batch,
     masters: Mapping[str, nn.Parameter],
     copies: Mapping[str, nn.Parameter],
     microbatches: int,
     scaled: Callable[[Tensor], Tensor] | None,
-    nudge: Nudge | None,
-    beside: list[Tensor],
-) -> tuple[float, dict[str, Tensor]]:
-    """The loss per valid token, and every piece's output; gradients are added up in `masters`. Losses
-    that a forward puts into `beside` are trained on too."""
+) -> Passed:
+    """The loss per valid token, and what was seen of every piece; gradients are added up in `masters`."""
     count, total = max(1, _valid(batch)), 0.0
-    outputs: dict[str, list[Tensor]] = {}
+    parts = []
     for rows in torch.arange(_rows(batch)).chunk(microbatches):
-        loss, seen = _forward(model, {name: x[rows] for name, x in batch.items()}, nudge)
-        total += float(loss.detach())
-        whole = loss / count + sum(beside) / _rows(batch)
-        beside.clear()
+        passed = forward(copies, {name: x[rows] for name, x in batch.items()})
+        total += float(passed.loss.detach())
+        whole = passed.loss / count + sum(passed.beside) / _rows(batch)
         share = scaled(whole) if scaled else whole
         share.backward()  # type: ignore[no-untyped-call]
-        for name, output in seen.items():
-            outputs.setdefault(name, []).append(output)
+        for name, gradient in passed.gradients.items():
+            known = copies[name].grad
+            copies[name].grad = gradient if known is None else known + gradient
+        parts.append(passed)
         if copies is masters:
             continue
         for name, copy in copies.items():
@@ -367,7 +466,14 @@ def _gradients(
                 part = copy.grad.to(master.dtype)
                 master.grad = part if master.grad is None else master.grad + part
                 copy.grad = None
-    return total / count, {name: torch.cat(parts) for name, parts in outputs.items()}
+    outputs, routes, gaps = (
+        _joined([getattr(part, what) for part in parts]) for what in ("outputs", "routes", "gaps")
+    )
+    return Passed(torch.tensor(total / count, dtype=torch.float64), [], outputs, routes, gaps)
+
+
+def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 @torch.no_grad()
@@ -379,21 +485,6 @@ def _balance(
         master = masters[name]
         few, many = (each.to(master) for each in (gradients[name] < 0, gradients[name] > 0))
         master.add_(few, alpha=rate).sub_(many, alpha=rate)
-
-
-def _forward(model: Model, batch: Batch, nudge: Nudge | None) -> tuple[Tensor, dict[str, Tensor]]:
-    x: Tensor | None = None
-    outputs = {}
-    for number, (name, piece) in enumerate(model.pieces):
-        named = {key: batch[key] for key in model.takes(number)[number > 0 :] if key in batch}
-        if nudge:
-            named = {k: nudge(v) if v.is_floating_point() else v for k, v in named.items()}
-        x = piece(**named) if x is None else piece(x, **named)
-        if x.dim():
-            outputs[name] = project(_without_padding(x, batch.get(VALID)))
-            x = _nudged(x, nudge) if nudge else x
-    assert x is not None
-    return x, outputs
 
 
 def _without_padding(x: Tensor, valid: Tensor | None) -> Tensor:
@@ -410,9 +501,9 @@ def _nudged(x: Tensor, nudge: Nudge) -> Tensor:
 
 
 @torch.no_grad()
-def _validation(model: Model, batches: list[Batch], nudge: Nudge | None) -> float | None:
+def _validation(forward: Forward, weights: Weights, batches: list[Batch]) -> float | None:
     """The mean over all valid tokens of all batches."""
-    losses = sum(float(_forward(model, batch, nudge)[0]) for batch in batches)
+    losses = sum(float(forward(weights, batch).loss) for batch in batches)
     tokens = sum(map(_valid, batches))
     return losses / tokens if tokens else None
 

@@ -3,6 +3,9 @@
 In float64 a layout passes when nothing differs by more than 1e-10. In a narrower precision it is
 compared with plain torch in that precision, and each quantity may be off by some times what a unit
 in the last place changes it by there. The engine has no part in that bound.
+
+A built-in model has a second, plain form (`plain.py`). In float64 it is the one process. In any precision
+the model's own modules are compared with it first.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ from ..train.program import with_z_loss
 from .cases import trial_batch
 from .compare import Bounds, bounds_of, compare
 from .low_precision import can_replay, install, padded, sums_of
-from .reference import Batch, Nudge, Trace, reference
+from .reference import Batch, Nudge, Pieces, PlainForward, Trace, passes, reference
 from .trial import Setting, join, program_in, train_layout
 
 # What opens a world of so many ranks.
@@ -113,6 +116,7 @@ def verify(
     what `backend` names. `z_loss` adds this times log(Z)^2 to each token's loss.
     """
     worlds = worlds or partial(workers, backend=backend)
+    plain = None if make else PlainForward(shape, dropout, z_loss)
     make, layouts = make or partial(build_model, shape, dropout=dropout), tuple(layouts)
     described_whole(make())
     make = partial(with_z_loss, make, z_loss) if z_loss else make
@@ -128,8 +132,11 @@ def verify(
         ),
         steps=steps, precision=precision, seed=seed, optimizer=OPTIMIZERS[optimizer],
     )  # fmt: skip
+    if wrong := modules_differ(make, setting, plain):  # in every layout, so that none needs to run
+        yield from (Verdict(str(x), x.ranks, False, math.inf, wrong) for x in layouts)
+        return
     setting = with_loss_scale(make, setting)
-    known_truth = cache(partial(truth_of, make, setting))
+    known_truth = cache(partial(truth_of, make, setting, plain=plain))
 
     def terms(layout: Layout) -> tuple[Setting, Truth]:
         cuts = sums_of(layout) if layout.matmul else Layout()
@@ -222,11 +229,30 @@ def judge(layout: Layout, got: Trace, truth: Truth, setting: Setting) -> Verdict
     return Verdict(str(layout), layout.ranks, not first, worst, first, of_allowed=share)
 
 
+def modules_differ(make: Callable[[], Model], setting: Setting, plain: PlainForward | None) -> str:
+    """The first difference between a model's modules and its plain form, in float64 on one batch."""
+    if plain is None:
+        return ""
+    batch = {n: x.double() if x.is_floating_point() else x for n, x in setting.batches(0).items()}
+    model = make()
+    known, found = passes(
+        model, batch, setting.seed, lambda weights: (plain, Pieces(model, weights))
+    )
+    differences = compare(found, known, setting.rate)
+    first = next((str(each) for each in differences if not each.agrees), "")
+    return f"the model's modules are not its formulas (verify/plain.py): {first}" if first else ""
+
+
 def truth_of(
-    make: Callable[[], Model], setting: Setting, matmul: str = "", cuts: Layout | None = None
+    make: Callable[[], Model],
+    setting: Setting,
+    matmul: str = "",
+    cuts: Layout | None = None,
+    plain: PlainForward | None = None,
 ) -> Truth:
     """The result of one process in this precision, with bounds unless it is float64.
 
+    `plain` is the plain form of a built-in model.
     `matmul` is a layout's word for fp8 products, and `cuts` the layout if it cuts their sums and so
     has scales of its own. If one process cannot cut a model so, the bounds come from other scales.
     """
@@ -238,6 +264,7 @@ def truth_of(
     replayed = not matmul or can_replay(model, cuts)
     exact = exact and replayed
     own = cuts if matmul and replayed else Layout()
+    narrow = matmul or precision.compute != torch.float64  # the modules' own roundings count
 
     def batches(step: int) -> Batch:
         batch = setting.batches(step)
@@ -253,20 +280,22 @@ def truth_of(
         scaler = torch.amp.GradScaler("cpu", first, growth_interval=patience) if half else None
         microbatches = 1 if exact or whole else 3
         terms = replace(setting, batches=batches)
-        return _reference(model, terms, microbatches=microbatches, nudge=nudge, scaler=scaler)
+        more = {"microbatches": microbatches, "nudge": nudge, "scaler": scaler}
+        return _reference(model, terms, forward=None if narrow else plain, **more)
 
-    plain = train()
+    trace = train()
     # float16 may skip a later step: then there is no finite loss, and nothing wrong.
-    for number, step in enumerate(plain.steps[:1] if half else plain.steps):
+    for number, step in enumerate(trace.steps[:1] if half else trace.steps):
         if not math.isfinite(step.loss):
             raise LayoutError(
                 f"one process has a loss of {step.loss} in step {number}, so there is nothing to"
                 " compare with. Check the model's forward and how its weights start."
             )
     if exact:
-        return Truth(plain)
+        return Truth(trace)
     nudged = (train(Nudge(torch.Generator().manual_seed(n))) for n in range(NUDGED))
-    return Truth(plain, bounds_of(plain, nudged, setting.rate, precision.compute))
+    bounds = bounds_of(trace, nudged, setting.rate, precision.compute)
+    return Truth(trace, bounds)
 
 
 def logged(log: Path | None) -> dict[str, Verdict]:

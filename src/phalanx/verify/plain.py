@@ -1,0 +1,487 @@
+"""The built-in models once more, as plainly as they can be written: the reference of `verify`.
+
+The models that train are written for speed, with fused kernels and backward passes by hand. Here each part
+is its formula, in float64, and autograd does the rest. No code is shared with `phalanx.models`, so a mistake
+there is a difference between the two. Read from the end for a transformer from the outside in.
+
+Letters in the comments: B sequences, T tokens of each, C the width of the residual stream, H query heads,
+G key and value heads, D features of a head, E experts, K experts of a token, V words of the vocabulary.
+Weights come by their names in a checkpoint; a matrix is (features out, features in).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ..layout import Shape
+
+Weights = Mapping[str, Tensor]
+Bits = npt.NDArray[np.uint32]
+IGNORED = -100  # a target that counts nothing
+LATENT_EPS = 1e-6  # DeepSeek's norms of latents have this eps, whatever the others have
+
+
+# ---- linears and norms
+
+
+def linear(shape: Shape, w: Weights, name: str, x: Tensor, *, biased: bool = False) -> Tensor:
+    """W x + b. LoRA adds (alpha / r) B A x beside it (Hu et al. 2021, section 4.1)."""
+    y = x @ w[f"{name}.weight"].T
+    if biased:
+        y = y + w[f"{name}.bias"]
+    if name.split(".")[-1] in shape.adapters:
+        narrow = x @ w[f"{name}.lora.a.weight"].T  # (B, T, r)
+        y = y + shape.lora_alpha / shape.lora_r * (narrow @ w[f"{name}.lora.b.weight"].T)
+    return y
+
+
+def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
+    """x over its root mean square (Zhang and Sennrich 2019, equation 4)."""
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * scale
+
+
+def layer_norm(x: Tensor, scale: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """x without its mean, over its standard deviation (Ba et al. 2016, section 3)."""
+    centred = x - x.mean(-1, keepdim=True)
+    variance = centred.pow(2).mean(-1, keepdim=True)
+    return centred / (variance + eps).sqrt() * scale + bias
+
+
+def norm(shape: Shape, w: Weights, name: str, x: Tensor) -> Tensor:
+    """The norm of the residual stream. Gemma's weights are stored as their distance from one."""
+    scale = w[f"{name}.weight"]
+    if shape.norm == "layer":
+        return layer_norm(x, scale, w[f"{name}.bias"], shape.eps)
+    return rms_norm(x, 1 + scale if shape.norm == "rms1" else scale, shape.eps)
+
+
+def head_norm(shape: Shape, w: Weights, name: str, x: Tensor) -> Tensor:
+    """The norm of queries or keys, always by the root mean square (Henry et al. 2020)."""
+    scale = w[f"{name}.weight"]
+    return rms_norm(x, 1 + scale if shape.norm == "rms1" else scale, shape.eps)
+
+
+# ---- rotary positions (Su et al. 2021)
+
+
+def rotate(shape: Shape, x: Tensor, positions: Tensor, window: int) -> Tensor:
+    """Queries or keys x (B, T, heads, D): pairs of features are complex numbers, each turned by the
+    position times a frequency of its own. A score then depends on distances alone (section 3.2.2)."""
+    angle = positions.unsqueeze(-1) * frequencies(shape, window, x.shape[-1])  # (B, T, D / 2)
+    length = torch.full_like(angle, stretch_of_length(shape, window))
+    turn = torch.polar(length, angle).unsqueeze(2)  # one for all heads
+    if shape.rope_pairs == "neighbours":
+        pairs = torch.complex(x[..., 0::2], x[..., 1::2])
+    else:
+        first, second = x.chunk(2, dim=-1)
+        pairs = torch.complex(first, second)
+    turned = pairs * turn
+    # Queries and keys have one order of features, and a dot product does not see which.
+    return torch.cat((turned.real, turned.imag), dim=-1)
+
+
+def frequencies(shape: Shape, window: int, size: int) -> Tensor:
+    """theta^(-2i/D) for each pair i of a head's D features, stretched where the context is longer than
+    the one of the first training. Blocks with a window may have another theta, not stretched (Gemma 3)."""
+    exponent = torch.arange(0, size, 2, dtype=torch.float64) / size
+    if window and shape.rope_local_theta:
+        return shape.rope_local_theta**-exponent
+    plain = shape.rope_theta**-exponent
+    if shape.rope_factor == 1:
+        return plain
+    if shape.rope_scaling == "linear":  # position interpolation (Chen et al. 2023)
+        return plain / shape.rope_factor
+    if shape.rope_scaling == "dynamic":
+        return dynamic_theta(shape, size) ** -exponent
+    kept = (
+        kept_by_yarn(shape, size) if shape.rope_scaling == "yarn" else kept_by_llama(shape, plain)
+    )
+    return kept * plain + (1 - kept) * plain / shape.rope_factor
+
+
+def kept_by_llama(shape: Shape, frequency: Tensor) -> Tensor:
+    """The share of each frequency that Llama 3.1 keeps (Dubey et al. 2024; `apply_scaling` in
+    meta-llama/llama-models): waves shorter than L / high stay, those longer than L / low are slowed."""
+    wavelength = 2 * math.pi / frequency
+    turns = shape.rope_original / wavelength
+    between = (turns - shape.rope_low) / (shape.rope_high - shape.rope_low)
+    short = wavelength < shape.rope_original / shape.rope_high
+    long = wavelength > shape.rope_original / shape.rope_low
+    return torch.where(short, 1.0, torch.where(long, 0.0, between))
+
+
+def kept_by_yarn(shape: Shape, size: int) -> Tensor:
+    """The share of each frequency that YaRN keeps (Peng et al. 2023, section 3.2, as in their code): a
+    ramp over the pairs' indices, between those that turn `high` and `low` times in L tokens."""
+
+    def index_of(turns: float) -> float:
+        length = shape.rope_original / (2 * math.pi * turns)
+        return size / 2 * math.log(length) / math.log(shape.rope_theta)
+
+    first, last = index_of(shape.rope_high), index_of(shape.rope_low)
+    if shape.rope_truncated:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, size - 1)
+    if first == last:
+        last += 0.001
+    index = torch.arange(size // 2, dtype=torch.float64)
+    return 1 - ((index - first) / (last - first)).clamp(0, 1)
+
+
+def dynamic_theta(shape: Shape, size: int) -> float:
+    """NTK-aware scaling (Peng et al. 2023, section 3.4) for the longest sequence that is trained."""
+    longest = max(shape.sequence, shape.rope_original)
+    grown = shape.rope_factor * longest / shape.rope_original - (shape.rope_factor - 1)
+    power: float = grown ** (size / (size - 2))
+    return shape.rope_theta * power
+
+
+def stretch_of_length(shape: Shape, window: int) -> float:
+    """YaRN also makes queries and keys longer (Peng et al. 2023, equation 21)."""
+    own_theta = window and shape.rope_local_theta
+    return 1.0 if own_theta or shape.rope_factor == 1 else shape.rope_attention
+
+
+# ---- attention
+
+
+def visible(length: int, window: int, documents: Tensor | None) -> Tensor:
+    """True where a query (rows) sees a key (columns): (B or 1, 1, T, T). None is later; with a window
+    none is `window` or more tokens before; all are in the query's own document."""
+    time = torch.arange(length)
+    before = time.unsqueeze(1) - time  # how many tokens a key stands before a query
+    seen = before >= 0
+    if window:
+        seen = seen & (before < window)
+    if documents is None:
+        return seen.view(1, 1, length, length)
+    same = documents.unsqueeze(2) == documents.unsqueeze(1)  # (B, T, T)
+    return (seen & same).unsqueeze(1)
+
+
+def attend(
+    shape: Shape, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sinks: Tensor | None = None
+) -> Tensor:
+    """softmax(q k' / sqrt(D)) v (Vaswani et al. 2017, equation 1) for q (B, T, H, D) and k, v (B, T, G, D),
+    of which each serves H / G heads (Ainslie et al. 2023)."""
+    shared = q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(shared, dim=2), v.repeat_interleave(shared, dim=2)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k)  # of query i and key j
+    scores = scores / math.sqrt(shape.query_scalar or shape.head_dim)
+    if shape.softcap:  # Gemma 2, section 2
+        scores = shape.softcap * torch.tanh(scores / shape.softcap)
+    scores = scores.masked_fill(~seen, -math.inf)
+    if sinks is not None:  # gpt-oss: one more key for each head, with a learned score and no value
+        column = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, column), dim=-1)
+    weights = scores.softmax(-1)[..., : k.shape[1]]
+    return torch.einsum("bhij,bjhd->bihd", weights, v)
+
+
+def in_heads(x: Tensor, heads: int) -> Tensor:
+    """x (B, T, heads * D) as (B, T, heads, D)."""
+    return x.view(*x.shape[:2], heads, -1)
+
+
+def projected(
+    shape: Shape, w: Weights, x: Tensor, positions: Tensor, window: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries (B, T, H, D), keys and values (B, T, G, D) of grouped-query attention."""
+    biased = shape.bias != "none"
+    q = linear(shape, w, "attn.wq", x, biased=biased)
+    k = linear(shape, w, "attn.wk", x, biased=biased)
+    v = linear(shape, w, "attn.wv", x, biased=biased)
+    if shape.qk_norm and shape.qk_norm_wide:  # over all heads together: OLMo 2, section 3
+        q = head_norm(shape, w, "attn.q_wide_norm", q)
+        k = head_norm(shape, w, "attn.k_wide_norm", k)
+    q, k, v = (in_heads(y, y.shape[-1] // shape.head_dim) for y in (q, k, v))
+    if shape.qk_norm and not shape.qk_norm_wide:  # of each head by itself: Qwen 3, Gemma 3
+        q = head_norm(shape, w, "attn.q_norm", q)
+        k = head_norm(shape, w, "attn.k_norm", k)
+    if shape.positions == "rope":
+        q = rotate(shape, q, positions, window)
+        k = rotate(shape, k, positions, window)
+    return q, k, v
+
+
+def from_latents(
+    shape: Shape, w: Weights, x: Tensor, positions: Tensor, window: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of latent attention (DeepSeek-V2 2024, equations 37 to 45): keys and values are made of
+    one narrow vector; the features that carry the position are one key for all heads."""
+    turned = shape.rope_dim or shape.head_dim
+    plain = shape.head_dim - turned
+    if shape.q_latent:
+        latent = linear(shape, w, "attn.wq_a", x)
+        latent = rms_norm(latent, w["attn.q_a_norm.weight"], LATENT_EPS)
+        q = linear(shape, w, "attn.wq_b", latent)
+    else:
+        q = linear(shape, w, "attn.wq", x)
+    q_plain, q_turned = torch.split(in_heads(q, shape.heads), [plain, turned], dim=-1)
+    both = linear(shape, w, "attn.wkv_a", x)
+    latent, k_turned = torch.split(both, [shape.kv_latent, turned], dim=-1)
+    latent = rms_norm(latent, w["attn.kv_a_norm.weight"], LATENT_EPS)
+    kv = in_heads(linear(shape, w, "attn.wkv_b", latent), shape.heads)
+    k_plain, v = torch.split(kv, [plain, shape.value_dim or shape.head_dim], dim=-1)
+    q_turned = rotate(shape, q_turned, positions, window)
+    k_turned = rotate(shape, k_turned.unsqueeze(2), positions, window)  # (B, T, 1, turned)
+    k_turned = k_turned.expand(-1, -1, shape.heads, -1)
+    return torch.cat((q_plain, q_turned), -1), torch.cat((k_plain, k_turned), -1), v
+
+
+def attention(shape: Shape, w: Weights, x: Tensor, batch: Weights, block: Block) -> Tensor:
+    """Every head's mixture of values, put together by one more matrix."""
+    make = from_latents if shape.kv_latent else projected
+    q, k, v = make(shape, w, x, batch["positions"], block.window)
+    seen = visible(x.shape[1], block.window, batch.get("documents"))
+    sinks = w["attn.sinks"] if shape.sinks else None
+    mixed = attend(shape, q, k, v, seen, sinks).flatten(2)  # (B, T, H * D)
+    mixed = dropped(mixed, batch, block, place=0)
+    return linear(shape, w, "attn.wo", mixed, biased=shape.bias == "all")
+
+
+# ---- MLPs and experts
+
+
+def silu(x: Tensor) -> Tensor:
+    return x / (1 + torch.exp(-x))
+
+
+def gelu(x: Tensor) -> Tensor:
+    """In its tanh form (Hendrycks and Gimpel 2016, section 2)."""
+    inside = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+    return 0.5 * x * (1 + torch.tanh(inside))
+
+
+def gated(shape: Shape, gate: Tensor, up: Tensor) -> Tensor:
+    """The middle of a gated MLP (Shazeer 2020), or in gpt-oss's clamped form (OpenAI 2025)."""
+    if shape.activation == "clamped":
+        gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+        return gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)
+    return (gelu(gate) if shape.activation == "gelu" else silu(gate)) * up
+
+
+def mlp(shape: Shape, w: Weights, name: str, x: Tensor) -> Tensor:
+    biased = shape.bias == "all"
+    up = linear(shape, w, f"{name}.up", x, biased=biased)
+    if shape.gated:
+        middle = gated(shape, linear(shape, w, f"{name}.gate", x, biased=biased), up)
+    else:
+        middle = silu(up) if shape.activation == "silu" else gelu(up)
+    return linear(shape, w, f"{name}.down", middle, biased=biased)
+
+
+@dataclass
+class Routing:
+    """The choices of a router: `chosen` experts (B, T, K); `scores` (B, T, E) by which it ranked them,
+    minus infinity where a group was out; the router's own `loss`; and for its balancing bias the
+    `excess` (E) of tokens of each expert, E times what is above the mean."""
+
+    chosen: Tensor
+    scores: Tensor
+    loss: Tensor
+    excess: Tensor
+
+
+def route(shape: Shape, w: Weights, x: Tensor) -> tuple[Tensor, Routing]:
+    """Gates (B, T, E), zero where an expert is not chosen (Shazeer et al. 2017, section 2.1)."""
+    logits = x @ w["mlp.router.weight"].T
+    if shape.bias == "all":
+        logits = logits + w["mlp.router.logit_bias"]
+    scores = logits.softmax(-1) if shape.scores == "softmax" else logits.sigmoid()
+    ranked = ranking(shape, w, scores.detach())
+    chosen = ranked.argsort(-1, descending=True)[..., : shape.top_k]
+    taken = torch.zeros_like(scores).scatter(-1, chosen, 1.0)  # (B, T, E): one where chosen
+    gates = scores * taken
+    if shape.normalized:
+        gates = gates / gates.sum(-1, keepdim=True)
+    counts = taken.sum((0, 1))
+    excess = shape.experts * counts - counts.sum()
+    loss = router_loss(shape, logits, scores, taken)
+    return gates * shape.routed_scale, Routing(chosen, ranked, loss, excess)
+
+
+def ranking(shape: Shape, w: Weights, scores: Tensor) -> Tensor:
+    """The scores that decide, with the bias that balances (Wang et al. 2024, section 3). Of groups of
+    experts only those with the highest sums of their two best remain (DeepSeek-V3 2024, section 2.1.2)."""
+    if shape.balance == "bias":
+        scores = scores + w["mlp.router.bias"].detach()
+    if shape.expert_groups == 1:
+        return scores
+    grouped = in_heads(scores, shape.expert_groups)  # (B, T, groups, experts of one)
+    best_two = grouped.sort(-1, descending=True).values[..., :2].sum(-1)
+    place = best_two.argsort(-1, descending=True).argsort(-1)  # of each group, the best has 0
+    out = place >= shape.top_groups
+    return grouped.masked_fill(out.unsqueeze(-1), -math.inf).view_as(scores)
+
+
+def router_loss(shape: Shape, logits: Tensor, scores: Tensor, taken: Tensor) -> Tensor:
+    """E sum f p for f the share of tokens that chose an expert and p its mean score (Fedus et al. 2021,
+    equation 4), of each sequence or of the batch; and the z-loss (Zoph et al. 2022, equation 5)."""
+    p = scores / scores.sum(-1, keepdim=True)
+    of_sequences = shape.experts * (taken.mean(1) * p.mean(1)).sum(-1).mean()
+    of_batch = shape.experts * (taken.mean((0, 1)) * p.mean((0, 1))).sum()
+    z = logits.logsumexp(-1).pow(2).mean()
+    return shape.sequence_loss * of_sequences + shape.batch_loss * of_batch + shape.z_loss * z
+
+
+def experts(shape: Shape, w: Weights, x: Tensor) -> tuple[Tensor, Routing]:
+    """Every expert on every token, times its gate: most gates are zero. Beside them an expert that all
+    tokens go through (DeepSeekMoE 2024, section 3.2)."""
+    gates, routing = route(shape, w, x)
+    y = torch.zeros_like(x)
+    for e in range(shape.experts):
+        gate = x @ w["mlp.routed.gate"][e].T
+        up = x @ w["mlp.routed.up"][e].T
+        if shape.bias == "all":
+            gate = gate + w["mlp.routed.gate_bias"][e]
+            up = up + w["mlp.routed.up_bias"][e]
+        down = gated(shape, gate, up) @ w["mlp.routed.down"][e].T
+        if shape.bias == "all":
+            down = down + w["mlp.routed.down_bias"][e]
+        y = y + gates[..., e].unsqueeze(-1) * down
+    if shape.shared_experts:
+        y = y + mlp(shape, w, "mlp.shared", x)
+    return y, routing
+
+
+# ---- dropout (Srivastava et al. 2014)
+
+
+def mixed_bits(x: Bits) -> Bits:
+    """A hash of 32 bits (C. Wellons' hash prospector). Products of uint32 wrap around, as they must."""
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x21F0AAAD)
+    x = (x ^ (x >> np.uint32(15))) * np.uint32(0x735A2D97)
+    return x ^ (x >> np.uint32(15))
+
+
+def keyed_bits(key: Bits, number: npt.ArrayLike) -> Bits:
+    """A new key of an old one and a number."""
+    return mixed_bits(key + np.uint32(0x9E3779B1) * np.asarray(number, np.uint32))
+
+
+def dropped(x: Tensor, batch: Weights, block: Block, place: int) -> Tensor:
+    """x (B, T, features) with a share of its features zero, the others larger by as much. Which ones
+    is a hash of a token's noise, the block, the place in the block and the feature."""
+    if "noise" not in batch or not block.dropout:
+        return x
+    noise = batch["noise"].numpy().astype(np.uint64)  # (B, T)
+    low, high = noise.astype(np.uint32), (noise >> np.uint64(32)).astype(np.uint32)
+    key = mixed_bits(mixed_bits(low) ^ high)
+    key = keyed_bits(keyed_bits(key, block.number), place)
+    bits = keyed_bits(key[..., np.newaxis], np.arange(x.shape[-1]))
+    stays = torch.from_numpy(bits >= round(block.dropout * 2**32))
+    return x * stays / (1 - block.dropout)
+
+
+# ---- the model
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block's number, its window (0: none), and the rate of dropout."""
+
+    number: int
+    window: int
+    dropout: float
+
+
+@dataclass
+class Forward:
+    """The result for a batch: the `loss` summed over all tokens that have a target, the output of every
+    piece but the head, and the routing of every block with experts, by the pieces' names."""
+
+    loss: Tensor
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    routings: dict[str, Routing] = field(default_factory=dict)
+
+
+def embed(shape: Shape, w: Weights, batch: Weights) -> Tensor:
+    """(B, T, C): a row of the embedding for each token, in GPT-2 with one for its position."""
+    x = shape.embed_scale * w["embed.tokens.weight"][batch["tokens"]]
+    if shape.positions == "learned":
+        x = x + w["embed.positions.weight"][batch["positions"]]
+    return x
+
+
+def transformer_block(
+    shape: Shape, w: Weights, x: Tensor, batch: Weights, block: Block
+) -> tuple[Tensor, Routing | None]:
+    """x + attention(norm(x)), then x + mlp(norm(x)). Norms stand before, behind, or on both sides."""
+    before, behind = shape.norms != "post", shape.norms != "pre"
+    routing = None
+    y = norm(shape, w, "attn_norm", x) if before else x
+    y = attention(shape, w, y, batch, block)
+    y = norm(shape, w, "attn_post_norm", y) if behind else y
+    x = x + dropped(y, batch, block, place=1)
+    y = norm(shape, w, "mlp_norm", x) if before else x
+    if shape.experts and block.number >= shape.dense_layers:
+        y, routing = experts(shape, w, y)
+    else:
+        y = mlp(shape, w, "mlp", y)
+    y = norm(shape, w, "mlp_post_norm", y) if behind else y
+    return x + dropped(y, batch, block, place=2), routing
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, z_loss: float) -> Tensor:
+    """The sum of -log softmax(logits)[target], plus z_loss log(Z)^2 (PaLM: Chowdhery et al. 2022,
+    section 5), over all tokens that have a target. Logits (B, T, V), targets (B, T)."""
+    counted = targets != IGNORED
+    logits, targets = logits[counted], targets[counted]  # (tokens, V) and (tokens)
+    log_z = logits.logsumexp(-1)
+    of_target = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    return (log_z - of_target + z_loss * log_z**2).sum()
+
+
+def head(shape: Shape, w: Weights, x: Tensor, targets: Tensor, z_loss: float) -> Tensor:
+    """The loss of the last norm's output, projected to the vocabulary."""
+    x = norm(shape, w, "head.norm", x)
+    words = w["embed.tokens.weight"] if shape.tied else w["head.output.weight"]
+    logits = x @ words.T
+    if shape.logit_softcap:
+        logits = shape.logit_softcap * torch.tanh(logits / shape.logit_softcap)
+    return cross_entropy(logits, targets, z_loss)
+
+
+def decoder(
+    shape: Shape, weights: Weights, batch: Weights, *, dropout: float = 0.0, z_loss: float = 0.0
+) -> Forward:
+    """A decoder-only transformer on a batch of tokens, positions and targets, each (B, T), and if need
+    be documents and noise."""
+    x = embed(shape, weights, batch)
+    outputs, routings = {"embed": x}, {}
+    for number in range(shape.layers):
+        name = f"layers.{number}"
+        windows = shape.windows or (0,)
+        block = Block(number, windows[number % len(windows)], dropout)
+        x, routing = transformer_block(shape, within(weights, name), x, batch, block)
+        outputs[name] = x
+        if routing is not None:
+            routings[name] = routing
+    loss = head(shape, weights, x, batch["targets"], z_loss)
+    return Forward(loss, outputs, routings)
+
+
+def within(weights: Weights, name: str) -> Weights:
+    """The weights whose names begin with `name`, by the rest of their names."""
+    prefix = name + "."
+    return {n.removeprefix(prefix): x for n, x in weights.items() if n.startswith(prefix)}
+
+
+def deep_mlp(shape: Shape, weights: Weights, batch: Weights) -> Forward:
+    """The MLP of teaching examples: layers of gelu(x W), and the mean square of each row as its loss."""
+    x = batch["inputs"]  # (B, C)
+    outputs = {"embed": x}
+    for number in range(shape.layers):
+        y = x @ weights[f"layers.{number}.weight"]  # stored as (features in, features out)
+        x = y * 0.5 * (1 + torch.erf(y / math.sqrt(2)))
+        outputs[f"layers.{number}"] = x
+    distance = x - batch["targets"] if "targets" in batch else x
+    return Forward(distance.pow(2).mean(-1).sum(), outputs)
