@@ -159,11 +159,15 @@ def compared(
         parameters = (
             sum(weight.numel() for weight in make().weights.values()) if make else shape.total
         )
-        steps, processes = terms.get("steps", 3), terms.get("backend", THREADS) != THREADS
         need = needed(
-            shape, parameters, layouts,
-            steps=steps, dtype=dtype, processes=processes, builtin=make is None,
-        )  # fmt: skip
+            shape,
+            parameters,
+            layouts,
+            steps=terms.get("steps", 3),
+            dtype=dtype,
+            processes=terms.get("backend", THREADS) != THREADS,
+            builtin=make is None,
+        )
         limit = available_memory() if memory is None else memory * GIB
         if need.total > limit:
             where = "are available" if memory is None else "may be used (--memory)"

@@ -236,7 +236,7 @@ def from_latents(
     return torch.cat((q_plain, q_turned), -1), torch.cat((k_plain, k_turned), -1), v
 
 
-def attention(shape: Shape, w: Weights, x: Tensor, batch: Weights, block: Block) -> Tensor:
+def attention(shape: Shape, w: Weights, x: Tensor, batch: Weights, block: BlockOptions) -> Tensor:
     """Every head's mixture of values, put together by one more matrix."""
     make = from_latents if shape.kv_latent else projected
     q, k, v = make(shape, w, x, batch["positions"], block.window)
@@ -279,7 +279,7 @@ def mlp(shape: Shape, w: Weights, name: str, x: Tensor) -> Tensor:
 
 
 @dataclass
-class Routing:
+class RouterResult:
     """The choices of a router: `chosen` experts (B, T, K); `scores` (B, T, E) by which it ranked them,
     minus infinity where a group was out; the router's own `loss`; and for its balancing bias the
     `excess` (E) of tokens of each expert, E times what is above the mean."""
@@ -290,7 +290,7 @@ class Routing:
     excess: Tensor
 
 
-def route(shape: Shape, w: Weights, x: Tensor) -> tuple[Tensor, Routing]:
+def route(shape: Shape, w: Weights, x: Tensor) -> tuple[Tensor, RouterResult]:
     """Gates (B, T, E), zero where an expert is not chosen (Shazeer et al. 2017, section 2.1)."""
     logits = x @ w["mlp.router.weight"].T
     if shape.bias == "all":
@@ -305,7 +305,7 @@ def route(shape: Shape, w: Weights, x: Tensor) -> tuple[Tensor, Routing]:
     counts = taken.sum((0, 1))
     excess = shape.experts * counts - counts.sum()
     loss = router_loss(shape, logits, scores, taken)
-    return gates * shape.routed_scale, Routing(chosen, ranked, loss, excess)
+    return gates * shape.routed_scale, RouterResult(chosen, ranked, loss, excess)
 
 
 def ranking(shape: Shape, w: Weights, scores: Tensor) -> Tensor:
@@ -332,7 +332,7 @@ def router_loss(shape: Shape, logits: Tensor, scores: Tensor, taken: Tensor) -> 
     return shape.sequence_loss * of_sequences + shape.batch_loss * of_batch + shape.z_loss * z
 
 
-def experts(shape: Shape, w: Weights, x: Tensor) -> tuple[Tensor, Routing]:
+def experts(shape: Shape, w: Weights, x: Tensor) -> tuple[Tensor, RouterResult]:
     """Every expert on every token, times its gate: most gates are zero. Beside them an expert that all
     tokens go through (DeepSeekMoE 2024, section 3.2)."""
     gates, routing = route(shape, w, x)
@@ -367,7 +367,7 @@ def keyed_bits(key: Bits, number: npt.ArrayLike) -> Bits:
     return mixed_bits(key + np.uint32(0x9E3779B1) * np.asarray(number, np.uint32))
 
 
-def dropped(x: Tensor, batch: Weights, block: Block, place: int) -> Tensor:
+def dropped(x: Tensor, batch: Weights, block: BlockOptions, place: int) -> Tensor:
     """x (B, T, features) with a share of its features zero, the others larger by as much. Which ones
     is a hash of a token's noise, the block, the place in the block and the feature."""
     if "noise" not in batch or not block.dropout:
@@ -385,7 +385,7 @@ def dropped(x: Tensor, batch: Weights, block: Block, place: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockOptions:
     """A block's number, its window (0: none), and the rate of dropout."""
 
     number: int
@@ -394,13 +394,13 @@ class Block:
 
 
 @dataclass
-class Forward:
+class ForwardResult:
     """The result for a batch: the `loss` summed over all tokens that have a target, the output of every
     piece but the head, and the routing of every block with experts, by the pieces' names."""
 
     loss: Tensor
     outputs: dict[str, Tensor] = field(default_factory=dict)
-    routings: dict[str, Routing] = field(default_factory=dict)
+    routings: dict[str, RouterResult] = field(default_factory=dict)
 
 
 def embed(shape: Shape, w: Weights, batch: Weights) -> Tensor:
@@ -412,8 +412,8 @@ def embed(shape: Shape, w: Weights, batch: Weights) -> Tensor:
 
 
 def transformer_block(
-    shape: Shape, w: Weights, x: Tensor, batch: Weights, block: Block
-) -> tuple[Tensor, Routing | None]:
+    shape: Shape, w: Weights, x: Tensor, batch: Weights, block: BlockOptions
+) -> tuple[Tensor, RouterResult | None]:
     """x + attention(norm(x)), then x + mlp(norm(x)). Norms stand before, behind, or on both sides."""
     before, behind = shape.norms != "post", shape.norms != "pre"
     routing = None
@@ -452,7 +452,7 @@ def head(shape: Shape, w: Weights, x: Tensor, targets: Tensor, z_loss: float) ->
 
 def decoder(
     shape: Shape, weights: Weights, batch: Weights, *, dropout: float = 0.0, z_loss: float = 0.0
-) -> Forward:
+) -> ForwardResult:
     """A decoder-only transformer on a batch of tokens, positions and targets, each (B, T), and if need
     be documents and noise."""
     x = embed(shape, weights, batch)
@@ -460,13 +460,13 @@ def decoder(
     for number in range(shape.layers):
         name = f"layers.{number}"
         windows = shape.windows or (0,)
-        block = Block(number, windows[number % len(windows)], dropout)
+        block = BlockOptions(number, windows[number % len(windows)], dropout)
         x, routing = transformer_block(shape, within(weights, name), x, batch, block)
         outputs[name] = x
         if routing is not None:
             routings[name] = routing
     loss = head(shape, weights, x, batch["targets"], z_loss)
-    return Forward(loss, outputs, routings)
+    return ForwardResult(loss, outputs, routings)
 
 
 def within(weights: Weights, name: str) -> Weights:
@@ -475,7 +475,7 @@ def within(weights: Weights, name: str) -> Weights:
     return {n.removeprefix(prefix): x for n, x in weights.items() if n.startswith(prefix)}
 
 
-def deep_mlp(shape: Shape, weights: Weights, batch: Weights) -> Forward:
+def deep_mlp(shape: Shape, weights: Weights, batch: Weights) -> ForwardResult:
     """The MLP of teaching examples: layers of gelu(x W), and the mean square of each row as its loss."""
     x = batch["inputs"]  # (B, C)
     outputs = {"embed": x}
@@ -484,4 +484,4 @@ def deep_mlp(shape: Shape, weights: Weights, batch: Weights) -> Forward:
         x = y * 0.5 * (1 + torch.erf(y / math.sqrt(2)))
         outputs[f"layers.{number}"] = x
     distance = x - batch["targets"] if "targets" in batch else x
-    return Forward(distance.pow(2).mean(-1).sum(), outputs)
+    return ForwardResult(distance.pow(2).mean(-1).sum(), outputs)

@@ -13,7 +13,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -102,6 +102,18 @@ class Passed:
     routes: dict[str, Tensor] = field(default_factory=dict)
     gaps: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
+
+    def step(
+        self,
+        norm: float,
+        gradients: dict[str, Tensor],
+        weights: dict[str, Tensor],
+        scale: float = 1.0,
+    ) -> TracedStep:
+        """The training step that this was the forward of, with the mean loss of its tokens."""
+        loss, outputs = float(self.loss), self.outputs
+        step = TracedStep(loss, norm, gradients, weights, outputs, scale, logged=loss)
+        return replace(step, routes=self.routes, gaps=self.gaps)
 
 
 Weights = Mapping[str, nn.Parameter]  # by the model's names for them
@@ -194,13 +206,7 @@ def reference(
         if math.isfinite(norm):
             _balance(model, masters, gradients)
         after = {name: x.detach().clone() for name, x in masters.items()}
-        loss = float(passed.loss)
-        seen.append(
-            TracedStep(
-                loss, norm, gradients, after, passed.outputs, scale,
-                routes=passed.routes, gaps=passed.gaps, logged=loss,
-            )
-        )  # fmt: skip
+        seen.append(passed.step(norm, gradients, after, scale))
     if not same:
         _copy(copies, masters, nudge)
     validation = _validation(forward, copies, validation_of(batches, steps))
@@ -230,10 +236,7 @@ def passes(
             if x.requires_grad
         }
         norm = math.sqrt(sum(float(x.square().sum()) for x in gradients.values()))
-        loss = float(passed.loss)
-        more = {"routes": passed.routes, "gaps": passed.gaps, "logged": loss}
-        step = TracedStep(loss, norm, gradients, dict(moved), passed.outputs, **more)  # type: ignore[arg-type]
-        found.append(Trace(moved, [step]))
+        found.append(Trace(moved, [passed.step(norm, gradients, moved)]))
     return found
 
 
