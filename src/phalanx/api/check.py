@@ -88,7 +88,7 @@ def check(
     clip: bool = False,
     sums: bool = False,
 ) -> Checked:
-    """Whether a layout fits a model, and the bytes of its fullest rank.
+    """Checks that a layout fits a model, and computes the bytes of its fullest rank.
 
     `layout` may be a run, or a run file: then the step is that of the run. `model` is the name of a shape, a
     .toml file, hf:FOLDER or FILE.py:Class. `batch` counts sequences, and `sequence` tokens; 0 is the
@@ -173,7 +173,7 @@ def _figures(step: RunStep, request: Request, priced: Layout) -> dict[str, Any]:
 
 
 def _memory(request: Request, layout: Layout, pieces: StagedPieces) -> dict[str, Any]:
-    """Of the fullest rank, and whether a device has it."""
+    """The memory of the fullest rank, compared with that of a device."""
     choice = held(request, layout)
     kinds, range_ = choice.memory, choice.range(request.profile)
     figures: dict[str, Any] = {

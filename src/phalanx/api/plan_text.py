@@ -28,7 +28,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Utilization:
-    """How well a layout uses its devices: parts of the peak of the fastest format that it computes in.
+    """Device utilization of a layout, relative to the peak of its fastest compute format.
 
     Attention counts causal; `mfu_full` counts all pairs, and is None where these are more than the peak
     allows.

@@ -1,4 +1,4 @@
-"""How much of one activity disappears behind another: a product beside a copy, and beside a message.
+"""Overlap of a matmul with a copy and with a message, measured.
 
 On a GPU the copy has a stream of its own, and host memory is pinned or not: a copy from memory that
 may be swapped out goes through a buffer of the driver's, and the host waits. On a CPU a second

@@ -90,7 +90,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _worse(found: Calibration, before: SoftwareProfile) -> str:
-    """Why a calibration is refused."""
+    """Explains why a calibration is refused."""
     errors = [
         f"{fmean(math.expm1(abs(x)) for x in off):.1%}" for off in (found.before, found.left_out)
     ]

@@ -156,7 +156,7 @@ class Parser(argparse.ArgumentParser):
         self._section.add_argument(*names, **words)
 
     def section(self, title: str) -> None:
-        """What is added from here on stands under this title in the help."""
+        """Starts a section of the help: later options are listed under this title."""
         self._section = self.add_argument_group(title)
 
     def add_output(self, flag: str, *suffixes: str, folder: bool = False, **words: Any) -> None:
@@ -232,7 +232,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _explained(message: str) -> str:
-    """What argparse says of a mistake, as a sentence of ours."""
+    """Rewrites an error of argparse as one of our sentences."""
     message = re.sub(r"^argument ([^:]+): (?=is |names )", r"\1 ", message)
     message = message.removeprefix("argument ")
     for old, new in OLD.items():
@@ -332,7 +332,7 @@ def try_folder(path: str | None, flag: str = "--out") -> None:
 
 
 def _unwritable(path: str | Path) -> str:
-    """Why a file cannot be written; empty if it can. What it holds is kept."""
+    """Explains why a file cannot be written, or returns "". The file's content is kept."""
     try:
         # A link is followed, as it will be when the file is written.
         real = os.path.realpath(path)
@@ -358,7 +358,7 @@ _COLOURS = re.compile(r"(\x1b\[[0-9;]*m)")
 
 
 def screen(width: int | None = None) -> tuple[int, bool]:
-    """How many columns to fill, and whether in colour: only a terminal has any."""
+    """The width of the terminal, and whether it shows colours."""
     terminal = sys.stdout.isatty()
     columns = shutil.get_terminal_size().columns if terminal else 80
     # https://no-color.org: the variable's presence counts, unless it is empty.
@@ -401,7 +401,7 @@ def hush() -> None:
 
 
 def silence() -> None:
-    """What is still buffered for standard output, and what follows, goes nowhere."""
+    """Discards buffered and later standard output."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

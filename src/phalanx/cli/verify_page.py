@@ -19,7 +19,7 @@ _COLOURS = ((_GOOD, "agree"), (_NEAR, "agree, by less than a factor of 10"), (_B
 
 
 def features(layout: str) -> tuple[str, ...]:
-    """What a layout has, without sizes and dtypes: axes, ZeRO, schedule and the other words."""
+    """The features of a layout without sizes and dtypes: axes, ZeRO stage, schedule and other words."""
     kept = (word for word in layout.split() if word not in PRECISIONS)
     words = (re.sub(r"^(dp|pp|cp|tp|ep)[0-9x]+(:[0-9x]+)?", r"\1", word) for word in kept)
     return tuple(dict.fromkeys(re.sub(r":[0-9]+$", "", word) for word in words)) or ("one rank",)

@@ -27,7 +27,7 @@ class LabError(ValueError):
 
 @dataclass(frozen=True)
 class Size:
-    """How large the deep MLP is and how long it trains."""
+    """The size of the deep MLP and the length of its training."""
 
     batch: int = 128
     width: int = 1024
@@ -41,7 +41,7 @@ class Size:
 
     @property
     def bytes(self) -> int:
-        """Of all weights, in float64."""
+        """The size of all weights in float64."""
         return 8 * self.layers * self.width**2
 
     def part(self, name: str, index: int, parts: int) -> slice:
@@ -147,7 +147,7 @@ def _defined(node: ast.stmt) -> list[str]:
 
 
 def _top_cell(node: ast.stmt, lines: list[str]) -> Cell:
-    """What else a file has: its docstring, or the comment right above it, is its prose."""
+    """A top-level statement as a cell: its docstring, or the comment right above it, is the prose."""
     code, prose, name = lines[node.lineno - 1 : node.end_lineno], "", " "
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         name, prose = node.name, ast.get_docstring(node) or ""

@@ -1,4 +1,4 @@
-"""What an experiment gets on each rank: its peers, its part of the work, and a recorder.
+"""The interface of an experiment on each rank: its peers, its part of the work, and a recorder.
 
 Messages and memory are recorded without the experiment's help: groups are wrapped, and a dispatch
 mode follows every tensor. Nothing is changed on the way.
@@ -79,11 +79,11 @@ class Lab:
         return gradients_of(weights, x, self.size.layers, doing=self.doing, **hooks)
 
     def own_gradient(self) -> Tensor:
-        """Of the first layer, from this rank's rows of the first step."""
+        """The first layer's gradient from this rank's rows of the first step."""
         return gradients_of(start(self.size), self.rows(0))[1][0]
 
     def whole_gradient(self) -> Tensor:
-        """The same from all rows, in one process."""
+        """The first layer's gradient from all rows, in one process."""
         return one_process(self.size).gradients[0]
 
     def average(self, tensors: Sequence[Tensor]) -> None:
@@ -129,7 +129,7 @@ class Lab:
     # ---- the recorder
 
     def step(self, title: str, **before: Any) -> None:
-        """From here on, everything belongs to a step of that name; this is what the rank has now."""
+        """Starts a step of this name and records the rank's current values."""
         frame: FrameType | None = sys._getframe()
         while frame and frame.f_code is not self._code:
             frame = frame.f_back
@@ -138,7 +138,7 @@ class Lab:
         self.shows("before", **before)
 
     def after(self, **values: Any) -> None:
-        """What this rank has at the end of a step."""
+        """Records this rank's values at the end of a step."""
         self.shows("after", **values)
 
     @property
@@ -148,13 +148,13 @@ class Lab:
         return self.record.steps[-1]
 
     def shows(self, when: str, **values: Any) -> None:
-        """What this rank has now, by name."""
+        """Records this rank's current values by name."""
         with _disable_current_modes():
             self.now.values += [(when, value_of(k.replace("_", " "), x)) for k, x in values.items()]
 
     @contextmanager
     def doing(self, name: str) -> Iterator[None]:
-        """What this rank computes in here, for the timeline."""
+        """Records the enclosed computation in the timeline."""
         start = time.perf_counter()
         yield
         self.now.spans.append(Interval("compute", name, start, time.perf_counter()))
@@ -170,7 +170,7 @@ class Lab:
             self.now.tables.append((title, list(header), cells))
 
     def claim(self, says: str, got: Any, want: Any = True, *, within: float = 1e-10) -> None:
-        """That two things are the same: text and truth exactly, numbers to `within` of the largest."""
+        """Asserts that two values agree: text and booleans exactly, numbers within a relative tolerance."""
         with _disable_current_modes():
             says = f"rank {self.rank}: {says}"
             self.record.claims.append(compared(says, got, want, within))
@@ -272,7 +272,7 @@ def gathered(group: Group, x: Tensor) -> Tensor:
 
 
 def scattered(group: Group, x: Tensor, op: str = "sum") -> Tensor:
-    """Of x reduced over ranks, this rank's equal part along the first dim."""
+    """This rank's equal part, along the first dimension, of x reduced over all ranks."""
     out = torch.empty(x.shape[0] // group.size, *x.shape[1:], dtype=x.dtype)
     group.reduce_scatter(out, x, op)
     return out

@@ -143,7 +143,7 @@ _once = threading.Lock()  # ranks that are threads share one computation
 
 
 def one_process(size: Size, adam: bool = False) -> OneProcess:
-    """The same training without parallelism; the gradients are autograd's."""
+    """Trains without parallelism, with autograd's gradients."""
     with _once, _disable_current_modes():
         return _one_process(size, adam)
 

@@ -1,4 +1,4 @@
-"""What is recorded of one rank while it runs an experiment: plain values, ready to be shown."""
+"""Records of one rank while it runs an experiment: plain values, ready to be shown."""
 
 import hashlib
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Interval:
-    """What a rank did from when to when, in seconds of the machine's clock."""
+    """One activity of a rank, with its start and end in seconds of the machine's clock."""
 
     lane: str  # compute or messages
     name: str
@@ -67,7 +67,7 @@ class RankRecord:
 
 
 def value_of(name: str, x: Any) -> Value:
-    """What is shown of a tensor, a list of tensors, or a plain value."""
+    """The display form of a tensor, a list of tensors, or a plain value."""
     xs = [x] if isinstance(x, Tensor) else x
     if isinstance(xs, Sequence) and xs and all(isinstance(each, Tensor) for each in xs):
         shapes = dict.fromkeys(f"{[*t.shape]} {str(t.dtype).removeprefix('torch.')}" for t in xs)

@@ -32,7 +32,7 @@ def as_json(trial: LabTrial) -> dict[str, object]:
 
 
 def conditions(trial: LabTrial) -> str:
-    """What it was run with, in a line."""
+    """The conditions of a run, in one line."""
     size = trial.size
     ranks = "1 rank" if trial.ranks == 1 else f"{trial.ranks} ranks on {trial.backend}"
     return (
@@ -41,7 +41,7 @@ def conditions(trial: LabTrial) -> str:
 
 
 def verdict(trial: LabTrial) -> str:
-    """How many claims hold."""
+    """The number of claims that hold."""
     count = len(trial.claims)
     if trial.holds:
         return f"{count} claims hold"
@@ -91,7 +91,7 @@ def _marked(steps: Sequence[Titled]) -> Iterator[tuple[str, Steps, bool]]:
 
 
 def claims_text(trial: LabTrial, *, verbose: bool = False) -> str:
-    """How many claims hold, and those that do not; with `verbose` all."""
+    """The number of claims that hold, and the claims that fail; all claims if `verbose`."""
     lines = [verdict(trial)]
     for claim in trial.claims if verbose else trial.failed:
         detail = f" ({claim.detail})" if claim.detail else ""
@@ -112,7 +112,7 @@ def _step_text(title: str, steps: Steps) -> Iterator[str]:
 
 
 def _results(steps: Steps) -> Iterator[str]:
-    """What was found, in words and tables."""
+    """The results, in words and tables."""
     for _, step in steps:
         yield from (f"  {sentence}\n" for sentence in step.notes)
         for name, header, cells in step.tables:
@@ -278,7 +278,7 @@ def _hash(digest: str) -> Html:
 
 
 def _timeline(trial: LabTrial, title: str, steps: Steps) -> Html:
-    """What each rank did when: a row for computing, one for messages, the bytes of its tensors."""
+    """The timeline of each rank: a row for computing, a row for messages, the bytes of its tensors."""
     spans = [span for _, step in steps for span in step.spans]
     start, end = min(span.start for span in spans), max(span.end for span in spans)
     levels = {}

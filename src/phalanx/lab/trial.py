@@ -87,7 +87,7 @@ def conduct(
 
 
 def on_a_rank(world: World, module: str, function: str, size: Size) -> RankRecord:
-    """What one rank does: the experiment, recorded."""
+    """Runs the experiment on one rank and records it."""
     carry_out = getattr(importlib.import_module(module), function)
     lab = Lab(world, size, carry_out.__code__)
     with lab.memory:

@@ -41,7 +41,7 @@ SCHEDULES = {
 
 
 def traits(schedule: str) -> ScheduleTraits:
-    """Of a schedule by name; one of the user's own, FILE.py:NAME, may have any number of chunks."""
+    """The traits of a schedule by name. A user's own, FILE.py:NAME, may have any number of chunks."""
     return SCHEDULES.get(schedule, ScheduleTraits(1, CHUNKS))
 
 

@@ -47,7 +47,7 @@ def unwritable(text: str) -> str:
 
 
 def reason(error: OSError) -> str:
-    """Why the system refused, without the number and the path."""
+    """The reason of the system's refusal, without the number and the path."""
     return error.strerror or str(error) or type(error).__name__
 
 
@@ -113,7 +113,7 @@ def write_text(path: Path, text: str, *, durable: bool = False) -> None:
 
 
 def unmakable(folder: str | Path) -> str:
-    """Why files cannot be written into a folder that may have to be made first, as the end of a
+    """Explains why files cannot be written into a folder that may have to be made first, as the end of a
     sentence; empty if they can."""
     if unwritable(str(folder)):
         return "is a name that no folder can have"

@@ -1,4 +1,4 @@
-"""Why a layout does not fit a model, all reasons at once, and the nearest layouts that do.
+"""Legality of a layout for a model: all reasons against it at once, and the nearest legal layouts.
 
 Arithmetic only. What pads (vocabulary, sequence, batch, a unit's shards) is no reason.
 """

@@ -266,7 +266,7 @@ _SCOPES: list[tuple[TextIO, TextIO]] = []  # the plain streams of each open scop
 
 @contextmanager
 def output_scope() -> Iterator[None]:
-    """At the end of the outermost scope what is queued is written, as far as somebody reads, and the
+    """Writes queued output at the end of the outermost scope, as far as somebody reads, and the
     streams that `unblock_output` has replaced are there again."""
     _SCOPES.append((sys.stdout, sys.stderr))
     try:
@@ -281,7 +281,7 @@ def output_scope() -> Iterator[None]:
 
 
 def unblock_output() -> None:
-    """From here to the end of the scope, writing to standard output and error never blocks."""
+    """Makes standard output and error non-blocking until the end of the scope."""
     error = unblocked(sys.stderr)
     _replace(unblocked(sys.stdout, error), error)
 

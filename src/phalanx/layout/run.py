@@ -439,7 +439,7 @@ def refuse_random_by_name(run: Run) -> None:
 
 
 def misfits(run: Run, shape: Shape, layout: Layout | None) -> Iterator[Mistake]:
-    """Why a model of this shape cannot be trained as the run says, in this layout if one is known."""
+    """Yields the reasons why a model of this shape cannot be trained as the run says, in this layout if known."""
     yield from _tokens(run, shape)
     if layout is None or shape.kind != "decoder":
         return
@@ -577,7 +577,7 @@ def _files(run: Run) -> Iterator[Mistake]:
 
 
 def _remote(url: str) -> Iterator[Mistake]:
-    """Why nothing can be uploaded to a URL."""
+    """Explains why nothing can be uploaded to a URL."""
     place = "checkpoint.remote"
     what, (scheme, separator, _) = f"{place} = {url!r}", url.partition("://")
     if not separator:

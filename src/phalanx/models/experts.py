@@ -221,7 +221,7 @@ class ExpertMlps(nn.Module):
         self.down_bias = nn.Parameter(torch.empty(experts, hidden)) if biases else None
 
     def biases(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Of gate, up and down, as they are added here."""
+        """The biases of gate, up and down, in the form in which they are added here."""
         down = self.down_bias
         if down is not None and self.ranks > 1:
             down = _Share.apply(down, self.ranks)  # type: ignore[no-untyped-call]

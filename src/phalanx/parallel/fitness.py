@@ -247,7 +247,7 @@ def _core(model: Model, name: str, core: nn.Module) -> Iterator[str]:
 
 
 def _differs(module: nn.Module, inputs: tuple[Tensor | None, ...], want: Tensor) -> str:
-    """Why a module does not give this, by calling it; empty where it does."""
+    """Explains why a module does not give this, by calling it, or returns ""."""
     if any(getattr(module, hooks) for hooks in _HOOKS):
         return "it has hooks"
     if next(module.parameters(), None) is not None:

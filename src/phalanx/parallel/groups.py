@@ -202,7 +202,7 @@ def _in_runs(groups: Ranks, size: int) -> Ranks:
 
 
 def _stages(pipelines: Ranks, stages: set[int]) -> Ranks:
-    """In each pipeline the ranks of these stages together, if they are several; the rest alone."""
+    """Groups the ranks of these stages in each pipeline, if there are several; all others stay alone."""
     together = stages if len(stages) > 1 else set[int]()
     groups: list[tuple[int, ...]] = []
     for pipeline in pipelines:

@@ -48,7 +48,7 @@ def _draw(name: str, weight: Tensor, generator: torch.Generator) -> None:
 
 @dataclass(frozen=True)
 class Original:
-    """Of a model in transformers' own code: what its weights are called in files, and what its plan for tp
+    """A model in transformers' own code: the names of its weights in files, and what its plan for tp
     and pp gets wrong."""
 
     files: Mapping[str, str]

@@ -285,7 +285,7 @@ class Piece:
                     own.weight_product = self._product(factor)
 
     def _product(self, factor: _Factor) -> Callable[..., Tensor]:
-        """What F.linear gives (or x @ weight), with `_Product`'s backward where there will be one."""
+        """F.linear (or x @ weight), with `_Product`'s backward if there will be one."""
         weight, how = factor.weight, factor.how
 
         def product(x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -340,7 +340,7 @@ class Piece:
         return past | {name: y.detach() for name, y in out.items()}
 
     def _taken(self, bundle: Bundle, batch: Mapping[str, Tensor]) -> _Taken:
-        """What the piece takes of a bundle and of a batch with these names."""
+        """The tensors that a piece takes of a bundle and of a batch with these names."""
         key = tuple(bundle), tuple(batch)
         if (known := self.known.get(key)) is None:
             names = self.takes if self.first or self.takes[0] in bundle else ("x", *self.takes[1:])

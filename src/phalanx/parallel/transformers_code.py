@@ -627,7 +627,7 @@ class _Described:
         return "heads" if fused else ""
 
     def _fails(self, owner: nn.Module, dims: Mapping[str, str], outs: list[str]) -> str:
-        """Why a module does not run with cut linears, by running it on meta; empty if it does."""
+        """Explains why a module does not run with sharded linears, by running it on meta, or returns ""."""
         args, kwargs, shape = self.calls[owner]
         parts = next(
             (

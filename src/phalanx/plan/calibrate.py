@@ -232,7 +232,7 @@ def _simplex(
 
 @dataclass(frozen=True)
 class Calibration:
-    """What calibrating on some runs made of a profile, and how far off each run is: the logarithm of its
+    """A calibrated profile and the error of each run: the logarithm of its
     measured over its predicted step, before, and calibrated without it."""
 
     like: Callable[[CostedRun | None], SoftwareProfile]
@@ -277,7 +277,7 @@ def calibration(base: SoftwareProfile, runs: Sequence[CostedRun]) -> Calibration
     def left_out(
         way: Callable[..., Callable[[CostedRun | None], SoftwareProfile]],
     ) -> tuple[float, ...]:
-        """How far off each run is, after a fit to the others; of many runs to four of five of them."""
+        """The error of each run after a fit to the others; with many runs, to four of five of them."""
         count = len(timed) if len(timed) <= _ALONE else _FOLDS
         found = dict[int, float]()
         for fold in range(count):

@@ -44,7 +44,7 @@ def logged(choice: Choice, profile: SoftwareProfile) -> float:
 
 
 def at_line(row: PublishedRow, error: Exception) -> str:
-    """Why a row is left out, in one line that says where it stands."""
+    """Explains why a row is left out, in one line with its place."""
     return f"line {row.line}: {' '.join(str(error).split())}"
 
 
@@ -56,7 +56,7 @@ def predict(run: PublishedRun, numbers: SoftwareProfile) -> Choice:
 
 
 def why_not(run: PublishedRun, numbers: SoftwareProfile) -> str:
-    """Why a row has no plausible prediction; "" if it has one."""
+    """Explains why a row has no plausible prediction, or returns ""."""
     try:
         predict(run, numbers)
     except (ValueError, PredictionError) as error:

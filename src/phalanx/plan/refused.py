@@ -1,4 +1,4 @@
-"""Why each kind of other layout lost: illegal, too large, or slower and by which part of the step."""
+"""The reasons why other kinds of layout lost: illegal, too large, or slower and by which part of the step."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ MTBF_HOURS = 54 * 24 * 16384 / 419
 
 @dataclass(frozen=True)
 class Spending:
-    """Of a whole run. Hours are of the wall clock where not said otherwise."""
+    """The time and cost of a whole run. Hours are wall-clock hours unless stated otherwise."""
 
     steps: int
     computing: float  # hours without a failure or a checkpoint

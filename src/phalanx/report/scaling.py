@@ -25,7 +25,7 @@ class Speed:
 
 
 def speeds(folders: Sequence[Path]) -> tuple[Speed, ...]:
-    """Of every start with two lines of steps or more."""
+    """The speed of every start that logged at least two steps."""
     found = []
     for folder in folders:
         for start, steps in stretches(records_of(folder)):

@@ -31,7 +31,7 @@ CHUNK = 1 << 22
 
 @dataclass(frozen=True)
 class Extent:
-    """How large the parts of an arena are. `chunk`: bytes that a rank writes at once."""
+    """The sizes of an arena's parts. `chunk`: the bytes that a rank writes at once."""
 
     ranks: int
     chunk: int
@@ -92,7 +92,7 @@ class Reserved:
 
 
 def why_not(ranks: int) -> str:
-    """Why this process and those that it starts cannot share memory; "" if they can."""
+    """Explains why this process and its children cannot share memory, or returns ""."""
     if not hasattr(os, "memfd_create"):
         return ""  # a file would have to be filled to know
     try:
@@ -168,11 +168,11 @@ class Arena:
         self.heap = Heap(heap, heap + extent.heap)
 
     def page(self, rank: int) -> int:
-        """Where a rank's page begins. The arena's own page comes before all areas."""
+        """The offset of a rank's page. The arena's own page comes before all areas."""
         return PAGE + rank * self.extent.area
 
     def segment(self, rank: int, number: int) -> int:
-        """Where a rank's segment for a group begins."""
+        """The offset of a rank's segment for a group."""
         return self.page(rank) + PAGE + number * self.extent.segment
 
     def at(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -182,7 +182,7 @@ class Arena:
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset)
 
     def place(self, x: Tensor) -> int:
-        """Where others read a tensor: its offset in the arena, or else minus its address in this
+        """The place where others read a tensor: its offset in the arena, or else minus its address in this
         process, if processes read each other's memory."""
         offset = x.data_ptr() - self.base
         if 0 <= offset < self.extent.total:

@@ -97,7 +97,7 @@ class AsyncWork(dist.Work):
         return True
 
     def end(self, error: CommError | None = None) -> None:
-        """What comes after the transfers, once."""
+        """Finishes the call after its transfers, once."""
         with _lock:
             if self.ended:
                 return
@@ -532,7 +532,7 @@ def _be_on_one_machine(store: Any, rank: int, size: int) -> None:
 
 
 def _host() -> dict[str, str]:
-    """What ranks that share memory have in common."""
+    """The properties that all ranks that share memory have in common."""
     host = {"machine": "", "pid namespace": "", "container": ""}
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
@@ -546,7 +546,7 @@ def _host() -> dict[str, str]:
 
 
 def _make(options: Any, _: Any) -> Any:
-    """What torch registers for a group's device."""
+    """Makes the backend that torch registers for a group's device."""
     if _dist.get_debug_level() == _dist.DebugLevel.DETAIL:
         raise CommMisuse(
             "backend shm: TORCH_DISTRIBUTED_DEBUG=DETAIL wraps backends in checks over gloo that "

@@ -44,7 +44,7 @@ def read(pid: int, at: int, into: Tensor) -> None:
 
 
 def readable(pid: int, at: int, into: Tensor) -> bool:
-    """Whether `read` works."""
+    """True if `read` works."""
     try:
         read(pid, at, into)
     except (AttributeError, OSError):

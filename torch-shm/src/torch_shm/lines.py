@@ -47,7 +47,7 @@ _fence = threading.Lock()
 
 
 def keep_order() -> None:
-    """What was written before is seen before what is written after."""
+    """A fence: other ranks see earlier writes before later ones."""
     for _ in () if _ordered else (1, 2):
         with _fence:
             pass
@@ -81,7 +81,7 @@ class Line(ABC):
 
     @abstractmethod
     def ready(self) -> bool:
-        """Whether the first call can go on."""
+        """True if the first call can progress."""
 
     @abstractmethod
     def advance(self) -> bool:
@@ -93,7 +93,7 @@ class Line(ABC):
 
 
 class SmallSum(NamedTuple):
-    """What a small all-reduce touches, in one of the two turns."""
+    """The memory and the signature of a small all-reduce, in one of the two turns."""
 
     signature: tuple[bytes, int]
     mine: Tensor
@@ -142,11 +142,11 @@ class Collectives(Line):
         return self.view(self.rank, (self.count + 1) & 1, at, numel, dtype)
 
     def theirs(self, i: int, at: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """What rank i wrote in the round that everyone has come to."""
+        """Memory that rank i wrote in the round that all have reached."""
         return self.view(i, self.count & 1, at, numel, dtype)
 
     def place(self, i: int) -> int:
-        """Where rank i's tensor can be read, as `Arena.place` says."""
+        """The place of rank i's tensor, as `Arena.place` defines it."""
         return int(self._words[self._header(i) + PLACE])
 
     def fetch(self, i: int, place: int, into: Tensor, skip: int = 0) -> None:
@@ -157,7 +157,7 @@ class Collectives(Line):
             raise CommError(f"rank {self.ranks[i]} is lost: {error.strerror}") from error
 
     def splits(self, i: int) -> list[int]:
-        """How many rows rank i sends to each in an all-to-all, then how many it takes."""
+        """The rows that rank i sends to each rank in an all-to-all, then the rows that it receives."""
         start = self._header(i) + COUNTS
         return list(self._words[start : start + 2 * self.size])
 
@@ -331,7 +331,7 @@ def _view(
 
 
 def _signature(call: Call) -> tuple[bytes, int]:
-    """What has to be the same on all members, and its digest."""
+    """The text that has to be equal on all members, and its digest."""
     return _digested(call.kind, call.op, call.at, call.x.numel(), call.x.dtype)
 
 
@@ -342,7 +342,7 @@ def _digested(*key: Any) -> tuple[bytes, int]:
 
 
 class Inbox:
-    """What one member sends to this one. A message lies in its sender's heap until it is read."""
+    """The messages from one member to this one. A message lies in its sender's heap until it is read."""
 
     def __init__(self, group: Collectives, source: int) -> None:
         self.source, self.rank = source, group.ranks[source]
@@ -352,7 +352,7 @@ class Inbox:
         self._unread: dict[int, deque[int]] = {}
 
     def first(self, tag: int) -> int:
-        """Where the first message with a tag lies that has not been read; 0 if there is none."""
+        """The offset of the first unread message with a tag; 0 if there is none."""
         while message := self._words[(self._last >> 3) + NEXT]:
             keep_order()
             self._unread.setdefault(self._words[(message >> 3) + TAG], deque()).append(message)
@@ -411,7 +411,7 @@ class Receives(Line):
 
 
 class Outbox:
-    """What this member has sent to another one and may not have been read yet."""
+    """The messages from this member to another one that may not have been read yet."""
 
     def __init__(self, group: Collectives, target: int) -> None:
         self._arena, self._words = group.arena, group.arena.words

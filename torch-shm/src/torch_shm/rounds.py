@@ -29,7 +29,7 @@ SMALL = 1 << 15
 def _places(
     t: "Collectives", x: Tensor, sources: Iterable[int]
 ) -> Generator[bool, None, dict[int, int] | None]:
-    """Where the tensors of the sources lie, once all have come; None if `x` is not longer than a
+    """The places of the sources' tensors, once all have come; None if `x` is not longer than a
     chunk, which takes no round, or one of them cannot be read there."""
     if x.numel() * x.itemsize <= t.chunk:
         return None
@@ -245,13 +245,13 @@ def _start(parts: list[Tensor], i: int) -> int:
 
 
 def overlap(x: Tensor, y: Tensor) -> bool:
-    """Whether two contiguous tensors share memory."""
+    """True if two contiguous tensors share memory."""
     a, b = x.data_ptr(), y.data_ptr()
     return a < b + y.numel() * y.itemsize and b < a + x.numel() * x.itemsize
 
 
 def readable(call: Call, me: int) -> bool:
-    """Whether the others may read `x` where it is while this rank fills `out`."""
+    """True if the others may read `x` in place while this rank fills `out`."""
     x, out = call.x, call.out
     if out is None or not overlap(x, out):
         return True

@@ -47,7 +47,7 @@ class CommTimeout(CommError):
 
 
 class Watch:
-    """How one rank waits, and what it and the others are doing."""
+    """The waiting of one rank, and its view of what the others are doing."""
 
     watched = False  # by a process outside, which knows more of ranks that stand still
 
@@ -136,7 +136,7 @@ class Watch:
         self._words[self._page + STATE] = LEFT
 
     def why_stuck(self, line: Line, waited: float) -> str | None:
-        """Why a line cannot go on: what has happened to ranks that it waits for, and to no others."""
+        """Explains why a line cannot progress: what happened to the ranks that it waits for."""
         absent = line.absent()
         reasons = [text for rank in absent if (text := self._end_of(rank, line)) is not None]
         if reasons and len(reasons) >= (len(absent) if line.any_of_them else 1):
@@ -169,7 +169,7 @@ class Watch:
         return f"{named(line.absent())} not arrived {limit}; {self._doings()}"
 
     def _doings(self) -> str:
-        """What every rank is doing, as the end of a sentence."""
+        """The call of every rank, as the end of a sentence."""
         calls = []
         for rank in range(self._size):
             doing = self._words[(self._arena.page(rank) >> 3) + DOING]

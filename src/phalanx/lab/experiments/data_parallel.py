@@ -152,7 +152,7 @@ EPOCHS = 2
 
 
 def sampler(lab: Lab) -> None:
-    """Which rank gets which samples: a new order every epoch, each sample once, the loss averaged over
+    """The distributed sampler: a new order every epoch, each sample once, the loss averaged over
     samples.
 
     All ranks shuffle alike, from the seed and the epoch, and take every n-th sample: no message is
@@ -307,7 +307,7 @@ def padded(parts: list[Tensor], n: int) -> Tensor:
 
 
 def owned(lab: Lab) -> tuple[list[int], list[int]]:
-    """Which rank keeps each layer, ranges as equal as possible, and the layers of this rank."""
+    """The owner of each layer, in ranges as equal as possible, and the layers of this rank."""
     owners = [layer * lab.n // lab.size.layers for layer in range(lab.size.layers)]
     return owners, [layer for layer, rank in enumerate(owners) if rank == lab.rank]
 

@@ -1,4 +1,4 @@
-"""What devices are made of, and why moving numbers costs more than computing with them."""
+"""The parts of a device, and the reason why moving data costs more than computing with it."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""What a number costs: activations kept or computed again, formats of fewer bits, and bytes by hand."""
+"""Memory: activations kept or recomputed, low-precision formats, and bytes counted by hand."""
 
 import time
 from collections.abc import Sequence

@@ -197,7 +197,7 @@ def point_to_point(lab: Lab) -> None:
 
 
 def process_groups(lab: Lab) -> None:
-    """How ranks find each other: a key-value store, a group built on it, and shutting down in order.
+    """Rendezvous of ranks: a key-value store, a group built on it, and an orderly shutdown.
 
     `dist.init_process_group` makes a store from MASTER_ADDR and MASTER_PORT and then a group on it;
     here both are made by hand, so that no global state remains. The group's backend is nccl where
@@ -296,7 +296,7 @@ def one_process(lab: Lab) -> None:
 
 
 def rank_code(world: World, size: Size, group: Group | None = None) -> tuple[Tensor, Tensor]:
-    """What every rank does, written once: the gradient before and after it is averaged."""
+    """The code of every rank: the gradient before and after it is averaged."""
     group = group or world.split("inner", [range(world.size)])
     rows = batch(size, 0)[size.part("batch", group.rank, group.size)]
     gradient = gradients_of(start(size), rows)[1][0]

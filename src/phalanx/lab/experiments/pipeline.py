@@ -32,7 +32,7 @@ class Send(torch.autograd.Function):
 
 
 class Receive(torch.autograd.Function):
-    """What the previous rank sends, in the shape of x; backward sends its gradient there."""
+    """Receives from the previous rank, in the shape of x; backward sends the gradient there."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -94,7 +94,7 @@ def model_sharding(lab: Lab) -> None:
 
 
 def gradients_of(weights: list[Tensor]) -> list[Tensor]:
-    """What `backward` has added up. It runs through the crossing to the left, which `grad` leaves out."""
+    """The gradients that `backward` accumulated. Unlike `grad`, it runs through the boundary to the left."""
     gradients = [w.grad for w in weights if w.grad is not None]
     for w in weights:
         w.grad = None
@@ -131,7 +131,7 @@ class PipelineStage:
         self.group.send(x, to)
 
     def forward(self, micro: int) -> None:
-        """Of the batch's rows, or of what the stage before sends."""
+        """The forward of the batch's rows, or of the activations that the previous stage sends."""
         if self.first:
             x = batch(self.size, self.step)[self.size.part("batch", micro, MICROBATCHES)]
         else:

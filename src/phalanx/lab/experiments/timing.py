@@ -1,4 +1,4 @@
-"""How long messages take, and how to find out: launched and done, bandwidth, and what overlaps."""
+"""Timing of messages: launch and completion, bandwidth, and overlap."""
 
 import statistics
 import time
@@ -10,7 +10,7 @@ from phalanx.lab.mlp import start
 
 
 def asynchronous_launch(lab: Lab) -> None:
-    """Why a timing without synchronisation is wrong: the call returns before the work is done.
+    """A timing without synchronisation is wrong: the call returns before the work is done.
 
     A GPU kernel, or a collective with wait=False, is only *launched* by the call. A clock read when it
     returns measures the launch. On a GPU the cure is torch.cuda.synchronize (or events) before reading
@@ -163,7 +163,7 @@ def overlap(lab: Lab) -> None:
 
 
 def _beside(lab: Lab) -> int:
-    """How many messages of this step were under way while a layer was computed."""
+    """The number of this step's messages that were in flight while a layer was computed."""
     layers, messages = (
         [span for span in lab.now.spans if span.lane == lane] for lane in ("compute", "messages")
     )
