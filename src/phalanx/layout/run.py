@@ -439,7 +439,7 @@ def refuse_random_by_name(run: Run) -> None:
 
 
 def misfits(run: Run, shape: Shape, layout: Layout | None) -> Iterator[Mistake]:
-    """Yields the reasons why a model of this shape cannot be trained as the run says, in this layout if known."""
+    """Yields the reasons why a model of this shape cannot be trained as the run asks (in this layout)."""
     yield from _tokens(run, shape)
     if layout is None or shape.kind != "decoder":
         return
