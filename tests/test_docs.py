@@ -98,8 +98,9 @@ def clone(tmp_path: Path) -> Path:
 def _environment(clone: Path) -> dict[str, str]:
     path = f"{clone / '.venv' / 'bin'}:{os.environ['PATH']}"
     inherited = os.environ.get("PYTHONPATH", "")
-    sources = f"{ROOT / 'src'}:{ROOT / 'torch-shm' / 'src'}:{inherited}"
-    return os.environ | {"PATH": path, "PYTHONPATH": sources, "COLUMNS": "80"}
+    sources = [str(ROOT / folder) for folder in ("src", "torch-shm/src", "lab/src")]
+    python_path = os.pathsep.join([*sources, inherited])
+    return os.environ | {"PATH": path, "PYTHONPATH": python_path, "COLUMNS": "80"}
 
 
 @pytest.mark.parametrize("page", _pages(_commands))

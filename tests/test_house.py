@@ -27,10 +27,10 @@ NAMES = Path(__file__).parent / "public_names.txt"
 
 LEVELS: dict[str, int] = {
     "layout": 0, "hang": 1, "program": 1, "draw": 2, "plan": 2, "models": 3, "comm": 3, "parallel": 4,
-    "cost": 5, "bench": 5, "train": 6, "verify": 7, "report": 7, "lab": 8, "api": 9, "cli": 10,
+    "cost": 5, "bench": 5, "train": 6, "verify": 7, "report": 7, "api": 9, "cli": 10,
 }  # fmt: skip
 # Rooms that may import less than all that is below them.
-ONLY: dict[str, set[str]] = {"models": set(), "lab": {"comm", "cost", "draw", "plan"}}
+ONLY: dict[str, set[str]] = {"models": set()}
 WITHOUT_TORCH = [package for package, level in LEVELS.items() if level <= 2]
 
 # Opening what comes from outside never runs code; the lab shows object collectives, and why not.
@@ -49,7 +49,12 @@ BANNED_NAMES = {
     "all_gather_object", "broadcast_object_list", "gather_object", "recv_object_list",
     "scatter_object_list", "send_object_list",
 }  # fmt: skip
-EXCEPT = SOURCE / "lab" / "experiments" / "objects.py"
+# Packages of their own, with the packages that their files may import.
+APART = {
+    "torch-shm/src/torch_shm": {"torch", "torch_shm"},
+    "lab/src/phalanx_lab": {"torch", "safetensors", "phalanx", "phalanx_lab"},
+}
+EXCEPT = ROOT / "lab/src/phalanx_lab/experiments/objects.py"
 
 
 def _files() -> list[Path]:
@@ -121,14 +126,33 @@ def _loaded(program: str) -> set[str]:
     return set(done.stdout.splitlines()[-1].split())
 
 
-def test_torch_shm_stands_alone() -> None:
-    allowed = {*sys.stdlib_module_names, "torch"}
-    for path in sorted((ROOT / "torch-shm" / "src").rglob("*.py")):
+def _apart() -> list[Path]:
+    return [path for folder in APART for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+@pytest.mark.parametrize("folder", APART)
+def test_a_package_of_its_own_imports_only_what_it_names(folder: str) -> None:
+    allowed = {*sys.stdlib_module_names, *APART[folder]}
+    files = sorted((ROOT / folder).rglob("*.py"))
+    assert files
+    for path in files:
         for node in ast.walk(_tree(path)):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and not node.level:
                 names = [node.module or ""]
             assert {name.split(".")[0] for name in names} <= allowed, _where(path, node)
+
+
+def test_experiments_of_the_lab_import_the_packages_of_groups_costs_pictures_and_plans_only() -> (
+    None
+):
+    allowed = {"comm", "cost", "draw", "plan"}
+    for path in sorted((ROOT / "lab/src/phalanx_lab/experiments").glob("*.py")):
+        modules = re.findall(r"from phalanx\.(\w+)", path.read_text())
+        assert set(modules) <= allowed, path
+
+
+def test_torch_shm_loads_nothing_of_phalanx() -> None:
     loaded = _loaded("import torch_shm")
     assert "torch" in loaded
     assert "phalanx" not in loaded
@@ -195,7 +219,7 @@ def _offences(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
 def test_nothing_that_comes_from_outside_is_run() -> None:
     wrong = [
         f"{_where(path, node)}: {what}"
-        for path in _files()
+        for path in [*_files(), *_apart()]
         if path != EXCEPT
         for node, what in _offences(_tree(path))
     ]
@@ -282,7 +306,6 @@ SPELLED = {*SCHEDULES, *DTYPES, *MATMUL_NAMES, *COMPARED, *STORED, *BACKENDS} - 
 MAY_SPELL = {
     "layout/choices.py": "the table",
     "plan/table.py": "what others' tables write, and what it means",
-    "lab": "files to be read alone: it imports comm, cost, draw and plan only",
 }
 
 
@@ -354,7 +377,7 @@ def test_few_lines_are_kept_from_the_formatter() -> None:
 
 def test_files_of_tests_have_names_of_their_own() -> None:
     # pytest imports them by their last name: two of one name end the collection.
-    folders = (ROOT / "tests", ROOT / "torch-shm" / "tests")
+    folders = (ROOT / name / "tests" for name in (".", "torch-shm", "lab"))
     names = [path.name for folder in folders for path in folder.rglob("test_*.py")]
     assert sorted(name for name in set(names) if names.count(name) > 1) == []
 
@@ -362,7 +385,7 @@ def test_files_of_tests_have_names_of_their_own() -> None:
 def test_no_path_of_one_machine_is_in_the_tree() -> None:
     homes = [str(path) for path in (ROOT, Path.home()) if len(path.parts) > 2]
     pattern = re.compile("|".join([*map(re.escape, homes), r"/(?:home|Users)/[a-z]\w*/"]))
-    kept = ("src", "torch-shm", "tests", "docs", "benchmarks", ".ci")
+    kept = ("src", "torch-shm", "lab", "tests", "docs", "benchmarks", ".ci")
     files = [p for name in kept for p in (ROOT / name).rglob("*") if p.is_file()]
     files += [p for p in ROOT.iterdir() if p.is_file()]
     wrong = []

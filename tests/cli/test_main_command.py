@@ -14,6 +14,7 @@ import pytest
 
 from phalanx.cli import main
 from phalanx.cli.main import VERBS
+from torch_shm import CommMisuse
 
 Capture = pytest.CaptureFixture[str]
 START = "import sys; from phalanx.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -235,3 +236,25 @@ def test_json_is_one_document(capsys: Capture) -> None:
     for words in (["draw", "1f1b"], ["draw", "mesh", "dp2"], ["check", "dp2", "--model", "tiny"]):
         assert main([*words, "--json"]) == 0
         json.loads(capsys.readouterr().out)
+
+
+def test_the_verb_of_a_package_that_is_not_installed_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "phalanx_lab"]:
+        monkeypatch.delitem(sys.modules, name)
+    elsewhere = [path for path in sys.path if "lab" not in Path(path).parts]
+    monkeypatch.setattr(sys, "path", elsewhere)
+    assert main(["lab"]) == 2
+    assert "pip install ./lab" in capsys.readouterr().err
+
+
+def test_what_shared_memory_refuses_is_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    def refuse(argv: list[str]) -> int:
+        raise CommMisuse("there is no room for shared memory")
+
+    monkeypatch.setattr("phalanx.cli.doctor.run", refuse)
+    assert main(["doctor"]) == 2
+    assert capsys.readouterr().err == "CommMisuse: there is no room for shared memory\n"

@@ -13,13 +13,13 @@ import pytest
 from browser import needs_chromium, opened
 from phalanx.cli.main import main
 from phalanx.draw import Picture, page
-from phalanx.lab.catalogue import Size
-from phalanx.lab.show import lab_page
-from phalanx.lab.trial import conduct
 from phalanx.layout import Layout, plain_pieces
 from phalanx.program import Costs, Recorded, StepOptions, build, simulate
 from phalanx.report import report
 from phalanx.report.step import step_extras
+from phalanx_lab.catalogue import Size
+from phalanx_lab.show import lab_page
+from phalanx_lab.trial import conduct
 
 LOOK = """
 const inner = document.querySelector("iframe").contentDocument;

@@ -6,7 +6,6 @@ The words come from the parsers themselves.
   phalanx completion fish > ~/.config/fish/completions/phalanx.fish
 """
 
-import importlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -63,11 +62,11 @@ def candidates(words: list[str]) -> list[str]:
 
 def parser_of(words: list[str]) -> Parser | None:
     """The parser that would read what follows these words."""
-    from .main import VERBS
+    from .main import VERBS, module_of
 
     if words[0] not in VERBS:
         return None
-    module = importlib.import_module(f".{words[0]}", __package__)
+    module = module_of(words[0])
     token = DESCRIBE.set(True)
     try:
         module.run(words[1:2])

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from types import ModuleType
 
 from ..layout.device_environment import set_up
 from ..layout.files import reason
@@ -38,6 +39,10 @@ VERBS: dict[str, str] = {
     "schema": "the JSON Schema of what a command prints with --json",
     "completion": "tab completion for bash, zsh and fish",
 }
+# Verbs that packages of their own bring: the module, and the folder of this repository to install.
+_APART = {"lab": ("phalanx_lab.command", "lab")}
+# Their errors are sentences for the user; any other error is a mistake of ours.
+_OUR_PACKAGES = ("phalanx", "phalanx_lab", "torch_shm")
 _OVERVIEW = """\
 phalanx: train one transformer over many devices.
 
@@ -52,6 +57,22 @@ Try:
 
 Each takes --help, --json, --quiet and -v.
 Exit code 0: done, 1: failed, 2: wrong usage."""
+
+
+def module_of(verb: str) -> ModuleType:
+    """Imports the module of a verb."""
+    if verb not in _APART:
+        return importlib.import_module(f".{verb}", __package__)
+    name, folder = _APART[verb]
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name.partition(".")[0]:
+            raise
+        raise UsageError(
+            f"phalanx {verb} is a package of its own, which is not installed."
+            f" In a clone of phalanx: pip install ./{folder}"
+        ) from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -101,7 +122,7 @@ def _answered(argv: list[str]) -> int:
         complain(f"phalanx: cannot write to standard output: {error}.")
         return 1
     except (ValueError, RuntimeError) as error:
-        if not type(error).__module__.startswith("phalanx."):
+        if type(error).__module__.partition(".")[0] not in _OUR_PACKAGES:
             raise  # errors for the user are families of our own; any other is our mistake
         if isinstance(error, ValueError):
             complain(f"{type(error).__name__}: {error}")
@@ -143,7 +164,7 @@ def _run(argv: list[str]) -> int:
         verb = verb[:60]
         hint = nearest_word(verb, VERBS, 0.4)
         raise UsageError(f"unknown verb {verb!r}.{hint} Verbs are {', '.join(VERBS)}.")
-    module = importlib.import_module(f".{verb}", __package__)
+    module = module_of(verb)
     try:
         code: int = module.run(argv[1:])
     except SystemExit as done:  # argparse ends --help so

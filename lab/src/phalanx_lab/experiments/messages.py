@@ -18,10 +18,10 @@ from phalanx.comm import Group, World
 from phalanx.comm.agree import broadcast_text
 from phalanx.comm.launch import launch
 from phalanx.comm.tally import TallyWorld
-from phalanx.lab.catalogue import Size
-from phalanx.lab.lab import Lab, gathered, scattered
-from phalanx.lab.mlp import batch, draw, gradients_of, start
-from phalanx.lab.trial import backend_for
+from phalanx_lab.catalogue import Size
+from phalanx_lab.lab import Lab, gathered, scattered
+from phalanx_lab.mlp import batch, draw, gradients_of, start
+from phalanx_lab.trial import backend_for
 
 dist: Any = torch.distributed  # its type stubs leave out the stores
 PATIENCE = timedelta(seconds=30)

@@ -5,8 +5,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..comm import RankFailed, World
-from ..comm.launch import workers
+from phalanx.comm import RankFailed, World
+from phalanx.comm.launch import workers
+
 from .catalogue import Cell, Experiment, LabError, Size, experiment
 from .lab import Lab
 from .record import Claim, LabStep, RankRecord

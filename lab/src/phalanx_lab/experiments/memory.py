@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
-from phalanx.lab.lab import Lab
-from phalanx.lab.mlp import (
+from phalanx_lab.lab import Lab
+from phalanx_lab.mlp import (
     Kept,
     backward,
     batch,

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from phalanx.comm import Group
-from phalanx.lab.lab import Lab, gathered
-from phalanx.lab.mlp import gradients_of, start
+from phalanx_lab.lab import Lab, gathered
+from phalanx_lab.mlp import gradients_of, start
 
 
 class Surprise:

@@ -10,10 +10,11 @@ ranks and checked, or written as a page.
 Exit code 0: every claim holds; 1: one does not, or a rank failed; 2: wrong usage.
 """
 
-from ..lab.catalogue import NAMES, Size, experiment, listing
-from ..layout.choices import GLOO, THREADS
-from .before import refuse_large
-from .usage import Parser, UsageError, print_json, result, save, say, whole
+from phalanx.cli.before import refuse_large
+from phalanx.cli.usage import Parser, UsageError, print_json, result, save, say, whole
+from phalanx.layout.choices import GLOO, THREADS
+
+from .catalogue import NAMES, Size, experiment, listing
 
 
 def run(argv: list[str]) -> int:
@@ -42,8 +43,8 @@ def run(argv: list[str]) -> int:
     need = 3.0 * size.bytes + 8.0 * size.batch * size.width * size.layers
     way_out = "Write less --width, --batch or --layers"
     refuse_large(need, f"an MLP of {size.layers:,} layers", way_out)
-    from ..lab.show import as_json, claims_text, lab_page, lab_text
-    from ..lab.trial import conduct
+    from .show import as_json, claims_text, lab_page, lab_text
+    from .trial import conduct
 
     trials = []
     for trial in conduct(names, size, ranks=args.ranks, backend=args.backend):

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from phalanx.comm import Group, Work, World
+from phalanx.cost import Live
 from torch_shm.calls import Call
 
-from ..comm import Group, Work, World
-from ..cost import Live
 from .catalogue import Size
 from .mlp import batch, gradients_of, one_process, start, update
 from .record import Interval, LabStep, RankRecord, compared, value_of

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from phalanx.lab.lab import Lab, gathered, scattered
-from phalanx.lab.mlp import batch, gradients_of, start
+from phalanx_lab.lab import Lab, gathered, scattered
+from phalanx_lab.mlp import batch, gradients_of, start
 
 RATE, MOMENTUM = 0.01, 0.9
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from phalanx.comm import Work
 from phalanx.comm.agree import broadcast_text
-from phalanx.lab.catalogue import Size
-from phalanx.lab.lab import Lab, gathered, scattered
-from phalanx.lab.mlp import Adam, batch, draw, gradients_of, loss_of, one_process, start, update
+from phalanx_lab.catalogue import Size
+from phalanx_lab.lab import Lab, gathered, scattered
+from phalanx_lab.mlp import Adam, batch, draw, gradients_of, loss_of, one_process, start, update
 
 Result = tuple[Tensor, list[Tensor]]  # of a step: the loss, and the gradients that a rank has
 

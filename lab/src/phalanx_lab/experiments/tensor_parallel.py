@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from phalanx.lab.lab import Lab, gathered, scattered
-from phalanx.lab.mlp import batch, loss_of, start
+from phalanx_lab.lab import Lab, gathered, scattered
+from phalanx_lab.mlp import batch, loss_of, start
 
 
 def tensor_parallel(lab: Lab) -> None:

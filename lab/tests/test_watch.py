@@ -13,12 +13,12 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
 from phalanx.comm import World, launch
-from phalanx.lab.catalogue import Size
-from phalanx.lab.lab import Lab, LiveOverTime
-from phalanx.lab.mlp import backward, batch, draw, forward, gradients_of, one_process, start
-from phalanx.lab.record import compared, value_of
-from phalanx.lab.trial import backend_for
 from phalanx.models import DeepMlp
+from phalanx_lab.catalogue import Size
+from phalanx_lab.lab import Lab, LiveOverTime
+from phalanx_lab.mlp import backward, batch, draw, forward, gradients_of, one_process, start
+from phalanx_lab.record import compared, value_of
+from phalanx_lab.trial import backend_for
 
 SMALL = Size(batch=8, width=16, layers=3, steps=2)
 

@@ -6,8 +6,20 @@ from dataclasses import asdict
 from inspect import getsource
 from textwrap import dedent, fill, indent
 
-from ..draw import Bar, Html, Row, bytes_text, frame, gantt, paragraphs, table, tag, text_table
-from ..draw.svg import Area
+from phalanx.draw import (
+    Bar,
+    Html,
+    Row,
+    bytes_text,
+    frame,
+    gantt,
+    paragraphs,
+    table,
+    tag,
+    text_table,
+)
+from phalanx.draw.svg import Area
+
 from .catalogue import INTRODUCTION, PAPERS
 from .lab import Lab
 from .mlp import gradients_of

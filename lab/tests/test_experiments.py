@@ -13,16 +13,16 @@ import pytest
 import torch
 
 import phalanx.comm.threads
-import phalanx.lab
-import phalanx.lab.experiments.memory as memory
+import phalanx_lab
+import phalanx_lab.experiments.memory as memory
 from phalanx.comm import CommError, RankFailed
-from phalanx.lab.catalogue import NAMES, LabError, Size, experiment
-from phalanx.lab.trial import LabTrial, conduct
+from phalanx_lab.catalogue import NAMES, LabError, Size, experiment
+from phalanx_lab.trial import LabTrial, conduct
 from torch_shm.calls import Call
 from torch_shm.settle import settle
 
 SMALL = Size(batch=8, width=16, layers=4, steps=2)
-FILES = Path(phalanx.lab.__file__).parent / "experiments"
+FILES = Path(phalanx_lab.__file__).parent / "experiments"
 
 
 @pytest.fixture(autouse=True)

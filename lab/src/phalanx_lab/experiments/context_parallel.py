@@ -9,8 +9,8 @@ from torch import Tensor
 
 from phalanx.comm import Group, Work
 from phalanx.comm.regions import exchange, gather_sum
-from phalanx.lab.lab import Lab
-from phalanx.lab.mlp import draw
+from phalanx_lab.lab import Lab
+from phalanx_lab.mlp import draw
 
 HEADS = 4
 

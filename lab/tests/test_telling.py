@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from browser import needs_chromium, opened
-from phalanx.cli import lab as verb
 from phalanx.cli.usage import UsageError
-from phalanx.lab.catalogue import NAMES, PAPERS, Cell, LabError, Size, listing
-from phalanx.lab.record import Claim, Interval
-from phalanx.lab.show import lab_page, lab_text
-from phalanx.lab.trial import LabTrial, conduct
+from phalanx_lab import command as verb
+from phalanx_lab.catalogue import NAMES, PAPERS, Cell, LabError, Size, listing
+from phalanx_lab.record import Claim, Interval
+from phalanx_lab.show import lab_page, lab_text
+from phalanx_lab.trial import LabTrial, conduct
 
 SMALL = Size(batch=8, width=16, layers=4, steps=2)
 FLAGS = ["--ranks", "2", "--batch", "8", "--width", "16", "--layers", "4", "--steps", "2"]
@@ -192,7 +192,7 @@ def test_a_claim_that_fails_is_exit_code_1(
     def false(*_: Any, **__: Any) -> Iterator[LabTrial]:
         yield with_false_claim(trials[0])
 
-    monkeypatch.setattr("phalanx.lab.trial.conduct", false)
+    monkeypatch.setattr("phalanx_lab.trial.conduct", false)
     assert verb.run(["collectives", *FLAGS]) == 1
     assert verb.run(["collectives", *FLAGS, "--json"]) == 1
     assert "FAIL two is three" in capsys.readouterr().out

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from phalanx.comm import Group, Work
-from phalanx.lab.lab import Lab
-from phalanx.lab.mlp import batch, loss_of, start
+from phalanx_lab.lab import Lab
+from phalanx_lab.mlp import batch, loss_of, start
 
 MICROBATCHES = 4
 

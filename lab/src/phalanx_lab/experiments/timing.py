@@ -5,8 +5,8 @@ import time
 
 import torch
 
-from phalanx.lab.lab import Lab
-from phalanx.lab.mlp import start
+from phalanx_lab.lab import Lab
+from phalanx_lab.mlp import start
 
 
 def asynchronous_launch(lab: Lab) -> None:

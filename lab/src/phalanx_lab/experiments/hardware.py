@@ -5,9 +5,9 @@ import time
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from phalanx.lab.lab import Lab
-from phalanx.lab.mlp import draw, start
 from phalanx.plan import device, hierarchy
+from phalanx_lab.lab import Lab
+from phalanx_lab.mlp import draw, start
 
 WEIGHTS = 16e9  # bytes: 8 billion of 2
 

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from phalanx.lab.lab import Lab, gathered
-from phalanx.lab.mlp import draw
+from phalanx_lab.lab import Lab, gathered
+from phalanx_lab.mlp import draw
 
 OWN, CHOSEN, ROUNDS, STEP = 4, 2, 40, 0.02
 
