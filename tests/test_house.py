@@ -52,7 +52,7 @@ BANNED_NAMES = {
 # Packages of their own, with the packages that their files may import.
 APART = {
     "torch-shm/src/torch_shm": {"torch", "torch_shm"},
-    "lab/src/phalanx_lab": {"torch", "safetensors", "phalanx", "phalanx_lab"},
+    "lab/src/phalanx_lab": {"torch", "safetensors", "torch_shm", "phalanx", "phalanx_lab"},
 }
 EXCEPT = ROOT / "lab/src/phalanx_lab/experiments/objects.py"
 
