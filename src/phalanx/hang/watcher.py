@@ -37,6 +37,8 @@ _FLIGHTS = 2.0  # seconds that the records of NCCL's calls are waited for
 _ANSWER = 1.5  # seconds that the stacks of other hosts are waited for
 _AHEAD = 3.0  # seconds before the timeout that other hosts are first asked
 _PRINTED = 10.0  # seconds that the watcher stays until its last words are printed
+# Seconds in which the file about a hang is written before its ranks are ended; a busy host takes one.
+_WRITE = 3.0
 
 
 class Watcher:
@@ -170,7 +172,7 @@ class Watcher:
         if speaks:
             # First, as who has started the ranks looks for the file once they are gone. A disk that
             # is what blocks the run does not keep it alive.
-            writing = _in_time(lambda: _write_down(self.out, found), 0.3)
+            writing = _in_time(lambda: _write_down(self.out, found), _WRITE)
         for r in self.ranks:
             r.process.send(signal.SIGKILL)
         if speaks:
