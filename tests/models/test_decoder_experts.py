@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from phalanx.layout import Shape
 from phalanx.layout.shape import ShapeError
 from phalanx.models import Decoder, DecoderSizes, ExpertMlps, Router
+from phalanx.models.experts import CHOICES
 from phalanx.parallel import build_model
 
 HIDDEN, FFN, EXPERTS, TOP = 8, 6, 5, 2
@@ -143,7 +144,7 @@ def test_a_bias_changes_who_is_chosen_and_no_weight() -> None:
     with torch.no_grad():
         mlp.router.bias.zero_()
         mlp.router.bias[2] = 5.0
-    gates, chosen = mlp.router(x)
+    gates, chosen, _ = mlp.router(x)
     assert bool((chosen[..., 0] == 2).all())
     scores = (x @ mlp.router.weight.T).softmax(-1)
     torch.testing.assert_close(gates, scores.gather(-1, chosen))
@@ -169,12 +170,19 @@ def test_losses_of_a_router_have_the_gradients_of_transformers(kind: str) -> Non
     means += [logits.logsumexp(-1).square().mean()] if kind == "z" else []
     wanted = torch.autograd.grad(0.3 * torch.stack(means).mean(), inputs)
     share = torch.tensor([1 / 18], dtype=torch.float64)
-    gates, _ = router(x, valid, share)
-    found = torch.autograd.grad(gates.sum() * 0.0, inputs)
+    terms = router(x, valid).terms
+    choices = terms.pop(CHOICES)
+    seeds = router.term_gradients(share, choices, choices.sum(0, keepdim=True))
+    assert {*seeds} == {*terms}
+    found = torch.autograd.grad([terms[name] for name in seeds], inputs, [*seeds.values()])
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b.to(a.dtype), rtol=1e-5, atol=1e-7)
         assert bool(b.any())
     assert not any(bool(g.any()) for g in torch.autograd.grad(router(x)[0].sum() * 0.0, inputs))
+    with torch.no_grad():  # as a forward that is computed again later: the counts alone
+        again = router(x, valid).terms
+    assert {*again} == {CHOICES}
+    assert torch.equal(again[CHOICES], choices)
 
 
 def test_grouped_products_give_what_a_loop_gives() -> None:

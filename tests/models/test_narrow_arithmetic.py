@@ -147,7 +147,7 @@ def test_scores_of_a_router_have_the_digits_of_float32() -> None:
     assert got.dtype == torch.float32
     assert bool(((got.double() - exact).abs() <= (HIDDEN + 1) * SINGLE * size).all())
     # Nor are there fewer digits on the way from scores to gates.
-    gates, chosen = router(x)
+    gates, chosen, _ = router(x)
     best = exact.softmax(-1).gather(-1, chosen)
     best = best / best.sum(-1, keepdim=True)
     error = 2 * (HIDDEN + 1) * SINGLE * size.max(-1, keepdim=True).values

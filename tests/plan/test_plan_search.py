@@ -652,3 +652,18 @@ def test_ranks_that_share_experts_send_their_own_tokens_to_all_of_them(
     assert sum(cut.home) - sum(sizes.home) == pytest.approx(
         (1 - 1 / copies) * ROUTED.layers * numbers * asked.profile.weight_bytes, rel=1e-3
     )
+
+
+@pytest.mark.parametrize("kind, numbers", [("sequence", 4), ("batch", 1)])
+def test_choices_of_experts_are_summed_over_the_ranks_that_share_a_loss(
+    kind: str, numbers: int
+) -> None:
+    """Four sequences on a rank: a count of 4 bytes for each expert, of each of them or of all."""
+    shape = replace(ROUTED, **{f"{kind}_loss": 0.1})
+    asked = request_for(shape, hardware("h100x4"), batch=8)
+    costs = Pricer(asked).costs(Layout.parse("dp2 cp2 bf16")).pieces
+    ranks = 2 if kind == "sequence" else 4
+    size = 4.0 * shape.experts * numbers
+    assert costs[ops.SUM_CHOICES, 1] == asked.hardware.network.seconds("all_reduce", size, ranks, 1)
+    alone = Pricer(asked).costs(Layout.parse("dp4 bf16")).pieces
+    assert ((ops.SUM_CHOICES, 1) in alone) == (kind == "batch")

@@ -38,6 +38,11 @@ def _narrow() -> Program:
     return build(Layout.parse("dp2 zero3"), plain_pieces([range(4)], scaled=(1, 2)))
 
 
+def _balanced() -> Program:
+    """A block whose router's loss needs the choices of ranks with other tokens."""
+    return build(Layout.parse("cp2 accum:2"), plain_pieces([range(4)], sums_choices=(2,)))
+
+
 def _each(text: str = "dp2 zero3") -> Program:
     return per_rank(step(text, 4))
 
@@ -118,6 +123,14 @@ BROKEN: dict[str, tuple[Callable[[], Program], tuple[str, ...]]] = {
     "scales are agreed on after the gather that needs them": (
         lambda: moved(_narrow(), 0, "1M", after="1G"),
         ("rank 0 (and 1 more): 1G needs 1M before it, after the last update",),
+    ),
+    "a backward does not wait for the choices of other ranks": (
+        lambda: moved(_balanced(), 0, "2C1", after="2B1"),
+        ("rank 0 (and 1 more): 2B1 stands before 2C1, which it needs",),
+    ),
+    "the choices of a microbatch are not summed": (
+        lambda: without(_balanced(), 0, "2C1"),
+        ("rank 0 (and 1 more): 2B1 needs 2C1, which is not there",),
     ),
     "a unit is used after its drop": (
         lambda: moved(_zero3(), 0, "1D", after="0F0"),
@@ -251,7 +264,8 @@ def test_a_broken_program_is_caught_with_operation_and_rank(name: str) -> None:
 
 def test_the_programs_that_were_broken_were_whole() -> None:
     whole = (
-        _pipe(), _zero3(), _clipped(), _tied(), _again(), _away(), _each(), _each("dp2 zero1"), _narrow(),
+        _pipe(), _zero3(), _clipped(), _tied(), _again(), _away(), _each(), _each("dp2 zero1"),
+        _narrow(), _balanced(),
         _two_ties(), step("pp2 1f1b:2", 2, agree=True), step("tp2", 2), pipeline("gpipe", 2, 2),
     )  # fmt: skip
     for program in whole:

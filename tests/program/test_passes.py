@@ -16,6 +16,7 @@ from phalanx.program import (
     build,
     check,
     faults,
+    ops,
     schedule,
 )
 from phalanx.program.build import forward_only
@@ -64,6 +65,28 @@ def test_ranks_agree_on_scales_once_a_step_and_before_they_compute() -> None:
         assert [r.count(Op("M", 1)) for r in forwards.rows] == [
             r.count(Op("M", 1)) for r in program.rows
         ]
+
+
+def test_choices_are_summed_behind_each_forward_however_often_it_is_computed() -> None:
+    for text in (
+        "cp2 accum:2",
+        "cp2 accum:2 recompute:all",
+        "cp2 pp2 zb-h2:3",
+        "ep2 cp2 overlap accum:2",
+    ):
+        layout = Layout.parse(text)
+        stages = [range(3), range(3, 6)] if layout.pp > 1 else [range(6)]
+        experts = (2,) if layout.ep > 1 else ()
+        program = build(layout, plain_pieces(stages, experts=experts, sums_choices=(1,)))
+        check(program)
+        for row in program.rows:
+            words = [str(op) for op in row if op.kind == "C" or op.kind in ops.COMPUTES]
+            forwards = [n for n, word in enumerate(words) if word.startswith("1F")]
+            assert [words[n + 1] for n in forwards] == [
+                words[n].replace("F", "C") for n in forwards
+            ]
+            assert sum(op.kind == "C" for op in row) == len(forwards)
+        assert not any(op.kind == "C" for row in forward_only(program, layout).rows for op in row)
 
 
 @pytest.mark.parametrize("text", ["dp2 pp2 zero1 1f1b:2", "dp2 zero3 accum:2", "dp2 zero2 accum:2"])

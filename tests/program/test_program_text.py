@@ -13,7 +13,7 @@ PROGRAMS = Path(__file__).parent / "programs"
 
 
 def test_every_operation_prints_and_parses_back_and_no_two_print_alike() -> None:
-    ops = [Op(k, p, m) for k, p, m in product("FBIWRPKEJOZMGLDSHTQUYV", (0, 2, 13), (0, 1, 27))]
+    ops = [Op(k, p, m) for k, p, m in product("FBIWRPCKEJOZMGLDSHTQUYV", (0, 2, 13), (0, 1, 27))]
     ops += [Op(k, -1, n) for k, n in product("NA", (0, 3))]
     ops += [
         Op(kind, p, m, of, p + way)

@@ -14,7 +14,8 @@ from phalanx.comm import Work
 from phalanx.layout import Mesh, pieces
 from phalanx.models import ExpertMlps, Router
 from phalanx.models.experts import _Counted
-from phalanx.parallel import Unit, batch, experts, groups, local
+from phalanx.parallel import Unit, batch, groups, local
+from phalanx.parallel.experts import Choices
 from phalanx.parallel.groups import UnitAxes
 from phalanx.parallel.tensor import Weight, _Installer
 from phalanx.train import executor
@@ -175,24 +176,19 @@ def _() -> AbstractContextManager[None]:
     return swapped(pieces, "sum_over_tp", adds)
 
 
-def _sums(wrong: int) -> AbstractContextManager[None]:
-    """Counts of losses are summed over all but one of the groups."""
-    right = experts._summed
-
-    def summed(groups: Any, counts: Tensor) -> Tensor:
-        return right([g for n, g in enumerate(groups) if n != wrong % len(groups)], counts)
-
-    return swapped(experts, "_summed", summed)
+def _own_choices() -> AbstractContextManager[None]:
+    """Losses count the choices of this rank's tokens alone."""
+    return swapped(Choices, "sum", lambda self, groups: Work())
 
 
 @fault("cp: a sequence's loss has the counts of a part of it", "latent", "cp2", "mlp.router.weight")
 def _() -> AbstractContextManager[None]:
-    return _sums(0)
+    return _own_choices()
 
 
 @fault("seq: a sequence's loss has a rank's counts", "latent", "tp2 seq", "mlp.router.weight")
 def _() -> AbstractContextManager[None]:
-    return _sums(-1)
+    return _own_choices()
 
 
 @fault("experts: losses are a mean over a rank's tokens", "latent", "dp2", "mlp.router.weight")

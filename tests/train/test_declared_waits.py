@@ -21,6 +21,7 @@ from phalanx.comm import Work
 from phalanx.comm.threads import ThreadGroup, ThreadWorld, run_threads
 from phalanx.layout import Layout, Mesh, Shape
 from phalanx.parallel import Precision, build_model, microbatches
+from phalanx.parallel.compile import BACKEND
 from phalanx.parallel.experts import cut_blocks
 from phalanx.parallel.local import build_local
 from phalanx.parallel.low_precision import matmul_named
@@ -61,6 +62,11 @@ class Watch(threading.local):
         named = {*kind.axes, *kind.inside} | ({"pp"} if kind.on == ops.MESSAGE else set())
         if undeclared := _outside(self.axes(ranks), named):
             self.faults[f"{self.handling} calls {call.kind} over {undeclared}"] = None
+
+        # Its attention sends keys and values; nothing else of the model is over these ranks.
+        over_cp = self.axes(ranks) <= {"cp.ring", "cp.ulysses"} and "cp" not in kind.axes
+        if over_cp and call.kind == "all_reduce":
+            self.faults[f"{self.handling} calls all_reduce over cp"] = None
 
     def waits(self, call: Call, ranks: tuple[int, ...], begun: Op | None) -> None:
         """The rank waits for a call: inside a handler, or before one."""
@@ -191,6 +197,8 @@ def test_no_handler_of_any_shape_waits_for_what_its_row_does_not_name(name: str)
 
 
 LATENT = _small("latent")
+BATCH_LOSS = replace(LATENT, sequence_loss=0.0, batch_loss=0.3)
+BOTH_LOSSES = replace(LATENT, batch_loss=0.3)
 LORA = replace(_small("gqa"), lora_r=2)
 FROZEN = replace(_small("gqa"), freeze=("embed", "layers.1"))
 OPTIONS = (
@@ -210,6 +218,8 @@ OPTIONS = (
     # Experts, and the losses of their routers.
     (_small("experts"), "tp2 seq experts:tp"), (_small("experts"), "cp2 ep2 experts:cp zero3"),
     (_small("experts"), "ep2 accum:3 overlap"), (LATENT, "cp2 recompute:selective"),
+    (BATCH_LOSS, "dp2 cp2"), (BATCH_LOSS, "ep2 tp2 seq"), (BOTH_LOSSES, "dp2 cp2 recompute:all"),
+    (BOTH_LOSSES, "dp2 zero3"), (LATENT, "pp2 cp2 zb-h2:3 recompute:all"),
 )  # fmt: skip
 
 
@@ -220,3 +230,10 @@ def test_no_handler_waits_for_what_its_row_does_not_name_with_any_option(first: 
         for (shape, text), optimizer in zip(OPTIONS[first::2], cycle((AdamW(), Muon())))
     }
     assert not {case: faults for case, faults in found.items() if faults}
+
+
+@pytest.mark.slow
+def test_no_compiled_forward_waits_for_the_count_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses of routers are divided by it, in the backward."""
+    monkeypatch.setenv(BACKEND, "aot_eager")
+    assert not undeclared(Layout.parse("dp2 compile"), LATENT, AdamW())

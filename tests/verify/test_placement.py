@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 import phalanx.verify.placement as placement
-from phalanx.comm import World, regions
+from phalanx.comm import Work, World, regions
 from phalanx.layout import Layout, Shape
 from phalanx.models import token_loss
-from phalanx.parallel import build_model, experts, groups, local, tensor
+from phalanx.parallel import build_model, groups, local, tensor
+from phalanx.parallel.experts import Choices
 from phalanx.program import Op
 from phalanx.train.executor import Executor
 from phalanx.verify import SHAPES, covering, every_layout
@@ -136,8 +137,8 @@ def of_every_replica(self: Executor, op: Op) -> Any:
         return right_agree(self, op)
 
 
-def of_a_part(groups: object, counts: Tensor) -> Tensor:
-    return counts
+def of_own_tokens(choices: Choices, groups: object) -> Work:
+    return Work()
 
 
 Mistake = tuple[Any, str, Any]
@@ -175,11 +176,11 @@ MISTAKES: dict[str, tuple[str, str, Mistake, str]] = {
         "the norm counts head on every replica along dp.replicate",
     ),
     "a sequence's loss has the counts of a part of it": (
-        "latent", "cp2", (experts, "_summed", of_a_part),
+        "latent", "cp2", (Choices, "sum", of_own_tokens),
         "a router's counts of a sequence were not summed over cp.ring",
     ),
     "seq: a sequence's loss has a rank's counts": (
-        "latent", "tp2 seq", (experts, "_summed", of_a_part),
+        "latent", "tp2 seq", (Choices, "sum", of_own_tokens),
         "a router's counts of a sequence were not summed over tp",
     ),
 }  # fmt: skip
@@ -200,12 +201,14 @@ def test_counts_of_a_batch_over_some_of_its_ranks_are_found() -> None:
     make = partial(build_model, shape)
     layout = Layout.parse("dp2 cp2 tp2 seq")
     assert placement_faults(make, layout) == ()
-    with swapped(experts, "_summed", lambda groups, counts: right_summed(groups[1:], counts)):
+    with swapped(
+        Choices, "sum", lambda self, groups: right_sum(self, replace(groups, batch=groups.tp))
+    ):
         found = placement_faults(make, layout)
     assert any("a router's counts of the batch were not summed over" in each for each in found)
 
 
-right_summed = experts._summed
+right_sum = Choices.sum
 
 
 @pytest.mark.slow

@@ -18,8 +18,9 @@ from ..comm import Message, TallyWorld
 from ..layout import Layout, LayoutError, StagedPieces, piece_layout
 from ..layout.choices import DTYPES, PRECISIONS
 from ..models import ExpertsPart
+from ..models.experts import CHOICES
 from ..parallel import Model, Piece, Precision, time_multiple
-from ..parallel.batch import SHARE, edge_shape
+from ..parallel.batch import edge_shape
 from ..parallel.experts import SENT, cut_blocks
 from ..parallel.kinds import alike, one_of_each
 from ..parallel.local import LocalModel, build_local
@@ -121,10 +122,7 @@ def _batch(
     multiple = time_multiple(layout)
     length = -(-(sequence or model.shape.sequence) // multiple) * multiple // layout.cp
     ids = torch.empty(rows, length, dtype=torch.long, device="meta")
-    batch = {name: torch.empty_like(ids) for name in ("tokens", "targets", "positions")}
-    if model.shape.sequence_loss or model.shape.batch_loss:  # whose counts are sent
-        batch[SHARE] = torch.empty(1, device="meta")
-    return batch
+    return {name: torch.empty_like(ids) for name in ("tokens", "targets", "positions")}
 
 
 def into(piece: Piece, edge: Like, comes: Mapping[str, Like]) -> dict[str, Like]:
@@ -203,6 +201,10 @@ def _run(
     kept = scales.now
     gradient = _new({name: x for name, x in out.items() if x[1].is_floating_point})
     gradient = piece.seed(0, torch.ones(1, device="meta")) if piece.last else gradient
+    if piece.loss_router:
+        (choices,) = _new({CHOICES: out[CHOICES]}).values()
+        share = torch.ones(1, device="meta")
+        gradient |= piece.loss_router.term_gradients(share, choices, choices[:1])
     scales.most = scales.now
     with scales.on("input_gradient"):
         gone = (piece.input_gradient if piece.splits else piece.backward)(0, gradient)

@@ -84,7 +84,8 @@ class PieceRow:
     Pieces of equal `kind` do the same work on weights of the same sizes. `weights` are those of its own
     unit; a piece also reads the units in `uses`, which belong to earlier pieces (tied embeddings).
     `partial`: ranks of tp hold parts of some gradient sums of this unit. `scaled`: its trained matrices
-    travel in 8 bits, and ranks agree on their scales once a step.
+    travel in 8 bits, and ranks agree on their scales once a step. `sequence_loss`, `batch_loss`: its router
+    has a loss of that kind; `sums_choices`: ranks have parts of the counts that such a loss needs.
     """
 
     piece: int  # of the model
@@ -95,10 +96,14 @@ class PieceRow:
     partial: bool = False
     frozen: bool = False
     scaled: bool = False
+    sequence_loss: bool = False
+    batch_loss: bool = False
+    sums_choices: bool = False
 
     def __hash__(self) -> int:
         # Without the weights: rows are keys of caches, and equal kinds have equal weights.
-        return hash((self.piece, self.part, self.kind, self.partial, self.frozen, self.scaled))
+        flags = self.partial, self.frozen, self.scaled, self.sums_choices
+        return hash((self.piece, self.part, self.kind, *flags))
 
     @property
     def receives_tokens(self) -> bool:
@@ -158,6 +163,11 @@ class StagedPieces:
         return self._numbers(row.scaled for row in self.rows)
 
     @cached_property
+    def sums_choices(self) -> tuple[int, ...]:
+        """The pieces with a router whose choices ranks add up, for its losses."""
+        return self._numbers(row.sums_choices for row in self.rows)
+
+    @cached_property
     def experts(self) -> tuple[int, ...]:
         """The pieces into which tokens come from other ranks."""
         return self._numbers(row.receives_tokens for row in self.rows)
@@ -176,6 +186,7 @@ def plain_pieces(
     experts: Sequence[int] = (),
     partial: Sequence[int] = (),
     scaled: Sequence[int] = (),
+    sums_choices: Sequence[int] = (),
 ) -> StagedPieces:
     """Equal pieces of which only their numbers matter: those of a schedule without a model."""
     rows = tuple(
@@ -186,6 +197,7 @@ def plain_pieces(
             uses=tuple(unit for piece, unit in tied if piece == number),
             partial=number in partial,
             scaled=number in scaled,
+            sums_choices=number in sums_choices,
             frozen=number in frozen,
         )
         for number in range(max((stage.stop for stage in stages), default=0))
@@ -208,7 +220,12 @@ def in_layout(row: PieceRow, layout: Layout) -> PieceRow:
         partial = any(sum_over_tp(w.dims, w.cuts(layout), layout) for w in trained)
     if layout.gathers_in_8_bits:
         scaled = any(weight.narrow for weight in trained)
-    return replace(row, partial=partial, scaled=scaled) if partial or scaled else row
+    within = layout.cp > 1 or (layout.seq and layout.tp > 1)  # ranks have parts of a sequence
+    choices = row.sequence_loss and within
+    choices = choices or (row.batch_loss and (within or layout.data > 1))
+    if not (partial or scaled or choices):
+        return row
+    return replace(row, partial=partial, scaled=scaled, sums_choices=choices)
 
 
 @lru_cache(maxsize=512)
@@ -243,7 +260,16 @@ def _rows(shape: Shape, apart: bool) -> tuple[PieceRow, ...]:
         if key not in kinds:
             kinds[key] = row_of(piece, part, len(kinds), weights)
         uses = (0,) if shape.tied and piece == shape.pieces - 1 else ()
-        rows.append(replace(kinds[key], piece=piece, uses=uses))
+        routes = part is BlockPart.ROUTING or (part is BlockPart.WHOLE and shape.sparse(piece))
+        rows.append(
+            replace(
+                kinds[key],
+                piece=piece,
+                uses=uses,
+                sequence_loss=routes and shape.sequence_loss > 0,
+                batch_loss=routes and shape.batch_loss > 0,
+            )
+        )
     return tuple(rows)
 
 

@@ -166,8 +166,10 @@ class Block(nn.Module):
 
 
 class ExpertBlock(Block):
-    """A block with experts. Where the batch is padded in time, `valid` (B, T) says which tokens count;
-    `token_share`, what a token is of all of the step, makes its router add its losses."""
+    """A block with experts. Where the batch is padded in time, `valid` (B, T) says which tokens count.
+    The losses of its router are left out here: see `with_losses`."""
+
+    mlp: Experts
 
     def forward(
         self,
@@ -178,10 +180,19 @@ class ExpertBlock(Block):
         documents: Tensor | None = None,
         noise: Tensor | None = None,
         valid: Tensor | None = None,
-        token_share: Tensor | None = None,
     ) -> Tensor:
-        attended = self.attend(x, positions, angles, documents, noise)
-        return self.feed(*attended, valid, token_share)
+        return self.feed(*self.attend(x, positions, angles, documents, noise), valid)
+
+    @property
+    def loss_router(self) -> Router | None:
+        """The router whose losses' terms this module puts out beside its output."""
+        return None
+
+    def with_losses(self) -> nn.Module:
+        """The block as a module that also puts out what its router's losses are made of."""
+        if not self.mlp.router.has_losses:
+            return self
+        return _part(self, BlockWithLosses, ("*", *self._modules))
 
     def parts(self) -> tuple[nn.Module, nn.Module, nn.Module]:
         """The block as three modules with its own weights, between which tokens may travel: up to where
@@ -194,10 +205,25 @@ class ExpertBlock(Block):
         )
 
 
-class RoutingPart(ExpertBlock):
-    """Of a block with experts: attention, and which experts a token goes through."""
+class _PutsOutLosses(ExpertBlock):
+    @property
+    def loss_router(self) -> Router | None:
+        router = self.mlp.router
+        return router if router.has_losses else None
 
-    mlp: Experts
+
+class BlockWithLosses(_PutsOutLosses):
+    """A block with experts that puts out what its router's losses are made of."""
+
+    def feed(  # type: ignore[override]
+        self, x: Tensor, noise: Tensor | None, *more: Tensor | None
+    ) -> dict[str, Tensor]:
+        m, terms = self.mlp.with_terms(self.normed(x), *more)
+        return {"x": self.added(x, m, noise), **terms}
+
+
+class RoutingPart(_PutsOutLosses):
+    """Of a block with experts: attention, and which experts a token goes through."""
 
     def feed(  # type: ignore[override]
         self, x: Tensor, noise: Tensor | None, *more: Tensor | None
@@ -208,16 +234,12 @@ class RoutingPart(ExpertBlock):
 class ExpertsPart(ExpertBlock):
     """Of a block with experts: those on tokens that came, `routes` (senders, experts) of them."""
 
-    mlp: Experts
-
     def forward(self, sent: Tensor, routes: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
         return {"sent": self.mlp.routed.on_runs(sent, routes)}
 
 
 class MergingPart(ExpertBlock):
     """Of a block with experts: the results that came back, added to the residual stream."""
-
-    mlp: Experts
 
     def forward(  # type: ignore[override]
         self,

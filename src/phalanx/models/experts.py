@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,19 +44,6 @@ class _Counted(torch.autograd.Function):
         return gradient, excess, None
 
 
-class _Beside(torch.autograd.Function):
-    """The gates as they are. In backward `share` of a loss is added to the loss that came."""
-
-    @staticmethod
-    def forward(ctx: Any, gates: Tensor, loss: Tensor, share: Tensor) -> Tensor:
-        ctx.share = share  # not saved: it is known only when all ranks have counted their tokens
-        return gates.view_as(gates)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        return gradient, ctx.share.view(()).to(gradient.dtype), None
-
-
 class _Share(torch.autograd.Function):
     """One of so many parts of a weight that add up to it: what comes back is the gradient of their sum."""
 
@@ -69,6 +56,25 @@ class _Share(torch.autograd.Function):
         return gradient, None
 
 
+# Names of what a router gives for its losses.
+CHOICES = (
+    "choices"  # (B, experts): how often tokens of each sequence chose each expert; no gradient
+)
+SCORED = (
+    "scored"  # (B, experts): sums over the tokens of each sequence of their shares of the scores
+)
+SQUARED = "squared"  # one number: the sum over tokens of the squared log-sum-exp of their scores
+TERMS = (SCORED, SQUARED)  # in which the losses are linear
+
+
+class Routed(NamedTuple):
+    """A router's result: gates and experts, each (B, T, top_k), and what its losses are made of."""
+
+    gates: Tensor
+    chosen: Tensor
+    terms: dict[str, Tensor]
+
+
 class Router(nn.Module):
     """Chooses the experts of each token, and the gates that multiply their results.
 
@@ -77,10 +83,11 @@ class Router(nn.Module):
     expert with fewer tokens than the mean. An update moves it by a fixed rate against the sign of
     that gradient.
 
-    The router's losses are added in the backward. With f the share of tokens for which each expert
-    was chosen and p the mean of its score, they are experts x sum f p (Fedus et al. 2021), over
-    each sequence or over the batch, and the squared log-sum-exp of the scores (Zoph et al. 2022). f
-    covers all tokens: `of_sequences` and `of_batch` sum it where ranks have parts.
+    With f the share of tokens for which each expert was chosen and p the mean of its score, the
+    router's losses are experts x sum f p (Fedus et al. 2021), over each sequence or over the batch, and
+    the squared log-sum-exp of the scores (Zoph et al. 2022). f is a count, without a gradient, and covers
+    all tokens, of which a rank may have a part. So a forward gives the counts and the terms in which the
+    losses are linear; whoever has summed the counts asks `term_gradients` and goes backward from there.
 
     While `tally` (experts) is a tensor, it counts the choices of each expert.
     """
@@ -93,20 +100,19 @@ class Router(nn.Module):
         # Factors of the losses: of each sequence, of the batch, of the scores' size.
         self.sequence_loss, self.batch_loss = sizes.sequence_loss, sizes.batch_loss
         self.z_loss = sizes.z_loss
-        self.of_sequences: Callable[[Tensor], Tensor] = lambda counts: counts
-        self.of_batch: Callable[[Tensor], Tensor] = self.of_sequences
         self.experts = sizes.experts
         self.tally: Tensor | None = None
         self.weight = nn.Parameter(torch.empty(sizes.experts, sizes.hidden))
         self.logit_bias = nn.Parameter(torch.empty(sizes.experts)) if sizes.bias == "all" else None
         self.bias = nn.Parameter(torch.empty(sizes.experts)) if sizes.balance == "bias" else None
 
-    def forward(
-        self, x: Tensor, valid: Tensor | None = None, share: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Gates and experts, each (B, T, top_k), of x (B, T, hidden). Tokens that are not `valid`
-        (B, T) pad; they are sent like others and not counted. `share` (one number, read in the
-        backward) is what a token is of all tokens of the step; without it there are no losses."""
+    @property
+    def has_losses(self) -> bool:
+        return bool(self.sequence_loss or self.batch_loss or self.z_loss)
+
+    def forward(self, x: Tensor, valid: Tensor | None = None) -> Routed:
+        """Routes x (B, T, hidden). Tokens that are not `valid` (B, T) pad; they are sent like others and
+        not counted."""
         logits = self.logits(x)
         scores = self.scored(logits)
         chosen = self.ranked(scores).topk(self.top_k, -1).indices
@@ -117,39 +123,56 @@ class Router(nn.Module):
         if self.normalized:
             gates = gates / gates.sum(-1, keepdim=True)
         gates = gates * self.scale if self.scale != 1 else gates
-        adds = share is not None and (self.sequence_loss or self.batch_loss or self.z_loss)
-        if not torch.is_grad_enabled() or (self.bias is None and not adds):
-            return gates, chosen
+        balances = self.bias is not None and torch.is_grad_enabled()
+        if not (balances or self.has_losses):
+            return Routed(gates, chosen, {})
         sent = sent.to(gates.dtype)
         each = sent.new_zeros(len(x), len(self.weight))  # of each sequence
         each.scatter_add_(1, chosen.flatten(1), sent.flatten(1))
-        if adds:
-            loss = self._loss(logits, scores, each, sent[..., 0])
-            gates = _Beside.apply(gates, loss, share)  # type: ignore[no-untyped-call]
-        if self.bias is None:
-            return gates, chosen
+        terms = self._terms(logits, scores, each, sent[..., 0]) if self.has_losses else {}
+        if not balances:
+            return Routed(gates, chosen, terms)
         counts = each.sum(0)
         excess = (counts * len(counts) - sent.sum()).to(torch.float32)
         counted: Tensor = _Counted.apply(gates, self.bias, excess)  # type: ignore[no-untyped-call]
-        return counted, chosen
+        return Routed(counted, chosen, terms)
 
-    def _loss(self, logits: Tensor, scores: Tensor, counts: Tensor, sent: Tensor) -> Tensor:
-        """The losses times all tokens of the step: what these tokens (B, T) give to that."""
-        count = len(self.weight)
-
-        def chosen(counts: Tensor) -> Tensor:  # how often for a token; together top_k
-            return self.top_k * counts / counts.sum(-1, keepdim=True)
-
-        f = counts.new_zeros(1, count)
-        if self.sequence_loss:
-            f = f + self.sequence_loss * chosen(self.of_sequences(counts.clone()))
-        if self.batch_loss:
-            f = f + self.batch_loss * chosen(self.of_batch(counts.sum(0, keepdim=True)))
-        p = scores / scores.sum(-1, keepdim=True) if self.scores == "sigmoid" else scores
-        each = count * (p * f.unsqueeze(1)).sum(-1)
+    def _terms(
+        self, logits: Tensor, scores: Tensor, choices: Tensor, sent: Tensor
+    ) -> dict[str, Tensor]:
+        """What these tokens, of which `sent` (B, T) count, give to the losses."""
+        terms = {CHOICES: choices}
+        if not torch.is_grad_enabled():
+            return terms
+        if self.sequence_loss or self.batch_loss:
+            p = scores / scores.sum(-1, keepdim=True) if self.scores == "sigmoid" else scores
+            terms[SCORED] = (p * sent.unsqueeze(-1)).sum(1)
         if self.z_loss:
-            each = each + self.z_loss * logits.logsumexp(-1).square()
-        return (each * sent).sum()
+            terms[SQUARED] = (logits.logsumexp(-1).square() * sent).sum()
+        return terms
+
+    def term_gradients(
+        self, share: Tensor, of_sequences: Tensor, of_batch: Tensor
+    ) -> dict[str, Tensor]:
+        """The gradients of the terms. `share` (one number) is what a token is of all tokens of the step;
+        choices of whole sequences are (B, experts), those of the batch (1, experts)."""
+        share = share.view(()).to(of_sequences.dtype)
+        gradients = {}
+        if self.sequence_loss or self.batch_loss:
+            count = of_sequences.shape[1]
+            f = of_sequences.new_zeros(1, count)
+            if self.sequence_loss:
+                f = f + self.sequence_loss * self._per_token(of_sequences)
+            if self.batch_loss:
+                f = f + self.batch_loss * self._per_token(of_batch)
+            gradients[SCORED] = (share * count * f).expand_as(of_sequences)
+        if self.z_loss:
+            gradients[SQUARED] = share * self.z_loss
+        return gradients
+
+    def _per_token(self, choices: Tensor) -> Tensor:
+        """How often a token chooses each expert, in the mean; together top_k."""
+        return self.top_k * choices / choices.sum(-1, keepdim=True)
 
     def logits(self, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -169,6 +192,12 @@ class Router(nn.Module):
         best = grouped.topk(2, -1).values.sum(-1).topk(self.top_groups, -1).indices
         left = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, True)
         return grouped.masked_fill(~left.unsqueeze(-1), -math.inf).view(scores.shape)
+
+
+def loss_router(piece: nn.Module) -> Router | None:
+    """The router whose losses' terms a piece puts out beside its output, if it does."""
+    router: Router | None = getattr(piece, "loss_router", None)
+    return router
 
 
 def _inverse(order: Tensor) -> Tensor:
@@ -299,19 +328,22 @@ class Experts(nn.Module):
         super().__init__()
         self.router, self.routed, self.shared = router, routed, shared
 
-    def forward(
-        self, x: Tensor, valid: Tensor | None = None, share: Tensor | None = None
-    ) -> Tensor:
-        gates, chosen = self.router(x, valid, share)
-        y: Tensor = self.routed(x, gates, chosen)
-        return y if self.shared is None else y + self.shared(x)
+    def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
+        return self.with_terms(x, valid)[0]
 
-    def sent(
-        self, x: Tensor, valid: Tensor | None = None, share: Tensor | None = None
-    ) -> dict[str, Tensor]:
+    def with_terms(
+        self, x: Tensor, valid: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The experts' output, and what the router's losses are made of."""
+        gates, chosen, terms = self.router(x, valid)
+        y: Tensor = self.routed(x, gates, chosen)
+        return y if self.shared is None else y + self.shared(x), terms
+
+    def sent(self, x: Tensor, valid: Tensor | None = None) -> dict[str, Tensor]:
         """The part before the experts, if other ranks have them: the tokens to send, their number
         for each expert, the order that merges the results, and the output of the shared experts."""
-        gates, chosen = self.router(x, valid, share)
+        gates, chosen, terms = self.router(x, valid)
         tokens, gates, order, counts = self.routed.spread(x, gates, chosen)
         beside = {} if self.shared is None else {"shared": self.shared(x)}
-        return {"sent": tokens, "counts": counts, "gates": gates, "order": order, **beside}
+        routes = {"sent": tokens, "counts": counts, "gates": gates, "order": order}
+        return {**routes, **beside, **terms}

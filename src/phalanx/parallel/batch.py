@@ -22,7 +22,6 @@ from ..layout import Layout
 from ..models import IGNORED
 
 VALID = "valid"  # a batch whose time is padded says which of its tokens are not padding
-SHARE = "token_share"  # what a token is of all tokens of the step, for routers' losses
 # Padding is a document of its own whose targets count nothing.
 DOCUMENTS = "documents"
 _FILLS = {"targets": IGNORED, DOCUMENTS: -1}

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..comm import Group, Work
 from ..layout import Layout, LayoutError
-from ..models import ExpertBlock, ExpertMlps, Router
-from .data import Then
+from ..models import ExpertBlock, ExpertMlps
+from .data import Then, Together
 from .groups import Groups
 from .model import Model
 from .pieces import Bundle
@@ -28,40 +27,41 @@ SENT = "sent"  # in a bundle: the tokens that travel
 
 
 def cut_blocks(model: Model, layout: Layout) -> Model:
-    """The model with three pieces for each block with experts, if these are apart."""
-    if not layout.experts_apart:
-        return model
-    pieces = []
+    """The model with three pieces for each block with experts, if these are apart; else with blocks that
+    put out what their routers' losses are made of."""
+    pieces: list[tuple[str, nn.Module]] = []
     for name, piece in model.pieces:
         if type(piece) is ExpertBlock:
-            pieces += [(name, part) for part in piece.parts()]
+            parts = piece.parts() if layout.experts_apart else (piece.with_losses(),)
+            pieces += [(name, part) for part in parts]
             continue
-        if not isinstance(piece, ExpertBlock) and any(
-            isinstance(module, ExpertMlps) for module in piece.modules()
-        ):
-            raise LayoutError(
-                f"{layout}: {name} has experts and is a {type(piece).__name__}, which does not say where"
-                " tokens leave it. Make it an ExpertBlock, or use dp in place of ep and no compile."
-            )
+        if layout.experts_apart and not isinstance(piece, ExpertBlock):
+            _refuse_hidden_experts(name, piece, layout)
         pieces.append((name, piece))
-    return replace(model, pieces=tuple(pieces)) if len(pieces) > len(model.pieces) else model
+    changed = tuple(pieces) != tuple(model.pieces)
+    return replace(model, pieces=tuple(pieces)) if changed else model
 
 
-def install_losses(model: Model, layout: Layout, groups: Groups) -> None:
-    """Routers' losses go by the tokens of whole sequences, or of the whole batch: counts are summed."""
-    over_tp = (groups.tp,) if layout.seq else ()  # else its ranks see the same tokens
-    for _, piece in model.pieces:
-        for module in piece.modules():
-            if isinstance(module, Router):
-                module.of_sequences = partial(_summed, (groups.ring, groups.ulysses, *over_tp))
-                module.of_batch = partial(_summed, (groups.count, *over_tp))
+def _refuse_hidden_experts(name: str, piece: nn.Module, layout: Layout) -> None:
+    if any(isinstance(module, ExpertMlps) for module in piece.modules()):
+        raise LayoutError(
+            f"{layout}: {name} has experts and is a {type(piece).__name__}, which does not say where"
+            " tokens leave it. Make it an ExpertBlock, or use dp in place of ep and no compile."
+        )
 
 
-def _summed(groups: Sequence[Group], counts: Tensor) -> Tensor:
-    for group in groups:
-        if group.size > 1:
-            group.all_reduce(counts)
-    return counts
+class Choices:
+    """How often each expert was chosen in a microbatch: by the tokens of each sequence (B, experts), and
+    by those of the batch (1, experts). This rank's tokens first, then those of all ranks."""
+
+    def __init__(self, own: Tensor) -> None:
+        self.of_sequences = own.clone()
+        self.of_batch = own.sum(0, keepdim=True)
+
+    def sum(self, groups: Groups) -> Work:
+        """Begin to sum over the ranks that have other tokens of the same sequences, or of the batch."""
+        both = (groups.sequences, self.of_sequences), (groups.batch, self.of_batch)
+        return Together([group.all_reduce(x, wait=False) for group, x in both if group])
 
 
 class Routes(NamedTuple):
@@ -99,8 +99,9 @@ class Exchange:
             return Work()
         key = piece if piece in self.experts else piece - 1, microbatch
         if told := self.told.pop(key, None):
-            ours, theirs = (counts.sum(1).tolist() for counts in told)
-            self.routes[key] = Routes(ours, theirs)
+            # One read: the host waits here until the device has the counts.
+            both = torch.stack([counts.sum(1) for counts in told])
+            self.routes[key] = Routes(*both.tolist())
         sends, takes = self.routes[key]
         if (piece in self.experts) == gradient:  # home from the experts
             sends, takes = takes, sends

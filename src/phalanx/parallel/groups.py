@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ..comm import Group, World
 from ..layout import Layout, LayoutError, Mesh
-from ..models import ExpertsPart
+from ..models import ExpertsPart, Router
 from ..program import Program, ops
 from .context import around
 from .model import Model
@@ -67,6 +67,9 @@ class Groups:
     activations: Group
     gradients: Group
     everyone: Group
+    # For the losses of routers: ranks with other tokens of the same sequences, or of the batch.
+    sequences: Group | None
+    batch: Group | None
     # Of every unit, also of those on other stages, and of every piece's unit of experts.
     units: tuple[UnitGroups, ...]
     whole: UnitGroups | None  # of frozen weights that every rank keeps whole
@@ -126,8 +129,17 @@ def open_groups(
     if model.frozen and not _cuts_frozen(layout):
         alone = along("alone")
         whole = UnitGroups(alone, alone, count, alone, {})
+    routers = [m for _, piece in model.pieces for m in piece.modules() if isinstance(m, Router)]
+    over_tp = ("tp",) if layout.seq else ()  # else its ranks see the same tokens
+    sequences = batch = None
+    if any(router.sequence_loss for router in routers):
+        sequences = along("sequences", "cp", *over_tp)
+    if any(router.batch_loss for router in routers):
+        batch = along("batch", "dp", "cp", "ep", *over_tp)
     return Groups(
         whole=whole,
+        sequences=sequences,
+        batch=batch,
         tp=along("tp", "tp"),
         ring=world.split(prefix + "ring", mesh.groups(["cp.ring"]), around(mesh.of("cp.ring"))),
         ulysses=along("ulysses", "cp.ulysses"),

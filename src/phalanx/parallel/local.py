@@ -17,7 +17,7 @@ from .batch import edge_shape
 from .compile import CompiledModule, refuse_uncompiled
 from .context import install_context
 from .data import BufferPool, PlainUnit, Precision, Unit
-from .experts import Exchange, cut_blocks, install_losses
+from .experts import Exchange, cut_blocks
 from .fitness import refuse_unfit
 from .groups import Groups, UnitGroups, open_groups
 from .model import Derive, Model, start
@@ -103,7 +103,6 @@ def build_local(
     weights = cut_weights(model, layout, at)
     install_context(model, layout, groups.ring, groups.ulysses)
     install_regions(model, layout, groups)
-    install_losses(model, layout, groups)
     row = program.rows[program.owner[world.rank]]
     kinds = {op.kind for op in row}
     dropped = {op.piece for op in row if op.kind == ops.DROP}

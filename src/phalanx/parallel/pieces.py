@@ -24,6 +24,7 @@ from torch.autograd.graph import _engine_run_backward as run_compiled_backward
 
 from ..comm import Work
 from ..models import ExpertMlps, LoraLinear
+from ..models.experts import TERMS, loss_router
 from .compile import CompiledModule, Factors
 from .data import How, Then, Unit, into_input, multiply, storage_of
 from .low_precision import EightBits, of_expert
@@ -250,6 +251,7 @@ class Piece:
         self.packs = offloads or any(not unit.resident for unit in units)
         self.kept: dict[int, _Kept] = {}
         self.known: dict[tuple[tuple[str, ...], ...], _Taken] = {}
+        self.loss_router = loss_router(module)  # whose losses the piece adds
         device = self.units[0].pool.device if self.units else None
         # Of all graphs, and no gradient comes to it.
         self.leaf = torch.zeros((), device=device, requires_grad=True)
@@ -337,7 +339,7 @@ class Piece:
             if self.last:
                 kept.like = torch.zeros_like(out["x"].detach())  # a view would keep its storage
             self.kept[microbatch] = kept
-        return past | {name: y.detach() for name, y in out.items()}
+        return past | {name: y.detach() for name, y in out.items() if name not in TERMS}
 
     def _taken(self, bundle: Bundle, batch: Mapping[str, Tensor]) -> _Taken:
         """The tensors that a piece takes of a bundle and of a batch with these names."""

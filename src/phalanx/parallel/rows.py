@@ -19,6 +19,7 @@ from ..layout.pieces import (
     row_of,
 )
 from ..models import ExpertsPart, MergingPart, RoutingPart
+from ..models.experts import loss_router
 from .experts import cut_blocks
 from .kinds import alike
 from .local import model_stages
@@ -48,6 +49,9 @@ def model_rows(model: Model, layout: Layout) -> tuple[PieceRow, ...]:
         part = _PARTS.get(type(module), BlockPart.WHOLE)
         piece += part in (BlockPart.WHOLE, BlockPart.ROUTING)
         row = row_of(piece, part, kind, weights[number])
+        if router := loss_router(module):
+            sequence, batch = router.sequence_loss > 0, router.batch_loss > 0
+            row = replace(row, sequence_loss=sequence, batch_loss=batch)
         rows.append(replace(in_layout(row, layout), uses=tuple(uses[number])))
     return tuple(rows)
 

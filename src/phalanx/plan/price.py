@@ -60,6 +60,7 @@ _LOSS = {
     "wide": (2.0, 8.0, 14.0, 22.0),
 }
 _NUMBER = 8.0  # bytes of one number that ranks agree on
+_CHOICE = 4.0  # bytes of how often an expert was chosen
 _TOUCHED = 30.0  # bytes that an Adam update reads and writes for each parameter
 
 
@@ -561,13 +562,15 @@ class Priced:
         # Apart by the nearest of those axes.
         near = min((distance(x, a) for a in x.expert_axes if x.mesh.of(a) > 1), default=1)
         for n in self.staged.experts:
-            told = network("all_to_all", _NUMBER * shape.experts, x.expert_ranks, near)
-            pieces[ops.COUNT_ROUTES, n] = told * alone
+            routes = network("all_to_all", _NUMBER * shape.experts, x.expert_ranks, near)
+            pieces[ops.COUNT_ROUTES, n] = routes * alone
             # What comes to the experts goes back: of a busy rank it is more than what it sends itself.
             edge = self.pieces[n].times.cost.edge
             exchanged = network("all_to_all", edge, x.expert_ranks, near) * alone
             for to in (n, n + 1):
                 pieces[ops.EXCHANGE, to] = pieces[ops.EXCHANGE_GRADIENT, to] = exchanged
+        for n in self.staged.sums_choices:
+            pieces[ops.SUM_CHOICES, n] = self._sum_of_choices(self.staged.rows[n]) * alone
         if not profile.overlaps_sends and x.pp > 1:
             # The device sends and then goes on: at the ends of virtual stages.
             for stage in filter(None, self.staged.stages):
@@ -576,6 +579,19 @@ class Priced:
         pieces[ops.COUNT, -1] = network("all_reduce", _NUMBER, x.copies, nearest(x)) * alone
         pieces[ops.AGREE, -1] = network("all_reduce", _NUMBER, x.ranks, 1) * alone
         return Costs({}, pieces)
+
+    def _sum_of_choices(self, row: PieceRow) -> float:
+        """Ranks with other tokens of the same sequences, or of the batch, add up their choices of experts."""
+        x, shape, seconds = self.case.layout, self.case.shape, self.hardware.network.seconds
+        over_tp = x.tp if x.seq else 1
+        near = 1 if over_tp > 1 else nearest(x)
+        total = 0.0
+        if row.sequence_loss:
+            size = _CHOICE * self.case.rows * shape.experts
+            total += seconds("all_reduce", size, x.cp * over_tp, near)
+        if row.batch_loss:
+            total += seconds("all_reduce", _CHOICE * shape.experts, x.copies * over_tp, near)
+        return total
 
     def _sum_of_parts(self) -> float:
         """Ranks of tp have parts of the gradients of norms, two to a block; or of the factor of each

@@ -43,6 +43,7 @@ def build(layout: Layout, pieces: StagedPieces, options: StepOptions = DEFAULT) 
             program = passes.overlap(program, stages, experts, forward_first=first)
         if "activations" in layout.offload:
             program = passes.offload_activations(program)
+        program = passes.sum_choices(program, pieces.sums_choices)
         program = _fed(layout, program, experts, pieces.scaled, at_once=options.gathers_at_once)
         at_end = not (options.overlaps or each)
         program = passes.reduce(program, each_microbatch=each, replicas=replicas, at_end=at_end)

@@ -24,6 +24,7 @@ VALUE = "value"  # a piece's output, the next piece's input
 GRADIENT = "gradient"  # of such a value
 KEPT = "kept"  # what a forward leaves for its backward, on the device
 SELECTED = "selected"  # the part of it from which the rest can be computed again
+CHOICES = "choices"  # how often tokens chose each expert, for the losses of a router
 ROUTES = "routes"  # how many tokens come to each expert from each rank
 FACTORS = "factors"  # what the weight gradient multiplies, left by the input gradient
 AWAY = "away"  # kept, on the host
@@ -85,12 +86,14 @@ _TABLE = (
     Kind("N", "count tokens", "count the valid tokens of the step over all ranks",
          STEP, "agree", _ALL, (), (TOKENS,), _GREY),
     Kind("F", "forward", "forward of a piece on a microbatch",
-         MICROBATCH, COMPUTE, (), (VALUE, WEIGHTS), (VALUE, KEPT), _BLUE, _MODEL),
-    Kind("B", "backward", "backward of a piece, whole",
-         MICROBATCH, COMPUTE, (), (GRADIENT, KEPT, WEIGHTS), (GRADIENT, CONTRIBUTION), _ORANGE,
+         MICROBATCH, COMPUTE, (), (VALUE, WEIGHTS), (VALUE, KEPT, CHOICES), _BLUE,
          _MODEL),
+    Kind("B", "backward", "backward of a piece, whole",
+         MICROBATCH, COMPUTE, (), (GRADIENT, KEPT, WEIGHTS, CHOICES), (GRADIENT, CONTRIBUTION),
+         _ORANGE, _MODEL),
     Kind("I", "input gradient", "backward of a piece, gradient of its input only",
-         MICROBATCH, COMPUTE, (), (GRADIENT, KEPT, WEIGHTS), (GRADIENT, FACTORS), _ORANGE, _MODEL),
+         MICROBATCH, COMPUTE, (), (GRADIENT, KEPT, WEIGHTS, CHOICES), (GRADIENT, FACTORS), _ORANGE,
+         _MODEL),
     # The input times the output's gradient: no weights are needed. Of a piece without an input it is the
     # whole backward.
     Kind("W", "weight gradient", "backward of a piece, gradient of its weights only",
@@ -100,6 +103,9 @@ _TABLE = (
     # Products, attention and sums are not repeated: their outputs are what was kept.
     Kind("P", "recompute part", "recompute the cheap part of a forward that kept the rest",
          MICROBATCH, COMPUTE, (), (SELECTED, WEIGHTS), (KEPT,), _PINK, _MODEL),
+    # Over dp and ep too where a loss is of the whole batch; only the backward needs the sums.
+    Kind("C", "sum choices", "sum how often each expert was chosen over the ranks that share a loss",
+         MICROBATCH, "choices", _PARTS, (CHOICES,), (CHOICES,), _GREY),
     Kind("K", "count routes", "tell the ranks that share experts how many tokens come to each",
          MICROBATCH, "routes", _SHARING, (VALUE,), (ROUTES,), _GREY),
     # Into the experts it is their dispatch, into what follows them what they made of it.
@@ -143,7 +149,7 @@ KINDS: dict[str, Kind] = {kind.letter: kind for kind in _TABLE}
 # Operations carry the letter; code writes the name.
 (
     COUNT, FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, RECOMPUTE, RECOMPUTE_PART,
-    COUNT_ROUTES, EXCHANGE, EXCHANGE_GRADIENT, AGREE_SCALES, GATHER, LOAD, DROP, REDUCE,
+    SUM_CHOICES, COUNT_ROUTES, EXCHANGE, EXCHANGE_GRADIENT, AGREE_SCALES, GATHER, LOAD, DROP, REDUCE,
     REDUCE_REPLICAS, TIE, SUM_PARTS, AGREE, UPDATE, TO_OWNERS, FROM_OWNERS, SEND, RECEIVE, OFFLOAD, RELOAD,
 ) = KINDS  # fmt: skip
 

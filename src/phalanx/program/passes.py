@@ -208,6 +208,22 @@ def exchange(program: Program, experts: Collection[int]) -> Program:
     return program.with_rows(rows)
 
 
+def sum_choices(program: Program, pieces: Collection[int]) -> Program:
+    """Sums of how often each expert was chosen, right behind the forward of each of these pieces: their
+    backward needs them, for the losses of routers."""
+    if not pieces:
+        return program
+    rows = []
+    for row in program.rows:
+        out: list[Op] = []
+        for op in row:
+            out.append(op)
+            if op.kind == ops.FORWARD and op.piece in pieces:
+                out.append(op._replace(kind=ops.SUM_CHOICES))
+        rows.append(out)
+    return program.with_rows(rows)
+
+
 def messages(program: Program) -> Program:
     """A send right after what makes a value; its receive one computation ahead of the one that uses
     it, posted while the rank still works. Receives stand in the order of the sends."""

@@ -84,6 +84,8 @@ class State:
         received = [op for op in self.ops if op[0] == ops.RECEIVE]
         self.incoming = {(op.piece, op.of == ops.FORWARD, op.index): op for op in received}
         self.entries = {op.piece for op in received}
+        # The pieces whose backward needs summed choices.
+        self.chooses = {op.piece for op in self.ops if op.kind == ops.SUM_CHOICES}
         # Activations by (piece, microbatch): ops.KEPT, ops.SELECTED, INPUT or ops.FACTORS.
         self.kept: dict[tuple[int, int], str] = {}
         self.away: dict[tuple[int, int], str] = {}  # the same, on the host
@@ -148,7 +150,7 @@ class State:
             return lambda op: [one(op, ops.INPUT_GRADIENT)]
         if kind in ops.RECOMPUTES:
             return self._of_recompute
-        if kind == ops.OFFLOAD:
+        if kind in (ops.OFFLOAD, ops.SUM_CHOICES):
             return lambda op: [one(op, ops.FORWARD)]
         if kind == ops.RELOAD:
             return lambda op: [one(op, ops.OFFLOAD)]
@@ -166,7 +168,10 @@ class State:
     def _of_backward(self, op: Op) -> Needs:
         again = self.again.get(op[1:3])
         kept = [again] if again else self._kept(op)
-        return [*self._weights(op[1]), *kept, *self._gradient(op[1], op[2])]
+        needs = [*self._weights(op[1]), *kept, *self._gradient(op[1], op[2])]
+        if op.piece in self.chooses:
+            needs.append(self._one_of(op, ops.SUM_CHOICES))
+        return needs
 
     def _of_recompute(self, op: Op) -> Needs:
         if restarts(self.at, op.piece, op.index):

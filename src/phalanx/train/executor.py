@@ -26,9 +26,11 @@ from torch_shm.settle import HALVES
 from ..comm import CommError, Group, Work
 from ..hang.positions import DEVICE, OP, WAITS, WORDS, Positions
 from ..models import Router
+from ..models.experts import CHOICES
 from ..parallel import Unit, count_valid
-from ..parallel.batch import SHARE, count_tokens
+from ..parallel.batch import count_tokens
 from ..parallel.data import Then, Together
+from ..parallel.experts import Choices
 from ..parallel.local import LocalModel
 from ..parallel.pieces import Box, Bundle, CopyLane
 from ..parallel.recompute import Selected
@@ -110,7 +112,7 @@ class Executor:
         uses = {op.index: op for op in self.row if op.kind in _USES_BATCH}
         self.last_uses = frozenset(uses.values())
         self.trains = any(op.kind in ops.PROPAGATES for op in self.row)
-        self.shares = any(SHARE in piece.takes for piece in local.pieces.values())
+        self.has_losses = any(piece.loss_router for piece in local.pieces.values())
         self.clip, self.scaling, self.clock = clip, scaling, StepClock(local.pool.device)
         self.places = {op: place for place, op in enumerate(self.row)}
         # Only events of a GPU come later than the host.
@@ -128,7 +130,7 @@ class Executor:
             ops.UPDATE: self._update, ops.SEND: self._send, ops.RECEIVE: self._receive,
             ops.OFFLOAD: self._leave, ops.RELOAD: self._come_back, ops.LOAD: self._load,
             ops.TO_OWNERS: self._to_owners, ops.FROM_OWNERS: self._from_owners,
-            ops.COUNT_ROUTES: self._count_routes,
+            ops.SUM_CHOICES: self._sum_choices, ops.COUNT_ROUTES: self._count_routes,
             ops.EXCHANGE: self._exchange, ops.EXCHANGE_GRADIENT: self._exchange,
         }  # fmt: skip
         scaled = {unit.piece for unit in local.units.values() if unit.scaled}
@@ -153,8 +155,7 @@ class Executor:
     def step(self, batches: Sequence[Batch], lr: float) -> StepResult:
         """One training step on this rank's microbatches."""
         number = partial(torch.full, (1,), dtype=torch.float64, device=self.local.pool.device)
-        self.share = number(0.0)  # which pieces hold, and N writes into
-        self.batches = [{**b, SHARE: self.share} for b in batches] if self.shares else batches
+        self.batches = batches
         self.completed: dict[int, Batch] = {}  # by microbatch, with what pieces derive from it
         self.lr = lr
         self.inputs: dict[Key, Bundle] = {}  # what a forward is waiting for
@@ -165,7 +166,9 @@ class Executor:
         self.away: dict[Key, tuple[Any, ...]] = {}  # both in boxes, where they are on the host
         self.outgoing: dict[tuple[str, int, int], Bundle] = {}
         self.under_way: dict[Op, tuple[Work, Any]] = {}  # begun and not waited for, and when
+        self.choices: dict[Key, Choices] = {}  # of experts, from a forward to its backward
         self.loss, self.count = number(0.0), number(1.0)
+        self.tokens = number(1.0)  # with or without a target, which routers' losses are divided by
         self.norm: Tensor | None = None
         self.sums: dict[str, Tensor] = {}  # over all ranks, by what the result calls them
         self.sums_of: dict[tuple[str, int], Tensor] = {}  # of all that pieces put out, by way
@@ -299,20 +302,14 @@ class Executor:
     # ---- tokens and agreement
 
     def _count(self, op: Op) -> Work:
-        kinds = [count_valid] + [count_tokens] * self.shares
+        kinds = [count_valid] + [count_tokens] * self.has_losses
         every = [torch.stack([*map(kind, self.batches)]) for kind in kinds]
         total = torch.stack(every).sum(1, dtype=torch.float64)
 
         def counted() -> None:
-            self.count = total[:1]
-            if self.shares:
-                self.share.copy_(self._loss_scale / total[1:])
+            self.count, self.tokens = total[:1], total[1:]
 
-        work = Then(self.local.groups.count.all_reduce(total, wait=False), counted)
-        if self.shares and any(piece.compiled for piece in self.local.pieces.values()):
-            work.wait()  # a graph may read in its forward what its backward is for
-            return Work()
-        return work
+        return Then(self.local.groups.count.all_reduce(total, wait=False), counted)
 
     def _agree(self, op: Op) -> Work:
         # Each logical weight is counted by one rank of its copies, and on one stage. Kept, as a unit's
@@ -363,6 +360,9 @@ class Executor:
             self.selected[p, m] = deque()
         selected = self.selected.get((p, m))
         out = piece.forward(m, taken, self._batch(m), keep=keep, selected=selected)
+        own = out.pop(CHOICES, None)
+        if own is not None and self.trains:
+            self.choices[p, m] = Choices(own)
         if piece.last:
             self._add_loss(out["x"])
         else:
@@ -380,6 +380,7 @@ class Executor:
         taken = {} if piece.first else self.segments.pop((p, m))
         selected = self.selected.pop((p, m), None)
         out = piece.forward(m, taken, self._batch(m), keep=True, selected=selected)
+        out.pop(CHOICES, None)  # the forward's are summed already
         if (p + 1, m) in self.again and (p + 1, m) not in self.restarting:
             self.segments[p + 1, m] = out
 
@@ -390,10 +391,17 @@ class Executor:
             gradients = piece.seed(m, self._loss_scale / self.count.clamp(min=1.0))
         else:
             gradients = self.gradients.pop((p, m))
+        if piece.loss_router:
+            gradients = gradients | self._loss_gradients(piece.loss_router, (p, m))
         whole = op.kind == ops.BACKWARD
         into = (piece.backward if whole else piece.input_gradient)(m, gradients)
         if not piece.first:
             self._pass_on(ops.BACKWARD, p, p - 1, m, into)
+
+    def _loss_gradients(self, router: Router, key: Key) -> Bundle:
+        """The gradients of what a router's losses are made of."""
+        choices, share = self.choices.pop(key), self._loss_scale / self.tokens
+        return router.term_gradients(share, choices.of_sequences, choices.of_batch)
 
     def _weight_gradient(self, op: Op) -> None:
         self.local.pieces[op.piece].weight_gradient(op.index)
@@ -431,7 +439,10 @@ class Executor:
         else:
             self.outgoing[way, p, m] = bundle
 
-    # ---- tokens on their way to experts and back
+    # ---- choices of experts, and tokens on their way to them and back
+
+    def _sum_choices(self, op: Op) -> Work:
+        return self.choices[op.piece, op.index].sum(self.local.groups)
 
     def _count_routes(self, op: Op) -> Work:
         key = op.piece, op.index

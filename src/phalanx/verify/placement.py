@@ -39,9 +39,10 @@ from ..layout.mesh import Axis
 from ..models import Router
 from ..parallel import Model, Unit, microbatches, tensor, time_multiple
 from ..parallel.data import Then, storage_of
-from ..parallel.experts import SENT, Routes, cut_blocks
+from ..parallel.experts import SENT, Choices, Routes, cut_blocks
 from ..parallel.kinds import alike
 from ..parallel.local import build_local
+from ..parallel.pieces import Bundle
 from ..parallel.rows import model_rows
 from ..parallel.tensor import Weight
 from ..program import Op, Program, StepOptions, build, check, ops
@@ -403,6 +404,16 @@ class _Placing(Executor):
                 self.walk.fault("the loss is counted on every rank of tp")
         super()._add_loss(y)
 
+    def _sum_choices(self, op: Op) -> Work:
+        self.walk.strict = False  # other tokens may well choose as often
+        work = super()._sum_choices(op)
+        self.walk.strict = True
+        return work
+
+    def _loss_gradients(self, router: Router, key: tuple[int, int]) -> Bundle:
+        self.walk.whole_choices(router, self.choices[key])
+        return super()._loss_gradients(router, key)
+
     def _exchange(self, op: Op) -> Work:
         exchange, group = self.local.exchange, self.local.exchange.tokens
         key = op.piece if op.piece in exchange.experts else op.piece - 1, op.index
@@ -487,35 +498,23 @@ class _Walk:
             if unit.buffer is not None:
                 self.place_weights(unit)
         self._counts_once()
-        self._watch_routers()
         executor = _Placing(self.local, self.program, self.rank, None, clip=1.0)
         executor.walk = self
         executor.step(self._batches(), 1e-3)
 
-    def _watch_routers(self) -> None:
+    def whole_choices(self, router: Router, choices: Choices) -> None:
         """Checks that a router's losses use counts of whole sequences, or of the whole batch."""
         parts = ("cp.ring", "cp.ulysses", *(("tp", COPIES) if self.layout.seq else ()))
-        modules = (m for piece in self.local.pieces.values() for m in piece.module.modules())
-        for router in modules:
-            if not isinstance(router, Router):
-                continue
-            data = (*parts, "dp.replicate", "dp.shard", "ep")
-            router.of_sequences = self._whole_counts(router.of_sequences, parts, "a sequence")
-            router.of_batch = self._whole_counts(router.of_batch, data, "the batch")
+        data = (*parts, "dp.replicate", "dp.shard", "ep")
+        if router.sequence_loss:
+            self._whole_counts(choices.of_sequences, parts, "a sequence")
+        if router.batch_loss:
+            self._whole_counts(choices.of_batch, data, "the batch")
 
-    def _whole_counts(
-        self, summed: Callable[[Tensor], Tensor], axes: Sequence[str], what: str
-    ) -> Callable[[Tensor], Tensor]:
-        def counts(own: Tensor) -> Tensor:
-            strict, self.strict = self.strict, False  # other tokens may well have as many
-            total = summed(own)
-            self.strict = strict
-            for axis, place in zip(AXES, self.known.of(total), strict=True):
-                if axis in axes and self.sizes[axis] > 1 and place > REPLICATED:
-                    self.fault(f"a router's counts of {what} were not summed over {axis}")
-            return total
-
-        return counts
+    def _whole_counts(self, total: Tensor, axes: Sequence[str], what: str) -> None:
+        for axis, place in zip(AXES, self.known.of(total), strict=True):
+            if axis in axes and self.sizes[axis] > 1 and place > REPLICATED:
+                self.fault(f"a router's counts of {what} were not summed over {axis}")
 
     def _batches(self) -> list[dict[str, Tensor]]:
         shape, layout = self.model.shape, self.layout
