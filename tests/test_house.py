@@ -265,7 +265,7 @@ def _kinds_written_out(path: Path) -> Iterator[tuple[ast.AST, str]]:
     """Strings of operation letters in a file that reads programs.
 
     What is no letter of an operation: a placeholder in help, a part of an f-string, the suffix of
-    a number, text that is escaped, HFU, and a file's name.
+    a number, text that is escaped, HFU, CPU, and the name of a file or a table.
     """
     modules = {module for _, module in _imports(path)}
     if path.parent != SOURCE / "program" and not any("program" in m.split(".") for m in modules):
@@ -277,7 +277,7 @@ def _kinds_written_out(path: Path) -> Iterator[tuple[ast.AST, str]]:
             continue
         parent = above[node]
         if set(node.value) <= set(KINDS) and not (
-            node.value in ("HFU", "STOP", "KINDS", "FAIL") or
+            node.value in ("HFU", "STOP", "KINDS", "FAIL", "SCHEDULES", "CPU") or
             (isinstance(parent, ast.keyword) and parent.arg == "metavar")
             or isinstance(parent, ast.JoinedStr)
             or (isinstance(parent, ast.Tuple) and isinstance(parent.elts[0], ast.Constant)
