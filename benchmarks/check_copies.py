@@ -29,13 +29,13 @@ def times(world: World, layout: str, model: str, batch: int, rounds: int) -> lis
     """By round: seconds of a step and of a comparison."""
     run = Run.parse("", "run", (model, f"batch={batch}"))
     rank = Rank(world, run, Layout.parse(layout))
-    copies = Copies(rank.local, rank.updates, rank.names)
-    everyone, found = rank.local.groups.everyone, []
+    copies = Copies(rank.part.local, rank.part.updates, rank.part.names)
+    everyone, found = rank.part.everyone, []
     for number in range(rounds + 2):
         own = rank.batch(number)
         everyone.barrier()
         begun = time.perf_counter()
-        rank.trainer.step(own, 1e-3)
+        rank.part.trainer.step(own, 1e-3)
         everyone.barrier()
         stepped = time.perf_counter()
         assert copies.differences() == ""

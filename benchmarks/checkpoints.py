@@ -36,12 +36,12 @@ def work(out: Path) -> None:
 
     run = Run.parse("", "run", (MODEL, "batch=1", f"out={out}"))
     rank = Rank(AloneWorld(), run, Layout.parse("fp32"))
-    rank.trainer.step(rank.batch(0), 1e-3)
-    saver = Saver(run.checkpoints, rank.local, rank.updates, keep=1)
-    behind = Saver(out / "behind", rank.local, rank.updates, keep=1, asynchronous=True)
-    updates: list[Any] = list(rank.updates.values())  # of another checkout, perhaps
+    rank.part.trainer.step(rank.batch(0), 1e-3)
+    saver = Saver(run.checkpoints, rank.part.local, rank.part.updates, keep=1)
+    behind = Saver(out / "behind", rank.part.local, rank.part.updates, keep=1, asynchronous=True)
+    updates: list[Any] = list(rank.part.updates.values())  # of another checkout, perhaps
     state = [list(s.values()) for u in updates for s in getattr(u, "torch", u).state.values()]
-    tensors: list[Any] = [[unit.home for unit in rank.local.units.values()], state]
+    tensors: list[Any] = [[unit.home for unit in rank.part.local.units.values()], state]
 
     def torch_save() -> None:
         with (out / "torch.pt").open("wb") as file:
@@ -51,7 +51,7 @@ def work(out: Path) -> None:
 
     def steps() -> None:
         for number in range(10):
-            rank.trainer.step(rank.batch(number), 1e-3)
+            rank.part.trainer.step(rank.batch(number), 1e-3)
             behind.poll()
 
     for step, line in enumerate(sys.stdin):
@@ -60,7 +60,7 @@ def work(out: Path) -> None:
             case "save":
                 saver.save(Progress(step))
             case "load":
-                load(run.checkpoints, rank.local, rank.updates)
+                load(run.checkpoints, rank.part.local, rank.part.updates)
             case "torch.save":
                 torch_save()
             case "torch.load":

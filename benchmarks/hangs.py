@@ -104,7 +104,7 @@ HEALTHY = ("save", "data", "validation", "compile", "operation", "straggler", "s
 def train_with(world: Any, run: Any, layout: str, fault: dict[str, Any]) -> Any:
     """`train`, with something wrong on one rank."""
     from phalanx.program import ops
-    from phalanx.train import checkpoint, executor, loop, rank
+    from phalanx.train import checkpoint, executor, loop, rank, validation
 
     folder = Path(fault["folder"])
     kind, step = fault["kind"], fault["step"]
@@ -154,23 +154,24 @@ def train_with(world: Any, run: Any, layout: str, fault: dict[str, Any]) -> Any:
     executor.Executor._perform = performed  # type: ignore[method-assign]
     rank.Rank.batch = batches  # type: ignore[method-assign]
     if fault["healthy"] and mine:
-        write, validation, begins = checkpoint.write_file, rank.Rank.validation, loop._Loop.__init__
+        write = checkpoint.write_file
+        validate, steps = validation.validation_loss, loop.make_steps
 
         def slow_write(*given: Any) -> Any:
             time.sleep(2.5 * TIMEOUT if kind == "save" else 0)
             return write(*given)
 
-        def slow_validation(self: Any) -> Any:
+        def slow_validation(of: Any) -> Any:
             time.sleep(TIMEOUT - 1 if kind == "validation" else 0)
-            return validation(self)
+            return validate(of)
 
-        def made(self: Any, of: Any, positions: Any, **more: Any) -> None:
+        def stepping(of: Any, positions: Any, *more: Any) -> Any:
             fault["positions"] = positions
-            begins(self, of, positions, **more)
+            return steps(of, positions, *more)
 
         checkpoint.write_file = slow_write
-        rank.Rank.validation = slow_validation  # type: ignore[method-assign]
-        loop._Loop.__init__ = made  # type: ignore[method-assign]
+        validation.validation_loss = slow_validation
+        loop.make_steps = stepping
     return loop.train(world, run, layout, True, False)
 
 

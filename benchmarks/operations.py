@@ -68,7 +68,7 @@ def nothing_computed(rank: Rank, own: Any) -> Iterator[None]:
 
     names = ("forward", "backward", "seed")
     with mock.patch.multiple(pieces.Piece, **{name: noted(name) for name in names}):
-        rank.trainer.step(own, 0.0)
+        rank.part.trainer.step(own, 0.0)
     norms = torch.ones(1)
 
     def no_update(self: Any, *args: Any) -> None:
@@ -120,23 +120,23 @@ def main() -> None:
             float(total)
 
         def called() -> None:
-            trainer, ordered = rank.trainer, list(rank.local.pieces.values())
+            trainer, ordered = rank.part.trainer, list(rank.part.local.pieces.values())
             count, bundle = executor.count_valid(own[0]).double().view(1), {}
             for piece in ordered:
                 bundle = piece.forward(0, bundle, own[0], keep=True)
             gradients = ordered[-1].seed(0, 1.0 / count)
             for piece in reversed(ordered):
                 gradients = piece.backward(0, gradients)
-            for unit in rank.local.units.values():
+            for unit in rank.part.local.units.values():
                 unit.reduce().wait()
-            norms = torch.cat([executor._norms(unit) for unit in rank.local.units.values()])
+            norms = torch.cat([executor._norms(unit) for unit in rank.part.local.units.values()])
             norm = norms.double().square_().sum().sqrt().view(1)
             for update in trainer.updates.values():
                 update(3e-4, Scale.of(norm, 1.0, 1.0))
             torch.cat((bundle["x"].view(1), norm)).tolist()
 
         def step() -> None:
-            rank.trainer.step(own, 3e-4)
+            rank.part.trainer.step(own, 3e-4)
 
         def turn(one: Callable[[], None]) -> float:
             begun = time.process_time()
@@ -166,8 +166,8 @@ def main() -> None:
         what: statistics.median(a - b for a, b in zip(times["step"], times[name], strict=True))
         for what, name in pairs.items()
     }
-    count = len(rank.trainer.row)
-    words = str(rank.layout) or "one rank"
+    count = len(rank.part.trainer.row)
+    words = str(rank.part.layout) or "one rank"
     print(f"{words}: {count} operations, load {os.getloadavg()[0]:.1f}\n")
     print("| | us a step | us an operation |\n|---|--:|--:|")
     for name, us in low.items():

@@ -123,12 +123,13 @@ class Gate:
         self.line.connect(os.environ["STEPS_SOCKET"])
         self.line.sendall(bytes([rank]))
 
-    def step(self, step: Callable[[], object]) -> None:
+    def begin(self) -> None:
         if not self.line.recv(1):
             os._exit(0)
-        begun, worked = time.perf_counter(), time.process_time()
-        step()
-        took = time.perf_counter() - begun, time.process_time() - worked
+        self.begun, self.worked = time.perf_counter(), time.process_time()
+
+    def end(self) -> None:
+        took = time.perf_counter() - self.begun, time.process_time() - self.worked
         self.line.sendall(json.dumps([*took, *TRAVELS]).encode().ljust(MESSAGE))
 
 
@@ -141,28 +142,41 @@ class Counted:
         self.steps, self.live = 0, Live()
         self.live.__enter__()
 
-    def step(self, step: Callable[[], object]) -> None:
+    def begin(self) -> None:
         if self.steps == 2:
             print(f"most {self.live.most}", flush=True)
             os._exit(0)
         self.steps += 1
-        step()
+
+    def end(self) -> None:
+        pass
 
 
 def phalanx(words: list[str], gate_of: Callable[[int], Any]) -> None:
-    """`phalanx train` with these words, whose steps wait at a gate."""
+    """`phalanx train` with these words, whose steps wait at a gate: each lasts from its batch to its
+    line of the log."""
     from phalanx.cli.main import main
-    from phalanx.train import loop
+    from phalanx.train.log import RunLog
+    from phalanx.train.rank import Rank
 
     gates: list[Any] = []
-    made, real = loop.Rank.__init__, loop._Loop._step
+    made, batch, line = Rank.__init__, Rank.batch, RunLog.step
 
     def making(self: Any, world: Any, *args: Any, **options: Any) -> None:
         gates.append(gate_of(world.rank))  # here, as ranks are forked after this function
         made(self, world, *args, **options)
 
-    loop.Rank.__init__ = making  # type: ignore[method-assign]
-    loop._Loop._step = lambda self, step: gates[0].step(lambda: real(self, step))  # type: ignore[method-assign]
+    def begin(self: Any, step: int) -> Any:
+        gates[0].begin()
+        return batch(self, step)
+
+    def end(self: Any, *args: Any) -> None:
+        line(self, *args)
+        gates[0].end()
+
+    Rank.__init__ = making  # type: ignore[method-assign]
+    Rank.batch = begin  # type: ignore[method-assign]
+    RunLog.step = end  # type: ignore[method-assign]
     sys.exit(main(words))
 
 
@@ -199,7 +213,9 @@ def run_contender(kind: str, args: argparse.Namespace) -> None:
         SIZES[args.size], keys, int(os.environ["RANK"]), args.accum, compiled=compiled
     )
     while True:
-        gate.step(loop.step)
+        gate.begin()
+        loop.step()
+        gate.end()
 
 
 # ---- in the process that wakes them

@@ -196,7 +196,7 @@ def test_a_run_s_seed_is_that_of_its_weights(tmp_path: Path) -> None:
     for seed in (0, 5):
         run = Run.parse("", "seeded", (sizes, f"out={tmp_path}", f"seed={seed}", "batch=2"))
         rank = Rank(AloneWorld("cpu"), run, Layout())
-        for unit in rank.local.units.values():
+        for unit in rank.part.local.units.values():
             for name, parameter in unit.parameters.items():
                 want = drawn(name, seed, parameter.shape, rank.shape)
                 assert torch.equal(parameter.detach(), want), name

@@ -12,11 +12,14 @@ from checkpoint_worlds import hash_tensors
 from phalanx.comm import World, launch
 from phalanx.hang.positions import Positions
 from phalanx.layout import Layout, Run
+from phalanx.train.agreement import agreed_data
 from phalanx.train.checkpoint import Saver
 from phalanx.train.checkpoint_format import verify_checkpoint
-from phalanx.train.loop import _Loop
+from phalanx.train.log import RunLog
 from phalanx.train.rank import Rank
-from phalanx.train.stop import StopRequests
+from phalanx.train.resume import RunState, load_or_draw
+from phalanx.train.step import make_step
+from phalanx.train.uploads import Uploads
 from phalanx.verify.compare import EXACT
 
 LAYOUTS = (
@@ -52,22 +55,22 @@ class Went(NamedTuple):
 def _went(world: World, run: Run, layout: str, steps: int, copy: Path | None) -> Went:
     """Go on from what is there, save at once elsewhere, and make so many steps; then save."""
     rank = Rank(world, run, Layout.parse(layout))
-    loop = _Loop(rank, Positions(world.rank), StopRequests(None), quiet=True)
-    start = loop._resume()
-    loop.log.start(start, rank.flops, (1.0, ""), rank.tokens)
-    loop.looked_at = -1
+    positions = Positions(world.rank)
+    log = RunLog(run, positions, active=False, quiet=True)
+    data = agreed_data(rank.part.everyone, rank.batches.corpora)
+    state = RunState(rank, data, Uploads(rank, log))
+    start = load_or_draw(state, log, None)
     if copy:
-        Saver(copy, rank.local, rank.updates).save(loop._progress(start))
+        Saver(copy, rank.part.local, rank.part.updates).save(state.progress(start))
     tokens, losses = [], []
-    place = rank.local.coordinates
+    place = rank.part.local.coordinates
     tells = place["tp"] == place["pp"] == 0
     for step in range(start, start + steps):
         own = rank.batch(step)
         tokens.append([t for m in own for t in m["tokens"].flatten().tolist()] if tells else [])
-        loop._step(step)
-        losses.append(loop.result.total)
-    loop.saver.save(loop._progress(start + steps))
-    loop.log.close()
+        losses.append(make_step(rank, positions, step).result.total)
+    saver = Saver(run.checkpoints, rank.part.local, rank.part.updates)
+    saver.save(state.progress(start + steps))
     return Went(tokens, losses)
 
 

@@ -489,12 +489,12 @@ sys.exit(main(sys.argv[1:]))
 # Ctrl-C after the last step, and before the wait for the upload begins.
 EARLY = """
 import signal
-from phalanx.train.loop import _Loop
-waits = _Loop._end_uploads
+from phalanx.train.uploads import Uploads
+waits = Uploads.finish
 def early(self):
     signal.raise_signal(signal.SIGINT)
     return waits(self)
-_Loop._end_uploads = early
+Uploads.finish = early
 """
 
 

@@ -112,7 +112,7 @@ def _crashing_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
             raise _Crash
         return learning_rate(choice, at, steps)
 
-    monkeypatch.setattr(loop, "learning_rate", rate)
+    monkeypatch.setattr("phalanx.train.step.learning_rate", rate)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_a_run_goes_on_in_another_layout(
         return learning_rate(choice, at, steps)
 
     with monkeypatch.context() as patched:
-        patched.setattr(loop, "learning_rate", rate)
+        patched.setattr("phalanx.train.step.learning_rate", rate)
         for layout in ("dp2 zero3 fp64", "pp3 1f1b:3 fp64", "tp2 fp64"):
             outcomes = trained(run, layout)
             assert all(o.stopped for o in outcomes)
@@ -194,7 +194,7 @@ class _Spoiled(Rank):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.spoiled: set[int] = set()
-        piece = self.local.pieces.get(self.piece)
+        piece = self.part.local.pieces.get(self.piece)
         if piece is None or self.world.rank != self.rank:
             return
         name = "backward" if self.backward else "forward"
@@ -206,7 +206,7 @@ class _Spoiled(Rank):
             if self.now in self.steps and self.now not in self.spoiled:
                 self.spoiled.add(self.now)
                 if self.backward:
-                    unit = self.local.units[self.piece]
+                    unit = self.part.local.units[self.piece]
                     assert unit.full is not None
                     unit.full[0] = math.nan
                 else:

@@ -151,7 +151,7 @@ def test_recomputation_to_fit_recomputes_no_more_than_memory_asks_for(tmp_path: 
 
     def of(part: float) -> int:
         run = Run.parse("", "fit", (f"out={tmp_path}", *SIZES, f"memory={part * whole}"))
-        program = Rank(AloneWorld("cpu"), run, Layout.parse("recompute:fit")).program
+        program = Rank(AloneWorld("cpu"), run, Layout.parse("recompute:fit")).part.program
         return sum(op.kind == "R" for row in program.rows for op in row)
 
     counts = [of(part) for part in (1.01, 0.9, 0.75, 0.65)]

@@ -141,7 +141,7 @@ class _Spoiled(Rank):
 
     def batch(self, step: int) -> list[dict[str, Tensor]]:
         last = self.world.rank == self.world.size - 1
-        self.trainer.__dict__["spoiled"] = last and step in self.steps
+        self.part.trainer.__dict__["spoiled"] = last and step in self.steps
         return super().batch(step)
 
 

@@ -22,6 +22,7 @@ from phalanx.train.data.batches import Batches
 from phalanx.train.precision import LossScale, precision_of
 from phalanx.train.program import shape_of
 from phalanx.train.rank import Rank, batches_of
+from phalanx.train.validation import validation_loss
 from phalanx.verify.reference import draw
 
 # ---- loss scale
@@ -91,7 +92,7 @@ def test_a_run_that_goes_on_has_the_loss_scale_it_stopped_with(
     layout: str, stop: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The default would stay 65536 for 2000 steps, restored or not.
-    monkeypatch.setattr("phalanx.train.rank.LossScale", partial(LossScale, 1024.0, 3))
+    monkeypatch.setattr("phalanx.train.parallelize.LossScale", partial(LossScale, 1024.0, 3))
     expected = torch_scales([True] * 8, 1024.0, 3)
     for until in (stop, 8):
         trained(small(tmp_path / "run", f"steps={until}", "checkpoint.every=1"), layout)
@@ -102,7 +103,7 @@ def test_a_run_that_goes_on_has_the_loss_scale_it_stopped_with(
 
 
 def validations(world: World, run: Run, layout: str) -> float | None:
-    return Rank(world, run, Layout.parse(layout)).validation()
+    return validation_loss(Rank(world, run, Layout.parse(layout)))
 
 
 @pytest.fixture(autouse=True)

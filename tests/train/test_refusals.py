@@ -21,10 +21,11 @@ from phalanx.layout.run import RunError
 from phalanx.train import loop
 from phalanx.train.checkpoint import RanksFailed, SaveError
 from phalanx.train.checkpoint_format import CheckpointError
+from phalanx.train.copy_check import CopiesDiffer
 from phalanx.train.data.token_files import DataError
 from phalanx.train.log import JournalError
-from phalanx.train.loop import CopiesDiffer, TrainError
 from phalanx.train.rank import Rank
+from phalanx.train.step import TrainError
 from phalanx.train.stop import FolderReplaced
 
 WORDS = ["model={layers=2,hidden=16,heads=2,ffn=24,vocab=256}", "batch=4", "sequence=12"]

@@ -19,7 +19,7 @@ from loop_worlds import records, small, trained
 from phalanx.cli.main import main
 from phalanx.cli.train import _passed_on
 from phalanx.layout.journal import last_record
-from phalanx.train import checkpoint, loop, stop
+from phalanx.train import checkpoint, stop
 from phalanx.train.checkpoint import steps
 from phalanx.train.optimizer import learning_rate
 from phalanx.train.stop import STOP, PassedOn, StopError, StopRequests, made_between
@@ -43,7 +43,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
                 event(out)
             return learning_rate(choice, at, last)
 
-        monkeypatch.setattr(loop, "learning_rate", rate)
+        monkeypatch.setattr("phalanx.train.step.learning_rate", rate)
         return main(["train", *SMALL, f"out={out}", *words])
 
     return command
@@ -234,7 +234,7 @@ def test_all_ranks_give_the_same_reason(tmp_path: Path, monkeypatch: pytest.Monk
         (out / STOP).touch()
         return learning_rate(choice, at, last)
 
-    monkeypatch.setattr(loop, "learning_rate", rate)
+    monkeypatch.setattr("phalanx.train.step.learning_rate", rate)
     assert [each.by for each in trained(small(out), "dp2")] == [STOP, STOP]
 
 

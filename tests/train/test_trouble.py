@@ -286,7 +286,7 @@ def test_a_loss_scale_off_its_default_is_gone_on_with(
         begins: tuple[float, int] | None = None
 
         def batch(self, step: int) -> Any:
-            scaling = self.trainer.scaling
+            scaling = self.part.trainer.scaling
             assert scaling is not None
             if self.begins and step == 0:
                 scaling.scale, scaling.steady = self.begins

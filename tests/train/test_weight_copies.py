@@ -300,7 +300,7 @@ def flipping(monkeypatch: pytest.MonkeyPatch, rank: int, *steps: int, times: int
     def batch(self: loop.Rank, step: int) -> Any:
         if self.world.rank == rank and step in steps and left[0]:
             left[0] -= 1
-            home = self.local.units[1].home
+            home = self.part.local.units[1].home
             home.view(torch.int32)[5] ^= 1 << 12
         return original(self, step)
 

@@ -110,7 +110,7 @@ def test_a_run_s_rank_has_the_program_that_check_proves(tmp_path: Path) -> None:
         run = Run.parse("", "run", words)
         step = step_of_run(run)
         rank = Rank(AloneWorld("cpu"), run, step.layout, drawn=False)
-        assert rank.program.rows == proved_program(step).rows
+        assert rank.part.program.rows == proved_program(step).rows
 
 
 def test_the_sequence_that_stages_are_balanced_for_is_that_of_the_step() -> None:

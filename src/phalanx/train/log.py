@@ -76,7 +76,6 @@ class RunLog:
         self.positions = positions
         self.began = round(clock() - (time.monotonic() - positions.begun), 3)
         self.run, self.out, self.active, self.quiet = run, Path(run.out), active, quiet
-        self.seconds: list[float] = []  # of each step since the last line
         self.screen = Screen(run) if active and not quiet else None
         self.sinks: Sequence[Sink] = ()
         if active:
@@ -126,12 +125,11 @@ class RunLog:
             if event in ("end", "stop"):
                 self.say(str(self.goodput))
 
-    def step(self, step: int, numbers: Mapping[str, float]) -> None:
-        """The numbers of the steps since the last line, of which the last is number `step`."""
-        count, total = len(self.seconds), sum(self.seconds)
-        self.seconds = []
-        if not self.active or not count:
+    def step(self, step: int, seconds: Sequence[float], numbers: Mapping[str, float]) -> None:
+        """The numbers of step number `step`, and the seconds of each step since the last line."""
+        if not self.active:
             return
+        count, total = len(seconds), sum(seconds)
         each, flops = total / count, self.flops
         values = {**numbers, "seconds": each, "tokens_per_second": self.tokens / each}
         done = {"mfu": flops.model, "mfu_full": flops.full, "hfu": flops.hardware}
@@ -152,6 +150,11 @@ class RunLog:
                 record["parts"] = self.goodput.spent
         self.journal.write(**record)
         return float(self.goodput)
+
+    def watcher_notices(self) -> None:
+        """Logs what the ranks' watcher has noticed since the last call."""
+        while self.positions.notices:
+            self.event("watcher", self.positions.notices.popleft())
 
     def validation(
         self, step: int, loss: float, bits: float | None, experts: list[list[int]]

@@ -9,7 +9,8 @@ from functools import partial
 from torch import Tensor
 
 from ..cost import sizes_of
-from ..layout import Layout, LayoutError, Shape
+from ..layout import Layout, LayoutError, Shape, recipe
+from ..layout.choices import FP32
 from ..layout.run import Run
 from ..models.loss import CrossEntropy
 from ..parallel import Model, Precision, build_model, load_model
@@ -53,6 +54,23 @@ def shape_of(run: Run) -> Shape:
             f"{run.own}: describe() gives no shape; add shape=Shape(...) to its Model."
         )
     return run.sized(plain)
+
+
+def layout_for(run: Run, ranks: int) -> Layout:
+    """The layout of a run for so many ranks; of `auto` the recipe's, as only the command plans."""
+    shape = shape_of(run)
+    layout = run.for_ranks(ranks).layout_of(shape)
+    if layout is None:
+        tokens = run.tokens(shape)
+        precision = run.precision or FP32
+        made = recipe(shape, ranks, batch=shape.batch, sequence=tokens, precision=precision)
+        layout = run.divided(made, shape.batch)
+    if layout.ranks != ranks:
+        raise LayoutError(
+            f"layout {str(layout)!r} is for {layout.ranks} ranks, and there are {ranks}."
+            " Set train.fallback to layouts for other numbers of ranks."
+        )
+    return layout
 
 
 def program_of(model: Model, layout: Layout, options: StepOptions = DEFAULT) -> Program:

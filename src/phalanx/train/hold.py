@@ -1,0 +1,38 @@
+"""The folders of a run whose ranks a launcher has started: rank 0 holds them for all (`lock.py`)."""
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from ..comm import World
+from ..comm.agree import agreement, broadcast_text, errors_of
+from ..layout.run import Run
+from .lock import RunLocked, hold_run, owner_of, unshared
+from .stop import StopError, remove_stale_stop
+
+
+@contextmanager
+def hold_from_first_rank(world: World, run: Run, *, held: bool) -> Iterator[None]:
+    """Hold the run's folders from rank 0, unless the process that started the ranks has `held` them.
+    Every rank calls it; where another run has them, every rank raises the same."""
+    if held:
+        yield
+        return
+    begun = time.time()
+    with agreement(world) as facts:  # else it is the folder that is not shared
+        facts["out"] = run.out
+    start, refusal = world.split("start", [range(world.size)]), ""
+    with ExitStack() as stack:
+        if world.rank == 0:
+            try:
+                stack.enter_context(hold_run(Path(run.out), run.checkpoints))
+                remove_stale_stop(run, begun, launched=True)
+            except (RunLocked, StopError, OSError) as error:
+                refusal = str(error)
+        if refusal := broadcast_text(start, refusal):
+            raise RunLocked(refusal)
+        owner = broadcast_text(start, owner_of(run.checkpoints))
+        if unseen := errors_of(start, unshared(run.checkpoints, owner)):
+            raise RunLocked("; ".join(unseen[:4]))
+        yield

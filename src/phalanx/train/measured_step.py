@@ -1,0 +1,96 @@
+"""One step of a start that all ranks measure: its operations and the memory they hold, for the report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+
+from ..comm.agree import exchange
+from ..parallel import Unit
+from ..parallel.compile import graphs
+from ..program import Span, Timeline
+from ..program.memory import Sizes, peaks
+from .log import RunLog
+from .parallelize import ModelPart
+from .rank import Rank
+from .step import CompletedStep
+
+
+class MeasuredStep:
+    """Writes each rank's operations and memory of the step `number` (from 0) to files."""
+
+    def __init__(self, rank: Rank, log: RunLog, start: int) -> None:
+        self.rank, self.log = rank, log
+        run = rank.run
+        self.number = min(start + run.profile.start, run.steps - 1)
+
+    def after_step(self, step: CompletedStep) -> None:
+        if step.done != self.number + 1:
+            return
+        part = self.rank.part
+        spans = tuple(
+            Span(s.rank, s.lane, s.op, s.start - step.begun, s.end - step.begun)
+            for s in step.result.timeline.spans
+        )
+        timelines = exchange(part.everyone, json.dumps(Timeline(spans).to_json()), 0)
+        self.log.timeline(step.done, str(part.layout), part.program, timelines)
+        own = memory_of_part(part, self.rank.world.rank)
+        held = exchange(part.everyone, json.dumps(own), 0)
+        self.log.event("memory", step=step.done, ranks=[json.loads(one) for one in held])
+        log_graphs(self.rank, self.log, step.done)
+
+
+def log_graphs(rank: Rank, log: RunLog, done: int) -> None:
+    """Logs the number of graphs compiled so far."""
+    if not rank.part.layout.compile:
+        return
+    made = graphs()
+    text = f"step {done}  {made.compiled} graphs are compiled"
+    if made.recompiles:
+        text += f", {made.recompiles} of them for other shapes or Python values"
+    log.event("compile", text, step=done, graphs=made.compiled, again=made.recompiles)
+
+
+def memory_of_part(part: ModelPart, rank: int) -> dict[str, dict[str, float]]:
+    """Bytes by kind on this rank: as the program promises, and as it was."""
+    units = part.local.every_unit
+    state: dict[int, int] = {}
+    for number, update in part.updates.items():
+        tensors = [x for kept in update.state.values() for x in kept.values()]
+        state[number] = sum(x.nbytes for x in tensors if x.dim())
+    row = part.program.owner[rank]
+    sizes = _sizes(units, state, part.program.pieces)
+    kinds = peaks(part.program, sizes)[row].kinds
+    promised = {kind: kinds.get(kind, 0.0) for kind in ("weights", "optimizer")}
+    both = kinds.get("gathered", 0.0) + kinds.get("gradients", 0.0)
+    pool = sum(n * size * dtype.itemsize for (size, dtype), n in part.local.pool.most.items())
+    measured = {
+        "weights": float(sum(u.home.nbytes + u.beside for u in units)),
+        "optimizer": float(sum(state.values())),
+        "gathered and gradients": float(pool),
+    }
+    return {"promised": promised | {"gathered and gradients": both}, "measured": measured}
+
+
+def _sizes(units: Sequence[Unit], state: Mapping[int, int], pieces: int) -> Sizes:
+    """Bytes of this rank's units; what activations take is not known here."""
+
+    def each(bytes_of: Callable[[Unit], float]) -> tuple[float, ...]:
+        return tuple(
+            float(sum(bytes_of(unit) for unit in units if unit.piece == n)) for n in range(pieces)
+        )
+
+    def trained(unit: Unit, numbers: int) -> float:
+        return 0 if unit.frozen else numbers * unit.precision.reduce.itemsize
+
+    none = (0.0,) * pieces
+    cut = any(unit.groups.reduce.size > 1 for unit in units)
+    return Sizes(
+        kept=none,
+        input=none,
+        home=each(lambda u: u.home.nbytes + u.beside),
+        gathered=each(lambda u: 0 if u.same else u.numel * u.dtype.itemsize),
+        gradient=each(lambda u: trained(u, u.numel)),
+        gradient_shard=each(lambda u: trained(u, u.part)) if cut else (),
+        optimizer=tuple(float(state.get(n, 0)) for n in range(pieces)),
+    )

@@ -1,0 +1,82 @@
+"""One rank's part of a model in a layout, ready to make steps.
+
+The caller brings the rows of each batch. Nothing here knows of a run file, a data set, a log or a
+checkpoint: `rank.py` has those of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..comm import Group, World
+from ..layout import Layout
+from ..layout.choices import FP16
+from ..parallel import Model, Precision, microbatches, on_device, share
+from ..parallel.local import LocalModel, build_local
+from ..program import Program
+from ..program.build import forward_only
+from .executor import Executor, Validator
+from .optimizer import Optimizer, Update
+from .precision import LossScale
+
+
+@dataclass(frozen=True, eq=False)
+class ModelPart:
+    """One rank's part of a model: its weights, its groups to other ranks, and the executors of its
+    program."""
+
+    layout: Layout
+    model: Model
+    program: Program
+    local: LocalModel
+    trainer: Executor
+    validator: Validator
+
+    @property
+    def everyone(self) -> Group:
+        """The group of all ranks."""
+        return self.local.groups.everyone
+
+    @property
+    def updates(self) -> dict[int, Update]:
+        """The optimizer's update of each unit."""
+        return self.trainer.updates
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the model's pieces."""
+        return [name for name, _ in self.model.pieces]
+
+    def rows_of(self, size: int) -> slice:
+        """This rank's rows of a batch of `size` sequences."""
+        return share(size, self.layout.data, self.local.coordinates["data"])
+
+    def microbatches(self, rows: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        """This rank's rows of a batch, cut into microbatches and to its part of the time, on its device."""
+        own = microbatches(rows, self.layout, None, self.local.coordinates["cp"])
+        return [on_device(each, self.local.pool.device) for each in own]
+
+
+def parallelize(
+    world: World,
+    layout: Layout,
+    model: Model,
+    program: Program,
+    optimizer: Optimizer,
+    *,
+    precision: Precision,
+    clip: float = 0.0,
+    seed: int | None = None,
+) -> ModelPart:
+    """This rank's part of a model: its modules are cut, its groups opened, its executors made.
+
+    Every rank calls it. `seed` draws the weights; without one they are zeros, to be loaded or drawn.
+    """
+    local = build_local(world, layout, model, program, seed=seed, precision=precision)
+    scaling = LossScale() if layout.precision == FP16 else None
+    trainer = Executor(local, program, world.rank, optimizer, clip=clip, scaling=scaling)
+    validator = Validator(local, forward_only(program, layout), world.rank)
+    return ModelPart(layout, model, program, local, trainer, validator)
