@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from checkpoint_worlds import hash_tensors
+from loop_worlds import small, trained
 from torch import Tensor, nn
 
 from hub_models import VOCAB, saved, theirs, widened
@@ -19,6 +20,7 @@ from phalanx.parallel import build_model, start
 from phalanx.parallel.model import is_lora
 from phalanx.train.checkpoint_exchange import export_adapter, export_weights, import_weights
 from phalanx.train.checkpoint_format import CheckpointError, read_manifest
+from phalanx.train.checkpoint_load import TensorReader
 from phalanx.train.loop import train
 from phalanx.train.rank import batches_of
 
@@ -220,6 +222,25 @@ def test_pieces_that_a_run_freezes_stay_and_the_others_train(tmp_path: Path, cor
     )
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {n for n in before if n.startswith(("model.layers.1", "model.norm", "lm_"))}
+
+
+@pytest.mark.parametrize("layout", ["ep2", "ep2 tp2 seq experts:tp zero1", "dp2 ep2 zero3"])
+def test_frozen_experts_that_ranks_share_are_saved_whole(layout: str, tmp_path: Path) -> None:
+    """Each rank has other experts, and none of them is a copy. Another layout goes on from the save."""
+    sizes = "model={layers=1,hidden=16,heads=2,ffn=24,vocab=256,experts=4,top_k=2}"
+    more = (sizes, "lora.r=2", "validation.batches=0", "train.check_copies=1")
+    out = tmp_path / "run"
+    trained(small(out, "steps=1", *more), layout)
+    run = small(out, "steps=2", *more)
+    trained(run, "dp2")
+    path = out / "checkpoints" / "step-00000002"
+    reader = TensorReader(path, read_manifest(path))
+    model = build_model(run.shape)
+    frozen = [name for name in model.weights if ".routed." in name]
+    assert len(frozen) == 3
+    for name in frozen:
+        saved = reader.whole(reader.tensors["weight", name])
+        assert torch.equal(saved, start(model, name, run.seed).to(saved.dtype)), name
 
 
 def test_an_adapter_is_exported_of_a_run_with_lora_only(tmp_path: Path, corpus: Path) -> None:

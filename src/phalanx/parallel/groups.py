@@ -72,7 +72,8 @@ class Groups:
     batch: Group | None
     # Of every unit, also of those on other stages, and of every piece's unit of experts.
     units: tuple[UnitGroups, ...]
-    whole: UnitGroups | None  # of frozen weights that every rank keeps whole
+    # Of the frozen weights of every unit, where each rank keeps them whole.
+    whole: tuple[UnitGroups, ...] | None
 
 
 def unit_axes(model: Model, layout: Layout, unit: int) -> UnitAxes:
@@ -125,10 +126,10 @@ def open_groups(
         return world.split(prefix + name, mesh.groups(["pp"]), flows)
 
     replicas = layout.copies == layout.ranks
-    count, whole = everyone if replicas else along("count", "dp", "cp", "ep"), None
+    count = everyone if replicas else along("count", "dp", "cp", "ep")
+    whole = None
     if model.frozen and not _cuts_frozen(layout):
-        alone = along("alone")
-        whole = UnitGroups(alone, alone, count, alone, {})
+        whole = _open_whole(world, layout, model, count, prefix)
     routers = [m for _, piece in model.pieces for m in piece.modules() if isinstance(m, Router)]
     over_tp = ("tp",) if layout.seq else ()  # else its ranks see the same tokens
     sequences = batch = None
@@ -199,6 +200,26 @@ def _open_units(
             places=tuple(_place(mesh, axes, rank) for rank in matrices.ranks) if matrices else (),
             scales=scales,
         )
+
+    return tuple(map(groups_of, range(2 * len(model.pieces))))
+
+
+def _open_whole(
+    world: World, layout: Layout, model: Model, count: Group, prefix: str
+) -> tuple[UnitGroups, ...]:
+    """The groups of every unit whose ranks keep it whole: the ranks with the same part of the model are
+    replicas. For experts these are fewer, as ranks that share experts have others of them."""
+    mesh = layout.mesh
+    alone = world.split(f"{prefix}alone", mesh.groups(()))
+    every = mesh.groups(("dp", "cp", "ep"))
+    opened: dict[Ranks, Group] = {every: count}
+
+    def groups_of(unit: int) -> UnitGroups:
+        axes = unit_axes(model, layout, unit)
+        ranks = mesh.groups((*axes.shard, *axes.replica))
+        if ranks not in opened:
+            opened[ranks] = world.split(f"{prefix}whole", ranks)
+        return UnitGroups(alone, alone, opened[ranks], alone, {})
 
     return tuple(map(groups_of, range(2 * len(model.pieces))))
 

@@ -92,87 +92,160 @@ def build_local(
     """
     refuse_unfit(model, layout)
     model = cut_blocks(model, layout)
-    mine = [p for p, row in program.host.items() if row == program.owner[world.rank]]
-    held = sorted({unit for piece in mine for unit in program.units(piece)})
-    count = len(model.pieces)
-    held += [piece + count for piece in mine if piece + count in model.unit_of.values()]
-    groups = open_groups(world, layout, model, program, prefix=prefix)
     precision = precision or Precision()
-    pool = BufferPool(world.device, empty=world.empty, poison=poison)
     at = world_place(layout, world.rank)
+    role = _Role.of(program, world.rank)
+    groups = open_groups(world, layout, model, program, prefix=prefix)
     weights = cut_weights(model, layout, at)
     install_context(model, layout, groups.ring, groups.ulysses)
     install_regions(model, layout, groups)
-    row = program.rows[program.owner[world.rank]]
-    kinds = {op.kind for op in row}
-    dropped = {op.piece for op in row if op.kind == ops.DROP}
-    # A gradient that comes in parts is added up in place, which autograd does not do.
-    once = program.microbatches == 1 and not kinds & {ops.INPUT_GRADIENT, ops.TO_OWNERS}
-    same = precision.compute == precision.master == precision.reduce and not precision.matmul
-    at_host = bool({"weights", "optimizer"} & set(layout.offload))
-    may_be_plain = once and same and not (at_host or dropped or program.replicated)
-    narrow = frozenset[str]()
-    if layout.gathers_in_8_bits:
-        narrow = narrow_names(model, precision.matmul)
-
-    def units_of(*, frozen: bool) -> dict[int, Unit]:
-        units: dict[int, Unit] = {}
-        for number in held:
-            chosen = [
-                weight
-                for name, weight in weights.items()
-                if model.unit_of[name] == number and weight.frozen == frozen
-            ]
-            # A piece may have no weights, and a unit all the same.
-            if not (chosen if frozen or number >= count else number not in program.frozen):
-                continue
-            whole, own = groups.whole if frozen else None, groups.units[number]
-            plain = may_be_plain and not frozen and _stays(chosen, own)
-            kind: Any = PlainUnit if plain else Unit
-            matrices = narrow & {w.name for w in chosen}
-            if matrices and (whole or own).gather.size > 1:
-                kind = partial(NarrowUnit, narrow=matrices)
-            units[number] = kind(
-                number,
-                chosen,
-                whole or own,
-                pool,
-                precision,
-                resident=number % count not in dropped,
-                at_host=at_host,
-                replicas_apart=program.replicated,
-                frozen=frozen,
-                piece=number % count,
-            )
-        return units
-
-    units, still = units_of(frozen=False), units_of(frozen=True)
-    all_units = {n: [u[n] for u in (units, still) if n in u] for n in held}
-    _place(model, all_units, mine, layout, at, world.device)
-    draw = partial(_fill, model, all_units)
+    pool = BufferPool(world.device, empty=world.empty, poison=poison)
+    maker = _UnitMaker(model, layout, program, role, groups, pool, precision, weights)
+    trained, frozen = maker.units(frozen=False), maker.units(frozen=True)
+    of_number = {n: [u[n] for u in (trained, frozen) if n in u] for n in maker.held}
+    _place(model, of_number, role.pieces, layout, at, world.device)
+    draw = partial(_fill, model, of_number)
     if seed is not None:
         draw(seed)
-    pieces = {p: _piece(model, p, program, all_units, kinds, layout, world.device) for p in mine}
-
-    def edge(piece: int, batch: Mapping[str, Tensor]) -> Bundle:
-        if model.edges:
-            like = model.edges(piece, batch)
-        else:
-            width = model.shape.hidden if model.shape else 0
-            shape = edge_shape(batch, width, layout.tp if layout.seq else 1)
-            like = {"x": torch.empty(shape, dtype=precision.compute, device="meta")}
-        return {name: _real(x, world.device) for name, x in like.items()}
-
-    every = (op for each in program.rows for op in each)
-    experts = {op.piece for op in every if op.kind == ops.COUNT_ROUTES}
-    exchange = Exchange(groups.ep, groups.routes, experts)
+    pieces = {
+        p: _piece(model, p, program, of_number, role, layout, world.device) for p in role.pieces
+    }
     taken = {name for piece in pieces.values() for name in piece.takes}
     derived = {
         name: _at_dtype(make, precision.compute)
         for name, make in model.derived.items()
         if name in taken
     }
-    return LocalModel(pieces, units, still, groups, exchange, pool, at, edge, derived, draw)
+    return LocalModel(
+        pieces,
+        trained,
+        frozen,
+        groups,
+        Exchange(groups.ep, groups.routes, _pieces_of_experts(program)),
+        pool,
+        at,
+        partial(_edge, model, layout, precision.compute, world.device),
+        derived,
+        draw,
+    )
+
+
+@dataclass(frozen=True)
+class _Role:
+    """What a rank does in a program, as far as its units and pieces depend on it."""
+
+    pieces: tuple[int, ...]  # that it computes
+    dropped: frozenset[int]  # pieces whose weights it drops after use
+    splits: bool  # its backward comes in two parts
+    offloads: bool  # its activations go to the host
+    adds: bool  # gradients are added up in place, which autograd's own are not
+
+    @classmethod
+    def of(cls, program: Program, rank: int) -> "_Role":
+        number = program.owner[rank]
+        row = program.rows[number]
+        kinds = {op.kind for op in row}
+        splits = ops.INPUT_GRADIENT in kinds
+        return cls(
+            pieces=tuple(piece for piece, row in program.host.items() if row == number),
+            dropped=frozenset(op.piece for op in row if op.kind == ops.DROP),
+            splits=splits,
+            offloads=ops.OFFLOAD in kinds,
+            adds=program.microbatches > 1 or splits or ops.TO_OWNERS in kinds,
+        )
+
+
+class _UnitMaker:
+    """Makes a rank's units, each of the class that its weights, groups and gradients ask for."""
+
+    def __init__(
+        self,
+        model: Model,
+        layout: Layout,
+        program: Program,
+        role: _Role,
+        groups: Groups,
+        pool: BufferPool,
+        precision: Precision,
+        weights: Mapping[str, Weight],
+    ) -> None:
+        self.model, self.program, self.role, self.groups = model, program, role, groups
+        self.pool, self.precision, self.weights = pool, precision, weights
+        self.count = len(model.pieces)
+        self.at_host = bool({"weights", "optimizer"} & set(layout.offload))
+        own = {unit for piece in role.pieces for unit in program.units(piece)}
+        experts = [piece + self.count for piece in role.pieces]
+        # The numbers of this rank's units: those of its pieces, and those of their experts.
+        self.held = sorted(own) + [n for n in experts if n in model.unit_of.values()]
+        self.narrow = frozenset[str]()
+        if layout.gathers_in_8_bits:
+            self.narrow = narrow_names(model, precision.matmul)
+
+    def units(self, *, frozen: bool) -> dict[int, Unit]:
+        """The units of the weights that are trained, or of those that are frozen."""
+        units = {}
+        for number in self.held:
+            chosen = [
+                weight
+                for name, weight in self.weights.items()
+                if self.model.unit_of[name] == number and weight.frozen == frozen
+            ]
+            # A piece may have no weights, and a unit of trained ones all the same.
+            of_piece = not frozen and number < self.count
+            if number not in self.program.frozen if of_piece else chosen:
+                units[number] = self._unit(number, chosen, frozen=frozen)
+        return units
+
+    def _unit(self, number: int, weights: Sequence[Weight], *, frozen: bool) -> Unit:
+        piece = number % self.count
+        groups = self.groups.units[number]
+        if frozen and self.groups.whole is not None:
+            groups = self.groups.whole[number]
+        given: Any = (number, weights, groups, self.pool, self.precision)
+        terms: Any = {
+            "resident": piece not in self.role.dropped,
+            "at_host": self.at_host,
+            "replicas_apart": self.program.replicated,
+            "frozen": frozen,
+            "piece": piece,
+        }
+        in_8_bits = self.narrow & {weight.name for weight in weights}
+        if in_8_bits and groups.gather.size > 1:
+            return NarrowUnit(*given, narrow=in_8_bits, **terms)
+        if not frozen and self._may_be_plain and _stays(weights, groups):
+            return PlainUnit(*given, **terms)
+        return Unit(*given, **terms)
+
+    @cached_property
+    def _may_be_plain(self) -> bool:
+        """True if weights lie as they are computed with, and their gradients come once."""
+        p = self.precision
+        same = p.compute == p.master == p.reduce and not p.matmul
+        stays = not (self.at_host or self.role.dropped or self.program.replicated)
+        return same and stays and not self.role.adds
+
+
+def _pieces_of_experts(program: Program) -> set[int]:
+    every = (op for each in program.rows for op in each)
+    return {op.piece for op in every if op.kind == ops.COUNT_ROUTES}
+
+
+def _edge(
+    model: Model,
+    layout: Layout,
+    dtype: torch.dtype,
+    device: torch.device,
+    piece: int,
+    batch: Mapping[str, Tensor],
+) -> Bundle:
+    """Empty tensors for what a piece takes."""
+    if model.edges:
+        like = model.edges(piece, batch)
+    else:
+        width = model.shape.hidden if model.shape else 0
+        shape = edge_shape(batch, width, layout.tp if layout.seq else 1)
+        like = {"x": torch.empty(shape, dtype=dtype, device="meta")}
+    return {name: _real(x, device) for name, x in like.items()}
 
 
 def _at_dtype(make: Derive, dtype: torch.dtype) -> Callable[[Mapping[str, Tensor]], Tensor]:
@@ -201,7 +274,7 @@ def _piece(
     piece: int,
     program: Program,
     units: Mapping[int, Sequence[Unit]],
-    kinds: set[str],
+    role: _Role,
     layout: Layout,
     device: torch.device,
 ) -> Piece:
@@ -218,8 +291,8 @@ def _piece(
         model.takes(piece),
         first=piece == 0,
         last=piece == program.pieces - 1,
-        splits=ops.INPUT_GRADIENT in kinds,
-        offloads=ops.OFFLOAD in kinds,
+        splits=role.splits,
+        offloads=role.offloads,
         compiled=compiled,
     )
 
