@@ -4,13 +4,13 @@ import os
 from pathlib import Path
 
 from ..layout import Layout, Run, RunError, Shape, legal
-from ..layout.choices import DTYPES, FP32, LOCAL_RANKS, OPTIMIZERS, SGD
+from ..layout.choices import DTYPES, FP32, LOCAL_RANKS, OPTIMIZERS, PYTHON, SGD
 from ..layout.codec import Mistake
 from ..layout.environment import launched
 from ..layout.files import open_regular, reason
 from ..layout.host import machine_memory
 from ..layout.pieces import staged_pieces
-from ..layout.run import PYTHON, refuse_random_by_name
+from ..layout.run import refuse_random_by_name
 from ..layout.source import names_source
 from ..layout.url import Url
 from ..program import build, check, refuse_own

@@ -30,11 +30,13 @@ from typing import TYPE_CHECKING
 
 from ..hang.watcher import FILE as HANG
 from ..layout import Layout
+from ..layout.choices import BYTES, PYTHON
 from ..layout.codec import schema
 from ..layout.environment import EnvironmentMistake, Rendezvous, launched, node_command, rendezvous
 from ..layout.mesh import RANKS
 from ..layout.output import flush_output, output_scope, put_line, settle_output, unblock_output
-from ..layout.run import BYTES, PYTHON, Run, RunError, misfits
+from ..layout.run import Run, RunError
+from ..layout.run_checks import misfits
 from ..plan import Machine
 from .arguments import hide_secrets, without_secrets
 from .before import refuse_before

@@ -105,6 +105,8 @@ AUTO, THREADS, SHM, GLOO, NCCL = "auto", "threads", "shm", "gloo", "nccl"
 BACKENDS = (AUTO, THREADS, SHM, GLOO, NCCL)  # what carries messages
 LOCAL_RANKS = 256  # that one command starts on this machine
 DEVICES = (AUTO, "cpu", "cuda")
+PYTHON = "python"  # the built-in data: text of Python's library as bytes
+BYTES = 256  # its vocabulary
 
 
 class OptimizerTraits(NamedTuple):

@@ -6,30 +6,25 @@ once before any process starts. No torch: a wrong file is refused in a fraction 
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from .choices import ADAMW, OPTIMIZERS, PRECISIONS, elsewhere
+from .choices import ADAMW, OPTIMIZERS, PRECISIONS, PYTHON, elsewhere
 from .codec import FileError, Mistake, Reader, dump, key, text_of
 from .families import code_of
-from .files import parse_toml, read_text, unmakable
+from .files import parse_toml, read_text
 from .layout import Layout
-from .legal import legal, nearest
 from .mesh import LayoutError
-from .shape import HUB, Shape, ShapeError, published
-from .source import split_name, syntax_error
+from .run_checks import mistakes_of
+from .shape import HUB, Shape, published
 from .url import Url
 
-BYTES = 256  # the vocabulary of the built-in data
-PYTHON = "python"  # its name
 RANDOM = "random"  # weights that are drawn from `seed`
 CHECKPOINTS = "checkpoints"  # where they lie in a run's folder, unless checkpoint.dir names another
 
@@ -268,7 +263,7 @@ class Run:
         run = replace(run, out=run.out or f"runs/{Path(name).stem}")
         if adopt is not None and "model" not in reader.given:
             run = adopt(run)
-        misfits = [m._replace(place=reader.place(m.place) or name) for m in _misfits(run)]
+        misfits = [m._replace(place=reader.place(m.place) or name) for m in mistakes_of(run)]
         if mistakes := [*reader.mistakes, *misfits]:
             raise RunError(name, list(dict.fromkeys(mistakes)))
         return run
@@ -396,8 +391,6 @@ def _weighted(item: str) -> tuple[str, Fraction]:
 
 
 Adopt = Callable[[Run], Run]
-# Keys of a shape that are not the model's but the run's.
-_TRAINED = {"freeze": "freeze", "lora_r": "lora.r", "lora_targets": "lora.targets"}
 ALL_LINEAR = "all-linear"  # as peft writes it
 _PEFT = {f"{name}_proj": f"w{name}" for name in "qkvo"}
 _PEFT |= {f"{name}_proj": name for name in ("gate", "up", "down")}
@@ -436,157 +429,3 @@ def refuse_random_by_name(run: Run) -> None:
     elsewhere = run.checkpoint.remote or run.train.in_memory
     if not begun and not elsewhere and (mistake := random_by_name(run)):
         raise RunError("run", [mistake])
-
-
-def misfits(run: Run, shape: Shape, layout: Layout | None) -> Iterator[Mistake]:
-    """Yields the reasons why a model of this shape cannot be trained as the run asks (in this layout)."""
-    yield from _tokens(run, shape)
-    if layout is None or shape.kind != "decoder":
-        return
-    batch, sequence = shape.batch, run.tokens(shape)
-    broken = legal(layout, shape, batch=batch, sequence=sequence)
-    near = nearest(layout, shape, batch=batch, sequence=sequence) if broken else ()
-    hint = f" Nearest that fit: {'; '.join(map(str, near))}." if near else ""
-    for violation in broken:
-        what = f"layout = {str(layout)!r}: {violation.what.rstrip('.')}"
-        last = hint if violation is broken[-1] else ""
-        yield Mistake("layout", what, violation.way_out.rstrip(".") + "." + last)
-
-
-def _misfits(run: Run) -> Iterator[Mistake]:
-    """Mistakes between keys that are each valid alone. `place` is a key."""
-    yield from _plan(run)
-    yield from _files(run)
-    if run.weights and (run.own or run.hub):
-        what = f"weights = {run.weights!r} with model = {run.model!r}, which has weights of its own"
-        yield Mistake("weights", what, "Leave it out, or write a shape's name, as 8b")
-    for place, value in (("lora.r", run.lora.r), ("freeze", run.freeze)) if run.own else ():
-        if value:
-            what = f"{place} with model = {run.own!r}, no built-in decoder"
-            yield Mistake(place, what, "Leave it out; your own class may use requires_grad_(False)")
-    shape = None
-    try:
-        if isinstance(run.model, dict):  # read here once more, for the keys of its mistakes
-            reader = Reader(Shape)
-            reader.table(Shape, {"name": "model", **run.model}, "model.")
-            yield from reader.mistakes
-        shape = None if run.own else run.shape
-    except ShapeError as error:
-        for wrong in error.mistakes:
-            if wrong.place in _TRAINED:
-                yield wrong._replace(place=_TRAINED[wrong.place])
-            elif not isinstance(run.model, dict):
-                what = f"model = {run.model!r}: {wrong.place}: {wrong.what}"
-                yield Mistake("model", what, wrong.way_out)
-    except LayoutError as error:
-        what = f"model = {run.model!r}: {str(error).rstrip('.')}"
-        yield Mistake("model", what, "See `phalanx check --help`")
-    yield from _layout(run, shape)
-    for each in run.fallbacks:
-        yield from (m._replace(place="train.fallback") for m in _layout(each, shape))
-
-
-def _layout(run: Run, shape: Shape | None) -> Iterator[Mistake]:
-    layout = None
-    try:
-        layout = run.layout_of(shape)
-    except RunError as error:
-        yield from error.mistakes
-    except LayoutError as error:
-        what = f"layout = {run.layout!r}: {str(error).rstrip('.')}"
-        yield Mistake("layout", what, 'Or write "auto"')
-    if shape is not None:
-        yield from misfits(run, shape, layout)
-
-
-def _tokens(run: Run, shape: Shape) -> Iterator[Mistake]:
-    if shape.kind != "decoder":
-        what = f"model = {run.model!r} is not a decoder, and the data is text"
-        decoders = [name for name in Shape.names() if Shape.load(name).kind == "decoder"]
-        yield Mistake("model", what, f"Choose one of {', '.join(decoders)}")
-        return
-    if shape.positions == "learned" and run.sequence > shape.sequence:
-        what = f"sequence = {run.sequence}: {shape.name} has learned {shape.sequence} positions"
-        yield Mistake("sequence", what, f"Write sequence = {shape.sequence} or less")
-    named = [path for path, _ in run.sources]
-    if PYTHON in named and not run.hub and shape.vocab < BYTES:
-        what = f"model = {run.model!r} has a vocabulary of {shape.vocab}, and bytes are {BYTES}"
-        yield Mistake("model", what, f"Give it vocab = {BYTES} or more")
-
-
-def _plan(run: Run) -> Iterator[Mistake]:
-    o = run.optimizer
-    for name, steps in (("warmup_steps", o.warmup_steps), ("decay_steps", o.decay_steps)):
-        if steps > run.steps:
-            what = f"optimizer.{name} = {steps} is longer than steps = {run.steps}"
-            yield Mistake(f"optimizer.{name}", what, f"Write {run.steps} or less")
-    both = o.warmup_steps + o.decay_steps
-    if o.schedule == "wsd" and o.warmup_steps <= run.steps < both:
-        what = f"optimizer.warmup_steps + optimizer.decay_steps = {both} of steps = {run.steps}"
-        way_out = f"Write decay_steps = {run.steps - o.warmup_steps} or less"
-        yield Mistake("optimizer.decay_steps", what, way_out)
-    if o.decay_steps and o.schedule != "wsd":
-        what = f"optimizer.decay_steps = {o.decay_steps} has no effect"
-        what += f" with schedule = {o.schedule!r}"
-        yield Mistake("optimizer.decay_steps", what, 'Leave it out, or write schedule = "wsd"')
-    if o.min_lr is not None and o.min_lr > o.lr:
-        what = f"optimizer.min_lr = {o.min_lr:g} is more than lr = {o.lr:g}"
-        yield Mistake("optimizer.min_lr", what, "Write a learning rate, up to lr")
-    if o.momentum and o.name == "adamw":
-        what = f"optimizer.momentum = {o.momentum} has no effect on adamw"
-        yield Mistake("optimizer.momentum", what, 'Write optimizer.betas, or name = "sgd"')
-    for name in ("nesterov", "adjust_lr", "matrix_lr"):
-        if o.name != "muon" and getattr(o, name) != getattr(OptimizerChoice, name):
-            what = f"optimizer.{name} has no effect on {o.name}"
-            yield Mistake(f"optimizer.{name}", what, 'Leave it out, or write name = "muon"')
-    if run.profile.steps and run.profile.start + run.profile.steps > run.steps:
-        what = f"profile.start + profile.steps = {run.profile.start + run.profile.steps} of {run.steps} steps"
-        yield Mistake("profile.start", what, "Profile earlier, or fewer steps")
-
-
-def _files(run: Run) -> Iterator[Mistake]:
-    for path, _ in run.sources:
-        if path != PYTHON and not Path(path).exists():
-            what = f"data = {path!r} is not there"
-            yield Mistake("data", what, 'Write data = "python" for the built-in text, or a path')
-    if len({weight > 0 for _, weight in run.sources}) != 1:
-        beside = "a source without a weight beside one with"
-        what = f"data names {beside if run.sources else 'nothing'}"
-        yield Mistake("data", what, 'Write data = "a:0.7, b:0.3", or none for all in full')
-    for name in ("tensorboard", "wandb", "trackio"):
-        if getattr(run.metrics, name) and importlib.util.find_spec(name) is None:
-            what = f"metrics.{name} = true, and {name} is not installed"
-            yield Mistake(f"metrics.{name}", what, f"pip install {name}, or leave it out")
-    for name, folder in (("out", run.out), ("checkpoint.dir", run.checkpoint.dir)):
-        if "://" in folder:
-            what = f"{name} = {folder!r} is a URL, and a folder of this machine belongs there"
-            yield Mistake(name, what, "Write checkpoint.remote for what is uploaded")
-        elif folder and (why := unmakable(folder)):
-            yield Mistake(name, f"{name} = {folder!r} {why}", "Name another folder, or a new one")
-    if run.checkpoint.remote:
-        yield from _remote(run.checkpoint.remote)
-    file = split_name(run.own)[0]
-    if file and not Path(file).is_file():
-        what = f"model = {run.own!r}: there is no file {file}"
-        yield Mistake("model", what, "See docs/bring-your-model.md")
-    elif file and (wrong := syntax_error(file)):
-        yield Mistake("model", f"model = {run.own!r}: {wrong}", "Fix it there")
-    if run.machine and not Path(run.machine).is_file():
-        what = f"machine = {run.machine!r} is not there"
-        yield Mistake("machine", what, f"Measure it: phalanx doctor --out {run.machine}")
-
-
-def _remote(url: str) -> Iterator[Mistake]:
-    """Explains why nothing can be uploaded to a URL."""
-    place = "checkpoint.remote"
-    what, (scheme, separator, _) = f"{place} = {url!r}", url.partition("://")
-    if not separator:
-        yield Mistake(place, f"{what} is no URL", "Write s3://bucket/run, or leave it out")
-    elif importlib.util.find_spec("fsspec") is None:
-        what += " needs fsspec, which is not installed"
-        yield Mistake(place, what, "pip install 'phalanx[remote]'")
-    else:
-        try:
-            importlib.import_module("fsspec").get_filesystem_class(scheme)
-        except (ImportError, ValueError) as error:
-            yield Mistake(place, f"{what}: {str(error).rstrip('.')}", "Or another URL")
