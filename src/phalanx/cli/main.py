@@ -9,13 +9,14 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from types import ModuleType
 
 from ..layout.device_environment import set_up
 from ..layout.files import reason
 from ..layout.output import output_scope
 from ..version import VERSION
+from .first_process import STOPPED, StoppedEarly, early_requests, leave_first_process
 from .usage import OutputError, UsageError, complain, nearest_word, say, silence
 
 # A verb's module stands beside this file and offers run(argv) -> exit code. Nothing is imported
@@ -117,6 +118,11 @@ def _answered(argv: list[str]) -> int:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         complain("phalanx: interrupted.")
         return 130
+    except StoppedEarly as stopped:
+        complain(
+            f"phalanx: stopped by {stopped} before the run began. The same command starts it again."
+        )
+        return STOPPED
     except OutputError as error:
         silence()
         complain(f"phalanx: cannot write to standard output: {error}.")
@@ -164,9 +170,12 @@ def _run(argv: list[str]) -> int:
         verb = verb[:60]
         hint = nearest_word(verb, VERBS, 0.4)
         raise UsageError(f"unknown verb {verb!r}.{hint} Verbs are {', '.join(VERBS)}.")
-    module = module_of(verb)
-    try:
-        code: int = module.run(argv[1:])
-    except SystemExit as done:  # argparse ends --help so
-        return int(done.code or 0)
+    with early_requests(os.environ) if verb == "train" else nullcontext():
+        if verb == "train":
+            leave_first_process()
+        module = module_of(verb)
+        try:
+            code: int = module.run(argv[1:])
+        except SystemExit as done:  # argparse ends --help so
+            return int(done.code or 0)
     return code

@@ -40,6 +40,7 @@ from ..layout.run_checks import misfits
 from ..plan import Machine
 from .arguments import hide_secrets, without_secrets
 from .before import refuse_before
+from .first_process import STOPPED
 from .run_words import adopted, load_run
 from .usage import Parser, UsageError, complain, hush, print_json, progress, say, whole
 
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     from ..train.loop import Outcome
     from ..train.starts import Starts
 
-STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later, which is what a scheduler then does
 _INTERRUPTED = "The step is finished and saved. Ctrl-C again ends the run at once."
 _BEGUN = time.time()  # a STOP file older than this process is not meant for it
 

@@ -11,7 +11,6 @@ import io
 import logging
 import os
 import select
-import signal
 import sys
 import threading
 import time
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import TextIO
 
 from .files import reason
+from .signals import signals_held_back
 
 ROOM = 1 << 20  # characters that are queued at most
 _FEW = (
@@ -71,7 +71,9 @@ class Outlet:
             self.moved = time.monotonic()
         try:
             # Not `threading.Thread`: its locks may be held where a signal handler has come between.
-            with _signals_held_back():
+            # Python calls handlers in the main thread only. A signal that the system gives to another
+            # thread does not wake the main thread: a command that waits for its ranks would miss Ctrl-C.
+            with signals_held_back():
                 _thread.start_new_thread(self._work, ())
         except RuntimeError:  # the limit of processes
             self._work()
@@ -213,24 +215,6 @@ def _same_file(one: TextIO, other: TextIO) -> bool:
         return os.path.sameopenfile(one.fileno(), other.fileno())
     except (OSError, ValueError):
         return False
-
-
-# What a fault of the thread itself raises, which nobody can hold back.
-_FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
-
-
-@contextmanager
-def _signals_held_back() -> Iterator[None]:
-    """A thread that is started here receives no signals.
-
-    Python calls handlers in the main thread only. A signal that the system gives to another thread
-    does not wake the main thread: a command that waits for its ranks would not notice Ctrl-C.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _FAULTS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _writer(stream: TextIO) -> Callable[[str], None]:

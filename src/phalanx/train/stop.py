@@ -21,13 +21,13 @@ from types import FrameType
 from ..layout.files import open_regular, reason
 from ..layout.journal import last_record
 from ..layout.run import Run
+from ..layout.signals import STOP_SIGNALS
 from .lock import RUN as LOCK
 from .lock import owner_of
 
 STOP = "STOP"  # the file, and how a request by it is called
 REMOVED = "REMOVED"  # how the removal of the run's folder is called
 FOR_GOOD = (STOP, REMOVED)  # these count more than signals
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _RESERVE = ".run.stop"
 _SIGNAL = "signal "  # what a STOP file begins with that a command has put there for its ranks
 # Seconds that clocks of one file server may differ by, from one of its answers to the next.
@@ -133,7 +133,7 @@ def stop_signals(receive: Callable[[int, FrameType | None], None]) -> Iterator[N
         yield
         return
     with ExitStack() as before:
-        for number in SIGNALS:
+        for number in STOP_SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:
                 before.callback(signal.signal, number, signal.signal(number, receive))
         yield
