@@ -1,8 +1,11 @@
 """What goes wrong between ranks is said at once, by whom, and leaves nobody behind."""
 
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 import torch
@@ -206,3 +209,31 @@ def test_groups_that_do_not_part_the_ranks_and_names_in_use_are_refused():
 def test_receiving_from_oneself_what_was_not_sent_does_not_wait():
     with pytest.raises(CommError, match="waits for itself"):
         AloneWorld().split("tp", [[0]]).receive(torch.zeros(1), 0)
+
+
+def waits_for_a_file(world, ready, answer):
+    """Says that it waits, and whether the file has come."""
+    ready.with_name(f"{ready.name}-{world.rank}").touch()
+    end = time.monotonic() + 60
+    while not answer.exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    return answer.exists()
+
+
+def test_a_signal_that_another_thread_gets_is_noticed_while_ranks_are_waited_for(tmp_path):
+    """The system gives signals to any thread that takes them, and Python calls handlers in the main one."""
+    ready, answer = tmp_path / "ready", tmp_path / "answer"
+
+    def get_a_signal():
+        while len(list(tmp_path.glob("ready-*"))) < 2:
+            time.sleep(0.01)
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR2)
+
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: answer.touch())
+    thread = threading.Thread(target=get_a_signal)
+    thread.start()
+    try:
+        assert launch(waits_for_a_file, 2, ready, answer, backend="shm") == [True, True]
+    finally:
+        thread.join()
+        signal.signal(signal.SIGUSR2, before)

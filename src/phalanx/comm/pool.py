@@ -32,6 +32,9 @@ from torch_shm.arena import Extent, Reserved
 # Seconds in which the others may report how they ended once one rank has failed, so that the rank
 # whose loss they suffered is named first; then they are ended.
 GRACE = 0.5
+# Seconds between two looks at signals while ranks are waited for. A signal that the system gives to a
+# thread of a library does not end the wait of the main thread, in which alone Python calls handlers.
+LOOKS = 1.0
 _dist: Any = torch.distributed  # its stubs lack the stores
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 # A variable of the environment: ranks over NCCL may share GPUs, to test what they call.
@@ -105,7 +108,7 @@ class Pool:
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         deadline = None
         while waiting:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            left = LOOKS if deadline is None else max(0.0, deadline - time.monotonic())
             ready = [pipe for pipe in wait(list(waiting), left) if isinstance(pipe, Connection)]
             for pipe in ready:
                 rank = waiting.pop(pipe)
@@ -114,7 +117,7 @@ class Pool:
                     reports.append(answer)
                 else:
                     (results[rank],) = answer
-            if not ready:
+            if not ready and deadline is not None:
                 break
             if reports and deadline is None:
                 deadline = time.monotonic() + GRACE
