@@ -52,6 +52,7 @@ QUICK: dict[str, list[list[str]]] = {
     "draw-run": [["draw", "run", "ran.json"]],
     "train": [["train", "steps=2", "batch=4", "sequence=8", MODEL, "layout=", "out=run"]],
     "top": [["top", "run", "--once"]],
+    "sample": [["sample", "run", "--tokens", "4"]],
     "report": [["report", "run"], ["report", "run", "--svg", "pictures"]],
     "checkpoint-show": [["checkpoint", "show", "run"]],
     "checkpoint-verify": [["checkpoint", "verify", "run"]],

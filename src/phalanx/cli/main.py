@@ -31,6 +31,8 @@ VERBS: dict[str, str] = {
     "launch": "a run on Slurm, Kubernetes, Ray, SkyPilot or torchrun",
     "data": "text, JSONL or parquet made into token files",
     "checkpoint": "show, verify, export or import a checkpoint",
+    "sample": "text that a trained model writes after a prompt",
+    "chat": "a conversation with a model that was trained on chats",
     "report": "one HTML page of a run",
     "top": "a running run in a terminal: step, speed, ranks",
     "bench": "collectives, matrix products, MFU and overlap of this machine",

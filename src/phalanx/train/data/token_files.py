@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from ...layout.codec import decode, key
 from ...layout.files import reason
+from ...layout.run import PYTHON
 from ..folder import Folder, count
 from .digests import SourceRecord, described, fingerprint
 
@@ -224,6 +225,7 @@ def _split(
 # ---- our own files: a JSON index, raw little-endian tokens, document offsets
 
 INDEX = "index.json"
+AS_BYTES = "bytes"  # the name of the tokenizer that makes each byte a token
 FORMAT, VERSION = "phalanx-tokens", 1
 SPLITS = ("train", "validation")
 ANSWERS = "answers"  # the file of a split that says which tokens of chats are trained on
@@ -294,6 +296,15 @@ def _index(folder: Folder) -> Index:
     if index.vocab > 1 << 8 * DTYPES[index.dtype].itemsize:
         folder.refuse(INDEX, f"tokens of type {index.dtype} cannot name {index.vocab}.")
     return index
+
+
+def tokenizer_of(path: str) -> str:
+    """The name of the tokenizer that a corpus was prepared with, or "" if its files do not say."""
+    if path == PYTHON:
+        return AS_BYTES
+    if not (Path(path) / INDEX).is_file():
+        return ""
+    return _index(Folder(Path(path), DataError)).tokenizer
 
 
 def _stream(folder: Folder, index: Index, name: str) -> Stream:

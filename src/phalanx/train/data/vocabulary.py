@@ -21,11 +21,12 @@ from numpy.typing import NDArray
 from ..folder import Folder
 from .rows import BadRow, Message, answers
 from .sources import needed
-from .token_files import DataError, dtype_for
+from .token_files import AS_BYTES, DataError, dtype_for
 
 LIMIT = 256 << 20  # bytes of a tokenizer.json
 FILE, CONFIG, MODEL = "tokenizer.json", "tokenizer_config.json", "config.json"
 TEMPLATE = "chat_template.jinja"
+GENERATION = "generation_config.json"
 
 
 class Encoded(NamedTuple):
@@ -45,13 +46,27 @@ class Bytes:
     the length of each.
     """
 
-    name: str = "bytes"
+    name: str = AS_BYTES
     size: int = 256
     end: int | None = None
-    marks: tuple[str, ...] = ("bytes",)
+    marks: tuple[str, ...] = (AS_BYTES,)
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end a text which a model writes: none."""
+        return frozenset()
 
     def encode(self, raw: bytes | memoryview, lengths: NDArray[np.int64]) -> Encoded:
         return Encoded(np.frombuffer(raw, np.uint8), lengths)
+
+    def prompt(self, text: str) -> list[int]:
+        """The tokens of a text that a model is to continue."""
+        return list(text.encode())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens. A token beyond the bytes, of a larger vocabulary, is U+FFFD."""
+        known = [bytes([token]) if token < self.size else b"\xff" for token in tokens]
+        return b"".join(known).decode(errors="replace")
 
     def refuse_chats(self) -> NoReturn:
         """Raise where chats cannot be made tokens."""
@@ -130,6 +145,33 @@ class Tokenizer:
         flat = list(chain.from_iterable(chain(ids, closing) for ids in numbers))
         counts = np.fromiter(map(len, numbers), np.int64, len(numbers)) + len(closing)
         return Encoded(np.array(flat, f"<{dtype_for(self.size)}"), counts)
+
+    # ---- texts that a model continues
+
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end a text which a model writes, as the files of its folder name them."""
+        found = set() if self.end is None else {self.end}
+        for name in (MODEL, GENERATION):
+            if self.folder is not None and (self.folder / name).is_file():
+                value = Folder(self.folder, DataError).json(name, LIMIT).get("eos_token_id")
+                values = value if isinstance(value, list) else [value]
+                found |= {token for token in values if isinstance(token, int)}
+        return frozenset(found)
+
+    def prompt(self, text: str) -> list[int]:
+        """The tokens of a text that a model is to continue."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def chat_prompt(self, messages: list[Message]) -> list[int]:
+        """The tokens of a chat up to where the model is to answer."""
+        return self.prompt(self._written(messages, None, add_generation_prompt=True))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, without special ones."""
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return text
 
     # ---- chats
 

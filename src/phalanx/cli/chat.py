@@ -1,0 +1,59 @@
+"""`phalanx chat`: a conversation with a model that was trained on chats.
+
+  phalanx chat runs/chats
+  phalanx chat runs/chats --system "Answer in one sentence." --temperature 0
+  phalanx chat hf:Llama-3.2-1B-Instruct
+
+SOURCE is a run, one of its checkpoints, or hf:FOLDER. Its tokenizer needs a chat template. Each line of
+standard input is a message; Ctrl-D ends the conversation.
+"""
+
+import sys
+
+from .sampling import add_sampling, add_source, sampling_of, source_of
+from .usage import Parser, UsageError, say
+
+_PROMPT = "> "
+
+
+def run(argv: list[str]) -> int:
+    parser = Parser(__doc__, json=False)
+    add_source(parser)
+    parser.add("--system", default="", metavar="TEXT", help="a first message that sets the tone")
+    add_sampling(parser, tokens=512)
+    args = parser.read(argv)
+    source = source_of(args.source)
+    from ..generate import Generator
+    from ..generate.text import continued, vocabulary_of
+    from ..train.data.vocabulary import Bytes
+
+    vocabulary = vocabulary_of(source, args.tokenizer)
+    if isinstance(vocabulary, Bytes):
+        raise UsageError(
+            "a chat needs a tokenizer with a chat template: --tokenizer FOLDER. Text without one is"
+            " for phalanx sample."
+        )
+    vocabulary.refuse_chats()
+    generator = Generator.open(source)
+    messages = [{"role": "system", "content": args.system}] if args.system else []
+    asks = sys.stdin.isatty()
+    while True:
+        if asks:
+            say(_PROMPT, end="", flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            break
+        if not line.strip():
+            continue
+        messages.append({"role": "user", "content": line.strip()})
+        prompt = vocabulary.chat_prompt(messages)
+        answer = ""
+        sampling = sampling_of(args, len(messages))
+        for piece in continued(generator, vocabulary, prompt, args.tokens, sampling):
+            say(piece, end="", flush=True)
+            answer += piece
+        say()
+        messages.append({"role": "assistant", "content": answer})
+    if asks:
+        say()
+    return 0

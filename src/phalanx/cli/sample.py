@@ -1,0 +1,45 @@
+"""`phalanx sample`: text that a trained model writes after a prompt.
+
+  phalanx sample runs/first --prompt "def main("
+  phalanx sample runs/first --prompt "def " --tokens 300 --temperature 0.8 --top-k 50
+  phalanx sample runs/first --prompt "import " --samples 3 --seed 7 --json
+  phalanx sample hf:Llama-3.2-1B --prompt "The sea" --temperature 0
+
+SOURCE is a run, one of its checkpoints, written in any layout, or hf:FOLDER. The model is read into the
+memory of this process, in float32.
+"""
+
+from .sampling import add_sampling, add_source, sampling_of, source_of
+from .usage import Parser, print_json, say, whole
+
+
+def run(argv: list[str]) -> int:
+    parser = Parser(__doc__)
+    add_source(parser)
+    parser.add("--prompt", default="\n", metavar="TEXT", help="the beginning of the text")
+    parser.add("--samples", type=whole(1, 1024), default=1, help="how many texts to write")
+    add_sampling(parser, tokens=200)
+    args = parser.read(argv)
+    source = source_of(args.source)
+    from ..generate import Generator
+    from ..generate.text import continued, vocabulary_of
+
+    vocabulary = vocabulary_of(source, args.tokenizer)
+    generator = Generator.open(source)
+    prompt = vocabulary.prompt(args.prompt)
+    texts: list[str] = []
+    for number in range(args.samples):
+        sampling = sampling_of(args, number)
+        pieces = continued(generator, vocabulary, prompt, args.tokens, sampling)
+        if args.json:
+            texts.append("".join(pieces))
+            continue
+        if number:
+            say("---")
+        say(args.prompt, end="")
+        for piece in pieces:
+            say(piece, end="", flush=True)
+        say()
+    if args.json:
+        print_json({"source": source, "prompt": args.prompt, "texts": texts})
+    return 0

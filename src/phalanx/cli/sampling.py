@@ -1,0 +1,48 @@
+"""Options of the commands that let a trained model write, and the values that they stand for."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from ..api.load import checkpoints_in
+from ..layout.shape import HUB
+from .usage import Parser, real, whole
+
+if TYPE_CHECKING:
+    from ..generate import Sampling
+
+SEEDS = 1 << 62
+
+
+def add_source(parser: Parser) -> None:
+    parser.add("source", metavar="SOURCE", help="a run, a checkpoint, or hf:FOLDER")
+
+
+def add_sampling(parser: Parser, *, tokens: int) -> None:
+    """Adds the options of `Sampling`, the length and the tokenizer."""
+    positive = real(lambda x: x >= 0, "of 0 or more")
+    share = real(lambda x: 0 < x <= 1, "above 0 and at most 1")
+    add = parser.add
+    add("--tokens", type=whole(1, 1 << 20), default=tokens, help="the most tokens to write")
+    what = "below 1: likelier text; 0: the likeliest token"
+    add("--temperature", type=positive, default=1.0, help=what)
+    what = "draw from the N likeliest tokens; 0: from all"
+    add("--top-k", type=whole(0, 1 << 24), default=0, help=what)
+    what = "draw from the likeliest tokens that have this probability together"
+    add("--top-p", type=share, default=1.0, help=what)
+    add("--seed", type=whole(0, SEEDS), default=0, help="of the draws")
+    what = "a tokenizer.json or its folder; default: that of the run"
+    add("--tokenizer", default="", metavar="PATH", help=what)
+
+
+def sampling_of(args: argparse.Namespace, number: int = 0) -> Sampling:
+    """How the text of that number is drawn: each has a seed of its own."""
+    from ..generate import Sampling
+
+    return Sampling(args.temperature, args.top_k, args.top_p, args.seed + number)
+
+
+def source_of(name: str) -> str:
+    """The newest checkpoint of a run or of its folder, one checkpoint, or hf:FOLDER."""
+    return name if name.startswith(HUB) else str(checkpoints_in(name)[0])

@@ -1,0 +1,179 @@
+"""A trained model that continues sequences of tokens, on one process.
+
+The prompt is read at once; then each token costs one pass over one token, as the keys and values of all
+earlier tokens are kept (`cached.py`). The model is built from its shape and takes its weights from a
+checkpoint in any layout, or from a folder of Hugging Face.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ..layout import Shape
+from ..layout.shape import HUB
+from ..models import Core
+from ..models.decoder import Head
+from ..parallel import Model, build_model
+from ..train.checkpoint_exchange import HubReader
+from ..train.checkpoint_format import read_manifest
+from ..train.checkpoint_load import TensorReader
+from .cached import CachedCore
+from .sampling import GenerateError, Sampling
+
+
+class Generator:
+    """A decoder with its weights, and the keys and values of the tokens that it has read."""
+
+    def __init__(self, model: Model, dtype: torch.dtype = torch.float32) -> None:
+        self.model, self.dtype = model, dtype
+        self.blocks = [piece for _, piece in model.pieces[1:-1]]
+        self.embed, head = model.pieces[0][1], model.pieces[-1][1]
+        if not isinstance(head, Head) or not _cacheable(self.blocks):
+            raise GenerateError(
+                "only models of phalanx's own decoder can be sampled. Export the checkpoint"
+                " (phalanx checkpoint export) and call transformers' generate."
+            )
+        self.head = head
+        self.cores = [_cached(block) for block in self.blocks]
+        self.read = 0  # tokens of each row
+
+    @classmethod
+    def open(cls, source: Path | str, dtype: torch.dtype = torch.float32) -> Generator:
+        """The model of a checkpoint, or of a folder of Hugging Face named as hf:FOLDER."""
+        name = str(source)
+        reader = (
+            HubReader(Path(name.removeprefix(HUB)))
+            if name.startswith(HUB)
+            else TensorReader(Path(source), read_manifest(Path(source)))
+        )
+        with reader:
+            shape = reader.manifest.shape
+            if shape is None or shape.kind != "decoder":
+                raise GenerateError(f"{source} holds no decoder: there is nothing to sample from.")
+            model = build_model(shape)
+            weights = {
+                tensor.name: reader.whole(tensor)
+                for tensor in reader.manifest.tensors
+                if tensor.kind == "weight"
+            }
+        _fill(model, weights, dtype)
+        return cls(model, dtype)
+
+    @property
+    def shape(self) -> Shape:
+        assert self.model.shape is not None  # of every model of `build_model`
+        return self.model.shape
+
+    @property
+    def longest(self) -> int | None:
+        """The most tokens of a sequence: with learned positions, as many as there are; else any number."""
+        return self.shape.sequence if self.shape.positions == "learned" else None
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.read = 0
+        for core in self.cores:
+            core.reset()
+
+    @torch.inference_mode()
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Read tokens (batch, new) that follow those read so far; the logits after each of them,
+        (batch, new, vocabulary)."""
+        time = torch.arange(self.read, self.read + tokens.shape[1])
+        positions = time.expand_as(tokens)
+        self.read += tokens.shape[1]
+        x = self.embed(tokens, positions)
+        shared = {
+            name: make({"positions": positions}, x.dtype)
+            for name, make in self.model.derived.items()
+        }
+        for block in self.blocks:
+            x = block(x, positions=positions, **shared)
+        return self.head.logits(x)
+
+    def generate(
+        self,
+        prompt: list[int],
+        count: int,
+        sampling: Sampling = Sampling(),  # noqa: B008 - a frozen value
+        *,
+        rows: int = 1,
+        ends: Collection[int] = (),
+    ) -> Iterator[list[int]]:
+        """Yields the next token of each of `rows` continuations of a prompt, `count` times at most.
+
+        A row ends with one of the tokens `ends`, which it then repeats; when all rows have ended, so
+        does the generator.
+        """
+        self._refuse(prompt, count)
+        self.reset()
+        draws = sampling.generator()
+        tokens = torch.tensor([prompt]).expand(rows, -1)
+        closing = torch.tensor(sorted(ends), dtype=torch.long)
+        done = torch.zeros(rows, dtype=torch.bool)
+        chosen = torch.zeros(rows, dtype=torch.long)
+        for _ in range(count):
+            latest = self.logits(tokens)[:, -1]
+            chosen = torch.where(done, chosen, sampling.choose(latest, draws))
+            done |= torch.isin(chosen, closing)
+            yield chosen.tolist()
+            if bool(done.all()):
+                return
+            tokens = chosen.unsqueeze(1)
+
+    def _refuse(self, prompt: list[int], count: int) -> None:
+        vocabulary = self.shape.vocab
+        if not prompt:
+            raise GenerateError("the prompt holds no token. Write at least one character.")
+        if max(prompt) >= vocabulary or min(prompt) < 0:
+            raise GenerateError(
+                f"the prompt has token {max(prompt)}, and the model knows {vocabulary:,}."
+                " Name the tokenizer that the model was trained with: --tokenizer FOLDER."
+            )
+        longest = self.longest
+        if longest is not None and len(prompt) + count > longest:
+            raise GenerateError(
+                f"a prompt of {len(prompt)} tokens and {count} new ones are more than the {longest}"
+                f" positions of the model. Write --tokens {max(0, longest - len(prompt))}, or a"
+                " shorter prompt."
+            )
+
+
+def _cacheable(blocks: list[nn.Module]) -> bool:
+    return all(isinstance(getattr(getattr(b, "attn", None), "core", None), Core) for b in blocks)
+
+
+def _cached(block: nn.Module) -> CachedCore:
+    """Gives a block a core that keeps keys and values, and returns it."""
+    attention = block.attn
+    assert isinstance(attention, nn.Module)
+    assert isinstance(attention.core, Core)
+    attention.core = CachedCore(attention.core)
+    return attention.core
+
+
+def _fill(model: Model, weights: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """Gives a model on the meta device these weights, and its buffers their values."""
+    names = {parameter: name for name, parameter in model.weights.items()}
+    if missing := sorted(names[p] for p in names if names[p] not in weights):
+        raise GenerateError(f"the checkpoint has no {missing[0]} ({len(missing)} weights missing).")
+    filled = {
+        parameter: nn.Parameter(weights[name].to(dtype), requires_grad=False)
+        for parameter, name in names.items()
+    }
+    for _, piece in model.pieces:
+        for module in piece.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = filled[parameter]
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+        for module in piece.modules():
+            reset = getattr(module, "reset_buffers", None)
+            if reset is not None:
+                reset()

@@ -1,0 +1,55 @@
+"""The choice of the next token from its logits."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+class GenerateError(ValueError):
+    """A request that cannot be met: the reason, and a way out."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn. With a temperature of 0 it is the likeliest one.
+
+    `top_k` keeps the k likeliest tokens, 0 all. `top_p` keeps the likeliest tokens that together have
+    at least this probability (Holtzman et al. 2020, nucleus sampling).
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise GenerateError(f"temperature is {self.temperature}; it must be 0 or more.")
+        if self.top_k < 0:
+            raise GenerateError(f"top_k is {self.top_k}; it must be 0 (all tokens) or more.")
+        if not 0 < self.top_p <= 1:
+            raise GenerateError(f"top_p is {self.top_p}; it must be above 0 and at most 1.")
+
+    def generator(self) -> torch.Generator:
+        return torch.Generator().manual_seed(self.seed)
+
+    def choose(self, logits: Tensor, generator: torch.Generator) -> Tensor:
+        """The next token of each row. logits: (rows, vocabulary)."""
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        probabilities = self.kept(logits.float() / self.temperature).softmax(-1)
+        return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
+
+    def kept(self, logits: Tensor) -> Tensor:
+        """The logits, with -inf for tokens that may not be drawn."""
+        if 0 < self.top_k < logits.shape[-1]:
+            least = logits.topk(self.top_k, -1).values[:, -1:]
+            logits = logits.masked_fill(logits < least, -torch.inf)
+        if self.top_p < 1:
+            ordered, order = logits.sort(-1, descending=True)
+            shares = ordered.softmax(-1)
+            before = shares.cumsum(-1) - shares  # of all likelier tokens
+            beyond = (before >= self.top_p).scatter(-1, order, before >= self.top_p)
+            logits = logits.masked_fill(beyond, -torch.inf)
+        return logits

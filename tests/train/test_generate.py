@@ -1,0 +1,155 @@
+"""Generated tokens are those of transformers, and sampling follows its options."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from hub_models import FAMILIES, saved, theirs
+from phalanx.cli import main
+from phalanx.generate import GenerateError, Generator, Sampling
+from phalanx.generate.text import continued
+from phalanx.parallel import build_model
+from phalanx.train.data.vocabulary import Bytes
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+GREEDY = Sampling(temperature=0)
+Capture = pytest.CaptureFixture[str]
+
+
+# Dynamic rope: its angles depend on the length of the whole sequence, which grows here.
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "dynamic"])
+def test_logits_of_one_token_at_a_time_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    model = theirs(name)
+    generator = Generator.open(f"hf:{saved(model, tmp_path / 'hub')}")
+    vocabulary = generator.shape.vocab
+    draw = torch.Generator().manual_seed(1)
+    tokens = torch.randint(vocabulary, (2, 14), generator=draw)
+    with torch.no_grad():
+        wanted = model(tokens).logits
+    parts = [generator.logits(part) for part in torch.split(tokens, [5, *[1] * 9], 1)]
+    found = torch.cat(parts, 1)
+    assert wanted.std() > 0.1
+    assert (found - wanted).abs().max() < 4e-6 * wanted.abs().max()
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama", "qwen3", "gemma2", "mixtral", "deepseek_v3", "gpt_oss"]
+)
+def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    if name not in FAMILIES:
+        name = next(each for each in FAMILIES if each.startswith(name))
+    model = theirs(name)
+    generator = Generator.open(f"hf:{saved(model, tmp_path / 'hub')}")
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    whole = model.generate(torch.tensor([PROMPT]), max_new_tokens=6, **options)
+    wanted = whole[0, len(PROMPT) :].tolist()
+    assert [token for (token,) in generator.generate(PROMPT, 6, GREEDY)] == wanted
+
+
+def probabilities(sampling: Sampling, *shares: float) -> list[float]:
+    logits = torch.tensor([shares]).log()
+    return sampling.kept(logits).softmax(-1)[0].tolist()
+
+
+def test_top_k_and_top_p_keep_the_likeliest_tokens() -> None:
+    shares = (0.15, 0.5, 0.05, 0.3)
+    of_two = [0.0, 0.625, 0.0, 0.375]
+    assert probabilities(Sampling(top_k=2), *shares) == pytest.approx(of_two)
+    assert probabilities(Sampling(top_p=0.7), *shares) == pytest.approx(of_two)
+    # 0.5 is reached by the first token alone, and a little more is not.
+    assert probabilities(Sampling(top_p=0.5), *shares) == pytest.approx([0, 1, 0, 0])
+    assert probabilities(Sampling(top_p=0.51), *shares) == pytest.approx(of_two)
+    assert probabilities(Sampling(), *shares) == pytest.approx(shares)
+
+
+def test_a_temperature_sharpens_and_zero_takes_the_likeliest() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0]]).expand(4000, -1)
+    cold = Sampling(temperature=0.5)
+    drawn = torch.bincount(cold.choose(logits, cold.generator()), minlength=3) / len(logits)
+    wanted = (logits[0] / 0.5).softmax(-1)
+    assert (drawn - wanted).abs().max() < 0.03
+    assert Sampling(temperature=0).choose(logits, cold.generator()).unique().tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}]
+)
+def test_terms_out_of_range_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(GenerateError, match=next(iter(wrong))):
+        Sampling(**wrong)  # type: ignore[arg-type]
+
+
+def test_rows_end_with_an_end_token_and_repeat_it(tmp_path: Path) -> None:
+    generator = Generator.open(f"hf:{saved(theirs('llama'), tmp_path / 'hub')}")
+    free = list(generator.generate(PROMPT, 12, Sampling(seed=3), rows=3))
+    end = free[2][0]
+    ended = list(generator.generate(PROMPT, 12, Sampling(seed=3), rows=3, ends={end}))
+    for row in range(3):
+        tokens = [step[row] for step in ended]
+        if end in tokens:
+            first = tokens.index(end)
+            assert set(tokens[first:]) == {end}
+            assert tokens[: first + 1] == [step[row] for step in free][: first + 1]
+    assert [step[0] for step in ended].index(end) <= 2
+
+
+def test_what_cannot_be_continued_is_refused_with_a_way_out(tmp_path: Path) -> None:
+    generator = Generator.open(f"hf:{saved(theirs('gpt2'), tmp_path / 'hub')}")
+    longest = generator.longest
+    assert longest is not None
+    with pytest.raises(GenerateError, match=f"Write --tokens {longest - 8}"):
+        next(generator.generate(PROMPT, longest))
+    with pytest.raises(GenerateError, match="holds no token"):
+        next(generator.generate([], 1))
+    with pytest.raises(GenerateError, match="--tokenizer"):
+        next(generator.generate([generator.shape.vocab], 1))
+
+
+class Scripted:
+    """A generator that writes given bytes."""
+
+    def __init__(self, text: bytes) -> None:
+        self.text = text
+
+    def generate(self, prompt, count, sampling, ends):  # type: ignore[no-untyped-def]
+        return ([token] for token in self.text)
+
+
+def test_a_character_of_several_tokens_comes_whole() -> None:
+    text = "a→ü"
+    script = Scripted(text.encode())
+    pieces = list(continued(script, Bytes(), [0], 9, GREEDY))  # type: ignore[arg-type]
+    assert "".join(pieces) == text
+    assert pieces[:3] == ["a", "→", "ü"]
+
+
+def test_a_run_in_several_parts_is_sampled_with_its_own_tokens(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = "model={layers=2,hidden=16,heads=2,ffn=32,vocab=256}"
+    words = ["steps=2", "batch=4", "sequence=16", model, "validation.batches=0", f"out={tmp_path}"]
+    assert main(["train", *words, "layout=dp2 tp2 zero3", "--backend", "threads"]) == 0
+    capsys.readouterr()
+    options = ["--tokens", "6", "--temperature", "0"]
+    assert main(["sample", str(tmp_path), "--prompt", "de", "--json", *options]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    generator = Generator.open(figures["source"])
+    tokens = [token for (token,) in generator.generate(list(b"de"), 6, GREEDY)]
+    assert figures["texts"] == [Bytes().decode(tokens)]
+    assert main(["sample", str(tmp_path), "--prompt", "de", *options]) == 0
+    assert capsys.readouterr().out.startswith("de")
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    assert main(["chat", str(tmp_path)]) == 2
+    assert "phalanx sample" in capsys.readouterr().err
+
+
+def test_a_model_that_is_no_decoder_is_refused() -> None:
+    from phalanx.layout import Shape
+
+    with pytest.raises(GenerateError, match="phalanx checkpoint export"):
+        Generator(build_model(Shape.load("mlp")))
