@@ -119,7 +119,7 @@ def test_every_command_explains_itself_in_eighty_columns(
     assert main([*command.split(), "--help"]) == 0
     out = capsys.readouterr().out
     assert f"usage: phalanx {command}" in out
-    assert "--json" in out or command in ("bench", "data", "checkpoint", "completion")
+    assert "--json" in out or command in ("bench", "data", "chat", "checkpoint", "completion")
     # An example stands on one line, so that it can be copied.
     assert not [x for x in out.splitlines() if len(x) > 80 and not x.startswith("  phalanx ")]
 
