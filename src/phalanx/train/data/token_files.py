@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ...layout.choices import PYTHON
 from ...layout.codec import decode, key
 from ...layout.files import reason
-from ...layout.run import PYTHON
 from ..folder import Folder, count
 from .digests import SourceRecord, described, fingerprint
 
