@@ -5,8 +5,8 @@ from contextlib import ExitStack
 import pytest
 from rank_threads import threads_of
 
-from adversary import late
 from phalanx.comm import workers
+from phalanx.comm.late import late
 
 WORLDS = ("alone-1", "threads-1", "threads-2", "threads-3", "threads-4", "threads-8")
 LATE = ("late-1", "late-2", "late-3", "late-4", "late-8")

@@ -9,9 +9,9 @@ from functools import partial
 import pytest
 import torch
 
-from adversary import late
 from phalanx.comm import World
 from phalanx.comm.base import Work
+from phalanx.comm.late import late
 from phalanx.comm.launch import launch
 from phalanx.comm.shm import ShmWorld
 from phalanx.layout import Layout, Shape

@@ -8,7 +8,6 @@ from functools import cache, partial
 from math import nan
 
 from phalanx.comm import RankFailed
-from phalanx.comm.launch import workers
 from phalanx.layout import Layout, Shape
 from phalanx.layout.choices import COMPARED
 from phalanx.parallel import Model, build_model
@@ -26,6 +25,7 @@ from phalanx.verify.verify import (
     setting_for,
     truth_of,
     with_loss_scale,
+    worlds_over,
 )
 
 from .fault import Fault
@@ -95,7 +95,7 @@ def trained(
     """What a layout does, on ranks that are threads."""
     make = _maker(shape, dropout, z_loss)
     program = program_in(layout, make, setting)
-    with workers(layout.ranks, backend="threads") as run:
+    with worlds_over("threads")(layout.ranks) as run:
         return join(run(train_layout, layout, program, make, setting), setting.steps)
 
 

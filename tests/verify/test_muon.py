@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from adversary import late_worlds
+from phalanx.comm.late import late_worlds
 from phalanx.layout import Layout, LayoutError, Rules
 from phalanx.layout.matrices import orthogonal_work
 from phalanx.parallel import Model, build_model, cut_weights
@@ -35,7 +35,7 @@ COVERED = {
 
 
 def failures(name: str, layouts: Any, **more: Any) -> list[str]:
-    verdicts = verify(SHAPES[name], layouts, optimizer="muon", worlds=late_worlds, **more)
+    verdicts = verify(SHAPES[name], layouts, optimizer="muon", **more)
     return [f"{v.layout}: {v.first_difference}" for v in verdicts if not v.passed]
 
 

@@ -12,7 +12,6 @@ import torch
 from covered import covered
 from torch import Generator, Tensor
 
-from adversary import late_worlds
 from phalanx.cli.main import main
 from phalanx.comm import CommMisuse, RankFailed, World, regions
 from phalanx.comm.launch import launch
@@ -51,7 +50,7 @@ def test_layouts_that_cover_every_pair_of_choices_agree_with_one_process(
     some = layouts[part :: COUNTS[name]]
     # Threads whose results are NaN until they are waited for, so that a missing wait shows. Two steps
     # show what an update leaves behind.
-    assert failures(verify(SHAPES[name], some, steps=2, worlds=late_worlds)) == []
+    assert failures(verify(SHAPES[name], some, steps=2)) == []
 
 
 def test_recomputation_to_fit_selective_and_offload_agree_in_combination() -> None:
@@ -104,7 +103,7 @@ def test_experts_agree_in_every_pair_of_choices_of_eight_ranks(packed: bool, par
     layouts = covering(some if packed else every, 1)
     assert len(layouts) > 120
     assert {1, 2, 4, 8} - {x.ep for x in layouts} == ({1} if packed else set())
-    found = verify(shape, layouts[part::4], packed=packed, optimizer=optimizer, worlds=late_worlds)
+    found = verify(shape, layouts[part::4], packed=packed, optimizer=optimizer)
     assert failures(found) == []
 
 
@@ -128,7 +127,7 @@ def test_experts_agree_that_ranks_of_tp_and_cp_share(name: str, part: int, packe
     layouts, optimizer = sharing(name, 8), "muon" if packed else "adamw"
     assert len(layouts) > 90
     some = layouts[part::4]
-    found = verify(SHAPES[name], some, packed=packed, optimizer=optimizer, worlds=late_worlds)
+    found = verify(SHAPES[name], some, packed=packed, optimizer=optimizer)
     assert failures(found) == []
 
 

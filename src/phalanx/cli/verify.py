@@ -12,6 +12,9 @@ compared: it is listed and counted apart.
   phalanx verify --lora 4 --ranks 4 --cover 40
   phalanx verify --dtype bfloat16 --dropout 0.1 --layouts "dp2 tp2 seq"
 
+Ranks are threads that are given every result as late as it may come, so a missing wait, a buffer that is
+used anew too early and a message without a copy fail. --backend takes another transport, as it is.
+
 `make faults` in a clone puts mistakes into the code on purpose, and shows what `verify` says of each.
 """
 

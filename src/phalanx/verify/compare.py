@@ -249,7 +249,7 @@ def _hint(ratio: float) -> str:
     """Explains a wrong factor: a whole number or its inverse means an axis summed once too often,
     or not at all."""
     if math.isnan(ratio):
-        return "not a number: no rank has it, or a dropped weight was used"
+        return "not a number: no rank has it, or it was used before its wait or after its end"
     for k in range(2, 17):
         if abs(ratio - k) < 1e-3:
             return f"{k} times as much: summed over an axis of {k} once too often?"

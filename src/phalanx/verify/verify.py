@@ -22,6 +22,8 @@ from typing import Any
 import torch
 
 from ..comm import RankFailed
+from ..comm.devices import Devices
+from ..comm.late import late_worlds
 from ..comm.launch import Runner, workers
 from ..layout import Layout, LayoutError, Shape
 from ..layout.choices import COMPARED, DTYPES, FP64, THREADS
@@ -115,7 +117,7 @@ def verify(
     the model, where that is not the built-in one of the shape. `worlds` opens the worlds in place of
     what `backend` names. `z_loss` adds this times log(Z)^2 to each token's loss.
     """
-    worlds = worlds or partial(workers, backend=backend)
+    worlds = worlds or worlds_over(backend)
     plain = None if make else PlainForward(shape, dropout, z_loss)
     make, layouts = make or partial(build_model, shape, dropout=dropout), tuple(layouts)
     described_whole(make())
@@ -153,6 +155,14 @@ def verify(
                 with log.open("a") as file:
                     file.write(json.dumps(asdict(verdict)) + "\n")
             yield verdict
+
+
+def worlds_over(backend: str) -> Worlds:
+    """Worlds of a transport. Ranks that are threads on a CPU are given every result as late as is allowed,
+    and are refused what they may not do to a tensor meanwhile."""
+    if backend == THREADS and not Devices().gpus:
+        return late_worlds
+    return partial(workers, backend=backend)
 
 
 def setting_for(layout: Layout, setting: Setting) -> Setting:

@@ -1,5 +1,8 @@
 """Groups over threads that use all the freedom that the contract of `Group` leaves a transport.
 
+`verify` trains over them, since plain threads hide mistakes: there a result is often in place before it is
+waited for, and a message is copied before its tensor is used anew.
+
 From the beginning of a call to its wait the tensors of a rank belong to the group, and this one makes
 use of it. What a call writes to is NaN (the largest number, if whole) until the rank's own wait, also
 where the result is known long before, and also a tensor that is reduced in place. What a call reads
@@ -21,8 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.comm import CommMisuse, Group
-from phalanx.comm.base import Work
+from phalanx.comm.base import CommMisuse, Group, Work
 from phalanx.comm.threads import (
     Hub,
     Meeting,
@@ -56,7 +58,7 @@ class Held:
         return ""
 
 
-# Tests make hundreds of thousands of calls, so what each would make again is made here.
+# A comparison makes thousands of calls, so what each would make again is made here.
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 WRITTEN = {
     "all_reduce": "x", "receive": "x", "scatter": "x",
@@ -108,7 +110,7 @@ def poison(x: Tensor) -> None:
         x.detach().fill_(1 if x.dtype == torch.bool else torch.iinfo(x.dtype).max)
 
 
-def build_local(where: str, call: Call, copy: Call, place: int) -> Held:
+def hold(where: str, call: Call, copy: Call, place: int) -> Held:
     """Poison what the call writes to, but for what of it the call also reads."""
     into = written(call, place)
     reads = [
@@ -139,11 +141,12 @@ class LateMembers(ThreadMembers):
         where = f"rank {self.ranks[place]} in {call.kind} on {self.name}"
         # Under the lock, because others compare what they read of this rank under it.
         with self.hub.lock:
-            held = self.held[id(copy)] = build_local(where, call, copy, place)
+            held = self.held[id(copy)] = hold(where, call, copy, place)
         return LateWork(self, self.come(line, place, copy), place, copy, held)
 
     def _settle(self, meeting: Meeting) -> None:
-        self.met[meeting] = [self.held.pop(id(call)) for call in meeting.calls]
+        calls = [call for call in meeting.calls if id(call) in self.held]
+        self.met[meeting] = [self.held.pop(id(call)) for call in calls]
         super()._settle(meeting)
 
     def finish(self, meeting: Meeting, held: Held) -> None:
@@ -160,26 +163,49 @@ class LateMembers(ThreadMembers):
             raise CommMisuse(next(filter(None, wrong)))
 
 
-class LateWork(Work):
+class OpenWork(Work):
+    """A call that its rank has begun."""
+
+    def __init__(self, held: Held) -> None:
+        self.held = held
+
+
+class SentWork(OpenWork):
+    """A message on its way. Its sender never waits for the peer."""
+
+    def __init__(self, held: Held, sent: Tensor) -> None:
+        super().__init__(held)
+        self._sent = sent
+
+    def wait(self) -> None:
+        if self.held.returned:
+            return
+        if misuse := self.held.misuse():
+            raise CommMisuse(misuse)
+        self.held.returned = True
+        # A transport that has made no copy, though the sender may now write to it, delivers this.
+        poison(self._sent)
+
+
+class LateWork(OpenWork):
     """A call whose results are given at the wait and not before."""
 
     def __init__(
         self, members: LateMembers, meeting: Meeting, place: int, copy: Call, held: Held
     ) -> None:
-        self._members, self._meeting, self._place = members, meeting, place
-        self._copy, self.held = copy, held
+        super().__init__(held)
+        self._members, self._meeting, self._place, self._copy = members, meeting, place, copy
 
     def wait(self) -> None:
         if self.held.returned:
             return
-        # A sender never waits for its peer.
-        if self._copy.kind != "send" and not self._meeting.done:
+        if not self._meeting.done:
             with others_turn(self._members.hub):
                 self._members.wait(self._meeting, self._place, self._copy)
         self._members.finish(self._meeting, self.held)
 
     def done(self) -> bool:
-        return self._copy.kind == "send" or self._meeting.done
+        return self._meeting.done
 
 
 class LateGroup(ThreadGroup):
@@ -189,11 +215,22 @@ class LateGroup(ThreadGroup):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._open: list[LateWork] = []
+        self._open: list[OpenWork] = []
 
     def _begin(self, call: Call) -> Work:
-        line = {"send": (self.rank, call.at), "receive": (call.at, self.rank)}.get(call.kind, ())
-        work = self._members.begin(line, self.rank, call)
+        if call.kind == "send":
+            return self._opened(self._begin_send(call))
+        line = (call.at, self.rank) if call.kind == "receive" else ()
+        return self._opened(self._members.begin(line, self.rank, call))
+
+    def _begin_send(self, call: Call) -> OpenWork:
+        """The plain group sends a private tensor, which is poison once the sender has waited."""
+        sent = private(call)
+        super()._begin(sent)
+        where = f"rank {self.ranks[self.rank]} in send on {self.name}"
+        return SentWork(hold(where, call, private(call), self.rank), sent.x)
+
+    def _opened(self, work: OpenWork) -> OpenWork:
         self._open = [each for each in self._open if not each.held.returned] + [work]
         return work
 
@@ -235,7 +272,7 @@ class LateWorld(ThreadWorld):
 
 
 def late(size: int, timeout: float = 30.0) -> Callable[..., list[Any]]:
-    """A run of so many ranks over such groups."""
+    """A run of so many ranks over such groups, on the CPU."""
 
     def run(fn: Callable[..., Any], *args: Any) -> list[Any]:
         def rank(world: LateWorld, *args: Any) -> Any:
@@ -248,6 +285,6 @@ def late(size: int, timeout: float = 30.0) -> Callable[..., list[Any]]:
 
 
 @contextmanager
-def late_worlds(size: int) -> Iterator[Callable[..., list[Any]]]:
-    """What `verify` takes in place of the name of a transport."""
-    yield late(size)
+def late_worlds(size: int, timeout: float = 300.0) -> Iterator[Callable[..., list[Any]]]:
+    """In place of `workers`, for ranks that are threads."""
+    yield late(size, timeout)

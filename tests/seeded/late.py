@@ -1,0 +1,144 @@
+"""Faults of waiting: results used before they are there, tensors used anew before they were read.
+
+Over plain threads nearly all of these agree with one process, as a result is in place by the time that
+it is used. `verify` trains over groups that give it as late as they may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from phalanx.comm import Group
+from phalanx.comm.base import Work
+from phalanx.comm.threads import ThreadGroup
+from phalanx.parallel import Unit
+from phalanx.parallel.data import Then
+from phalanx.program import ops
+from phalanx.train.executor import Executor
+
+from .fault import fault, swapped
+
+
+def without_waits(before: set[str], awaited: set[str]) -> AbstractContextManager[None]:
+    """Operations of one kind go on without what they need of another."""
+    right = Executor._perform
+
+    def perform(self: Executor, op: Any) -> None:
+        if op.kind in before:
+            left = tuple(w for w in self.waits[op] if w.kind not in awaited)
+            self.waits = {**self.waits, op: left}
+        right(self, op)
+
+    return swapped(Executor, "_perform", perform)
+
+
+@fault("the norm does not wait for a sum", "gqa", "dp2", "gradient")
+def _norm_without_sum() -> AbstractContextManager[None]:
+    return without_waits({ops.AGREE}, {ops.REDUCE})
+
+
+@fault("the norm does not wait for a tied sum", "gpt", "pp2 1f1b:3", "norm")
+def _norm_without_tie() -> AbstractContextManager[None]:
+    # It was seen over gloo only: threads and shared memory had the sum by then.
+    return without_waits({ops.AGREE}, {ops.TIE})
+
+
+@fault("an update does not wait for the norm", "gqa", "dp2 zero1", "weight")
+def _update_without_norm() -> AbstractContextManager[None]:
+    return without_waits({ops.UPDATE}, {ops.AGREE})
+
+
+@fault("a forward does not wait for its weights", "gqa", "dp2 zero3", "output of embed")
+def _forward_without_weights() -> AbstractContextManager[None]:
+    return without_waits({ops.FORWARD}, {ops.GATHER})
+
+
+@fault("a forward does not wait for its input", "gqa", "pp2 1f1b:3", "output of layers.2")
+def _forward_without_input() -> AbstractContextManager[None]:
+    return without_waits({ops.FORWARD}, {ops.RECEIVE})
+
+
+@fault(
+    "what is sent is written to before it has left",
+    "gqa",
+    "pp2 1f1b:3",
+    "a tensor that the call reads",
+)
+def _cleared_after_sending() -> AbstractContextManager[None]:
+    right = Group.send
+
+    def send(self: Group, x: Any, to: int, *, wait: bool = True) -> Work:
+        work = right(self, x, to, wait=wait)
+        x.detach().zero_()
+        return work
+
+    return swapped(Group, "send", send)
+
+
+@fault("a message is sent without a copy", "gqa", "pp2 1f1b:3", "not a number")
+def _sent_without_copy() -> AbstractContextManager[None]:
+    """A transport keeps the sender's own tensor until the peer comes."""
+    right = ThreadGroup._begin
+
+    def begin(self: ThreadGroup, call: Any) -> Work:
+        if call.kind != "send":
+            return right(self, call)
+        self._members.come((self.rank, call.at), self.rank, call)
+        return Work()
+
+    return swapped(ThreadGroup, "_begin", begin)
+
+
+@fault(
+    "weights are written to while others read them",
+    "gqa",
+    "dp2 zero3",
+    "a tensor that the call reads",
+)
+def _updated_while_gathered() -> AbstractContextManager[None]:
+    """The own part, which others read where it lies, is written to once this rank has all."""
+    right = Unit.gather
+
+    def gather(self: Unit) -> Work:
+        work = right(self)
+        return Then(work, lambda: self.home.mul_(1.5)) if self.groups.gather.size > 1 else work
+
+    return swapped(Unit, "gather", gather)
+
+
+def used_at_once(name: str) -> AbstractContextManager[None]:
+    """What a call gives is copied before its wait, as if shared memory held it already."""
+    right: Callable[..., Work] = getattr(Group, name)
+
+    def call(self: Group, out: Any, *args: Any, **kwargs: Any) -> Work:
+        work = right(self, out, *args, **kwargs)
+        early = out.detach().clone()
+        return Then(work, lambda: out.copy_(early)) if self.size > 1 else work
+
+    return swapped(Group, name, call)
+
+
+@fault("a gather's result is read before it is there", "gqa", "dp2 zero3", "output of embed")
+def _gathered_too_early() -> AbstractContextManager[None]:
+    return used_at_once("all_gather")
+
+
+@fault("a sum's result is read before it is there", "gqa", "dp2 zero3", "gradient")
+def _summed_too_early() -> AbstractContextManager[None]:
+    return used_at_once("reduce_scatter")
+
+
+@fault("a sum over all ranks is not waited for", "gqa", "dp2", "reduced gradients")
+def _never_waited() -> AbstractContextManager[None]:
+    right = Executor._wait
+
+    def wait(self: Executor, op: Any) -> None:
+        if op.kind == ops.REDUCE:
+            _, start = self.under_way.pop(op)
+            self.moments.append((op, start, self._moment(op)))
+            return
+        right(self, op)
+
+    return swapped(Executor, "_wait", wait)
