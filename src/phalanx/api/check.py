@@ -17,7 +17,7 @@ from ..plan.matrices import newton_schulz, row_matrices
 from ..plan.space import ranks_of
 from ..plan.step import Request
 from ..program import Program, Proof, build
-from ..program import check as prove
+from ..program import check as checked
 from . import UsageError
 from .request import (
     RunStep,
@@ -147,8 +147,8 @@ def _hardware(layout: Layout, device: str, cluster: str) -> Hardware:
 
 
 def proved_program(step: RunStep) -> Program:
-    """The program that is proved: the run's. What `recompute:fit` recomputes depends on bytes, which are
-    not known here; the rest is proved without it."""
+    """The program that is checked: the run's. What `recompute:fit` recomputes depends on bytes, which are
+    not known here; the rest is checked without it."""
     fitting = step.layout.recompute == "fit"
     layout = replace(step.layout, recompute="none") if fitting else step.layout
     return build(layout, step.pieces, step.options)
@@ -157,7 +157,7 @@ def proved_program(step: RunStep) -> Program:
 def _figures(step: RunStep, request: Request, priced: Layout) -> dict[str, Any]:
     layout, shape = step.layout, step.shape
     program = proved_program(step)
-    proof = prove(program)
+    proof = checked(program)
     return {
         "legal": True,
         "layout": str(layout),
@@ -257,10 +257,11 @@ def _text(layout: Layout, shape: Shape, figures: Mapping[str, Any]) -> str:
     size = f"{count_text(shape.total)} parameters"
     size += f", {count_text(shape.active)} active" * bool(shape.experts)
     size += f", {count_text(shape.trained)} trained" * (shape.trained < shape.total)
-    proved = (
-        f"{str(layout) or 'One rank'} is legal for {shape.name} ({size}); its program is proved."
+    sound = (
+        f"{str(layout) or 'One rank'} is legal for {shape.name} ({size}); its program is complete and"
+        " cannot deadlock."
     )
-    needs = [line for text in (proved, *_needs(figures)) for line in wrapped(text)]
+    needs = [line for text in (sound, *_needs(figures)) for line in wrapped(text)]
     return "\n".join(needs) + (
         f"\n\n{mesh}{zero}; {many(layout.microbatches, 'microbatch')}, {layout.schedule};"
         f" {figures['operations']} operations\n\n{text_table(head, rows, left='rrrrrr')}"

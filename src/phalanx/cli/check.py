@@ -1,9 +1,9 @@
 """`phalanx check`: checks a layout against a model: the memory of its ranks, or every reason why it cannot
 run; or the step of a run file; or whether a program file can run.
 
-Exit code 0: its program is proved, and fits in the memory of --device or --cluster; 1: it does not,
-with every reason; 2: wrong usage. Bytes are those of `plan --explain`: in bf16, on a CPU fp32, unless
-the layout says otherwise. A model that nobody has costed yet loads torch.
+Exit code 0: its program is complete, cannot deadlock, and fits in the memory of --device or --cluster;
+1: it does not, with every reason; 2: wrong usage. Bytes are those of `plan --explain`: in bf16, on a CPU
+fp32, unless the layout says otherwise. A model that nobody has costed yet loads torch.
 
   phalanx check "dp2 pp4 tp2 1f1b:8" --model 8b
   phalanx check "dp8 tp8 zero1 accum:8" --model 8b --batch 64 --cluster h100x64
@@ -39,7 +39,7 @@ def run(argv: list[str]) -> int:
     help = "default: of a run file, else adamw"
     add("--optimizer", default="", choices=OPTIMIZERS, help=help)
     add("--clip", action="store_true", help="accepted; every run agrees on the norm")
-    add("--sums", action="store_true", help="prove that each sum over ranks is made once")
+    add("--sums", action="store_true", help="check that each sum over ranks is made, and made once")
     add("--layout", metavar="TEXT", help="the layout of a run file, the same as layout=TEXT")
     args = parser.read(argv, intermixed=True)
     text = " ".join(args.what)

@@ -2,7 +2,7 @@
 
 Weights become views of flat buffers, tensor parallelism replaces modules whose weight it cuts, and
 a ring replaces attention's core. Each of these is right only for plain torch modules: anything that
-somebody added to one of them would be lost. `verify` proves the rule table itself.
+somebody added to one of them would be lost. `verify` tests the rule table itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Floor 7: proof that a layout gives the gradients of one process."""
+"""Floor 7: comparisons of layouts with one process, gradient by gradient."""
 
 from ..layout.cases import SHAPES, covering, every_layout
 from .cases import batch_of

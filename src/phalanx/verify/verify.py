@@ -160,9 +160,12 @@ def verify(
 def worlds_over(backend: str) -> Worlds:
     """Worlds of a transport. Ranks that are threads on a CPU are given every result as late as is allowed,
     and are refused what they may not do to a tensor meanwhile."""
-    if backend == THREADS and not Devices().gpus:
-        return late_worlds
-    return partial(workers, backend=backend)
+    late = backend == THREADS and not Devices().gpus
+
+    def world(size: int) -> AbstractContextManager[Runner]:
+        return late_worlds(size) if late and size > 1 else workers(size, backend=backend)
+
+    return world
 
 
 def setting_for(layout: Layout, setting: Setting) -> Setting:
