@@ -136,7 +136,8 @@ def refusal_of(error: Exception) -> str:
     as a NameError or a shape that does not fit: these say nothing about what `verify` can see."""
     text = _first_error(error)
     kind = text.partition(":")[0]
-    ours = {each.__name__ for each in _below(Exception) if each.__module__.startswith("phalanx.")}
+    packages = ("phalanx.", "torch_shm.")
+    ours = {each.__name__ for each in _below(Exception) if each.__module__.startswith(packages)}
     return text if kind in ours else ""
 
 

@@ -34,11 +34,6 @@ def without_waits(before: set[str], awaited: set[str]) -> AbstractContextManager
     return swapped(Executor, "_perform", perform)
 
 
-@fault("the norm does not wait for a sum", "gqa", "dp2", "gradient")
-def _norm_without_sum() -> AbstractContextManager[None]:
-    return without_waits({ops.AGREE}, {ops.REDUCE})
-
-
 @fault("the norm does not wait for a tied sum", "gpt", "pp2 1f1b:3", "norm")
 def _norm_without_tie() -> AbstractContextManager[None]:
     # It was seen over gloo only: threads and shared memory had the sum by then.
