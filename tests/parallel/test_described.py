@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from phalanx.cli import main
-from phalanx.layout import LayoutError
+from phalanx.layout import Layout, LayoutError
 from phalanx.parallel import build_model, described_whole, load_model
-from phalanx.verify import SHAPES
+from phalanx.verify import SHAPES, verify
+from phalanx.verify.own_forward import OwnForward
+from phalanx.verify.reference import Batch, Passed, Weights
 
 FILE = Path(__file__).parents[2] / "examples" / "stranger.py"
 NANOGPT = Path(__file__).parent / "nanogpt.py"
@@ -149,6 +152,15 @@ def test_a_class_without_a_forward_is_what_its_pieces_compute(tmp_path: Path) ->
     assert described_whole(build_model(SHAPES["gqa"])) is None
 
 
+@pytest.mark.parametrize("forward", [True, False])
+def test_a_loss_that_is_no_sum_is_refused(forward: bool, tmp_path: Path) -> None:
+    changes = [('reduction="sum"', 'reduction="mean"')]
+    changes += [] if forward else [(FORWARD, "def other(self, tokens, targets):")]
+    model = load_model(f"{changed(tmp_path, changes)}:Stranger")
+    with pytest.raises(LayoutError, match=r"the loss of head is .* it is no sum over the tokens"):
+        described_whole(model)
+
+
 def test_the_commands_refuse_it_before_a_rank_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,7 +202,10 @@ def test_nanogpt_is_taken_with_its_own_forward(capsys: pytest.CaptureFixture[str
     assert whole is not None
     assert whole.mean
     assert main(["verify", "--model", name, "--layouts", "dp2 zero3; tp2; pp2 1f1b:3"]) == 0
-    assert "3 of 3" in capsys.readouterr().out
+    assert "3 of 3 layouts of nanogpt agree with GPT.forward on one" in capsys.readouterr().out
+    # It counts positions itself, and so cannot be the one process of packed documents.
+    assert main(["verify", "--model", name, "--layouts", "dp2", "--packed"]) == 0
+    assert "1 of 1 layouts of nanogpt agree with its pieces on one" in capsys.readouterr().out
 
 
 def test_attention_outside_the_table_is_refused_under_seq(
@@ -206,3 +221,23 @@ def test_a_sum_that_nanogpt_forgets_is_named(tmp_path: Path) -> None:
         LayoutError, match=r"h\.0 takes something else in GPT\.forward than what embed"
     ):
         described_whole(load_model(f"{changed(tmp_path, changes, NANOGPT)}:GPT"))
+
+
+def test_the_one_process_is_the_forward_of_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward that changes once it has been compared differs from every layout."""
+    make = partial(load_model, f"{FILE}:Stranger")
+    shape, layout = make().shape, Layout.parse("dp2 fp64")
+    assert shape is not None
+    plain = OwnForward.__call__
+
+    def doubled(self: OwnForward, weights: Weights, batch: Batch) -> Passed:
+        passed = plain(self, weights, batch)
+        passed.loss = 2 * passed.loss
+        return passed
+
+    (right,) = verify(shape, [layout], make=make, steps=1)
+    assert right.passed
+    assert right.against == "Stranger.forward"
+    monkeypatch.setattr(OwnForward, "__call__", doubled)
+    (wrong,) = verify(shape, [layout], make=make, steps=1)
+    assert "the loss is" in wrong.first_difference

@@ -71,9 +71,11 @@ class Verified:
     def summary(self) -> str:
         figures, worst = self.figures, max((v.max_rel_error for v in self.compared), default=0.0)
         apart = figures["cannot_fit"]
+        against = next((v.against for v in self.verdicts), "")
+        alone = f"{against} on one process" if against else "one process"
         return (
-            f"{figures['passed']} of {len(self.compared)} layouts of {self.model} agree with one"
-            f" process in {self.dtype}; largest relative error {worst:.1e}."
+            f"{figures['passed']} of {len(self.compared)} layouts of {self.model} agree with {alone}"
+            f" in {self.dtype}; largest relative error {worst:.1e}."
         ) + f" {apart} cannot fit and were not compared." * bool(apart)
 
     def __str__(self) -> str:

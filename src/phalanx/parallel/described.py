@@ -53,51 +53,82 @@ class _OwnRun:
 
 
 def described_whole(model: Model) -> Whole | None:
-    """The class that a model describes, which computes what the pieces do; None if it has no forward.
+    """The class that a model describes, which computes what the pieces do; None if it has no forward, or
+    the model is built in.
 
     Raises a LayoutError that names the first piece, or the first parameter, where the two differ. The
     model's weights are replaced: make another one to go on with.
     """
-    whole = model.whole() if model.whole else None
-    if whole is None:
+    if model.whole is None:
         return None
-    if whole.missing:
+    whole = model.whole()
+    if whole and whole.missing:
         raise LayoutError(
             f"the parameter {whole.missing[0]} of {whole.name.partition('.')[0]} is in no piece of"
             " describe(), so no layout would train it. Give it to the piece that computes with it."
         )
     with torch.device("cpu"):
-        return _Comparison(model, whole).agreeing()
+        trial = _PieceTrial(model, whole)
+        pieces = trial.run()
+        return _Comparison(trial, whole, pieces).agreeing() if whole else None
 
 
-class _Comparison:
-    """A description beside its class, with the same weights and the same batch."""
+class _PieceTrial:
+    """The pieces of a description on one small batch, with weights that hide nothing."""
 
-    def __init__(self, model: Model, whole: Whole) -> None:
-        self.model, self.whole = model, whole
+    def __init__(self, model: Model, whole: Whole | None) -> None:
+        self.model = model
         self.dtype = probe_dtype(model)
         elements = sum(weight.numel() for weight in model.weights.values())
         tokens = min(_LONGEST, max(_SHORTEST, int(_WORK / max(1, elements))))
-        self.batch = _batch(model, whole, tokens, self.dtype)
+        entries = set(whole.arguments.values()) if whole else set()
+        self.batch = _batch(model, entries, tokens, self.dtype)
         self.weights = {
             name: nn.Parameter(random_weight(name, x.shape, self.dtype), name not in model.frozen)
             for name, x in model.weights.items()
         }
         bind_weights(model, self.weights)
+
+    def run(self) -> ProbeRun:
+        """The pieces one after the other; their loss must be a sum."""
+        twice = {name: torch.cat((x, x)) for name, x in self.batch.items()}
+        try:
+            pieces = run_pieces(self.model, self.batch)
+            refuse_not_finite(pieces)
+            with torch.no_grad():
+                doubled = run_pieces(self.model, twice)
+        except Exception as error:
+            text = str(error) if isinstance(error, ProbeFailed) else error_text(error)
+            raise UntriedPieces(f"The pieces cannot be tried on one process: {text}") from error
+        once, both = (float(loss_of(run).detach()) for run in (pieces, doubled))
+        if abs(both - 2 * once) > _APART[self.dtype] * abs(once):
+            name = self.model.pieces[-1][0]
+            raise LayoutError(
+                f"the loss of {name} is {once:.10g}, and {both:.10g} when every sequence comes twice: it is"
+                " no sum over the tokens. Return a sum, as ranks and microbatches add up their losses, and"
+                " training divides by the count of all tokens."
+            )
+        return pieces
+
+
+def loss_of(run: ProbeRun) -> Tensor:
+    """The output of the last piece."""
+    return next(iter(run.gave[-1].values()))
+
+
+class _Comparison:
+    """A class beside the pieces of its description, which have run."""
+
+    def __init__(self, trial: _PieceTrial, whole: Whole, pieces: ProbeRun) -> None:
+        self.model, self.dtype, self.batch = trial.model, trial.dtype, trial.batch
+        self.weights, self.whole, self.pieces = trial.weights, whole, pieces
         whole.bind(self.weights)
         for module in whole.module.modules():
             make_buffers(module)
 
     def agreeing(self) -> Whole:
         """The class, if its forward computes what the pieces do."""
-        try:
-            pieces = run_pieces(self.model, self.batch)
-            refuse_not_finite(pieces)
-        except Exception as error:
-            text = str(error) if isinstance(error, ProbeFailed) else error_text(error)
-            raise UntriedPieces(f"The pieces cannot be tried on one process: {text}") from error
-        last = next(iter(pieces.gave[-1].values()))
-        described = self._backward(last)
+        described = self._backward(loss_of(self.pieces))
         notes = CallNotes(self.whole.module)
         try:
             loss = self.whole.loss(self.batch)
@@ -107,7 +138,7 @@ class _Comparison:
             raise LayoutError(self._failure(notes.inside, error)) from error
         finally:
             notes.close()
-        if wrong := self._other_values(pieces, notes.calls):
+        if wrong := self._other_values(notes.calls):
             raise LayoutError(f"{wrong} {self._way_out()}")
         own = self._backward(loss)
         mean = self._is_mean(own, described)
@@ -162,8 +193,9 @@ class _Comparison:
             return f"{self.whole.name} runs {names[less[0]]} less often than the list of pieces has it."
         return ""
 
-    def _other_values(self, pieces: ProbeRun, calls: list[ModuleCall]) -> str:
+    def _other_values(self, calls: list[ModuleCall]) -> str:
         """Names the first piece that runs, takes or gives something else in the class's forward."""
+        pieces = self.pieces
         numbers = {part: number for number, part in self.whole.parts.items()}
         own = [call for call in calls if call.module in numbers]
         ran = [numbers[call.module] for call in own]
@@ -237,10 +269,12 @@ class _Comparison:
         return f"{worst / scale:.2g} of the largest value at {at}"
 
 
-def _batch(model: Model, whole: Whole, tokens: int, dtype: torch.dtype) -> Mapping[str, Tensor]:
+def _batch(
+    model: Model, entries: set[str], tokens: int, dtype: torch.dtype
+) -> Mapping[str, Tensor]:
     """Two sequences with targets that count nothing, and with two documents if the forward takes them."""
     draw = torch.Generator().manual_seed(0)
-    shape, entries = model.shape, set(whole.arguments.values())
+    shape = model.shape
     if shape is not None and shape.kind == "mlp":
         return {INPUTS: torch.randn(2, shape.hidden, generator=draw, dtype=dtype)}
     length = min(tokens, shape.sequence) if shape else tokens

@@ -45,7 +45,8 @@ from ..train.program import with_z_loss
 from .cases import trial_batch
 from .compare import Bounds, bounds_of, compare
 from .low_precision import can_replay, install, padded, sums_of
-from .reference import Batch, Nudge, Pieces, PlainForward, Trace, passes, reference
+from .own_forward import OwnForward
+from .reference import Batch, Forward, Nudge, Pieces, PlainForward, Trace, passes, reference
 from .trial import Setting, join, program_in, train_layout
 
 # What opens a world of so many ranks.
@@ -67,7 +68,8 @@ OPTIMIZERS: dict[str, AdamW | Sgd | Muon] = {
 @dataclass(frozen=True)
 class Verdict:
     """The result for one layout. `cannot_fit`: no recomputation meets the limit of its `recompute:fit`,
-    so there was nothing to compare. `of_allowed` is the largest error as a share of what is allowed."""
+    so there was nothing to compare. `of_allowed` is the largest error as a share of what is allowed.
+    `against` is how one process computes a model of the user's own: by its class's forward, or its pieces."""
 
     layout: str
     ranks: int
@@ -76,6 +78,7 @@ class Verdict:
     first_difference: str = ""
     cannot_fit: bool = False
     of_allowed: float = 0.0
+    against: str = ""
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,7 @@ def verify(
     worlds = worlds or worlds_over(backend)
     plain = None if make else PlainForward(shape, dropout, z_loss)
     make, layouts = make or partial(build_model, shape, dropout=dropout), tuple(layouts)
-    described_whole(make())
+    own = own_forward(make)
     make = partial(with_z_loss, make, z_loss) if z_loss else make
     known, model = logged(log), make()
     for layout in layouts:
@@ -138,7 +141,9 @@ def verify(
         yield from (Verdict(str(x), x.ranks, False, math.inf, wrong) for x in layouts)
         return
     setting = with_loss_scale(make, setting)
-    known_truth = cache(partial(truth_of, make, setting, plain=plain))
+    alone = plain or (None if z_loss else own)  # the forward of a class knows no z-loss
+    known_truth = cache(partial(truth_of, make, setting, forward=alone))
+    against = model_alone(model, own if alone is own else None, setting)
 
     def terms(layout: Layout) -> tuple[Setting, Truth]:
         cuts = sums_of(layout) if layout.matmul else Layout()
@@ -151,10 +156,28 @@ def verify(
         yield from (known[str(x)] for x in group if str(x) in known)
         new = [x for x in group if str(x) not in known]
         for verdict in _world(size, new, worlds, make, terms, record) if new else ():
+            verdict = replace(verdict, against=against)
             if log:
                 with log.open("a") as file:
                     file.write(json.dumps(asdict(verdict)) + "\n")
             yield verdict
+
+
+def own_forward(make: Callable[[], Model]) -> OwnForward | None:
+    """The forward of the class that a model describes; None if it has none. A description that computes
+    something else is refused."""
+    whole = described_whole(make())
+    return OwnForward(whole, make()) if whole else None
+
+
+def model_alone(model: Model, own: OwnForward | None, setting: Setting) -> str:
+    """How one process computes a user's model in every step; empty for a built-in one."""
+    if model.whole is None:
+        return ""
+    exact = setting.precision.compute == torch.float64
+    if own and exact and all(own.takes(setting.batches(step)) for step in range(setting.steps)):
+        return own.name
+    return "its pieces"
 
 
 def worlds_over(backend: str) -> Worlds:
@@ -261,11 +284,11 @@ def truth_of(
     setting: Setting,
     matmul: str = "",
     cuts: Layout | None = None,
-    plain: PlainForward | None = None,
+    forward: Forward | None = None,
 ) -> Truth:
     """The result of one process in this precision, with bounds unless it is float64.
 
-    `plain` is the plain form of a built-in model.
+    `forward` computes the model in float64: the plain form of a built-in model, or the user's own class.
     `matmul` is a layout's word for fp8 products, and `cuts` the layout if it cuts their sums and so
     has scales of its own. If one process cannot cut a model so, the bounds come from other scales.
     """
@@ -294,7 +317,7 @@ def truth_of(
         microbatches = 1 if exact or whole else 3
         terms = replace(setting, batches=batches)
         more = {"microbatches": microbatches, "nudge": nudge, "scaler": scaler}
-        return _reference(model, terms, forward=None if narrow else plain, **more)
+        return _reference(model, terms, forward=None if narrow else forward, **more)
 
     trace = train()
     # float16 may skip a later step: then there is no finite loss, and nothing wrong.
