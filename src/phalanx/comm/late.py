@@ -61,9 +61,13 @@ class Held:
 # A comparison makes thousands of calls, so what each would make again is made here.
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 WRITTEN = {
-    "all_reduce": "x", "receive": "x", "scatter": "x",
-    "all_gather": "out", "reduce_scatter": "out", "all_to_all": "out",
-}  # fmt: skip
+    "all_reduce": "x",
+    "receive": "x",
+    "scatter": "x",
+    "all_gather": "out",
+    "reduce_scatter": "out",
+    "all_to_all": "out",
+}
 AT_ROOT = {"reduce": "x", "gather": "parts"}
 FIELDS = ("x", "out", "parts")
 
@@ -114,9 +118,11 @@ def hold(where: str, call: Call, copy: Call, place: int) -> Held:
     """Poison what the call writes to, but for what of it the call also reads."""
     into = written(call, place)
     reads = [
-        pair for field in FIELDS if field != into
+        pair
+        for field in FIELDS
+        if field != into
         for pair in zip(tensors(call, field), tensors(copy, field), strict=True)
-    ]  # fmt: skip
+    ]
     writes = tensors(call, into) if into else ()
     for x in writes:
         poison(x)

@@ -192,9 +192,9 @@ def _read_rows(entry: Mapping[str, Any]) -> tuple[PieceRow, ...]:
 
 
 def _weight(row: Sequence[Any]) -> WeightRow:
-    name, dims, shape, granule, trained, matrices = row
+    name, dims, shape, granule, trained, matrices, narrow = row
     sides = tuple((rows, columns) for rows, columns in matrices)
-    return WeightRow(name, tuple(dims), tuple(shape), tuple(granule), trained, sides)
+    return WeightRow(name, tuple(dims), tuple(shape), tuple(granule), trained, sides, narrow)
 
 
 def cost_of_row(row: Sequence[Any]) -> PieceCost:
