@@ -99,7 +99,8 @@ MATMULS |= {
 }
 MATMUL_WORDS = {name: name for name in MATMULS} | {"fp8:row": FP8, "fp8:row,e5m2": f"{FP8}:e5m2"}
 
-COMPILED = ("", "default", "max")  # how torch.compile is asked to compile, if at all
+COMPILE, COMPILE_MAX = "default", "max"  # how torch.compile is asked to compile
+COMPILED = ("", COMPILE, COMPILE_MAX)  # if at all
 
 AUTO, THREADS, SHM, GLOO, NCCL = "auto", "threads", "shm", "gloo", "nccl"
 BACKENDS = (AUTO, THREADS, SHM, GLOO, NCCL)  # what carries messages

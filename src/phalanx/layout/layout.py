@@ -10,7 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from . import choices
-from .choices import COMPILED, FP32, MATMULS, PRECISIONS, SCHEDULES, near_word, traits
+from .choices import (
+    COMPILE,
+    COMPILE_MAX,
+    COMPILED,
+    FP32,
+    MATMULS,
+    PRECISIONS,
+    SCHEDULES,
+    near_word,
+    traits,
+)
 from .mesh import AXES, Axis, LayoutError, Mesh
 from .rules import AXIS_OF
 from .source import OWN, names_source
@@ -30,7 +40,7 @@ _RECOMPUTE = re.compile(r"none|all|sqrt|selective|fit|every=[1-9][0-9]{0,5}")
 _FIXED: dict[str, dict[str, object]] = {"seq": {"seq": True}, "overlap": {"overlap": True}}
 _FIXED |= {f"zero{n}": {"zero": n} for n in range(4)}
 _FIXED |= {f"{x}:{each}": {x: each} for x in ("gather", "reduce") for each in ("step", "micro")}
-_FIXED |= {"compile": {"compile": COMPILED[1]}, "compile:max": {"compile": "max"}}
+_FIXED |= {"compile": {"compile": COMPILE}, "compile:max": {"compile": COMPILE_MAX}}
 _FIXED |= {name: {"precision": name} for name in PRECISIONS}
 _FIXED |= {word: {"matmul": name} for word, name in choices.MATMUL_WORDS.items()}
 _OPTIONS = """prefetch:1 recompute:none recompute:all recompute:sqrt recompute:every=2 recompute:selective
@@ -209,7 +219,7 @@ class Layout:
         words += ["stages:" + "-".join(map(str, self.stages))] * bool(self.stages)
         words += [self.precision] * (self.precision != FP32)
         words += [self.matmul] * bool(self.matmul)
-        compiled = "compile" if self.compile == COMPILED[1] else f"compile:{self.compile}"
+        compiled = "compile" if self.compile == COMPILE else f"compile:{self.compile}"
         words += [compiled] * bool(self.compile)
         return " ".join(words)
 

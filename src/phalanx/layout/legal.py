@@ -110,7 +110,7 @@ def _pipeline(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violat
     kind = traits(x.schedule)
     if x.pp > 1 and not kind.pipelined:
         what = f"{x.schedule}:{x.microbatches} is for one stage; pp={x.pp} needs a schedule."
-        others = ", ".join(list(SCHEDULES)[1:])
+        others = ", ".join(name for name, each in SCHEDULES.items() if each.pipelined)
         way_out = f"Write {ONE_F_ONE_B}:{x.microbatches}, or another of {others}."
         yield Violation("schedule", what, way_out)
     if x.pp == 1 and kind.pipelined:

@@ -5,7 +5,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from .choices import ACCUM, COMPILED, ZB_H1
+from .choices import ACCUM, COMPILE, ZB_H1
 from .kinds import parts_of_pieces
 from .layout import Layout
 from .mesh import LayoutError, Mesh
@@ -86,5 +86,5 @@ def piece_layout(layout: Layout) -> Layout:
         recompute="selective" if layout.recompute == "selective" else "none",
         precision=layout.precision,
         matmul=layout.matmul,
-        compile=COMPILED[1] if layout.compile else "",  # autotuned graphs do the same operations
+        compile=COMPILE if layout.compile else "",  # autotuned graphs do the same operations
     )

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import (
 
 from ..comm import regions
 from ..layout import LayoutError
-from ..layout.choices import COMPILED
+from ..layout.choices import COMPILE_MAX
 from ..models.loss import CrossEntropy
 from .data import How, into_input, multiply
 from .recompute import is_kept
@@ -274,7 +274,7 @@ def _compiled(kind: Any, mode: str, selective: bool, backend: str) -> Any:
     inner: Any = torch._dynamo.lookup_backend(backend)
     if backend == "inductor":
         # Graphs of CUDA would copy the weights, which lie in buffers that change.
-        options = {"max_autotune": True} if mode == COMPILED[2] else None
+        options = {"max_autotune": True} if mode == COMPILE_MAX else None
         inner = partial(torch._inductor.compile, options=options)
 
     def counting(graph: Any, inputs: Any) -> Any:

@@ -22,7 +22,7 @@ from itertools import product
 from typing import NamedTuple
 
 from ..layout import Axis, Layout, Mesh, Shape, legal, piece_layout, stage_pieces
-from ..layout.choices import ACCUM, CHUNKS, COMPILED, GPIPE, MATMULS, SCHEDULES, ZB_H2, traits
+from ..layout.choices import ACCUM, CHUNKS, COMPILE, GPIPE, MATMULS, SCHEDULES, ZB_H1, ZB_H2, traits
 from ..layout.kinds import parts_of_pieces
 from .hardware import Network
 from .step import Request
@@ -176,7 +176,7 @@ class Space:
         """Products in 8 bits are tried with rounding that a compiler joins, where it can, and beside
         them wider ones compiled too."""
         narrow = self.request.matmul
-        return COMPILED[1] if narrow and not MATMULS[narrow].power else ""
+        return COMPILE if narrow and not MATMULS[narrow].power else ""
 
     def _grids(self) -> Iterator[Grid]:
         r = self.request
@@ -274,13 +274,12 @@ def _cut(
     ring: int, ulysses: int, tp: int, ep: int, inner: Inner, split: bool, precision: str, graph: str
 ) -> Layout:
     mesh = Mesh((Axis("cp", (ring, ulysses)), Axis("ep", (ep,)), Axis("tp", (tp,))))
-    splits = (name for name, t in SCHEDULES.items() if t.splits_backward and t.least == 1)
     return piece_layout(
         Layout(
             mesh,
             seq=inner.seq,
             experts=inner.experts,
-            schedule=next(splits) if split else ACCUM,
+            schedule=ZB_H1 if split else ACCUM,
             recompute=inner.recompute,
             precision=precision,
             matmul=inner.matmul,

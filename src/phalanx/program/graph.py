@@ -63,13 +63,13 @@ def graph(program: Program, walked: Sequence[State] = ()) -> Graph:
         waited: list[int] = []  # what the thread has waited for since it last computed
         flows: dict[tuple[str, str, int], str] = {}  # lanes of messages
         for i, (op, needs) in enumerate(zip(state.ops, state.needed, strict=True), base):
-            if op[3]:
-                flow = op[0], op[3], op[4]
+            if op.of:
+                flow = op.kind, op.of, op.peer
                 if flow not in flows:
                     flows[flow] = lane(op, program, number)
                 where = flows[flow]
             else:
-                where = of_kind[op[0]]
+                where = of_kind[op.kind]
             first: list[int] = []
             waits: list[int] = []
             for need in needs:
@@ -102,12 +102,12 @@ def _pair(made: Graph) -> None:
     events, event, collectives = made.events, made.event, frozenset(ops.COLLECTIVES)
     for i, (row, op) in enumerate(made.ops):
         number = len(events)
-        if op[3]:
+        if op.of:
             # Both ends count their messages on the flow; equal counts meet.
-            end = (made.lanes[i], op[0])
+            end = (made.lanes[i], op.kind)
             number = joint.setdefault((made.lanes[i], seen[end]), number)
             seen[end] += 1
-        elif op[0] in collectives:
+        elif op.kind in collectives:
             number = joint.setdefault((op[:3], _group(made.program, row, op)), number)
         if number == len(events):
             events.append([i])

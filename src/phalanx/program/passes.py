@@ -41,7 +41,7 @@ def expand(
         return stage[::-1] if op.kind in ops.BACKWARDS else stage
 
     expanded = program.with_rows(
-        [Op(op[0], piece, *op[2:]) for op in row for piece in pieces(op)] for row in program.rows
+        [Op(op.kind, piece, op.index) for op in row for piece in pieces(op)] for row in program.rows
     )
     return replace(expanded, tied=tied, frozen=tuple(sorted(frozen)))
 
@@ -131,7 +131,7 @@ def offload_activations(program: Program) -> Program:
         for i, op in enumerate(row):
             if op.kind != ops.FORWARD:
                 continue
-            if op[1:3] in again and not restarts(at, op.piece, op.index):
+            if (op.piece, op.index) in again and not restarts(at, op.piece, op.index):
                 continue  # inside a recomputed segment: nothing is kept
             uses = (op._replace(kind=kind) for kind in (*ops.RECOMPUTES, *ops.PROPAGATES))
             use = min((turn[at[use]] for use in uses if use in at), default=0)
@@ -233,11 +233,11 @@ def messages(program: Program) -> Program:
     for number, row in enumerate(program.rows):
         homes = program.homes[number]
         for i, op in enumerate(row):
-            if op[0] in travels:
-                forward = op[0] == ops.FORWARD
-                to = op[1] + (1 if forward else -1)
+            if op.kind in travels:
+                forward = op.kind == ops.FORWARD
+                to = op.piece + (1 if forward else -1)
                 if (target := homes.get(to, number)) != number:
-                    after[number][i] = [Op(ops.SEND, op[1], op[2], op[0], to)]
+                    after[number][i] = [Op(ops.SEND, op.piece, op.index, op.kind, to)]
                     flows[target][number, forward].append(op)
     return program.with_rows(
         _woven(row, _receives(row, flows[n]) if n in flows else {}, after[n])
@@ -250,9 +250,9 @@ def _receives(
 ) -> dict[int, list[Op]]:
     """Positions at which a row receives the messages sent to it."""
     before: dict[int, list[Op]] = defaultdict(list)
-    computes = [i for i, op in enumerate(row) if op[0] in ops.COMPUTES]
-    entries = {op[1] + (1 if up else -1) for (_, up), sent in flows.items() for op in sent}
-    at = {op[:3]: i for i, op in enumerate(row) if op[1] in entries}
+    computes = [i for i, op in enumerate(row) if op.kind in ops.COMPUTES]
+    entries = {op.piece + (1 if up else -1) for (_, up), sent in flows.items() for op in sent}
+    at = {op[:3]: i for i, op in enumerate(row) if op.piece in entries}
     for (_, forward), sent in flows.items():
         latest, kinds = len(row), [ops.FORWARD] if forward else ops.PROPAGATES
         for op in reversed(sent):
@@ -417,13 +417,13 @@ def finish(program: Program, *, agree: bool) -> Program:
     rows, short = [], []
     sums = (*ops.REDUCTIONS, ops.TIE, ops.SUM_PARTS)
     # Before the first reduction none is under way: of that, which gradients are begun is all that matters.
-    begins = [next((i for i, op in enumerate(r) if op[0] in sums), len(r)) for r in program.rows]
+    begins = [next((i for i, op in enumerate(r) if op.kind in sums), len(r)) for r in program.rows]
     for row, begin in zip(program.rows, begins, strict=True):
         firsts = {op[:2]: op for op in reversed(row[:begin])}
         short.append((*firsts.values(), *row[begin:]))
     few = program.with_rows(short)
     for number, (row, begin) in enumerate(zip(program.rows, begins, strict=True)):
-        last = {op.piece: i for i, op in enumerate(row) if op[0] in sums}
+        last = {op.piece: i for i, op in enumerate(row) if op.kind in sums}
         updates = {row[i]: Op(ops.UPDATE, row[i].piece) for i in sorted(last.values())}
         if agree:
             rows.append([Op(ops.COUNT), *row, Op(ops.AGREE), *updates.values()])

@@ -74,7 +74,7 @@ def shortened(program: Program) -> Short | None:
         for row, (start, _, length) in zip(program.rows, found, strict=True):
             at, by = start + length, gone * period
             rest = row[at + gone * length :]
-            moved = (op._replace(index=op[2] - by) if _numbered(op) else op for op in rest)
+            moved = (op._replace(index=op.index - by) if _numbered(op) else op for op in rest)
             rows.append((*row[:at], *moved))
         left = [(a, b - gone * n, n) for a, b, n in found]
         short = Short(program.with_rows(rows), left, gone)
@@ -89,7 +89,7 @@ def _count(windows: tuple[int, int, int]) -> int:
 
 def _numbered(op: Op) -> bool:
     """True if an operation's number is that of a microbatch."""
-    return bool(op[3]) or op[0] in ops.ON_MICROBATCH
+    return bool(op.of) or op.kind in ops.ON_MICROBATCH
 
 
 def _windows(row: tuple[Op, ...], period: int) -> tuple[int, int, int] | None:
@@ -115,7 +115,7 @@ def _in_turn(program: Program) -> bool:
     for row in program.rows:
         numbers: dict[tuple[object, ...], list[int]] = {}
         for op in filter(_numbered, row):
-            numbers.setdefault(_KIND(op), []).append(op[2])
+            numbers.setdefault(_KIND(op), []).append(op.index)
         if any(each != turns for each in numbers.values()):
             return False
     return True

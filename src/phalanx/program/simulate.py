@@ -135,7 +135,7 @@ def compiled(
             waits = made.before[i]
             before.append((at[waits[0]],) if len(waits) == 1 else tuple({at[j] for j in waits}))
             row, op = made.ops[i]
-            key = row, op[0], op[1]
+            key = row, op.kind, op.piece
         else:
             before.append(tuple({at[j] for i in members for j in made.before[i]}))
             key = tuple((made.ops[i][0], *made.ops[i][1][:2]) for i in members)
@@ -218,7 +218,7 @@ def repeating(made: Compiled, period: int, tail: int) -> Repeat | None:
     ends = {
         op.index: place[i]
         for i, (_, op) in enumerate(graph.ops)
-        if op[1] == 0 and op[0] in ops.PROPAGATES and op[2] in (first, last)
+        if op.piece == 0 and op.kind in ops.PROPAGATES and op.index in (first, last)
     }
     if first < 0 or len(ends) < 2:
         return None
@@ -228,8 +228,8 @@ def repeating(made: Compiled, period: int, tail: int) -> Repeat | None:
     inside = bytearray(b and not a for a, b in zip(before[3], after[3], strict=True))
     each: Counter[tuple[int, str, int]] = Counter()
     for i, (row, op) in enumerate(graph.ops):
-        if op[0] in ops.COMPUTES:
-            each[row, op[0], op[1]] += inside[place[i]]
+        if op.kind in ops.COMPUTES:
+            each[row, op.kind, op.piece] += inside[place[i]]
     if set(each.values()) != {period}:
         return None
     return Repeat(before[2], after[2], inside)
@@ -258,8 +258,8 @@ def _cut(
     for i, (row, op) in enumerate(graph_ops):
         if done[place[i]]:
             reached[row] = i
-            if op[0] in ops.ON_UNIT:
-                counts[row, op[0], op[1]] += 1
+            if op.kind in ops.ON_UNIT:
+                counts[row, op.kind, op.piece] += 1
 
     def key(i: int) -> _Key:
         row, (kind, piece, number, of, peer) = graph_ops[i]

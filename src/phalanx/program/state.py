@@ -61,9 +61,19 @@ def restarts(at: Mapping[Any, int], piece: int, index: int) -> bool:
 
 Needs = list[Op | str]  # operations on the rank, and in words what it lacks
 Changes = tuple[Change, ...]
-# All that changes depend on: kind, piece (of a message the lower end), what is kept before and after,
-# messages that were taken, whether one is made, units whose gradient begins.
-_Way = tuple[str, int, str, str, int, bool, tuple[int, ...]]
+
+
+class _Flow(NamedTuple):
+    """Everything that the changes of a computation or a message depend on."""
+
+    kind: str
+    piece: int  # of a message its lower end
+    before: str = ""  # the activations that are kept before it, and after it
+    after: str = ""
+    came: bool = False  # it takes a message of another stage
+    taken: bool = False  # it takes tokens of other ranks
+    made: bool = False  # tokens that it makes travel
+    opened: tuple[int, ...] = ()  # units whose gradient begins
 
 
 class State:
@@ -74,14 +84,14 @@ class State:
     def __init__(self, program: Program, number: int, *, in_place: bool = False) -> None:
         self.program, self.ops, self.in_place = program, program.rows[number], in_place
         self.at = dict(zip(reversed(self.ops), range(len(self.ops) - 1, -1, -1), strict=True))
-        self.named = {op[:3]: op for op in self.ops if not op[3]}
+        self.named = {op[:3]: op for op in self.ops if not op.of}
         self.again = recomputed(self.ops)
-        self.has = {op[0] for op in self.ops}
+        self.has = {op.kind for op in self.ops}
         self.brings = [kind for kind in ops.BRINGS_VALUE if kind in self.has]
         self.last_piece = program.pieces - 1
         gathered = {op.piece for op in self.ops if op.kind == ops.GATHER}
         self.at_home = {*program.frozen} - gathered  # whole, whatever is gathered beside them
-        received = [op for op in self.ops if op[0] == ops.RECEIVE]
+        received = [op for op in self.ops if op.kind == ops.RECEIVE]
         self.incoming = {(op.piece, op.of == ops.FORWARD, op.index): op for op in received}
         self.entries = {op.piece for op in received}
         # The pieces whose backward needs summed choices.
@@ -113,14 +123,14 @@ class State:
         self.flow: list[int] = []
         self.bundles: list[Changes] = []
         self._numbers: dict[Changes, int] = {}
-        self._known: dict[_Way, tuple[int, int]] = {}
+        self._known: dict[_Flow, tuple[int, int]] = {}
 
     def walk(self) -> Iterator[tuple[Op, Needs]]:
         """Every operation with what it needs. When it is yielded, the state is that before it."""
         # Not kept: what refers to itself is freed late, and a search makes many.
         needs_of = {kind: self._needs_of(kind) for kind in self.has}
         for op in self.ops:
-            needs = needs_of[op[0]](op)
+            needs = needs_of[op.kind](op)
             yield op, needs
             self.needed.append(needs)
             self.flow += self.apply(op, needs)
@@ -143,7 +153,7 @@ class State:
         """A function that finds the needs of operations of this kind."""
         one = self._one_of
         if kind == ops.FORWARD:
-            return lambda op: [*self._weights(op[1]), *self._input(op[1], op[2])]
+            return lambda op: [*self._weights(op.piece), *self._input(op.piece, op.index)]
         if kind in ops.PROPAGATES:
             return self._of_backward
         if kind == ops.WEIGHT_GRADIENT:
@@ -155,20 +165,20 @@ class State:
         if kind == ops.RELOAD:
             return lambda op: [one(op, ops.OFFLOAD)]
         if kind == ops.EXCHANGE:
-            return lambda op: [*self._handed_on(op[1], op[2]), self._routes(op)]
+            return lambda op: [*self._handed_on(op.piece, op.index), self._routes(op)]
         if kind in ops.BRINGS_VALUE or kind == ops.COUNT_ROUTES:
-            return lambda op: self._handed_on(op[1], op[2])
+            return lambda op: self._handed_on(op.piece, op.index)
         if kind in ops.BRINGS_GRADIENT:
             return lambda op: [one(op, *ops.PROPAGATES)]
         if kind == ops.SEND:
             gradient = (*ops.BRINGS_GRADIENT, *ops.PROPAGATES)
-            return lambda op: [one(op, *((op[3],) if op[3] == ops.FORWARD else gradient))]
+            return lambda op: [one(op, *((op.of,) if op.of == ops.FORWARD else gradient))]
         return (lambda op: []) if kind == ops.RECEIVE else self._of_unit
 
     def _of_backward(self, op: Op) -> Needs:
-        again = self.again.get(op[1:3])
+        again = self.again.get((op.piece, op.index))
         kept = [again] if again else self._kept(op)
-        needs = [*self._weights(op[1]), *kept, *self._gradient(op[1], op[2])]
+        needs = [*self._weights(op.piece), *kept, *self._gradient(op.piece, op.index)]
         if op.piece in self.chooses:
             needs.append(self._one_of(op, ops.SUM_CHOICES))
         return needs
@@ -244,7 +254,7 @@ class State:
     def _one_of(self, op: Op, *kinds: str) -> Op | str:
         """The first there is of these kinds, with the same piece and index."""
         for kind in kinds:
-            if choice := self.named.get((kind, op[1], op[2])):
+            if choice := self.named.get((kind, op.piece, op.index)):
                 return choice
         return " or ".join(str(Op(kind, op.piece, op.index)) for kind in kinds)
 
@@ -293,7 +303,7 @@ class State:
     def _kept(self, op: Op) -> Needs:
         """The activations that the forward kept, reloaded from the host if they were moved there."""
         needs = [self._one_of(op, ops.FORWARD)]
-        if (ops.OFFLOAD, op[1], op[2]) in self.named:
+        if (ops.OFFLOAD, op.piece, op.index) in self.named:
             needs.append(self._one_of(op, ops.RELOAD))
         return needs
 
@@ -321,11 +331,11 @@ class State:
         when it ends. What it has waited for has arrived when it starts."""
         way = self.under_way
         arrived = [c for n in needs if n in way for c in self._arrive(n)] if way else []
-        kind = op[0]
+        kind = op.kind
         if kind in ops.COMPUTES:
             start, end = self._compute(op)
-        elif op[3]:
-            start, end = self._after((kind, min(op[1], op[4]), "", "", 0, False, ()))
+        elif op.of:
+            start, end = self._after(_Flow(kind, min(op.piece, op.peer)))
         else:
             changed: tuple[list[Change], list[Change]] = [], []
             if kind in (ops.OFFLOAD, ops.RELOAD):
@@ -378,27 +388,38 @@ class State:
                     self.unbegun -= 1
                 if contributes:
                     self.open[unit].append(op)
-        return self._after((kind, piece, before, keeps, came + 2 * taken, made, tuple(opened)))
+        return self._after(_Flow(kind, piece, before, keeps, came, taken, made, tuple(opened)))
 
-    def _after(self, way: _Way) -> tuple[int, int]:
+    def _after(self, flow: _Flow) -> tuple[int, int]:
         """Changes of a message or a computation, at its start and at its end."""
-        if way in self._known:
-            return self._known[way]
-        kind, piece, before, keeps, taken, made, opened = way
+        if flow in self._known:
+            return self._known[flow]
+        kind, piece = flow.kind, flow.piece
+        start: list[Change] = []
+        end: list[Change] = []
         forward = kind == ops.FORWARD
         # Messages carry the number of their lower end.
-        start = [Change(RECEIVED, piece - forward, -1)] * taken
-        end = [Change(RECEIVED, piece - (not forward), 1)] * made
-        start += [Change(SENT if kind == ops.SEND else RECEIVED, piece, 1)] * (kind in ops.MESSAGES)
-        start += (Change(WHOLE, unit, 1) for unit in opened)
+        into, out = (piece - 1, piece) if forward else (piece, piece - 1)
+        if flow.came:
+            start.append(Change(RECEIVED, into, -1))
+        if flow.taken:  # they were there as they went, and as they came
+            start += [Change(RECEIVED, into, -1), Change(RECEIVED, into, -1)]
+        if flow.made:
+            end.append(Change(RECEIVED, out, 1))
+        if kind in ops.MESSAGES:
+            start.append(Change(SENT if kind == ops.SEND else RECEIVED, piece, 1))
+        start += (Change(WHOLE, unit, 1) for unit in flow.opened)
         # A forward's results grow while it runs; a backward needs what was kept until it ends.
         at = start if forward or kind in ops.RECOMPUTES else end
-        at += [Change(before, piece, -1)] * bool(before) + [Change(keeps, piece, 1)] * bool(keeps)
+        if flow.before:
+            at.append(Change(flow.before, piece, -1))
+        if flow.after:
+            at.append(Change(flow.after, piece, 1))
         if kind in ops.COMPUTES:
             start.append(Change(WORKING, piece, 1))
             end.append(Change(WORKING, piece, -1))
-        self._known[way] = self._number(tuple(start)), self._number(tuple(end))
-        return self._known[way]
+        self._known[flow] = self._number(tuple(start)), self._number(tuple(end))
+        return self._known[flow]
 
     def _keeps(self, piece: int, m: int) -> str:
         """The kind of activations kept on the device after a forward: everything, a part, its input

@@ -38,7 +38,6 @@ from ..program import Op, Program, ProgramError, Span, Timeline, ops
 from ..program.graph import lane
 from ..program.state import INPUT, State, restarts
 from .device_progress import DeviceProgress
-from .muon import MuonUpdate
 from .optimizer import Optimizer, Scale, Update
 from .precision import LossScale
 
@@ -511,12 +510,10 @@ class Executor:
         return unit.groups.tie.all_reduce(unit.gradient, wait=False)
 
     def _to_owners(self, op: Op) -> Work:
-        updates = self._updates(op)
-        return Together([u.to_owners(self.scale) for u in updates if isinstance(u, MuonUpdate)])
+        return Together([update.to_owners(self.scale) for update in self._updates(op)])
 
     def _from_owners(self, op: Op) -> Work:
-        updates = self._updates(op)
-        return Together([u.from_owners() for u in updates if isinstance(u, MuonUpdate)])
+        return Together([update.from_owners() for update in self._updates(op)])
 
     def _update(self, op: Op) -> None:
         # Every rank has the same norm, so either all update or all leave their weights as they are.

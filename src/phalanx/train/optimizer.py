@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..comm import Work
 from ..layout.run import OptimizerChoice
 from ..parallel import Unit
 from ..parallel.data import Segment
@@ -116,6 +117,14 @@ class Update:
         for one in self.alike:
             each = [self.state[view] for view in one.views]
             one.kept = [[state[kind] for state in each] for kind in self.optimizer.kinds]
+
+    def to_owners(self, scale: Scale | None) -> Work:
+        """Begin to bring whole matrices to their owners; an elementwise update has none."""
+        return Work()
+
+    def from_owners(self) -> Work:
+        """Begin to bring the updates of matrices back."""
+        return Work()
 
     def __call__(self, lr: float, scale: Scale | None = None) -> None:
         """One step with the unit's gradient, scaled; the gradient is spent."""
