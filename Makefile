@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check slow faults gpu site clean
+.PHONY: demo test check slow faults mutations gpu site clean
 
 # Installed again only when what is asked for has changed.
 .venv/installed: pyproject.toml torch-shm/pyproject.toml lab/pyproject.toml constraints.txt
@@ -30,6 +30,11 @@ slow: .venv/installed
 # Mistakes put into the code on purpose, and what `phalanx verify` says of each.
 faults: .venv/installed
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m seeded
+
+# Small mistakes drawn at random in code that a layout runs, and what notices each: some minutes for each.
+# make mutations MUTATIONS="--count 60 --package models,parallel"
+mutations: .venv/installed
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m mutations $(MUTATIONS)
 
 # On a machine with GPUs, with the Python and torch that are there: nothing is installed.
 gpu:
