@@ -7,7 +7,7 @@ BIN := .venv/bin
 # Installed again only when what is asked for has changed.
 .venv/installed: pyproject.toml torch-shm/pyproject.toml lab/pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ./torch-shm -e ./lab -e '.[dev]'
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]' -e ./torch-shm -e ./lab
 	touch $@
 
 demo: .venv/installed
