@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from torch.nn.utils import parametrize
 
 from phalanx.cli.main import main
 from phalanx.layout import Layout, LayoutError
-from phalanx.models import Core
+from phalanx.models import Core, ExpertBlock
 from phalanx.parallel import Model, build_model, refuse_unfit, start
+from phalanx.parallel.experts import cut_blocks
 from phalanx.parallel.fitness import misfits
 from phalanx.verify import SHAPES, every_layout, verify
 
@@ -459,3 +461,36 @@ def test_a_buffer_that_nobody_fills_is_refused() -> None:
     )
     filled = changed(lambda model: model.blocks[1].attention.add_module("masked", Filled()))
     assert misfits(filled, Layout()) == ()
+
+
+class _OwnExpertBlock(ExpertBlock):
+    """Doubles what a block puts out: its parts would not know."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return 2 * super().forward(*args, **kwargs)
+
+
+class _Wrapped(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor, positions: Tensor) -> Any:
+        return self.block(x, positions=positions)
+
+
+@pytest.mark.parametrize("kind", ["a subclass", "inside another module"])
+def test_experts_of_a_class_that_does_not_say_where_tokens_leave_are_refused(kind: str) -> None:
+    model = build_model(SHAPES["experts"])
+    number, block = next(
+        (n, piece) for n, (_, piece) in enumerate(model.pieces) if type(piece) is ExpertBlock
+    )
+    if kind == "a subclass":
+        block.__class__ = _OwnExpertBlock
+    else:
+        pieces = list(model.pieces)
+        pieces[number] = pieces[number][0], _Wrapped(block)
+        model = replace(model, pieces=tuple(pieces))
+    assert cut_blocks(model, Layout.parse("dp2")) is model
+    with pytest.raises(LayoutError, match="which does not say where tokens leave it"):
+        cut_blocks(model, Layout.parse("ep2"))

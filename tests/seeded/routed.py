@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from phalanx.comm import Work
 from phalanx.layout import Mesh, pieces
-from phalanx.models import ExpertMlps, Router
+from phalanx.models import ExpertMlps, ExpertProducts, Router
 from phalanx.models.experts import _Counted
 from phalanx.parallel import Unit, batch, groups, local
 from phalanx.parallel.experts import Choices
@@ -58,7 +58,7 @@ def _() -> AbstractContextManager[None]:
 
 @fault("experts: tokens above a capacity are dropped", "experts", "dp2", "output of layers.1")
 def _() -> AbstractContextManager[None]:
-    right = ExpertMlps.on_sorted
+    right = ExpertProducts.on_sorted
 
     def on_sorted(self: Any, tokens: Tensor, counts: Tensor) -> Tensor:
         runs = right(self, tokens, counts).split(counts.tolist())
@@ -66,7 +66,7 @@ def _() -> AbstractContextManager[None]:
         taken = [torch.arange(len(run)) < capacity for run in runs]
         return torch.cat([run * own.unsqueeze(-1) for run, own in zip(runs, taken, strict=True)])
 
-    return swapped(ExpertMlps, "on_sorted", on_sorted)
+    return swapped(ExpertProducts, "on_sorted", on_sorted)
 
 
 @fault(
@@ -238,12 +238,12 @@ def _() -> AbstractContextManager[None]:
 
 @fault("ep: what comes is not sorted by expert", "experts", "ep2", "output of layers.1")
 def _() -> AbstractContextManager[None]:
-    right = ExpertMlps.on_runs
+    right = ExpertProducts.on_runs
 
     def on_runs(self: Any, tokens: Tensor, counts: Tensor) -> Tensor:
         return right(self, tokens.flip(0), counts).flip(0)
 
-    return swapped(ExpertMlps, "on_runs", on_runs)
+    return swapped(ExpertProducts, "on_runs", on_runs)
 
 
 @fault("ep: the count of tokens is without the ranks of ep", "experts", "ep2", "the loss")
@@ -335,7 +335,7 @@ def _() -> AbstractContextManager[None]:
     def run(self: Any) -> None:
         right(self)
         for module in self.piece.modules():
-            if isinstance(module, ExpertMlps):
+            if isinstance(module, ExpertProducts):
                 module.ranks = self.layout.tp
 
     return swapped(_Installer, "run", run)

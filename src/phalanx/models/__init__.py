@@ -7,7 +7,7 @@ the names of its weights' dims.
 from . import decoder, mlp
 from .attention import Attention, Core
 from .decoder import Decoder, ExpertBlock, ExpertsPart, MergingPart, RoutingPart
-from .experts import ExpertMlps, Merge, Router, Spread
+from .experts import ExpertMlps, ExpertProducts, Merge, Router, Spread
 from .lora import LoraLinear, adapt, draw_lora
 from .loss import IGNORED, token_loss
 from .mlp import DeepMlp
@@ -26,6 +26,7 @@ __all__ = [
     "Dropout",
     "ExpertBlock",
     "ExpertMlps",
+    "ExpertProducts",
     "ExpertsPart",
     "Merge",
     "MergingPart",

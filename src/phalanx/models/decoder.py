@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .attention import Attention, HeadsAttention, LatentAttention
-from .experts import ExpertMlps, Experts, Router, gated
+from .experts import ExpertMlps, Experts, Router, Sending, gated
 from .loss import CrossEntropy
 from .noise import Dropout, block_noise
 from .norm import norm_of
@@ -91,9 +91,8 @@ class Mlp(nn.Module):
         return y
 
 
-class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)). Norms may also, or only, stand behind attention
-    and mlp; one that is None is not there.
+class NumberedPart(nn.Module):
+    """A block or a part of one.
 
     `piece` is the block's number in the model and enters its noise. It is a tensor, as an int that
     differs from block to block would have each block compiled anew.
@@ -101,11 +100,28 @@ class Block(nn.Module):
 
     piece: Tensor
 
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        # With an underscore: blocks that differ in nothing else are of one kind.
+        self._number = number
+        self.register_buffer("piece", torch.tensor([number]), persistent=False)
+
+    def own_noise(self, noise: Tensor | None) -> Tensor | None:
+        return None if noise is None else block_noise(noise, self.piece)
+
+    def reset_buffers(self) -> None:
+        """Number the block again, after `to_empty` has left its number undefined."""
+        self.piece.fill_(self._number)
+
+
+class Block(NumberedPart):
+    """x + attention(norm(x)), then x + mlp(norm(x)). Norms may also, or only, stand behind attention
+    and mlp; one that is None is not there."""
+
     def __init__(
         self, piece: int, attn: HeadsAttention, mlp: nn.Module, sizes: DecoderSizes
     ) -> None:
-        super().__init__()
-        self._piece = piece
+        super().__init__(piece)
         norm = partial(norm_of, sizes.norm, sizes.hidden, sizes.eps)
         before, behind = sizes.norms != "post", sizes.norms != "pre"
         self.attn_norm = norm() if before else None
@@ -117,7 +133,6 @@ class Block(nn.Module):
         # dropped, and where the residual stream is cut in time, their noise is cut with it.
         self.attn_dropout = Dropout(sizes.dropout, place=1)
         self.mlp_dropout = Dropout(sizes.dropout, place=2)
-        self.register_buffer("piece", torch.tensor([piece]), persistent=False)
 
     def forward(
         self,
@@ -128,41 +143,9 @@ class Block(nn.Module):
         documents: Tensor | None = None,
         noise: Tensor | None = None,
     ) -> Tensor:
-        return self.feed(*self.attend(x, positions, angles, documents, noise))
-
-    def attend(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        angles: Tensor | None,
-        documents: Tensor | None,
-        noise: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """The block's first half, and its own noise."""
-        noise = self.own(noise)
-        normed = x if self.attn_norm is None else self.attn_norm(x)
-        a = self.attn(normed, positions, documents, noise, angles)
-        a = a if self.attn_post_norm is None else self.attn_post_norm(a)
-        return x + self.attn_dropout(a, noise), noise
-
-    def own(self, noise: Tensor | None) -> Tensor | None:
-        return None if noise is None else block_noise(noise, self.piece)
-
-    def feed(self, x: Tensor, noise: Tensor | None, *more: Tensor | None) -> Tensor:
-        """The block's second half; `more` is for its MLP."""
-        return self.added(x, self.mlp(self.normed(x), *more), noise)
-
-    def normed(self, x: Tensor) -> Tensor:
-        return x if self.mlp_norm is None else self.mlp_norm(x)
-
-    def added(self, x: Tensor, m: Tensor, noise: Tensor | None) -> Tensor:
-        m = m if self.mlp_post_norm is None else self.mlp_post_norm(m)
-        y: Tensor = x + self.mlp_dropout(m, noise)
-        return y
-
-    def reset_buffers(self) -> None:
-        """Number the block again, after `to_empty` has left its number undefined."""
-        self.piece.fill_(self._piece)
+        noise = self.own_noise(noise)
+        x = _attend(self, x, positions, angles, documents, noise)
+        return _add_mlp(self, x, self.mlp(_through(self.mlp_norm, x)), noise)
 
 
 class ExpertBlock(Block):
@@ -181,67 +164,107 @@ class ExpertBlock(Block):
         noise: Tensor | None = None,
         valid: Tensor | None = None,
     ) -> Tensor:
-        return self.feed(*self.attend(x, positions, angles, documents, noise), valid)
-
-    @property
-    def loss_router(self) -> Router | None:
-        """The router whose losses' terms this module puts out beside its output."""
-        return None
+        noise = self.own_noise(noise)
+        x = _attend(self, x, positions, angles, documents, noise)
+        m = self.mlp(_through(self.mlp_norm, x), valid)
+        return _add_mlp(self, x, m, noise)
 
     def with_losses(self) -> nn.Module:
         """The block as a module that also puts out what its router's losses are made of."""
-        if not self.mlp.router.has_losses:
-            return self
-        return _part(self, BlockWithLosses, ("*", *self._modules))
+        return BlockWithLosses(self) if self.mlp.router.has_losses else self
 
     def parts(self) -> tuple[nn.Module, nn.Module, nn.Module]:
         """The block as three modules with its own weights, between which tokens may travel: up to where
         they are sent to experts, the experts, and what puts their results together."""
-        names = "attn_norm attn attn_post_norm attn_dropout mlp_norm mlp.router mlp.shared"
-        return (
-            _part(self, RoutingPart, (*names.split(), "mlp.routed.spread")),
-            _part(self, ExpertsPart, ("mlp.routed.*",)),
-            _part(self, MergingPart, ("mlp_post_norm", "mlp_dropout", "mlp.routed.merge")),
-        )
+        return RoutingPart(self), ExpertsPart(self), MergingPart(self)
 
 
-class _PutsOutLosses(ExpertBlock):
+class BlockWithLosses(NumberedPart):
+    """A block with experts that puts out what its router's losses are made of."""
+
+    def __init__(self, block: ExpertBlock) -> None:
+        super().__init__(block._number)
+        self.attn_norm, self.mlp_norm = block.attn_norm, block.mlp_norm
+        self.attn_post_norm, self.mlp_post_norm = block.attn_post_norm, block.mlp_post_norm
+        self.attn, self.mlp = block.attn, block.mlp
+        self.attn_dropout, self.mlp_dropout = block.attn_dropout, block.mlp_dropout
+
+    @property
+    def loss_router(self) -> Router:
+        """The router whose losses' terms this module puts out beside its output."""
+        return self.mlp.router
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        positions: Tensor,
+        angles: Tensor | None = None,
+        documents: Tensor | None = None,
+        noise: Tensor | None = None,
+        valid: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        noise = self.own_noise(noise)
+        x = _attend(self, x, positions, angles, documents, noise)
+        m, terms = self.mlp.with_terms(_through(self.mlp_norm, x), valid)
+        return {"x": _add_mlp(self, x, m, noise), **terms}
+
+
+class RoutingPart(NumberedPart):
+    """The first part of a block with experts: attention, and the tokens on their way to experts."""
+
+    def __init__(self, block: ExpertBlock) -> None:
+        super().__init__(block._number)
+        self.attn_norm, self.mlp_norm = block.attn_norm, block.mlp_norm
+        self.attn_post_norm = block.attn_post_norm
+        self.attn = block.attn
+        self.mlp = Sending(block.mlp)
+        self.attn_dropout = block.attn_dropout
+
     @property
     def loss_router(self) -> Router | None:
+        """The router whose losses' terms this module puts out beside its output."""
         router = self.mlp.router
         return router if router.has_losses else None
 
-
-class BlockWithLosses(_PutsOutLosses):
-    """A block with experts that puts out what its router's losses are made of."""
-
-    def feed(  # type: ignore[override]
-        self, x: Tensor, noise: Tensor | None, *more: Tensor | None
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        positions: Tensor,
+        angles: Tensor | None = None,
+        documents: Tensor | None = None,
+        noise: Tensor | None = None,
+        valid: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        m, terms = self.mlp.with_terms(self.normed(x), *more)
-        return {"x": self.added(x, m, noise), **terms}
+        noise = self.own_noise(noise)
+        x = _attend(self, x, positions, angles, documents, noise)
+        return {"x": x, **self.mlp(_through(self.mlp_norm, x), valid)}
 
 
-class RoutingPart(_PutsOutLosses):
-    """Of a block with experts: attention, and which experts a token goes through."""
+class ExpertsPart(nn.Module):
+    """The second part of a block with experts: the experts, on the tokens that came."""
 
-    def feed(  # type: ignore[override]
-        self, x: Tensor, noise: Tensor | None, *more: Tensor | None
-    ) -> dict[str, Tensor]:
-        return {"x": x, **self.mlp.sent(self.normed(x), *more)}
+    def __init__(self, block: ExpertBlock) -> None:
+        super().__init__()
+        self.mlp = nn.ModuleDict({"routed": block.mlp.routed.products()})
 
-
-class ExpertsPart(ExpertBlock):
-    """Of a block with experts: those on tokens that came, `routes` (senders, experts) of them."""
-
-    def forward(self, sent: Tensor, routes: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
-        return {"sent": self.mlp.routed.on_runs(sent, routes)}
+    def forward(self, sent: Tensor, routes: Tensor) -> dict[str, Tensor]:
+        """`sent` (n, hidden) came in runs, `routes` (senders, experts) long."""
+        routed: Any = self.mlp["routed"]
+        return {"sent": routed.on_runs(sent, routes)}
 
 
-class MergingPart(ExpertBlock):
-    """Of a block with experts: the results that came back, added to the residual stream."""
+class MergingPart(NumberedPart):
+    """The last part of a block with experts: adds the results that came back to the residual stream."""
 
-    def forward(  # type: ignore[override]
+    def __init__(self, block: ExpertBlock) -> None:
+        super().__init__(block._number)
+        self.mlp_post_norm = block.mlp_post_norm
+        self.merge = block.mlp.routed.merge
+        self.mlp_dropout = block.mlp_dropout
+
+    def forward(
         self,
         x: Tensor,
         sent: Tensor,
@@ -251,24 +274,38 @@ class MergingPart(ExpertBlock):
         shared: Tensor | None = None,
         noise: Tensor | None = None,
     ) -> Tensor:
-        m = self.mlp.routed.merge(sent, gates, order)
-        return self.added(x, m if shared is None else m + shared, self.own(noise))
+        m = self.merge(sent, gates, order)
+        m = m if shared is None else m + shared
+        return _add_mlp(self, x, m, self.own_noise(noise))
 
 
-def _part(block: nn.Module, kind: type[nn.Module], keep: Collection[str]) -> nn.Module:
-    """A module of that class with those of the block's modules; `*` are a module's own weights."""
-    part = kind.__new__(kind)
-    nn.Module.__init__(part)
-    part.__dict__ |= {k: v for k, v in vars(block).items() if k not in part.__dict__}
-    part._buffers |= block._buffers
-    part._parameters |= block._parameters if "*" in keep else {}
-    for name, child in block._modules.items():
-        inside = [path[len(name) + 1 :] for path in keep if path.startswith(name + ".")]
-        if child is None or not inside:
-            part._modules[name] = child if name in keep else None
-        else:
-            part._modules[name] = _part(child, type(child), inside)
-    return part
+# ---- what blocks and their parts have in common
+
+
+def _through(norm: nn.Module | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)
+
+
+def _attend(
+    block: Block | BlockWithLosses | RoutingPart,
+    x: Tensor,
+    positions: Tensor,
+    angles: Tensor | None,
+    documents: Tensor | None,
+    noise: Tensor | None,
+) -> Tensor:
+    """The first half of a block."""
+    a = block.attn(_through(block.attn_norm, x), positions, documents, noise, angles)
+    y: Tensor = x + block.attn_dropout(_through(block.attn_post_norm, a), noise)
+    return y
+
+
+def _add_mlp(
+    block: Block | BlockWithLosses | MergingPart, x: Tensor, m: Tensor, noise: Tensor | None
+) -> Tensor:
+    """The end of a block: the output `m` of its MLP joins the residual stream."""
+    y: Tensor = x + block.mlp_dropout(_through(block.mlp_post_norm, m), noise)
+    return y
 
 
 class Embed(nn.Module):

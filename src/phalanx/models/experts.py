@@ -231,16 +231,16 @@ class Merge(nn.Module):
         return (each * gates.unsqueeze(-1)).sum(-2).to(y.dtype)
 
 
-class ExpertMlps(nn.Module):
-    """The experts, each a gated MLP: down(silu(gate(x)) * up(x)). Weights are (experts, out, in), biases
-    (experts, out). Where `ranks` have parts of each expert, each adds its share of down's bias."""
+class ExpertProducts(nn.Module):
+    """The products of experts, each a gated MLP: down(silu(gate(x)) * up(x)), on tokens that are sorted
+    already. Weights are (experts, out, in), biases (experts, out). Where `ranks` have parts of each expert,
+    each adds its share of down's bias."""
 
     def __init__(self, sizes: DecoderSizes) -> None:
         super().__init__()
         hidden, ffn, experts = sizes.hidden, sizes.expert_ffn, sizes.experts
         self.activation, self.ranks = sizes.activation, 1
         self.product: Product = F.linear  # of an expert's tokens with its weight
-        self.spread, self.merge = Spread(experts), Merge()
         self.gate = nn.Parameter(torch.empty(experts, ffn, hidden))
         self.up = nn.Parameter(torch.empty(experts, ffn, hidden))
         self.down = nn.Parameter(torch.empty(experts, hidden, ffn))
@@ -255,12 +255,6 @@ class ExpertMlps(nn.Module):
         if down is not None and self.ranks > 1:
             down = _Share.apply(down, self.ranks)  # type: ignore[no-untyped-call]
         return self.gate_bias, self.up_bias, down
-
-    def forward(self, x: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:
-        """x (B, T, hidden); gates and chosen (B, T, top_k)."""
-        tokens, gates, order, counts = self.spread(x, gates, chosen)
-        y: Tensor = self.merge(self.on_sorted(tokens, counts), gates, order)
-        return y
 
     def on_runs(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """Each expert on its tokens, of which several senders have sent a run each, sorted by expert:
@@ -321,6 +315,29 @@ class ExpertMlps(nn.Module):
         return self._by(product, runs).flatten(0, 1)[: len(tokens)]
 
 
+class ExpertMlps(ExpertProducts):
+    """The experts in one place: their products, with the tokens sorted before them and merged after."""
+
+    def __init__(self, sizes: DecoderSizes) -> None:
+        super().__init__(sizes)
+        self._sizes = sizes
+        self.spread, self.merge = Spread(sizes.experts), Merge()
+
+    def forward(self, x: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:
+        """x (B, T, hidden); gates and chosen (B, T, top_k)."""
+        tokens, gates, order, counts = self.spread(x, gates, chosen)
+        y: Tensor = self.merge(self.on_sorted(tokens, counts), gates, order)
+        return y
+
+    def products(self) -> ExpertProducts:
+        """The products alone, with these weights."""
+        with torch.device("meta"):
+            made = ExpertProducts(self._sizes)
+        for name, weight in self.named_parameters(recurse=False):
+            setattr(made, name, weight)
+        return made
+
+
 class Experts(nn.Module):
     """Routed experts, and beside them `shared`, through which all tokens go."""
 
@@ -339,11 +356,20 @@ class Experts(nn.Module):
         y: Tensor = self.routed(x, gates, chosen)
         return y if self.shared is None else y + self.shared(x), terms
 
-    def sent(self, x: Tensor, valid: Tensor | None = None) -> dict[str, Tensor]:
-        """The part before the experts, if other ranks have them: the tokens to send, their number
-        for each expert, the order that merges the results, and the output of the shared experts."""
+
+class Sending(nn.Module):
+    """The part of a block's experts before tokens travel: where each token goes, and the shared experts."""
+
+    def __init__(self, experts: Experts) -> None:
+        super().__init__()
+        self.router, self.shared = experts.router, experts.shared
+        self.spread = experts.routed.spread
+
+    def forward(self, x: Tensor, valid: Tensor | None = None) -> dict[str, Tensor]:
+        """The tokens to send, their number for each expert, the gates and the order that merge the
+        results, the output of the shared experts, and what the router's losses are made of."""
         gates, chosen, terms = self.router(x, valid)
-        tokens, gates, order, counts = self.routed.spread(x, gates, chosen)
+        tokens, gates, order, counts = self.spread(x, gates, chosen)
         beside = {} if self.shared is None else {"shared": self.shared(x)}
         routes = {"sent": tokens, "counts": counts, "gates": gates, "order": order}
         return {**routes, **beside, **terms}

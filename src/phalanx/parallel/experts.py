@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from ..comm import Group, Work
 from ..layout import Layout, LayoutError
-from ..models import ExpertBlock, ExpertMlps
+from ..models import ExpertBlock, ExpertProducts, ExpertsPart
 from .data import Then, Together
 from .groups import Groups
 from .model import Model
@@ -35,7 +35,7 @@ def cut_blocks(model: Model, layout: Layout) -> Model:
             parts = piece.parts() if layout.experts_apart else (piece.with_losses(),)
             pieces += [(name, part) for part in parts]
             continue
-        if layout.experts_apart and not isinstance(piece, ExpertBlock):
+        if layout.experts_apart and not isinstance(piece, ExpertsPart):
             _refuse_hidden_experts(name, piece, layout)
         pieces.append((name, piece))
     changed = tuple(pieces) != tuple(model.pieces)
@@ -43,7 +43,7 @@ def cut_blocks(model: Model, layout: Layout) -> Model:
 
 
 def _refuse_hidden_experts(name: str, piece: nn.Module, layout: Layout) -> None:
-    if any(isinstance(module, ExpertMlps) for module in piece.modules()):
+    if any(isinstance(module, ExpertProducts) for module in piece.modules()):
         raise LayoutError(
             f"{layout}: {name} has experts and is a {type(piece).__name__}, which does not say where"
             " tokens leave it. Make it an ExpertBlock, or use dp in place of ep and no compile."

@@ -16,7 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from ..layout import Layout, LayoutError
 from ..layout.rules import AXIS_OF
-from ..models import IGNORED, Core, ExpertMlps, LoraLinear
+from ..models import IGNORED, Core, ExpertProducts, LoraLinear
 from ..models.loss import CrossEntropy
 from .mixing import mixing
 from .model import Model
@@ -135,7 +135,7 @@ def _cut(model: Model, name: str, piece: nn.Module, path: str, module: nn.Module
                 f"{name}.{key} is cut by tp in two dims ({' '.join(dims)}); a rank would hold one"
                 " block of the diagonal. Name one of them '-'."
             )
-        elif isinstance(module, ExpertMlps):
+        elif isinstance(module, ExpertProducts):
             continue  # cut as a whole
         elif key != "weight" or parameter.dim() != 2:
             yield (

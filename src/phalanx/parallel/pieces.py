@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from torch.autograd.graph import _engine_run_backward as run_compiled_backward
 
 from ..comm import Work
-from ..models import ExpertMlps, LoraLinear
+from ..models import ExpertProducts, LoraLinear
 from ..models.experts import TERMS, loss_router
 from .compile import CompiledModule, Factors
 from .data import How, Then, Unit, into_input, multiply, storage_of
@@ -262,9 +262,8 @@ class Piece:
         # The head's and an adapter's thin products lose more by fewer digits than they gain.
         narrow = set() if first or last else set(narrowable(module))
         for child in module.modules():
-            up = child._parameters.get("up")  # which the other parts of a cut block have not
-            if isinstance(child, ExpertMlps) and up is not None:
-                matmul = self.owners[up][0].precision.matmul
+            if isinstance(child, ExpertProducts):
+                matmul = self.owners[child.up][0].precision.matmul
                 if isinstance(matmul, EightBits) and matmul.traits.experts:
                     child.product = partial(of_expert, matmul)
             if child._parameters.get("weight") not in ours:

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from ..comm import Group, regions
 from ..layout import Layout, LayoutError, pieces
 from ..layout.rules import AXIS_OF, LORA, Cut
-from ..models import Dropout, ExpertMlps, LoraLinear, Merge, RMSNorm, Router, Spread, token_loss
+from ..models import Dropout, ExpertProducts, LoraLinear, Merge, RMSNorm, Router, Spread, token_loss
 from .groups import Groups
 from .model import Model
 
@@ -215,7 +215,7 @@ class _Installer:
         for module in self.piece.modules() if "tp" not in self.layout.experts else ():
             if isinstance(module, Spread):
                 self._cut_experts(module)
-            elif isinstance(module, ExpertMlps):
+            elif isinstance(module, ExpertProducts):
                 module.ranks = self.layout.tp
             elif isinstance(module, Merge):
                 module.register_forward_hook(lambda m, args, y: self.join(y))
