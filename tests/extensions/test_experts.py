@@ -290,5 +290,5 @@ def test_exchanges_are_operations_like_any_other() -> None:
     late = program.with_rows(
         [*(op for op in row if op != moved), *[moved] * (moved in row)] for row in program.rows
     )
-    with pytest.raises(ProgramError, match="3F1 stands before 3C1, which it needs"):
+    with pytest.raises(ProgramError, match="3F1 stands before 3c1, which it needs"):
         check(late)
