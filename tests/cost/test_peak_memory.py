@@ -14,8 +14,8 @@ from phalanx.comm.launch import launch
 from phalanx.cost import Live, sizes_of
 from phalanx.layout import Layout, Shape
 from phalanx.parallel import Precision, Unit, build_model, microbatches
-from phalanx.parallel.data import storage_of
 from phalanx.parallel.local import LocalModel, build_local
+from phalanx.parallel.pool import storage_of
 from phalanx.program import Program, Sizes
 from phalanx.program.memory import changes, peaks
 from phalanx.train.executor import Executor

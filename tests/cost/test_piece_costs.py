@@ -18,8 +18,8 @@ from phalanx.cost import forward_flops, piece_costs, sizes_of
 from phalanx.cost.scales import Scales
 from phalanx.layout import Layout, LayoutError, Shape, piece_layout, plain_pieces
 from phalanx.parallel import Precision, build_model, load_model
-from phalanx.parallel.data import storage_of
 from phalanx.parallel.local import build_local
+from phalanx.parallel.pool import storage_of
 from phalanx.program import Load, PieceCost, StepOptions, at_rows, build
 from phalanx.train.program import program_of
 

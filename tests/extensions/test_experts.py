@@ -19,8 +19,8 @@ from phalanx.comm import Group, Work, World
 from phalanx.comm.launch import launch
 from phalanx.layout import Layout, Rules, plain_pieces, rules
 from phalanx.parallel import Model, Precision, microbatches, start
-from phalanx.parallel.data import Together
 from phalanx.parallel.local import build_local
+from phalanx.parallel.works import Together
 from phalanx.program import Costs, Kind, Op, Program, ProgramError, build, check, ops, simulate
 from phalanx.train.executor import Executor
 from phalanx.train.optimizer import AdamW

@@ -18,8 +18,8 @@ from phalanx.layout import Layout, LayoutError
 from phalanx.parallel import Precision, build_model, load_model
 from phalanx.parallel import compile as compiling
 from phalanx.parallel.compile import graphs, refuse_uncompiled
-from phalanx.parallel.data import storage_of
 from phalanx.parallel.local import build_local
+from phalanx.parallel.pool import storage_of
 from phalanx.train.executor import Executor
 from phalanx.train.optimizer import AdamW
 from phalanx.train.program import program_of

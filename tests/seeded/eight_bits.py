@@ -99,8 +99,8 @@ def _() -> AbstractContextManager[None]:
     "step 0: the loss",
 )
 def _() -> AbstractContextManager[None]:
-    from phalanx.parallel.data import How
     from phalanx.parallel.pieces import Piece, _Factor
+    from phalanx.parallel.products import How
 
     plain = Piece.__init__
 

@@ -14,8 +14,10 @@ from phalanx.comm import Group, Work, regions
 from phalanx.layout import pieces
 from phalanx.layout.rules import Cut
 from phalanx.parallel import Unit, count_valid, local, tensor
-from phalanx.parallel.data import BufferPool, Segment, Then
+from phalanx.parallel.data import Segment
+from phalanx.parallel.pool import BufferPool
 from phalanx.parallel.tensor import RowLinear, VocabularyEmbedding, Weight
+from phalanx.parallel.works import Then
 from phalanx.train import executor
 from phalanx.train.executor import Executor
 from phalanx.train.optimizer import Update

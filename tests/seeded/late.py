@@ -14,7 +14,7 @@ from phalanx.comm import Group
 from phalanx.comm.base import Work
 from phalanx.comm.threads import ThreadGroup
 from phalanx.parallel import Unit
-from phalanx.parallel.data import Then
+from phalanx.parallel.works import Then
 from phalanx.program import ops
 from phalanx.train.executor import Executor
 

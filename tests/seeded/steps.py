@@ -15,7 +15,8 @@ from torch import Tensor
 from phalanx.comm import Work
 from phalanx.models import loss
 from phalanx.parallel import Unit, tensor
-from phalanx.parallel.data import BufferPool, Then
+from phalanx.parallel.pool import BufferPool
+from phalanx.parallel.works import Then
 from phalanx.program import Op
 from phalanx.train import executor
 from phalanx.train.executor import Executor

@@ -21,12 +21,12 @@ from phalanx.comm import Group, Work, World
 from phalanx.comm.launch import launch
 from phalanx.layout import Layout
 from phalanx.parallel import Precision, build_model, microbatches
-from phalanx.parallel.data import Then
 from phalanx.parallel.experts import Exchange, cut_blocks
 from phalanx.parallel.groups import Groups, UnitGroups, open_groups
 from phalanx.parallel.local import build_local
 from phalanx.parallel.low_precision import matmul_named
 from phalanx.parallel.pieces import CopyLane
+from phalanx.parallel.works import Then
 from phalanx.program import Costs, Op, Program, Span, StepOptions, Timeline, ops, simulate
 from phalanx.train.executor import Executor, StepClock
 from phalanx.train.optimizer import AdamW

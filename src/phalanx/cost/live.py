@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from ..parallel.data import storage_of
+from ..parallel.pool import storage_of
 
 
 class Live(TorchDispatchMode):

@@ -19,7 +19,7 @@ from ..comm import Message, regions
 from ..comm.base import group_named
 from ..models import kernels
 from ..parallel.context import ring_attention, ring_gradients
-from ..parallel.data import storage_of
+from ..parallel.pool import storage_of
 from ..program import AttentionLoad, Load, MessageLoad, Product
 from .live import Live
 

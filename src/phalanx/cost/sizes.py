@@ -16,10 +16,10 @@ from ..layout import Layout
 from ..layout.choices import GLOO
 from ..parallel import Model, Precision, Unit
 from ..parallel.batch import edge_shape, microbatches
-from ..parallel.data import storage_of
 from ..parallel.experts import cut_blocks
 from ..parallel.kinds import alike
 from ..parallel.local import LocalModel, build_local
+from ..parallel.pool import storage_of
 from ..program import PieceCost, Program, Sizes, ops
 from .pieces import Like, into, run, with_derived
 from .scales import PREFIX, Known

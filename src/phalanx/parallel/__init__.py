@@ -2,13 +2,14 @@
 
 from .batch import count_valid, microbatches, on_device, share, time_multiple
 from .context import install_context
-from .data import BufferPool, Entry, Precision, Unit
+from .data import Entry, Precision, Unit
 from .described import UntriedPieces, described_whole
 from .fitness import fitting, refuse_unfit
 from .groups import Groups, open_groups
 from .mixing import refuse_mixing
 from .model import Model, Original, build_model, load_model, start
 from .pieces import Piece
+from .pool import BufferPool
 from .tensor import VocabularyCrossEntropy, Weight, cut_weights, install_regions
 
 __all__ = [

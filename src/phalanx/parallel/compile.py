@@ -31,7 +31,7 @@ from ..comm import regions
 from ..layout import LayoutError
 from ..layout.choices import COMPILE_MAX
 from ..models.loss import CrossEntropy
-from .data import How, into_input, multiply
+from .products import How, into_input, multiply
 from .recompute import is_kept
 from .tensor import VocabularyCrossEntropy
 

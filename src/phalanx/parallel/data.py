@@ -8,74 +8,23 @@ are left to autograd: see `PlainUnit`.
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from torch_shm.settle import HALVES
 
 from ..comm import Work
 from .groups import UnitGroups
+from .pool import BufferPool, storage_of
+from .products import Matmul
 from .tensor import Weight
-
-
-class Matmul(Protocol):
-    """A replacement of torch's product with the weights of blocks. x is (..., in), a weight (out,
-    in) and a gradient (..., out)."""
-
-    def forward(self, x: Tensor, weight: Tensor) -> Tensor: ...
-
-    def input_gradient(self, gradient: Tensor, weight: Tensor) -> Tensor: ...
-
-    def weight_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
-        """The weight's gradient, (out, in), in float32 or wider."""
-
-
-class Narrow(NamedTuple):
-    """A weight that is in 8 bits already: its numbers, and the scales of its squares."""
-
-    numbers: Tensor  # (out, in)
-    scales: Tensor  # (out / run, in / run)
-
-    @property
-    def mT(self) -> Narrow:
-        return Narrow(self.numbers.mT, self.scales.mT)
-
-
-class How(NamedTuple):
-    """A module's way of multiplying by its weight."""
-
-    transposed: bool  # the weight is (in, out) and not (out, in)
-    matmul: Matmul | None
-    scales: Tensor | None = None  # of a weight that is in 8 bits already
-
-    def factor(self, weight: Tensor) -> Any:
-        """The factor of the product, (out, in)."""
-        whole = weight if self.scales is None else Narrow(weight, self.scales)
-        return whole.mT if self.transposed else whole
-
-
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
-    """x (..., in) times a weight."""
-    if how.matmul is None:
-        return x @ weight if how.transposed else F.linear(x, weight, bias)
-    y = how.matmul.forward(x, how.factor(weight))
-    return y if bias is None else y + bias
-
-
-def into_input(gradient: Tensor, weight: Tensor, how: How) -> Tensor:
-    """The gradient of x in that product, from its output's (..., out)."""
-    if how.matmul is None:
-        return gradient @ (weight.mT if how.transposed else weight)
-    return how.matmul.input_gradient(gradient, how.factor(weight))
+from .works import Then, Together
 
 
 @dataclass(frozen=True)
@@ -112,80 +61,6 @@ class Entry(NamedTuple):
     start: int
     stop: int
     offset: int
-
-
-class BufferPool:
-    """A small set of flat buffers, taken and given back; what was once made is used again.
-
-    `check` proves how many are out at once; `most` is how many there were. `empty` makes them: where
-    ranks share memory, in what they share, so that the others read and write them where they lie.
-    With `poison` a buffer is NaN until it is written to, when it is new and after it was given back, so
-    that a use before the gather or after the drop shows.
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        *,
-        empty: Callable[[int, torch.dtype], Tensor] | None = None,
-        poison: bool = False,
-    ) -> None:
-        self.device, self.poison = device, poison
-        self.empty = empty or (lambda n, dtype: torch.empty(n, dtype=dtype, device=device))
-        self.free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-        self.made: Counter[tuple[int, torch.dtype]] = Counter()
-        self.most: Counter[tuple[int, torch.dtype]] = Counter()
-
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        waiting = self.free.setdefault((numel, dtype), [])
-        if waiting:
-            return waiting.pop()
-        self.count(numel, dtype)
-        new = self.empty(numel, dtype)
-        return new.fill_(math.nan) if self.poison else new
-
-    def count(self, numel: int, dtype: torch.dtype, by: int = 1) -> None:
-        """Count so much memory as made, or as let go."""
-        key = numel, dtype
-        self.made[key] += by
-        self.most[key] = max(self.most[key], self.made[key])
-
-    def give(self, buffer: Tensor, *, keep: bool = True) -> None:
-        """Give a buffer back: to be used again, or to `keep` nothing of it, to the allocator."""
-        if self.poison:
-            buffer.fill_(math.nan)
-        if keep:
-            self.free[buffer.numel(), buffer.dtype].append(buffer)
-        else:
-            self.count(buffer.numel(), buffer.dtype, -1)
-
-
-class Then(Work):
-    """A call under way, and what follows when it is waited for."""
-
-    def __init__(self, work: Work, finish: Callable[[], object]) -> None:
-        self.work, self.finish = work, finish
-
-    def wait(self) -> None:
-        self.work.wait()
-        self.finish()
-
-    def done(self) -> bool:
-        return self.work.done()
-
-
-class Together(Work):
-    """Several calls that are one operation."""
-
-    def __init__(self, works: Sequence[Work]) -> None:
-        self.works = works
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
-
-    def done(self) -> bool:
-        return all(work.done() for work in self.works)
 
 
 class Unit:
@@ -377,7 +252,7 @@ class Unit:
         return 0 if self.buffer is None else storage_of(self.buffer)
 
     def drop(self) -> None:
-        """Give the weights' buffer back. Nothing may hold a view of it: see `stage.py`."""
+        """Give the weights' buffer back. Nothing may hold a view of it: see `pieces.py`."""
         assert self.buffer is not None, f"unit {self.number} is dropped and was not gathered"
         # The shape stays, without memory: a gradient may be bound while the weights are away.
         nothing = torch.empty((), dtype=self.buffer.dtype, device=self.buffer.device)
@@ -597,11 +472,6 @@ def _sums_wide(a: Tensor) -> bool:
     on GPUs."""
     gpu = a.device.type not in ("cpu", "meta")
     return gpu and a.dtype in HALVES and hasattr(_aten.addmm, "dtype_out")
-
-
-def storage_of(tensor: Tensor) -> int:
-    """One number for all views of one storage. Not its address: on meta all have the same."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _numel(weight: Weight) -> int:

@@ -18,10 +18,10 @@ from torch.nn import functional as F
 from ..comm import Group, Work
 from ..layout import Layout, LayoutError
 from ..models import ExpertBlock, ExpertProducts, ExpertsPart
-from .data import Then, Together
 from .groups import Groups
 from .model import Model
 from .pieces import Bundle
+from .works import Then, Together
 
 SENT = "sent"  # in a bundle: the tokens that travel
 

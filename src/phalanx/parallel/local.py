@@ -16,13 +16,14 @@ from ..program import Program, ops
 from .batch import edge_shape
 from .compile import CompiledModule, refuse_uncompiled
 from .context import install_context
-from .data import BufferPool, PlainUnit, Precision, Unit
+from .data import PlainUnit, Precision, Unit
 from .experts import Exchange, cut_blocks
 from .fitness import refuse_unfit
 from .groups import Groups, UnitGroups, open_groups
 from .model import Derive, Model, start
 from .narrow import NarrowUnit, narrow_names
 from .pieces import Bundle, Piece
+from .pool import BufferPool
 from .tensor import Weight, cut_of, cut_weights, install_regions
 
 

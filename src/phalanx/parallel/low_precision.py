@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from ..layout import LayoutError
 from ..layout.choices import MATMULS, MatmulTraits
-from .data import Matmul, Narrow
+from .products import Matmul, Narrow
 
 _LEAST = 1e-12  # in place of a largest number of zero, as torchao has it
 

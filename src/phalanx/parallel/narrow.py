@@ -17,12 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import Work
-from .data import BufferPool, Entry, Precision, Then, Unit
+from .data import Entry, Precision, Unit
 from .groups import UnitGroups
 from .low_precision import EightBits, largest_of
 from .model import Model
 from .pieces import narrowable
+from .pool import BufferPool
 from .tensor import Weight
+from .works import Then
 
 
 def narrow_names(model: Model, matmul: object) -> frozenset[str]:

@@ -26,10 +26,13 @@ from ..comm import Work
 from ..models import ExpertProducts, LoraLinear
 from ..models.experts import TERMS, loss_router
 from .compile import CompiledModule, Factors
-from .data import How, Then, Unit, into_input, multiply, storage_of
+from .data import Unit
 from .low_precision import EightBits, of_expert
+from .pool import storage_of
+from .products import How, into_input, multiply
 from .recompute import Selected, giving, keeping
 from .tensor import RowLinear
+from .works import Then
 
 Bundle = dict[str, Tensor]
 

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from ..comm import regions
 from ..layout import LayoutError
 from . import context as _registers_the_ring  # noqa: F401
-from .data import storage_of
+from .pool import storage_of
 
 _aten = torch.ops.aten
 _region = torch.ops.phalanx.region.default

@@ -29,11 +29,11 @@ from ..models import Router
 from ..models.experts import CHOICES
 from ..parallel import Unit, count_valid
 from ..parallel.batch import count_tokens
-from ..parallel.data import Then, Together
 from ..parallel.experts import Choices
 from ..parallel.local import LocalModel
 from ..parallel.pieces import Box, Bundle, CopyLane
 from ..parallel.recompute import Selected
+from ..parallel.works import Then, Together
 from ..program import Op, Program, ProgramError, Span, Timeline, ops
 from ..program.graph import lane
 from ..program.state import INPUT, State, restarts

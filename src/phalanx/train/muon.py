@@ -17,9 +17,9 @@ from torch import Tensor
 from ..comm import Work
 from ..layout.matrices import STEPS, dealt, orthogonal_work
 from ..parallel import Unit
-from ..parallel.data import Then
 from ..parallel.groups import UnitPlace
 from ..parallel.tensor import Weight
+from ..parallel.works import Then
 from .optimizer import AdamW, Scale, Update
 
 COEFFICIENTS, TINY = (3.4445, -4.7750, 2.0315), 1e-7

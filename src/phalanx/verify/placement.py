@@ -38,13 +38,14 @@ from ..layout.choices import FP32
 from ..layout.mesh import Axis
 from ..models import Router
 from ..parallel import Model, Unit, microbatches, tensor, time_multiple
-from ..parallel.data import Then, storage_of
 from ..parallel.experts import SENT, Choices, Routes, cut_blocks
 from ..parallel.kinds import alike
 from ..parallel.local import build_local
 from ..parallel.pieces import Bundle
+from ..parallel.pool import storage_of
 from ..parallel.rows import model_rows
 from ..parallel.tensor import Weight
+from ..parallel.works import Then
 from ..program import Op, Program, StepOptions, build, check, ops
 from ..program.build import DEFAULT
 from ..train.executor import Executor
