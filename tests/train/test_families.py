@@ -39,7 +39,7 @@ from phalanx.layout.families import code_of, config_of, family_of, shape_of
 from phalanx.layout.journal import read_journal
 from phalanx.layout.run import Run
 from phalanx.models.decoder import Head
-from phalanx.parallel import build_model, described_whole, load_model, transformers_code
+from phalanx.parallel import build_model, described_whole, load_model, transformers_frame
 from phalanx.train import checkpoint_exchange, checkpoint_load
 from phalanx.train.checkpoint_exchange import HubReader, export_weights, import_weights
 from phalanx.train.checkpoint_format import CheckpointError, read_manifest, verify_checkpoint
@@ -406,7 +406,7 @@ def test_pieces_that_are_not_what_transformers_computes_are_not_compared(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     name = f"hf:{saved(theirs('granite'), tmp_path / 'hub')}"
-    plain = transformers_code.TransformersHead.logits
+    plain = transformers_frame.TransformersHead.logits
     assert main(["check", "dp2 tp2 seq", "--model", name]) == 0
     assert main(["check", "dp2 compile", "--model", name]) == 2
     assert main(["cost", "--model", name]) == 0
@@ -414,18 +414,18 @@ def test_pieces_that_are_not_what_transformers_computes_are_not_compared(
     assert main(words) == 0
     with monkeypatch.context() as patch:
         patch.setattr(
-            transformers_code.TransformersHead, "logits", lambda *args: 1.01 * plain(*args)
+            transformers_frame.TransformersHead, "logits", lambda *args: 1.01 * plain(*args)
         )
         assert main(words) == 2
     said = capsys.readouterr().err
     assert "GraniteForCausalLM.forward one of" in said
     assert "Their code was not understood" in said
-    embedded = transformers_code.TransformersEmbed.forward
+    embedded = transformers_frame.TransformersEmbed.forward
 
     def scaled(self: Any, tokens: Tensor, positions: Tensor) -> Tensor:
         return 1.01 * embedded(self, tokens, positions)
 
-    monkeypatch.setattr(transformers_code.TransformersEmbed, "forward", scaled)
+    monkeypatch.setattr(transformers_frame.TransformersEmbed, "forward", scaled)
     train = [
         "train",
         f"model={name}",

@@ -1,0 +1,142 @@
+"""Takes a model of transformers apart: finds its pieces by running it whole once, on meta."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..layout import LayoutError
+from .transformers_frame import Frame, StandIn
+from .transformers_refused import error_line, refuse, refuse_attention, refuse_tables
+
+_RUN = 8  # tokens of the sequences with which a model is tried
+
+
+class TakenApart:
+    """Their model taken apart: the modules before its blocks, the blocks, the modules after them.
+
+    `names` are the weights' in their code, `files` those in files. `calls` are the arguments with which each
+    module of a block was called, and the shape that it gave.
+    """
+
+    def __init__(self, causal: Any) -> None:
+        self.causal, self.config = causal, causal.config
+        self.names = {p: name for name, p in causal.named_parameters()}
+        deep = [name for x, name in self.names.items() if x.dim() > 2][:1]
+        refuse({f"it has experts or convolutions ({', '.join(deep)})": deep})
+        self.files = stored_names(causal)
+        self.path, layers = layers_of(causal)
+        self.blocks: list[Any] = list(layers)
+        self.frame = Frame(causal, self.path[-1])
+        self.outer = self._taken_out(layers)
+        self.calls: dict[nn.Module, tuple[Any, Any, torch.Size]] = {}
+        self.before, self.after = self._order()
+        owners = [[m for m in block.modules() if "core" in m._modules] for block in self.blocks]
+        seen = {m.heads_seen for found in owners for m in found}
+        refuse_attention(self.config, owners, seen)
+        modules = (m for m in causal.modules() if not isinstance(m, StandIn))
+        refuse_tables(self.blocks, self.path, modules)
+        self.heads, self.kv, self.head_dim = seen.pop()
+
+    def _taken_out(self, layers: nn.ModuleList) -> dict[str, nn.Module]:
+        """The modules with weights around the blocks; stand-ins are where they and the blocks were."""
+        outer: dict[str, nn.Module] = {}
+        for owner in self.path:
+            for name, child in list(owner.named_children()):
+                if child is layers or child in self.path or not [*child.parameters()]:
+                    continue
+                refuse({f"it has two modules called {name}": name in outer})
+                outer[name] = child
+                owner._modules[name] = StandIn(self.frame, name, child)
+        for number, block in enumerate(self.blocks):
+            layers[number] = StandIn(self.frame, number, block)
+            for module in block.modules():
+                module.__dict__["frame"] = self.frame
+        return outer
+
+    def _order(self) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
+        """Modules that the forward calls before the blocks, and after them, found by running it
+        whole on meta."""
+        order: list[str | int] = []
+
+        def noted(key: str | int, module: nn.Module) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                order.append(key)
+                y = module(*args, **kwargs)
+                self.frame.tuples = isinstance(y, tuple) if key == 0 else self.frame.tuples
+                return y
+
+            return run
+
+        tokens = torch.empty(2, _RUN, dtype=torch.int64, device="meta")
+        every: dict[str | int, Any] = {n: noted(n, each) for n, each in enumerate(self.blocks)}
+        every.update((name, noted(name, each)) for name, each in self.outer.items())
+        hooks = [
+            module.register_forward_hook(self._called, with_kwargs=True)
+            for block in self.blocks
+            for module in block.modules()
+        ]
+        try:
+            self.frame.run(every, torch.float32, tokens, tokens=tokens, whole=True)
+        except LayoutError:
+            raise
+        except Exception as error:
+            raise LayoutError(
+                f"its forward cannot be run piece by piece: {error_line(error)}"
+            ) from None
+        finally:
+            for hook in hooks:
+                hook.remove()
+        count = len(self.blocks)
+        refuse(
+            {
+                "its forward does not call each block once, in their order": [
+                    key for key in order if isinstance(key, int)
+                ]
+                != [*range(count)],
+                "its forward calls modules between its blocks": order.index(count - 1)
+                - order.index(0)
+                != count - 1,
+            }
+        )
+        first = order.index(0)
+        parts = set(order[:first]), set(order[first:])
+        unused = ", ".join(self.outer.keys() - set(order))
+        refuse(
+            {
+                "it uses a module before and after its blocks": parts[0] & parts[1],
+                f"its forward does not use {unused}": unused,
+            }
+        )
+        before, after = ({k: self.outer[k] for k in self.outer if k in part} for part in parts)
+        return before, after
+
+    def _called(self, module: nn.Module, args: Any, kwargs: Any, y: Any) -> None:
+        y = y[0] if isinstance(y, tuple) else y
+        if isinstance(y, Tensor):
+            self.calls[module] = args, kwargs, y.shape
+
+
+def stored_names(causal: Any) -> dict[str, str]:
+    """Names of the weights in files, which differ from those in the code for some models."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    every = dict(causal.named_parameters())
+    files = {x: name for name, x in revert_weight_conversion(causal, every).items()}
+    lost = [name for name, x in every.items() if x not in files]
+    refuse({f"its files hold {', '.join(lost[:3])} in another form": lost})
+    return {name: files[x] for name, x in every.items()}
+
+
+def layers_of(causal: Any) -> tuple[list[Any], nn.ModuleList]:
+    """The modules from the whole model down to the one that owns the blocks, and its blocks."""
+    count = getattr(causal.config, "num_hidden_layers", 0)
+    for name, module in causal.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            names = name.split(".")[:-1]
+            owners = [causal.get_submodule(".".join(names[:n])) for n in range(len(names) + 1)]
+            return owners, module
+    raise LayoutError(f"it has no list of its {count} blocks")

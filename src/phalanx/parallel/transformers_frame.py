@@ -1,0 +1,246 @@
+"""Runs the forward of a model in transformers' own code piece by piece.
+
+Their forward runs as it is, once for each piece, with stand-ins where the modules of other pieces
+were. So what it computes between modules (scaled vectors, angles of rope, the scale of logits) stays
+theirs. It is left by an exception, `_Reached`, when it has come past the piece: a forward that is not
+ours has no other exit, and running on would compute what is between all other modules.
+Attention comes through `ALL_ATTENTION_FUNCTIONS` into a child `core`, which context parallelism replaces.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..models import Core
+from ..models.loss import CrossEntropy
+from .transformers_refused import refuse
+
+ATTENTION = "phalanx"  # in their table of attention functions
+# What they call attention with, beside what `attend` reads, that changes nothing here: there is no
+# cache, nothing is dropped, and who attends to whom follows from the documents.
+_NOTHING = (
+    "dropout is_causal position_ids use_cache cache_position position_embeddings output_attentions"
+    " output_hidden_states return_dict layer_idx past_key_values"
+)
+
+
+class _Reached(Exception):
+    """Their forward has come past the piece that runs: the rest is other pieces'."""
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__("a forward of transformers ran on behind the piece that was asked for")
+        self.x = x
+
+
+class InFloat64(TorchFunctionMode):
+    """Computes in float64 what transformers' code computes in float32 at least, such as norms."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.float:
+            return args[0].double()
+        named = {k: torch.float64 if x is torch.float32 else x for k, x in (kwargs or {}).items()}
+        return func(*(torch.float64 if x is torch.float32 else x for x in args), **named)
+
+
+class StandIn(nn.Module):
+    """Stands where a module was in their model. It passes on what it is given, unless the piece that
+    runs has something to do here."""
+
+    def __init__(self, frame: Frame, key: str | int, real: nn.Module) -> None:
+        super().__init__()
+        # Their forward may read attributes of the module; its weights are a piece's and no child here.
+        self.__dict__.update(frame=frame, key=key, real=real)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["real"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if (run := self.frame.running.get(self.key)) is not None:
+            return run(*args, **kwargs)
+        x = args[0] if args else next(iter(kwargs.values()))
+        if not x.is_floating_point():
+            return x.new_zeros((*x.shape, 1), dtype=self.frame.dtype)
+        return (x,) if isinstance(self.key, int) and self.frame.tuples else x
+
+
+class Frame:
+    """Their model with a stand-in for every module that has weights, and the whole of what it
+    computes around them. One thread uses it at a time."""
+
+    def __init__(self, causal: Any, base: Any) -> None:
+        self.causal, self.base = causal, base
+        self.running: Mapping[str | int, Callable[..., Any]] = {}
+        self.dtype, self.made = torch.float32, (torch.device("meta"), torch.float32)
+        self.shared: tuple[Tensor | None, Tensor | None] = None, None  # positions, documents
+        self.tuples = False  # a block returns (x, ...)
+
+    def run(
+        self,
+        running: Mapping[str | int, Callable[..., Any]],
+        dtype: torch.dtype,
+        positions: Tensor,
+        documents: Tensor | None = None,
+        tokens: Tensor | None = None,
+        *,
+        whole: bool = False,
+    ) -> Any:
+        """Run their forward with these modules in it: the value that it was stopped with, else what
+        it gives."""
+        self.running, self.dtype, self.shared = running, dtype, (positions, documents)
+        wide = torch.promote_types(dtype, torch.float32)
+        with InFloat64() if wide == torch.float64 else nullcontext():
+            self._make_buffers(positions.device, wide)
+            given = {"input_ids": tokens}
+            if tokens is None:  # what is looked up is another piece's: its size and dtype are used
+                given = {"inputs_embeds": positions.new_zeros((*positions.shape, 1), dtype=dtype)}
+            try:
+                model = self.causal if whole else self.base
+                return model(**given, position_ids=positions, use_cache=False)
+            except _Reached as end:
+                return end.x
+            finally:
+                self.running, self.shared = {}, (None, None)
+
+    def _make_buffers(self, device: torch.device, wide: torch.dtype) -> None:
+        """Their tables, as rope's frequencies, which are not on meta and not in files."""
+        if self.made == (device, wide):
+            return
+        self.made = device, wide
+        for module in self.causal.modules():
+            if not isinstance(module, StandIn):
+                make_tables(self.causal, module, device, wide)
+
+
+def make_tables(causal: Any, module: nn.Module, device: torch.device, wide: torch.dtype) -> None:
+    """Make the buffers of one of their modules anew, and fill them as their code does."""
+    if not module._buffers:
+        return
+    for key, x in module._buffers.items():
+        if x is not None:
+            dtype = wide if x.is_floating_point() else x.dtype
+            module._buffers[key] = torch.empty_like(x, dtype=dtype, device=device)
+    with torch.no_grad():
+        causal._init_weights(module)
+
+
+class _Outer(nn.Module):
+    """Modules of theirs around the blocks; `name` in their model is the child's name here."""
+
+    frame: Frame
+
+    def __init__(self, frame: Frame, children: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.__dict__["frame"] = frame
+        for name, child in children.items():
+            self.add_module(name, child)
+
+    def running(self, block: int, act: Callable[..., Any]) -> dict[str | int, Callable[..., Any]]:
+        """Modules that run in the transformers model: these, and `act` in place of a block."""
+        return {**dict(self.named_children()), block: act}
+
+
+class TransformersEmbed(_Outer):
+    """The part of the transformers forward before its first block."""
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        dtype = next(self.parameters()).dtype
+        x: Tensor = self.frame.run(self.running(0, _stop), dtype, positions, tokens=tokens)
+        return x
+
+
+def _stop(x: Tensor, *args: Any, **kwargs: Any) -> None:
+    raise _Reached(x)
+
+
+class TransformersHead(_Outer):
+    """The part of the transformers forward after its last block, and the loss as a sum."""
+
+    def __init__(self, frame: Frame, children: Mapping[str, nn.Module], last: int) -> None:
+        super().__init__(frame, children)
+        self.last, self.loss = last, CrossEntropy()
+
+    def logits(self, x: Tensor, positions: Tensor) -> Tensor:
+        def end(*args: Any, **kwargs: Any) -> Any:
+            return (x,) if self.frame.tuples else x
+
+        running = self.running(self.last, end)
+        y: Tensor = self.frame.run(running, x.dtype, positions, whole=True).logits
+        return y
+
+    def forward(self, x: Tensor, targets: Tensor, positions: Tensor) -> Tensor:
+        loss: Tensor = self.loss(self.logits(x, positions), targets)
+        return loss
+
+
+def _forward(self: Any, x: Tensor, positions: Tensor, documents: Tensor | None = None) -> Tensor:
+    """A block of theirs as a piece: its own forward, with the arguments that their model makes."""
+
+    def block(*args: Any, **kwargs: Any) -> None:
+        kwargs.pop("hidden_states", None)
+        y = self.theirs(x, *args[1:], **kwargs)
+        raise _Reached(y[0] if isinstance(y, tuple) else y)
+
+    y: Tensor = self.frame.run({self._number: block}, x.dtype, positions, documents)
+    return y
+
+
+@functools.cache
+def _block_class(kind: Any) -> type[nn.Module]:
+    return type(kind.__name__, (kind,), {"forward": _forward, "theirs": kind.forward})
+
+
+def as_block(block: Any, number: int) -> None:
+    """Makes a block of theirs a piece. It gets another class and stays the module that it is:
+    names of weights, and what their model refers to, remain."""
+    kind: Any = type(block)
+    block.__class__ = _block_class(kind)
+    block._number = number
+
+
+# ---- attention
+
+
+def attend(
+    module: Any,
+    query: Tensor,  # (batch, heads, time, head_dim)
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """The entry in transformers' table of attention functions: calls the module's child `core`,
+    which its first call makes."""
+    if "core" not in module._modules:
+        unknown = sorted(k for k, x in more.items() if k not in _NOTHING.split() and _is_set(x))
+        refuse(
+            {
+                f"its attention takes {', '.join(unknown)}": unknown,
+                "its attention has a mask of its own": attention_mask is not None,
+                "tokens attend to later ones": getattr(module, "is_causal", True) is False
+                or more.get("is_causal") is False,
+                "keys and values differ in width": key.shape[-1] != value.shape[-1],
+            }
+        )
+        module.core = Core(sliding_window or 0, softcap or 0.0)
+        plain = 1 / math.sqrt(query.shape[-1])
+        module.query_scale = 1.0 if scaling is None else float(scaling) / plain
+        module.heads_seen = query.shape[1], key.shape[1], query.shape[-1]
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if not math.isclose(module.query_scale, 1.0, rel_tol=1e-15):
+        q = q * module.query_scale  # the core divides by the root of head_dim
+    return module.core(q, k, v, *module.frame.shared), None
+
+
+def _is_set(value: Any) -> bool:
+    return isinstance(value, Tensor) or bool(value)

@@ -1,0 +1,73 @@
+"""What phalanx refuses of models in transformers' own code, each with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from ..layout import LayoutError
+
+ATTENTION_OF_ITS_OWN = "its attention does not go through ALL_ATTENTION_FUNCTIONS"
+_BY_LENGTH = {"dynamic", "longrope"}
+
+
+def refuse(reasons: Mapping[str, Any]) -> None:
+    if wrong := [reason for reason, holds in reasons.items() if holds]:
+        raise LayoutError("; ".join(wrong))
+
+
+def error_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]
+
+
+def refuse_attention(config: Any, owners: Sequence[Sequence[Any]], heads: set[Any]) -> None:
+    """Refuses blocks whose attention phalanx cannot replace. `owners`: by block, its modules with attention;
+    `heads`: with which numbers of heads they called it."""
+    refuse(
+        {
+            ATTENTION_OF_ITS_OWN: not heads,
+            "it has blocks without attention, or with two": heads and {*map(len, owners)} != {1},
+            "its blocks differ in heads": len(heads) > 1,
+            "its windows are not passed to its attention": heads and _lacks_windows(config, owners),
+        }
+    )
+
+
+def refuse_tables(
+    blocks: Sequence[nn.Module], path: Sequence[nn.Module], modules: Iterable[nn.Module]
+) -> None:
+    """Refuses weights and tables that belong to no piece. `path`: the modules down to the blocks;
+    `modules`: all of theirs."""
+    tables = [n for block in blocks for n, _ in block.named_buffers()]
+    bare = [n for m in path for n, _ in m.named_parameters(recurse=False)]
+    refuse(
+        {
+            f"its blocks have tables of their own ({', '.join(tables[:1])})": tables,
+            f"it has weights outside of its modules ({', '.join(bare)})": bare,
+            "its rope changes with the length of a sequence": _rope_kinds(modules) & _BY_LENGTH,
+        }
+    )
+
+
+def _lacks_windows(config: Any, owners: Sequence[Sequence[Any]]) -> bool:
+    """True if the configuration has windows, or chunks, with which attention was not called."""
+    types = list(getattr(config, "layer_types", None) or ())
+    kinds = [
+        "sliding_attention" if m.core.window else "full_attention"
+        for found in owners
+        for m in found
+    ]
+    if types:
+        return types != kinds
+    size = getattr(config, "sliding_window", None)
+    return bool(size) and "sliding_attention" not in kinds
+
+
+def _rope_kinds(modules: Iterable[nn.Module]) -> set[str]:
+    found = set()
+    for module in modules:
+        kind = getattr(module, "rope_type", "")
+        found |= set(kind.values()) if isinstance(kind, dict) else {kind}
+    return found

@@ -1,0 +1,183 @@
+"""The rule table of a model in transformers' own code, from its `base_model_tp_plan`.
+
+What the plan gets wrong, or does not name, is left whole and noted.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..layout import Rules
+from ..layout.rules import Cut
+from .transformers_apart import TakenApart
+from .transformers_refused import error_line
+
+
+class CutRules:
+    """Finds which weights of a model are cut, and how. `notes` say what is left whole, and why."""
+
+    def __init__(self, apart: TakenApart) -> None:
+        self.apart, self.config = apart, apart.config
+        self.heads, self.kv, self.head_dim = apart.heads, apart.kv, apart.head_dim
+        self.notes: dict[str, None] = {}
+        self._widths: dict[nn.Module, int] = {}
+        self._planned: Mapping[str, str] = getattr(self.config, "base_model_tp_plan", None) or {}
+        if not self._planned:
+            self.notes["there is no plan for tp: each rank of it has the blocks whole"] = None
+        stages = getattr(self.config, "base_model_pp_plan", None)
+        named = [name for name, _ in apart.path[-1].named_children()]
+        if stages and (missed := [n for n in named if n in apart.outer and n not in stages]):
+            self.notes[f"the plan for pp does not name {', '.join(missed)}"] = None
+
+    def table(self, embed: nn.Module, head: nn.Module) -> tuple[Rules, bool]:
+        """The rules of all weights, and whether positions are learned."""
+        rules = {**self._outer_rules("embed", embed), **self._outer_rules("head", head)}
+        for number, block in enumerate(self.apart.blocks):
+            rules |= {f"layers.{number}.{n}": dims for n, dims in self._rules(block).items()}
+        learned = any("position" in dims for dims in rules.values())
+        lines = (f"{name} : {dims}" for name, dims in _joined(rules).items())
+        return Rules.parse("\n".join(lines)), learned
+
+    def _outer_rules(self, piece: str, module: nn.Module) -> dict[str, str]:
+        """Lookups and the head are cut over the vocabulary, where they are torch's own."""
+        rules = {}
+        for path, child in module.named_modules():
+            for key, weight in child.named_parameters(recurse=False):
+                dims = "embed" if weight.dim() == 1 else " ".join("-" * weight.dim())
+                rows, at_head = weight.shape[0], isinstance(child, nn.Linear) and piece == "head"
+                if rows == self.config.vocab_size and weight not in self._special:
+                    lookup = type(child) is nn.Embedding and piece == "embed"
+                    dims = "vocab embed" if lookup or (at_head and key == "weight") else dims
+                    dims = "vocab" if at_head and key == "bias" else dims
+                elif type(child) is nn.Embedding and piece == "embed":
+                    dims = "position embed"
+                rules[f"{piece}.{path}.{key}"] = dims
+        return rules
+
+    @property
+    def _special(self) -> set[nn.Parameter]:
+        """Weights of the vocabulary that something else than torch's own modules uses."""
+        plain = nn.Linear.forward, nn.Embedding.forward
+        return {
+            weight
+            for outer in self.apart.outer.values()
+            for module in outer.modules()
+            for weight in module.parameters(recurse=False)
+            if type(module).forward not in plain
+        }
+
+    def _rules(self, block: nn.Module) -> dict[str, str]:
+        rules = {
+            name: "embed" if x.dim() == 1 else " ".join("-" * x.dim())
+            for name, x in block.named_parameters()
+        }
+        for path, owner in block.named_modules():
+            rules |= {f"{path}.{name}": dims for name, dims in self._owned(path, owner).items()}
+        return rules
+
+    def _owned(self, path: str, owner: nn.Module) -> dict[str, str]:
+        """The rules of a module whose linears the plan cuts, input and output: attention, or the MLP.
+        None where it is left whole."""
+        linears = {n: m for n, m in owner.named_children() if isinstance(m, nn.Linear)}
+        styles = {name: self._style(linear) for name, linear in linears.items()}
+        if not any(styles.values()):
+            if linears and self._planned:
+                self._note(path or "the block", "the plan does not name " + ", ".join(linears))
+            return {}
+        others = sorted({*styles.values()} - {"colwise", "rowwise", ""})
+        outs = [name for name, style in styles.items() if style == "colwise"]
+        ins = [name for name, style in styles.items() if style == "rowwise"]
+        if others or not (outs and ins) or not path:
+            why = f"is planned as {', '.join(others)}" if others else "has no pair of cut linears"
+            self._note(
+                path or "the block", why if path else "owns linears: the residual is cut, too"
+            )
+            return {}
+        dims = {name: self._dim(owner, linears[name].out_features) for name in outs}
+        dims |= {name: self._dim(owner, linears[name].in_features) for name in ins}
+        if "" in dims.values() or len({*dims.values()} - {"kv"}) > 1:
+            self._note(path, f"{', '.join(dims)} are no whole heads or of several widths")
+            return {}
+        if why := self._fails(owner, dims, outs):
+            self._note(path, f"as planned it does not run ({why})")
+            return {}
+        if missed := [name for name, style in styles.items() if not style]:
+            self._note(path, f"the plan does not name {', '.join(missed)}; each rank has it whole")
+        rules = {}
+        for name, weight in owner.named_parameters():
+            linear, _, key = name.rpartition(".")
+            if linear in outs:
+                rules[name] = dims[linear] + " embed" * (key == "weight")
+            elif linear in ins:
+                rules[name] = f"embed {dims[linear]}" if key == "weight" else "embed"
+            else:  # its copies see other heads or features: gradients are added up
+                rules[name] = " ".join(["head", *"-" * (weight.dim() - 1)])
+        return rules
+
+    def _style(self, linear: nn.Linear) -> str:
+        """The tp plan's style of a linear; empty if the plan does not name it, or keeps it whole."""
+        prefix = self.apart.causal.base_model_prefix + "."
+        name = self.apart.names[linear.weight].removeprefix(prefix).removesuffix(".weight")
+        style = self._planned.get(re.sub(r"\.\d+(?=\.|$)", ".*", name), "")
+        return "" if style.startswith("replicated") else str(style)
+
+    def _dim(self, owner: nn.Module, width: int) -> str:
+        """Maps a sharded width to our dimension name, or returns ""."""
+        if "core" not in owner._modules:
+            return "ffn" if width == self._widths.setdefault(owner, width) else ""
+        if width == self.heads * self.head_dim:
+            return "heads"
+        if width == self.kv * self.head_dim:
+            return "kv"
+        fused = self.heads == self.kv and width % (self.heads * self.head_dim) == 0
+        return "heads" if fused else ""
+
+    def _fails(self, owner: nn.Module, dims: Mapping[str, str], outs: list[str]) -> str:
+        """Explains why a module does not run with sharded linears, by running it on meta, or returns ""."""
+        args, kwargs, shape = self.apart.calls[owner]
+        parts = next(
+            (
+                n
+                for n in range(2, self.heads + 1)
+                if self.heads % n == 0 and (self.kv % n == 0 or n % self.kv == 0)
+            ),
+            1,
+        )
+        small = copy.deepcopy(owner, {id(self.apart.frame): self.apart.frame})
+        counts = {"heads": self.heads, "kv": self.kv}
+        for name, dim in dims.items():
+            linear: Any = small.get_submodule(name)
+            for key, weight in list(linear.named_parameters()):
+                if key == "bias" and name not in outs:
+                    continue
+                size, at = list(weight.shape), 0 if name in outs else 1
+                unit = max(1, size[at] // counts.get(dim, size[at]))
+                size[at] = Cut.of(size[at], parts, 0, unit).length
+                setattr(linear, key, nn.Parameter(torch.empty(size, device="meta")))
+        try:
+            y = small(*args, **kwargs)
+        except Exception as error:
+            return error_line(error)
+        y = y[0] if isinstance(y, tuple) else y
+        return "" if y.shape == shape else "it gives another shape"
+
+    def _note(self, where: str, what: str) -> None:
+        self.notes[f"{where}: {what}"] = None
+
+
+def _joined(rules: Mapping[str, str]) -> dict[str, str]:
+    """One line for all blocks where these are alike; longer names first, as a * has dots in it, too."""
+    kinds: dict[str, set[str]] = {}
+    for name, dims in rules.items():
+        kinds.setdefault(re.sub(r"^layers\.\d+", "layers.*", name), set()).add(dims)
+    lines = {}
+    for name, dims in rules.items():
+        pattern = re.sub(r"^layers\.\d+", "layers.*", name)
+        lines[pattern if len(kinds[pattern]) == 1 else name] = dims
+    return dict(sorted(lines.items(), key=lambda line: -line[0].count(".")))
