@@ -132,7 +132,9 @@ def test_zero3_holds_few_gathered_units(capsys: Capture) -> None:
     assert main(["check", "dp4 zero3", "--model", "tiny", "--json"]) == 0
     stage = json.loads(capsys.readouterr().out)["stages"][0]
     assert stage["gathered_units"] == 2  # the one in use, and the next
-    assert main(["check", "dp4 zero3", "--model", "tiny", "--json"]) == 0
+    assert main(["check", "dp4 zero3 prefetch:2", "--model", "tiny", "--json"]) == 0
+    stage = json.loads(capsys.readouterr().out)["stages"][0]
+    assert stage["gathered_units"] == 3
 
 
 def test_a_program_file_is_checked_too(capsys: Capture, tmp_path: Path) -> None:

@@ -613,9 +613,12 @@ def test_a_profile_that_keeps_scores_is_planned_too() -> None:
     assert kept.layouts[0].step > fused.layouts[0].step
 
 
-def test_blocks_are_spread_as_even_as_can_be() -> None:
-    assert spread(8, 3) == (3, 3, 2) or sorted(spread(8, 3)) == [2, 3, 3]
-    assert np.ptp(spread(126, 32)) <= 1
+def test_blocks_are_spread_as_even_as_can_be_with_more_in_the_middle() -> None:
+    assert spread(6, 3) == (2, 2, 2)
+    assert spread(7, 3) == (2, 3, 2)
+    assert spread(8, 3) == (3, 3, 2)
+    assert spread(10, 4) == (2, 3, 3, 2)
+    assert spread(126, 32) == (3, *[4] * 30, 3)
 
 
 def test_whole_experts_shared_over_tp_are_searched_and_their_bounds_hold() -> None:

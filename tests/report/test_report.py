@@ -141,6 +141,10 @@ def test_whatever_stands_in_the_files_is_escaped(tmp_path: Path) -> None:
         {"event": "start", "step": None, "layout": HOSTILE, "model": 3, "flops": [], "versions": 1},
         {"event": "memory", "ranks": [1, {"promised": 2}]},
         {"event": HOSTILE, "step": [HOSTILE]},
+        {"event": ["step"], "step": 3},
+        {"event": {"step": 1}},
+        {"event": "data", "text": "half of a surrogate pair: \ud800"},
+        {"event": "\udfff", "step": 3, "time": 5},
     ],
 )
 def test_a_record_that_is_not_as_it_should_be_spoils_nothing(
@@ -153,6 +157,7 @@ def test_a_record_that_is_not_as_it_should_be_spoils_nothing(
     page = report(tmp_path)
     assert "<img" not in page
     assert page.endswith("</html>\n")
+    assert page.encode()  # a file can hold it
 
 
 def test_a_folder_without_a_run_is_refused_with_the_way_out(tmp_path: Path) -> None:

@@ -47,6 +47,14 @@ def sign(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     (path / "manifest.json").write_text(json.dumps(said))
 
 
+def terabyte(path: Path) -> None:
+    """Make a file sparse and huge; its checksums need not be right."""
+    size = 1 << 40
+    os.truncate(path / FIRST, size)
+    sums = ["0" * 32] * (size // CHUNK)
+    sign(path, lambda body: body["files"][0].update(size=size, chunks=sums))
+
+
 def forge(path: Path, content: bytes) -> None:
     """Put other bytes into a file, as many as there were, and make its checksums right."""
     content = content.ljust((path / FIRST).stat().st_size, b"\0")
@@ -180,6 +188,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda p: sign(p, lambda b: b["files"][0].update(checksum="sum")), "pip install xxhash",
     ),
     "a newer format": (lambda p: sign(p, lambda b: b.update(version=3)), "of version 1 or 2"),
+    "a terabyte that takes no place": (terabyte, "and its tensors take"),
     "a shape that is none": (
         lambda p: sign(p, lambda b: b.update(shape={"x": 1})), "there is no key 'shape.x'",
     ),

@@ -6,6 +6,7 @@ import importlib.machinery
 import json
 import math
 import sys
+import threading
 import types
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from loop_worlds import losses, records, small, trained, weights
+from torch import Tensor
 
 from phalanx.comm import RankFailed
 from phalanx.layout import Layout, plain_pieces
@@ -22,7 +24,7 @@ from phalanx.parallel import local
 from phalanx.program import Sizes, StepOptions, Timeline, build
 from phalanx.program.build import forward_only
 from phalanx.program.memory import peaks
-from phalanx.train import loop, stop
+from phalanx.train import loop, peak, stop
 from phalanx.train.checkpoint_format import CheckpointError
 from phalanx.train.log import Journal
 from phalanx.train.optimizer import learning_rate
@@ -335,12 +337,23 @@ def test_mfu_is_what_the_model_needs_over_time_and_peak(tmp_path: Path) -> None:
         assert step["tokens_per_second"] * step["seconds"] == pytest.approx(6 * 18)
 
 
-def test_a_peak_that_no_file_tells_is_measured(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    trained(small(out, "machine=", "steps=1"), "")
-    (start,) = records(out, "start")
+def test_a_peak_that_no_file_tells_is_measured_and_that_of_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock of each rank, on which a product of two squares of 512 takes a millisecond."""
+    run, clock, multiply = tmp_path / "run", threading.local(), torch.mm
+
+    def mm(*given: Tensor, **named: Tensor) -> Tensor:
+        clock.now = getattr(clock, "now", 0.0) + 1e-3
+        return multiply(*given, **named)
+
+    clocks = types.SimpleNamespace(perf_counter=lambda: getattr(clock, "now", 0.0))
+    monkeypatch.setattr(peak, "time", clocks)
+    monkeypatch.setattr(torch, "mm", mm)
+    trained(small(run, "machine=", "steps=1"), "dp2")
+    (start,) = records(run, "start")
     assert start["peak_from"] == "measured"
-    assert start["peak_flops"] > 1e8
+    assert start["peak_flops"] == pytest.approx(2 * 2 * 512**3 / 1e-3)
 
 
 class _Tool(types.ModuleType):

@@ -26,14 +26,19 @@ class Html(str):
     __slots__ = ()
 
 
+def escaped(text: str) -> str:
+    """The text as markup. Half of a surrogate pair, which no file can hold, becomes a question mark."""
+    return escape(text).encode(errors="replace").decode()
+
+
 def tag(name: str, *children: object, **attributes: object) -> Html:
     """One element. `cls` is its class, `text_anchor` is text-anchor; empty attributes are left out."""
     shown = ""
     for key, value in attributes.items():
         if value is not None and value != "":
             named = "class" if key == "cls" else key.replace("_", "-")
-            shown += f' {named}="{escape(_plain(value))}"'
-    inside = "".join(c if isinstance(c, Html) else escape(str(c)) for c in children)
+            shown += f' {named}="{escaped(_plain(value))}"'
+    inside = "".join(c if isinstance(c, Html) else escaped(str(c)) for c in children)
     return Html(f"<{name}{shown}>{inside}</{name}>")
 
 

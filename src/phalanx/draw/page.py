@@ -8,11 +8,10 @@ of every SVG.
 import json
 import re
 from collections.abc import Callable
-from html import escape
 from pathlib import Path
 
 from ..program import Span, ops
-from .markup import PHONE, WIDE, Html, paragraphs, table, tag
+from .markup import PHONE, WIDE, Html, escaped, paragraphs, table, tag
 from .picture import LEGEND, PAINTS, Picture
 from .svg import tinted
 
@@ -30,7 +29,7 @@ def frame(title: str, *body: str, narrow: bool = True) -> str:
     if "<figure" in content:
         content += tag("script", Html((_HERE / "figure.js").read_text(encoding="utf-8")))
     parts = {
-        "title": escape(title),
+        "title": escaped(title),
         "scripts": "script-src 'unsafe-inline'; " if "<script" in content else "",
         "width": "narrow" if narrow else "",
         "body": content,

@@ -50,7 +50,8 @@ def _record(line: bytes) -> Record | None:
         record = json.loads(redacted(line.decode(errors="replace")))
     except (ValueError, RecursionError):
         return None
-    return record if isinstance(record, dict) and "event" in record else None
+    known = isinstance(record, dict) and isinstance(record.get("event"), str)
+    return record if known else None
 
 
 def last_record(path: Path) -> Record:

@@ -307,6 +307,7 @@ class Manifest(Progress):
             yield "a tensor is there twice."
         for tensor in self.tensors:
             yield from (f"{tensor.title[:80]}: {what}" for what in tensor.problems(self.files))
+        yield from self._empty_files()
         match self.state.get("loss_scale"):  # and for how many steps it has stayed
             case None:
                 pass
@@ -319,6 +320,18 @@ class Manifest(Progress):
                     f"'loss_scale' is {str(other)[:60]}; a scale from 1 to 2**60 and the steps since"
                     " it changed belong there."
                 )
+
+    def _empty_files(self) -> Iterator[str]:
+        """Describes files that are much larger than what they hold. A sparse file of a terabyte takes no
+        place on a disk, and hours to read."""
+        held = [0] * len(self.files)
+        for tensor in self.tensors:
+            itemsize = DTYPES[tensor.dtype].itemsize
+            for shard in tensor.shards:
+                held[shard.file] += (shard.stop - shard.start) * itemsize
+        for file, size in zip(self.files, held, strict=True):
+            if file.size > 8 + HEADER + size:
+                yield f"{file.name} has {file.size:,} bytes, and its tensors take {size:,}."
 
 
 def _table(value: Any) -> dict[str, Any]:
