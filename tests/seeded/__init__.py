@@ -1,11 +1,11 @@
 """Seeded faults: mistakes put into the engine on purpose. `make faults` lists what `verify` says."""
 
-from . import eight_bits, engine, late, matrices, narrow, order, routed, steps
+from . import eight_bits, engine, late, matrices, narrow, order, routed, steps, wide
 from .catch import Catch, catch, refusal_of, setting_of, trained, truth, verdict_of
 from .fault import FAULTS, HALVES, Fault, swapped
 
 # Importing each enters its faults into the list.
-LISTED = (engine, order, narrow, routed, matrices, eight_bits, steps, late)
+LISTED = (engine, order, narrow, routed, matrices, eight_bits, steps, late, wide)
 
 __all__ = [
     "FAULTS",

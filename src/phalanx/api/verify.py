@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from ..layout import Layout, LayoutError, Shape
-from ..layout.cases import AXES, SHAPES, covering, every_layout
+from ..layout.cases import AXES, LARGER, SHAPES, covering, every_layout
 from ..layout.choices import COMPARED, DTYPES, FP64, LOCAL_RANKS, THREADS
 from ..layout.shape import HUB
 from ..layout.source import names_source
@@ -208,12 +208,13 @@ def model_to_verify(name: str | Shape) -> tuple[Shape, Maker | None]:
     """One of the small shapes with awkward traits, or what any command takes as a model."""
     if isinstance(name, Shape):
         return name, None
-    if name in SHAPES:
-        return SHAPES[name], None
+    if known := (SHAPES | LARGER).get(name):
+        return known, None
     file = name.endswith(".toml") or name.startswith(HUB) or names_source(name)
     if name not in Shape.names() and not file:
         raise UsageError(
-            f"there is no model {name!r}. Small ones with awkward traits are {', '.join(SHAPES)};"
+            f"there is no model {name!r}. Small ones with awkward traits are"
+            f" {', '.join(SHAPES)}; beyond thresholds of the code are {', '.join(LARGER)};"
             f" shapes are {', '.join(Shape.names())}; your own is FILE.py:Class."
         )
     return model_of(name)

@@ -25,6 +25,11 @@ SHAPES = {
     name: decode(Shape, {"name": name, **sizes}, name, ShapeError)
     for name, sizes in (_SIZES | {"mlp": _DATA["mlp"]}).items()
 }
+# Beyond thresholds of the code that the others do not reach.
+LARGER = {
+    name: decode(Shape, {"name": name, **_DATA["least"], **more}, name, ShapeError)
+    for name, more in _DATA["larger"].items()
+}
 
 
 def every_layout(

@@ -69,11 +69,12 @@ class TracedStep:
 @dataclass(frozen=True)
 class Trace:
     """A whole training: the weights before the first step, the steps, the validation loss. Copies
-    that differ before the first step are among its mismatches."""
+    that differ before the first step are among its mismatches. `breaches` name what has too few bits."""
 
     start: dict[str, Tensor]
     steps: list[TracedStep]
     validation: float | None = None
+    breaches: tuple[str, ...] = ()
 
 
 @dataclass

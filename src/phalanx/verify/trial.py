@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import islice
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from ..train.optimizer import AdamW, Optimizer, Sgd
 from ..train.precision import LossScale
 from ..train.program import fitting_program, program_of
 from .reference import Mismatch, Trace, TracedStep, project, routers, validation_of
+from .wide import looked_at, unrounded
 
 Batch = Mapping[str, Tensor]
 FIT = 0.7  # the share of a layout's bytes that recompute:fit must do with
@@ -96,6 +98,7 @@ class Seen:
     outputs: list[dict[str, list[Output]]] = field(default_factory=list)
     routes: list[dict[str, list[Output]]] = field(default_factory=list)
     sizes: list[tuple[int, ...]] = field(default_factory=list)  # of the batch in tokens, or rows
+    breaches: list[str] = field(default_factory=list)  # of what has 16 bits, see `wide.py`
     validation: float | None = None
     timeline: Timeline = Timeline(())  # of the last step
 
@@ -126,6 +129,7 @@ class _Tracer:
         self.outputs: dict[str, list[Output]] = {}
         self.routes: dict[str, list[Output]] = {}
         self.done: set[tuple[int, int]] = set()
+        self.breaches: list[str] = []
         self.parts = layout.tp if layout.seq else 1
         self.tp = local.coordinates["tp"]
         # Under tp without seq every rank has the same outputs, and the first one keeps them.
@@ -144,6 +148,7 @@ class _Tracer:
                 router.register_forward_hook(lambda m, args, out: chosen.append(out[1]))
 
         def forward(microbatch: int, bundle: Bundle, batch: Batch, **how: Any) -> Bundle:
+            self.breaches += islice(unrounded(piece.units), 1 - len(self.breaches))
             out = plain(microbatch, bundle, batch, **how)
             y = out["x"]
             if "counts" in out:
@@ -235,13 +240,15 @@ def _train_layout(
     executor.checked = True  # what each rank has is what the program says
     seen = Seen([*_parts(local, {}, -1)])
     tracer = _Tracer(layout, local, mine)
+    watch = None if layout.compile else looked_at(mine, setting.precision, world.device)
     for step in range(setting.steps):
         batch = setting.batches(step)
         own = _own(batch, layout, local, world)
         seen.sizes.append(_numbered(batch).shape)
         seen.scales.append(executor.scaling.scale if executor.scaling else 1.0)
         executor.clip = setting.clip(step)
-        result = executor.step(own, setting.rate(step))
+        with watch or nullcontext():
+            result = executor.step(own, setting.rate(step))
         seen.losses.append(result.loss)
         seen.counts.append(result.count)
         seen.norms.append(result.norm)
@@ -249,6 +256,7 @@ def _train_layout(
         tracer.take(seen)
         seen.parts += _parts(local, executor.seen, step)
         seen.timeline = result.timeline
+    seen.breaches = [x for x in (*tracer.breaches, watch.found if watch else "") if x]
     validator = Validator(local, forward_only(program, layout), world.rank)
     seen.validation = validator.mean_loss(
         _own(batch, layout, local, world) for batch in validation_of(setting.batches, setting.steps)
@@ -357,7 +365,9 @@ def join(seen: Sequence[Seen], steps: int) -> Trace:
             logged=first.logged[step],
         )
 
-    return Trace(numbers_of(-1, "start"), [*map(joined, range(steps))], seen[0].validation)
+    every = [*map(joined, range(steps))]
+    breaches = [f"rank {rank}: {x}" for rank, one in enumerate(seen) for x in one.breaches]
+    return Trace(numbers_of(-1, "start"), every, seen[0].validation, tuple(breaches))
 
 
 def _unequal(what: str, values: Sequence[float | None]) -> Mismatch | None:

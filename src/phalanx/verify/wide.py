@@ -1,0 +1,174 @@
+"""What a rank computes in 16 bits, and that its weights are its own ones rounded.
+
+Mixed precision is a choice of the operations whose results have 16 bits: products, activations, sums of the
+residual stream. Norms, angles, routers, losses, merges of partial results and sums of gradients have 32. A
+mistake in that choice changes a gradient by less than the roundings beside it, so a comparison of results
+cannot show it. Here every operation that a rank carries out is looked at instead.
+
+Not seen: a wrong number of the right dtype; torch's own backward, where the table has its operation; the
+inside of a fused kernel, or of an operation that torch knows as one; models of the user's own; compiled
+layouts.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..models import Decoder, DeepMlp
+from ..parallel import Model, Precision, Unit
+from ..parallel.narrow import NarrowUnit
+
+HALVES = (torch.bfloat16, torch.float16)
+_PACKAGE = "/phalanx/"  # the last folder of a path to our source
+
+# Operations that compute nothing.
+_MOVES = """
+    _unsafe_view alias as_strided cat clone constant_pad_nd detach embedding empty empty_like empty_strided
+    expand fill_ full full_like gather index index_put_ index_select lift_fresh masked_fill masked_fill_
+    new_empty new_empty_strided new_full new_zeros ones ones_like permute repeat reshape scalar_tensor scatter
+    scatter_ select select_backward slice slice_backward split split_with_sizes squeeze stack t transpose
+    unbind unfold unsqueeze view zero_ zeros zeros_like
+"""
+MOVES = frozenset(_MOVES.split())
+
+# The operations whose results have 16 bits, by the function that calls them: products, activations, sums of
+# the residual stream, and what rounds numbers that were computed in 32 bits (_to_copy, copy_).
+_FLASH = "_scaled_dot_product_flash_attention_for_cpu"
+NARROW = {
+    "models/attention.py:Attention.projected": "mul",
+    "models/attention.py:Core.forward": _FLASH,
+    "models/attention.py:LatentAttention.projected": "mul",
+    "models/decoder.py:Block.added": "add",
+    "models/decoder.py:Block.attend": "add",
+    "models/decoder.py:Embed.forward": "add mul",
+    "models/decoder.py:Head.logits": "div mul tanh",
+    "models/decoder.py:MergingPart.forward": "add",
+    "models/decoder.py:Mlp.forward": "gelu silu",
+    "models/experts.py:ExpertMlps.on_sorted": "addmm mm",
+    "models/experts.py:Experts.forward": "add",
+    "models/experts.py:Merge.forward": "_to_copy",
+    "models/experts.py:_Share.forward": "div",
+    "models/experts.py:gated": "add clamp gelu mul sigmoid silu",
+    "models/kernels.py:_cpu": _FLASH,
+    "models/kernels.py:_cpu_back": f"{_FLASH}_backward",
+    "models/kernels.py:attend_own": "copy_",
+    "models/kernels.py:own_gradients": "_to_copy copy_",
+    "models/kernels.py:sink_gradients": "_to_copy neg",
+    "models/lora.py:Lora.forward": "mul",
+    "models/lora.py:LoraLinear.forward": "add",
+    "models/loss.py:_TokenLoss.backward": "copy_",
+    "models/mlp.py:Layer.forward": "gelu",
+    "models/noise.py:Dropout.forward": "mul where",
+    "models/norm.py:LayerNorm.forward": "native_layer_norm",  # float16: its statistics have 32 bits
+    "models/norm.py:_LayerNormalized.backward": "_to_copy",
+    "models/norm.py:_LayerNormalized.forward": "native_layer_norm",
+    "models/norm.py:_RootMeanSquare.backward": "_to_copy",
+    "models/norm.py:_RootMeanSquare.forward": "_to_copy",
+    "models/rope.py:rotate": "_to_copy",
+    "parallel/context.py:ring_attention": "_to_copy",
+    "parallel/context.py:ring_gradients": "_to_copy",
+    "parallel/data.py:Unit.contribute": "mm",
+    "parallel/data.py:Unit.gather": "_to_copy",
+    "parallel/data.py:Unit.load": "copy_",
+    "parallel/data.py:Unit.refresh": "copy_",
+    "parallel/data.py:into_input": "mm",
+    "parallel/data.py:multiply": "addmm mm",
+    # Weights that travel in 8 bits, and products with them, whose sums have 32.
+    "parallel/low_precision.py:_OfExpert.backward": "mm",
+    "parallel/low_precision.py:largest_of": "abs amax",
+    "parallel/low_precision.py:product": "_to_copy",
+    "parallel/narrow.py:NarrowUnit._parts": "_to_copy",
+    "parallel/narrow.py:NarrowUnit._rows": "copy_",
+    "parallel/narrow.py:NarrowUnit.agree_scales": "copy_",
+    # What autograd's own backward of all these computes.
+    "parallel/pieces.py:Piece._run": (
+        f"{_FLASH}_backward _to_copy add add_ div embedding_dense_backward gelu_backward index_add mm mul"
+        " native_layer_norm_backward neg sigmoid_backward silu_backward sum tanh_backward where"
+    ),
+    "parallel/pieces.py:_Product.backward": "sum",
+    "parallel/tensor.py:CutRMSNorm.forward": "_to_copy",
+    "parallel/tensor.py:RowLinear.forward": "add",
+    "parallel/tensor.py:VocabularyEmbedding.forward": "mul",
+    "comm/threads.py:ThreadMembers._settle": "copy_",
+}
+# Frames between a function and its operation.
+_BETWEEN = "/parallel/recompute.py"
+
+
+class NarrowArithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Looks at each operation, and notes the first one with a result of 16 bits that is not in the table."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = ""
+        self.known: set[tuple[Any, Any]] = set()  # operations and code that are in the table
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self.found and _has_16_bits(result):
+            frame = _own_frame(sys._getframe(1))
+            key = func, frame.f_code if frame else None
+            if key not in self.known:
+                self.known.add(key)
+                self.found = _breach(func, frame)
+        return result
+
+
+def _has_16_bits(result: Any) -> bool:
+    several = result if isinstance(result, list | tuple) else (result,)
+    return any(isinstance(x, Tensor) and x.dtype in HALVES for x in several)
+
+
+def _own_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost call of a function of this package."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if _PACKAGE in file and not file.endswith(_BETWEEN):
+            break
+        frame = frame.f_back
+    return frame
+
+
+def _breach(func: Any, frame: FrameType | None) -> str:
+    namespace, _, name = str(func).partition(".")
+    name = name.partition(".")[0]
+    if frame is None or namespace != "aten" or name in MOVES:
+        return ""
+    code = frame.f_code
+    file = code.co_filename.rpartition(_PACKAGE)[2]
+    if file.startswith("verify/"):
+        return ""
+    function = code.co_qualname.partition(".<locals>")[0]
+    if name in NARROW.get(f"{file}:{function}", "").split():
+        return ""
+    return (
+        f"{file}: {function} computes {name} in 16 bits, which is not among the operations that may"
+        " have so few (verify/wide.py)"
+    )
+
+
+def looked_at(model: Model, precision: Precision, device: torch.device) -> NarrowArithmetic | None:
+    """What looks at a rank's operations, for the modules and kernels that the table is written for."""
+    built_in = isinstance(getattr(model.draw, "__self__", None), Decoder | DeepMlp)
+    if not built_in or precision.compute not in HALVES or device.type != "cpu":
+        return None
+    return NarrowArithmetic()
+
+
+def unrounded(units: Iterable[Unit]) -> Iterator[str]:
+    """The units whose weights, as they are computed with, are not this rank's own ones rounded to nearest."""
+    for unit in units:
+        if unit.buffer is None or isinstance(unit, NarrowUnit):
+            continue
+        own = unit.buffer[unit.start : unit.start + unit.part]
+        wanted = unit.home.to(own.dtype)
+        if not torch.equal(own.view(torch.uint8), wanted.view(torch.uint8)):
+            names = ", ".join(weight.name for weight in unit.order[:1])
+            yield f"the weights of {names} that are computed with are not the rounded ones"

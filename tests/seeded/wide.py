@@ -1,0 +1,107 @@
+"""Seeded faults of mixed precision that change less than the roundings beside them: what has 16 bits and
+should have 32, and weights that are cut off where they should be rounded."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from contextlib import AbstractContextManager
+from functools import partial
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+
+from phalanx.comm import Work
+from phalanx.models import experts, loss, norm, rope
+from phalanx.parallel import Unit, context, tensor
+
+from .fault import fault, swapped
+
+
+def _rewritten(owner: Any, name: str, old: str, new: str) -> AbstractContextManager[None]:
+    """`owner.name` with one expression of its source replaced by another."""
+    right = inspect.unwrap(getattr(owner, name))
+    lines = textwrap.dedent(inspect.getsource(right)).splitlines()
+    source = "\n".join(line for line in lines if not line.startswith("@"))
+    assert source.count(old) == 1, f"{name} has not one {old!r}"
+    whole = compile(source.replace(old, new), inspect.getfile(right), "exec")
+    (code,) = (each for each in whole.co_consts if isinstance(each, CodeType))
+    code = code.replace(co_qualname=right.__qualname__)
+    made = FunctionType(code, right.__globals__, name, right.__defaults__)
+    made.__kwdefaults__ = right.__kwdefaults__
+    static = isinstance(owner.__dict__[name], staticmethod)
+    return swapped(owner, name, staticmethod(made) if static else made)
+
+
+def _enter(
+    name: str, shape: str, layout: str, where: tuple[Any, str], old: str, new: str, names: str
+) -> None:
+    patch = partial(_rewritten, *where, old, new)
+    fault(name, shape, layout, names, dtypes=("bfloat16",))(patch)
+
+
+WIDENED = "torch.promote_types(x.dtype, torch.float32)"
+_enter(
+    "a norm's mean square has 16 bits",
+    "gqa", "dp2", (norm._RootMeanSquare, "forward"), "dtype=wide", "dtype=x.dtype",
+    "models/norm.py: _RootMeanSquare.forward computes linalg_vector_norm",
+)  # fmt: skip
+_enter(
+    "a norm over features that tp cuts adds up its squares in 16 bits",
+    "olmo", "tp2", (tensor.CutRMSNorm, "forward"), f"x.to({WIDENED})", "x",
+    "parallel/tensor.py: CutRMSNorm.forward computes pow",
+)  # fmt: skip
+_enter(
+    "a router's scores have 16 bits",
+    "experts", "ep2", (experts.Router, "logits"), WIDENED, "x.dtype",
+    "models/experts.py: Router.logits computes",
+)  # fmt: skip
+_enter(
+    "experts' results are merged in 16 bits",
+    "experts", "dp2", (experts.Merge, "forward"),
+    "gates.unsqueeze(-1)", "gates.to(y.dtype).unsqueeze(-1)",
+    "models/experts.py: Merge.forward computes mul",
+)  # fmt: skip
+_enter(
+    "angles of positions have 16 bits",
+    "gqa", "pp2 1f1b:3", (rope.Rope, "angles"),
+    "torch.promote_types(dtype, torch.float32)", "dtype",
+    "models/rope.py: Rope.angles computes",
+)  # fmt: skip
+_enter(
+    "the loss of a token has 16 bits",
+    "gqa", "dp2 zero1", (loss._TokenLoss, "forward"),
+    "torch.promote_types(logits.dtype, torch.float32)", "logits.dtype",
+    "models/loss.py: _TokenLoss.forward computes",
+)  # fmt: skip
+_enter(
+    "a ring merges partial results in 16 bits",
+    "gqa", "cp2", (context, "ring_attention"), "out.to(wide)", "out",
+    "parallel/context.py: _merge computes mul_",
+)  # fmt: skip
+_enter(
+    "a ring adds up the gradients of keys and values in 16 bits",
+    "gqa", "cp2", (context, "ring_gradients"), "torch.zeros_like(kv, dtype=wide)",
+    "torch.zeros_like(kv)", "parallel/context.py: ring_gradients computes add_",
+)  # fmt: skip
+
+
+@fault(
+    "weights are cut off to 16 bits and not rounded",
+    "gqa",
+    "dp2 zero3",
+    "the weights of embed.tokens.weight that are computed with are not the rounded ones",
+    dtypes=("bfloat16",),
+)
+def _() -> AbstractContextManager[None]:
+    right = Unit.gather
+
+    def gather(self: Unit) -> Work:
+        home = self.home
+        self.home = (home.view(torch.int32) & -65536).view(torch.float32)
+        work = right(self)
+        self.home = home
+        return work
+
+    return swapped(Unit, "gather", gather)
