@@ -259,9 +259,9 @@ def _line(error: Exception) -> str:
 def judge(layout: Layout, got: Trace, truth: Truth, setting: Setting) -> Verdict:
     """The verdict on what a layout has done."""
     differences = compare(got, truth.trace, setting.rate, truth.bounds)
-    # What has too few bits is the cause of what differs, if anything does.
-    found = [*got.breaches, *(str(d) for d in differences if not d.agrees)]
-    first = found[0] if found else ""
+    unequal = [str(d) for d in differences if not d.agrees]
+    # What has too few bits is the likely cause of what differs, and may be all that there is.
+    first = "; ".join((*unequal[:1], *got.breaches[:1]))
     worst = max(d.error for d in differences)
     share = max(d.error / d.allowed for d in differences if d.allowed)
     return Verdict(str(layout), layout.ranks, not first, worst, first, of_allowed=share)
