@@ -83,6 +83,7 @@ NARROW = {
     # Weights that travel in 8 bits, and products with them, whose sums have 32.
     "parallel/low_precision.py:_OfExpert.backward": "mm",
     "parallel/low_precision.py:largest_of": "abs amax",
+    "parallel/low_precision.py:of_expert": "add",
     "parallel/low_precision.py:product": "_to_copy",
     "parallel/narrow.py:NarrowUnit._parts": "_to_copy",
     "parallel/narrow.py:NarrowUnit._rows": "copy_",
