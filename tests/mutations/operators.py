@@ -286,13 +286,22 @@ def early_return(node: Any) -> Iterator[ast.AST]:
 
 @operator("not in place")
 def not_in_place(node: Any) -> Iterator[ast.AST]:
+    """The result is new. Of a temporary, which nothing else names, that changes nothing."""
     name = _method(node)
-    if name.endswith("_") and not name.endswith("__") and _receiver(node):
+    named = isinstance(node, ast.Call) and _is_named(_receiver(node))
+    if name.endswith("_") and not name.endswith("__") and named:
         yield _with(node, func=_with(node.func, attr=name[:-1]))
     if isinstance(node, ast.Call):
         kept = [keyword for keyword in node.keywords if keyword.arg != "out"]
         if len(kept) < len(node.keywords):
             yield _with(node, keywords=kept)
+
+
+def _is_named(node: ast.expr | None) -> bool:
+    """True of a variable, an attribute, an element, and a view of one that a method gives."""
+    if isinstance(node, ast.Call):
+        return _is_named(_receiver(node))
+    return isinstance(node, ast.Name | ast.Attribute | ast.Subscript)
 
 
 # ---- applied to a file

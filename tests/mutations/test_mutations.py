@@ -63,6 +63,8 @@ def written(source: str, operator: str) -> set[str]:
         ("early return", "def f(x):\n    g(x)\n    h(x)", {"return"}),
         ("early return", "def f(x):\n    g(x)\n    return x", set()),
         ("not in place", "x.add_(y)", {"x.add(y)"}),
+        ("not in place", "x.view(-1).add_(y)", {"x.view(-1).add(y)"}),
+        ("not in place", "z = (x - y).exp_()", set()),  # a temporary
         ("not in place", "torch.mul(x, y, out=z)", {"torch.mul(x, y)"}),
         ("order", "send(x)\nx = wait(y)", {"x = wait(y)\nsend(x)"}),
         ("order", "x = wait(y)\nsend(x)", set()),  # the second needs what the first binds
