@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 from ..layout import Layout, LayoutError, Shape
 from ..layout.cases import AXES, LARGER, SHAPES, covering, every_layout
 from ..layout.choices import COMPARED, DTYPES, FP64, LOCAL_RANKS, THREADS
+from ..layout.numbers import seconds_text
+from ..layout.run import Run
 from ..layout.shape import HUB
 from ..layout.source import names_source
 from ..program import refuse_own
@@ -183,6 +185,66 @@ def compared(
         show(verdict)
         found.append(verdict)
     return Verified(shape.name, dtype, tuple(found))
+
+
+@dataclass(frozen=True)
+class VerifiedRun(Verified):
+    """The verdicts on a run in small, in float64 and in its own precision."""
+
+    covered: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    real_seconds: float = 0.0
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        more = {"covered": [*self.covered], "left_out": [*self.left_out]}
+        return super().figures | more | {"real_seconds": self.real_seconds}
+
+    @property
+    def summary(self) -> str:
+        passed = sum(v.passed for v in self.verdicts)
+        return "\n".join(
+            [
+                f"{passed} of {len(self.verdicts)} trials of the run agree with one process.",
+                "Compared: " + "; ".join(self.covered) + ".",
+                "Not compared: " + "; ".join(self.left_out) + ".",
+                f"One step of the real sizes takes one core about {_long_text(self.real_seconds)}.",
+            ]
+        )
+
+
+def _long_text(seconds: float) -> str:
+    """A time that may be years."""
+    days = seconds / 86_400
+    return f"{days:,.0f} days" if days >= 2 else seconds_text(seconds)
+
+
+def verify_run(run: Run, show: Callable[[Verdict], None] = lambda verdict: None) -> VerifiedRun:
+    """A run in small against one process: by its own ranks, optimizer, schedule, precision and batches."""
+    if run.own:
+        raise UsageError(
+            f"{run.own} has no smaller form. Compare its layouts: phalanx verify --model {run.own}"
+            f" --layouts '{run.layout}'."
+        )
+    shape = run.shape
+    layout = run.layout_of(shape)
+    if layout is None:
+        raise UsageError("the layout of the run is auto. Write one, as layout='dp2 zero1'.")
+    from tempfile import TemporaryDirectory
+
+    from ..verify.run_trial import real_seconds, run_trial
+    from ..verify.run_trial import verify_run as verdicts
+
+    found = []
+    with TemporaryDirectory() as out:
+        trial = run_trial(run, shape, layout, out)
+        refuse_own(trial.layout)
+        for verdict in verdicts(trial, (run, shape)):
+            show(verdict)
+            found.append(verdict)
+    dtype = trial.layout.precision
+    seconds = real_seconds(run, shape)
+    return VerifiedRun(shape.name, dtype, tuple(found), trial.covered, trial.left_out, seconds)
 
 
 def own_model(

@@ -11,6 +11,12 @@ compared: it is listed and counted apart.
   phalanx verify --ranks 8 --part 1/4
   phalanx verify --lora 4 --ranks 4 --cover 40
   phalanx verify --dtype bfloat16 --dropout 0.1 --layouts "dp2 tp2 seq"
+  phalanx verify run.toml
+  phalanx verify model=8b weights=random layout="dp64 tp8 seq zero1 bf16" optimizer.name=muon
+
+Of a run its own ranks and steps are compared, in small: few and narrow blocks of every kind, each axis of two
+ranks. Its optimizer, limit of the norm, schedule, precision, masks, packing, adapters and frozen pieces are
+those of the run. It says what it has compared and what not.
 
 Ranks are threads that are given every result as late as it may come, so a missing wait, a buffer that is
 used anew too early and a message without a copy fail. --backend takes another transport, as it is.
@@ -24,12 +30,19 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from ..api.verify import compared, layouts_to_verify, model_to_verify, verdict_text
+from ..api.verify import (
+    compared,
+    layouts_to_verify,
+    model_to_verify,
+    verdict_text,
+    verify_run,
+)
 from ..draw import WIDE
 from ..layout import Shape
 from ..layout.cases import AXES
 from ..layout.choices import COMPARED, COMPARED_OPTIMIZERS, DTYPES, FP64, THREADS
 from ..layout.families import code_of
+from .run_words import load_run
 from .usage import (
     POSITIVE,
     Parser,
@@ -51,6 +64,8 @@ MOST = 64  # ranks of which all layouts are listed: there are some hundred thous
 def run(argv: list[str]) -> int:
     parser = Parser(__doc__)
     add = parser.add
+    help = "a run file and key=value, as for train: the run itself is compared, in small"
+    add("words", nargs="*", metavar="RUN", help=help)
     names_larger = "Name larger layouts with --layouts."
     rate = real(lambda x: 0 <= x < 1, "from 0 to below 1")
     add(
@@ -88,7 +103,9 @@ def run(argv: list[str]) -> int:
     parser.add_output(
         "--record", type=Path, help="save the last layout's last step, for `phalanx draw run`"
     )
-    args = parser.read(argv)
+    args = parser.read(argv, intermixed=True)
+    if args.words:
+        return _run(args, parser)
     if code_of(args.model)[0] and args.dropout:
         raise UsageError("--dropout is for the built-in models; write the rate into your own.")
     shape, make = model_to_verify(args.model)
@@ -120,6 +137,25 @@ def run(argv: list[str]) -> int:
         write(args.out, formats, found.verdicts)
     result(args, found.figures, found.summary)
     return 0 if found.passed else 1 if found.compared else 2
+
+
+def _run(args: argparse.Namespace, parser: Parser) -> int:
+    """Compares a run with one process."""
+    of_layouts = [name for name in _OF_LAYOUTS if getattr(args, name) != parser.get_default(name)]
+    if of_layouts:
+        option = of_layouts[0].replace("_", "-")
+        raise UsageError(
+            f"--{option} is for layouts of a model; a run says all of it by key=value."
+        )
+    found = verify_run(load_run(args.words), show=lambda verdict: progress(verdict_text(verdict)))
+    result(args, found.figures, found.summary)
+    return 0 if found.passed else 1
+
+
+_OF_LAYOUTS = (
+    "model", "ranks", "axes", "layouts", "cover", "backend", "steps", "dtype", "optimizer", "z_loss",
+    "lora", "dropout", "packed", "seed", "memory", "part", "out", "log", "record",
+)  # fmt: skip
 
 
 def _axes(text: str) -> str:

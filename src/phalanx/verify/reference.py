@@ -167,8 +167,10 @@ def reference(
     with, the inputs of every piece and the gradients that come back there are moved by one unit in the
     last place: what this changes is rounding.
     """
-    start = {name: draw(model, name, seed).to(precision.master) for name in model.weights}
     train = {name: weight.requires_grad for name, weight in model.weights.items()}
+    # A weight that is never updated needs no digits beyond those that are computed with.
+    held = {name: precision.master if train[name] else precision.compute for name in train}
+    start = {name: draw(model, name, seed).to(held[name]) for name in model.weights}
     masters, copies = (
         {n: nn.Parameter(x.to(dtype, copy=True), requires_grad=train[n]) for n, x in start.items()}
         for dtype in (precision.master, precision.compute)

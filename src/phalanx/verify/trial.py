@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..comm import World
+from ..comm import Work, World
 from ..layout import Layout
 from ..models import RoutingPart
 from ..parallel import Entry, Model, Piece, Precision, microbatches, on_device
@@ -21,11 +21,11 @@ from ..parallel.experts import cut_blocks
 from ..parallel.local import LocalModel, build_local
 from ..parallel.pieces import Bundle
 from ..parallel.tensor import Weight
-from ..program import Op, Program, StepOptions, Timeline
+from ..program import Op, Program, StepOptions, Timeline, ops
 from ..program.build import forward_only
-from ..train.executor import Executor, Validator
+from ..train.executor import Executor, StepResult, Validator
 from ..train.muon import Muon
-from ..train.optimizer import AdamW, Optimizer, Sgd
+from ..train.optimizer import AdamW, Sgd
 from ..train.precision import LossScale
 from ..train.program import fitting_program, program_of
 from .reference import Mismatch, Trace, TracedStep, project, routers, validation_of
@@ -103,23 +103,24 @@ class Seen:
     timeline: Timeline = Timeline(())  # of the last step
 
 
-class _Recorder(Executor):
-    """Keeps each gradient, as it is without the loss scale, before it is used or skipped."""
+class _Recorder:
+    """Keeps each gradient of an executor, as it is without the loss scale, before it is used or skipped."""
 
-    def __init__(
-        self, local: LocalModel, program: Program, rank: int, optimizer: Optimizer, **more: Any
-    ) -> None:
-        super().__init__(local, program, rank, optimizer, **more)
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
         self.seen: dict[int, Tensor] = {}
+        self.plain = executor.handlers[ops.UPDATE]
+        executor.handlers[ops.UPDATE] = self._update
 
-    def _update(self, op: Op) -> None:
-        for number, unit in self.local.units.items():
+    def _update(self, op: Op) -> Work | None:
+        executor = self.executor
+        for number, unit in executor.local.units.items():
             if unit.piece == op.piece:
                 runs = [slice(e.offset, e.offset + e.stop - e.start) for e in unit.entries()]
                 # A piece may have no weights. With offload:optimizer only these lie on the host.
                 flat = torch.cat([*unit.gradients(runs)]) if runs else unit.home[:0]
-                self.seen[number] = flat.detach() / self._loss_scale
-        super()._update(op)
+                self.seen[number] = flat.detach() / executor._loss_scale
+        return self.plain(op)
 
 
 class _Tracer:
@@ -233,45 +234,70 @@ def _train_layout(
         world, layout, mine, program, seed=setting.seed, precision=setting.precision, poison=True
     )
     half = setting.precision.compute == torch.float16
-    executor = _Recorder(
+    executor = Executor(
         local, program, world.rank, setting.optimizer,
         scaling=LossScale(*setting.scaling) if half else None,
     )  # fmt: skip
-    executor.checked = True  # what each rank has is what the program says
-    seen = Seen([*_parts(local, {}, -1)])
-    tracer = _Tracer(layout, local, mine)
+    observed = Observed(layout, mine, executor)
     watch = None if layout.compile else looked_at(mine, setting.precision, world.device)
     for step in range(setting.steps):
         batch = setting.batches(step)
         own = _own(batch, layout, local, world)
-        seen.sizes.append(_numbered(batch).shape)
-        seen.scales.append(executor.scaling.scale if executor.scaling else 1.0)
         executor.clip = setting.clip(step)
+        observed.before_step(batch)
         with watch or nullcontext():
             result = executor.step(own, setting.rate(step))
+        observed.after_step(result)
+    validator = Validator(local, forward_only(program, layout), world.rank)
+    observed.validate(validator, setting, world)
+    breaches = [*observed.tracer.breaches, watch.found if watch else ""]
+    observed.seen.breaches = [breach for breach in breaches if breach]
+    world.clear()
+    return observed.seen
+
+
+class Observed:
+    """An executor whose steps are written down. After each operation what its rank holds must be what the
+    program says."""
+
+    def __init__(self, layout: Layout, model: Model, executor: Executor) -> None:
+        self.layout, self.executor, self.local = layout, executor, executor.local
+        executor.checked = True
+        self.recorder = _Recorder(executor)
+        self.seen = Seen([*_parts(self.local, {}, -1)])
+        self.tracer = _Tracer(layout, self.local, model)
+
+    def before_step(self, batch: Batch) -> None:
+        """Notes the size of the whole batch, and the loss scale."""
+        scaling = self.executor.scaling
+        self.seen.sizes.append(token_numbers(batch).shape)
+        self.seen.scales.append(scaling.scale if scaling else 1.0)
+
+    def after_step(self, result: StepResult) -> None:
+        seen, step = self.seen, len(self.seen.losses)
         seen.losses.append(result.loss)
         seen.counts.append(result.count)
         seen.norms.append(result.norm)
         seen.logged.append(result.total)
-        tracer.take(seen)
-        seen.parts += _parts(local, executor.seen, step)
+        self.tracer.take(seen)
+        seen.parts += _parts(self.local, self.recorder.seen, step)
         seen.timeline = result.timeline
-    seen.breaches = [x for x in (*tracer.breaches, watch.found if watch else "") if x]
-    validator = Validator(local, forward_only(program, layout), world.rank)
-    seen.validation = validator.mean_loss(
-        _own(batch, layout, local, world) for batch in validation_of(setting.batches, setting.steps)
-    )
-    world.clear()
-    return seen
+
+    def validate(self, validator: Validator, setting: Setting, world: World) -> None:
+        """The mean loss of two batches that no step has had."""
+        self.seen.validation = validator.mean_loss(
+            _own(batch, self.layout, self.local, world)
+            for batch in validation_of(setting.batches, setting.steps)
+        )
 
 
 def _own(batch: Batch, layout: Layout, local: LocalModel, world: World) -> list[dict[str, Tensor]]:
-    numbered = {**batch, TOKEN: _numbered(batch)}
+    numbered = {**batch, TOKEN: token_numbers(batch)}
     own = microbatches(numbered, layout, local.coordinates["data"], local.coordinates["cp"])
     return [on_device(each, world.device) for each in own]
 
 
-def _numbered(batch: Batch) -> Tensor:
+def token_numbers(batch: Batch) -> Tensor:
     """The number of each token in the batch, or of each row where there are no tokens."""
     like = batch["tokens"] if "tokens" in batch else next(iter(batch.values()))[..., 0]
     return torch.arange(1, like.numel() + 1).view(like.shape)

@@ -242,12 +242,17 @@ def _world(
             try:
                 seen = run(train_layout, layout, program, make, setting)
             except Exception as error:  # whatever the engine raises is this layout's verdict
-                yield Verdict(str(layout), size, False, math.inf, _line(error))
+                yield failed(layout, error)
                 continue
             if record:
                 spans = tuple(span for rank in seen for span in rank.timeline.spans)
                 record.write_text(str(Recorded(program, Timeline(spans))))
             yield judge(layout, join(seen, setting.steps), truth, setting)
+
+
+def failed(layout: Layout, error: Exception) -> Verdict:
+    """The verdict on a layout whose ranks raised."""
+    return Verdict(str(layout), layout.ranks, False, math.inf, _line(error))
 
 
 def _line(error: Exception) -> str:

@@ -1,0 +1,124 @@
+"""A run in its own proportions, small enough to be trained in seconds: what `verify run.toml` compares.
+
+Every kind of block stays, with the ratios of heads, experts and windows. Widths, layers, vocabulary and axes
+of the mesh shrink.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, replace
+from math import ceil
+
+from .layout import Layout
+from .mesh import Axis, Mesh
+from .run import Checkpoints, Run, Training, Validation
+from .shape import Shape
+
+TOKENS, STEPS, WORDS = 24, 5, 257
+_HEAD = 8  # features of a head
+# Keys of a shape that a run says beside its model.
+_OF_THE_RUN = ("name", "source", "freeze", "lora_r", "lora_alpha", "lora_targets")
+
+
+def small_shape(shape: Shape) -> Shape:
+    """The sizes of a model with a few narrow layers of every kind."""
+    layers = _layers(shape)
+    per_group = min(4, max(1, shape.heads // shape.kv_heads))
+    kv_heads = 1 if shape.kv_heads == 1 else 2
+    heads = kv_heads * per_group if shape.heads > 1 else 1
+    hidden = 2 * _HEAD * max(2, heads // 2)
+    sizes: dict[str, object] = {
+        "name": f"{shape.name}-small",
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": kv_heads if shape.heads > 1 else 1,
+        "head_dim": _HEAD,
+        "ffn": _even(hidden * shape.ffn / shape.hidden),
+        "vocab": WORDS,
+        "sequence": TOKENS,
+        "windows": tuple(
+            max(2, ceil(width * TOKENS / shape.sequence)) if width else 0
+            for width in shape.windows[:layers]
+        ),
+        "rope_original": max(1, shape.rope_original * TOKENS // shape.sequence),
+        "dense_layers": min(shape.dense_layers, 1),
+        "freeze": _frozen(shape, layers),
+        "lora_r": min(shape.lora_r, 4),
+        "source": "",
+    }
+    if shape.kv_latent:
+        sizes |= {"kv_heads": heads, "kv_latent": 12, "rope_dim": _HEAD // 2}
+        sizes |= {"q_latent": 10 if shape.q_latent else 0}
+        sizes |= {"value_dim": _HEAD - 2 if shape.value_dim else 0}
+    if shape.experts:
+        groups = min(shape.expert_groups, 2)
+        sizes |= {"experts": 8, "top_k": min(shape.top_k, 2), "expert_groups": groups}
+        sizes |= {"top_groups": min(shape.top_groups, groups)}
+        sizes |= {"expert_ffn": _even(hidden * shape.expert_ffn / shape.hidden)}
+        sizes |= {"shared_experts": min(shape.shared_experts, 1)}
+    return replace(shape, **sizes)  # type: ignore[arg-type]
+
+
+def _layers(shape: Shape) -> int:
+    """So many that each kind of block is there, with three at least."""
+    return min(shape.layers, max(3, len(shape.windows), 2 if shape.dense_layers else 0))
+
+
+def _even(width: float) -> int:
+    """A width that tp of up to four divides."""
+    return min(128, max(16, 8 * round(width / 8)))
+
+
+def _frozen(shape: Shape, layers: int) -> tuple[str, ...]:
+    """The pieces that are not trained, with the numbers of blocks in the same proportion."""
+
+    def moved(match: re.Match[str]) -> str:
+        return str(min(layers - 1, int(match[0]) * layers // shape.layers))
+
+    return tuple(re.sub("[0-9]+", moved, name) for name in shape.freeze)
+
+
+def small_layout(layout: Layout) -> Layout:
+    """The layout with each axis, or each part of one, of two ranks."""
+    axes = []
+    for axis in layout.mesh.axes:
+        parts = tuple(min(part, 2) for part in axis.parts)
+        axes.append(Axis(axis.name, parts))
+    few = 2 * min(layout.pp, 2)
+    count = min(layout.microbatches, few)
+    return replace(layout, mesh=Mesh(tuple(axes)), microbatches=count, stages=())
+
+
+def small_run(run: Run, shape: Shape, layout: Layout, out: str) -> Run:
+    """The run with a small model and layout, and a few steps in which its whole schedule passes."""
+    small, few = small_shape(shape), small_layout(layout)
+    o, steps = run.optimizer, run.steps
+    warmup = ceil(o.warmup_steps * STEPS / steps)
+    if o.warmup_steps > 1:
+        warmup = max(2, min(warmup, STEPS - 2))  # so that the rate rises
+    decay = max(1, o.decay_steps * STEPS // steps) if o.decay_steps else 0
+    decay = min(decay, STEPS - 1 - warmup)
+    # One sequence more than the ranks and microbatches divide.
+    batch = few.data * few.microbatches + 1
+    table = {name: value for name, value in asdict(small).items() if name not in _OF_THE_RUN}
+    return replace(
+        run,
+        model=table | {"batch": batch},
+        layout=str(few),
+        precision="",
+        weights="",
+        data="python",
+        batch=batch,
+        microbatch=0,
+        sequence=0 if small.positions == "learned" else TOKENS,
+        steps=STEPS,
+        freeze=" ".join(small.freeze),
+        out=out,
+        lora=replace(run.lora, r=small.lora_r),
+        optimizer=replace(o, warmup_steps=warmup, decay_steps=decay),
+        checkpoint=Checkpoints(),
+        train=Training(),
+        validation=Validation(batches=0),
+    )
