@@ -147,8 +147,8 @@ def term_dropped(node: Any) -> Iterator[ast.AST]:
 def axis(node: Any) -> Iterator[ast.AST]:
     if isinstance(node, ast.Constant) and node.value in AXES:
         yield ast.Constant(AXES[node.value])
-    if not isinstance(node, ast.Call) or _method(node) not in TAKES_DIMS:
-        return
+    if not isinstance(node, ast.Call) or _method(node) not in TAKES_DIMS or not _receiver(node):
+        return  # Python's own max and sum take no dims
     for place, argument in enumerate(node.args):
         dim = _integer(argument)
         if dim is not None:

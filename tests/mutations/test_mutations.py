@@ -42,6 +42,7 @@ def written(source: str, operator: str) -> set[str]:
         ("term dropped", "y = a + b", {"a", "b"}),
         ("term dropped", "y = a / b", {"a"}),
         ("axis", "y = x.sum(-1)", {"x.sum(-2)"}),
+        ("axis", "y = max(1, x)", set()),
         ("axis", "y = torch.cat(parts, dim=1)", {"torch.cat(parts, dim=0)"}),
         ("axis", "y = sizes['dp']", {"'tp'"}),
         ("comparison", "y = a < b", {"a <= b", "a >= b"}),
