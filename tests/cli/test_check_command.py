@@ -65,7 +65,7 @@ def test_the_fullest_rank_holds_what_a_plan_says_and_what_adam_needs_of_its_weig
     assert told["memory_range_gb"][0] < told["memory_gb"] < told["memory_range_gb"][1]
     # Eight blocks and the embedding are on stage 0, cut over tp2; norms are on both of its ranks.
     kinds, shape = told["memory_by_kind_gb"], Shape.load("8b")
-    cut = sum(shape.parameters(piece) for piece in range(9)) / 2 / 1e9
+    cut = sum(shape.rows[piece].numel for piece in range(9)) / 2 / 1e9
     assert kinds["weights"] == pytest.approx(2 * cut, rel=1e-4)
     assert kinds["gradients"] == pytest.approx(4 * cut, rel=1e-4)
     assert kinds["optimizer"] == pytest.approx(12 * cut, rel=1e-4)
@@ -125,7 +125,7 @@ def test_a_tied_weight_is_counted_on_both_stages_that_hold_it(capsys: Capture) -
     stages = json.loads(capsys.readouterr().out)["stages"]
     shape = Shape.load("124m")
     assert shape.tied
-    assert sum(s["parameters"] for s in stages) == shape.total + shape.parameters(0)
+    assert sum(s["parameters"] for s in stages) == shape.total + shape.rows[0].numel
 
 
 def test_zero3_holds_few_gathered_units(capsys: Capture) -> None:

@@ -57,7 +57,7 @@ def test_a_block_of_the_8b_counts_as_by_hand() -> None:
 @pytest.mark.parametrize("name", ["8b", "124m", "25m"])
 def test_without_attention_a_step_is_6nd_of_the_weights_that_multiply(name: str) -> None:
     shape, batch, t = Shape.load(name), 2, 512
-    products = shape.total - shape.parameters(0)
+    products = shape.total - shape.rows[0].numel
     if shape.tied:
         products += shape.vocab * shape.hidden  # the embedding, used as the output
     norms = shape.hidden * (2 if shape.norm == "layer" else 1)

@@ -69,7 +69,7 @@ def test_flops_are_those_of_the_closed_form_and_backward_has_twice_as_many(
     total = sum(products(p.forward + p.backward) for p in found)
     multiplied = (
         shape.total
-        - shape.parameters(0)
+        - shape.rows[0].numel
         - shape.hidden * ((2 if shape.norm == "layer" else 1) * (2 * shape.layers + 1))
     )
     assert total == 6 * multiplied * rows * 32  # 6ND

@@ -59,7 +59,7 @@ def of_a_run(folder: Path) -> str:
     recorded = Recorded(program, simulate(program, Costs({"F": 1, "B": 2})))
     told = json.loads(str(recorded)) | {"step": 1, "layout": "dp2 pp2"}
     (folder / "timeline.json").write_text(json.dumps(told))
-    return report(folder, step_extras(folder, None, None, 2)).html()
+    return report(folder, step_extras(folder, None, None)).html()
 
 
 def of_a_plan(folder: Path) -> str:

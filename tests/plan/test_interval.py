@@ -12,9 +12,9 @@ import pytest
 from phalanx.layout import Layout, Shape
 from phalanx.plan import MachineError, cluster
 from phalanx.plan import interval as module
+from phalanx.plan.case import Case
 from phalanx.plan.hardware import hardware_of
 from phalanx.plan.interval import CAUSES, amounts, interval, widths, with_own_range
-from phalanx.plan.price import Case
 from phalanx.plan.profile import SoftwareProfile, profile, profiles
 
 SHAPE = Shape.load("8b")

@@ -8,12 +8,14 @@ import pytest
 
 from phalanx.layout import ByKind, Layout, Shape
 from phalanx.plan import Curve, Machine, MachineError, Rate, Store
+from phalanx.plan.case import Case
 from phalanx.plan.hardware import Hardware
 from phalanx.plan.local import hardware_of_machine, local_profile
-from phalanx.plan.price import Case, OpTime, PieceTimes, Priced, op_parts
+from phalanx.plan.piece_price import OpTime, PieceTimes, op_parts
+from phalanx.plan.price import Priced
 from phalanx.plan.profile import SoftwareProfile
 from phalanx.plan.step import Choice, choice
-from phalanx.program import Load, MessageLoad, PieceCost, Product
+from phalanx.program import AttentionLoad, Load, MessageLoad, PieceCost, Product
 
 SLOW = Curve("all_reduce", "gloo", 2, "ring", 1e-3, 1e8, 0.0, 1, 1 << 20, apart=2)
 MACHINE = Machine(
@@ -165,14 +167,16 @@ def test_a_rings_messages_cost_their_time_where_all_cores_compute_and_hide_where
     None
 ):
     ring = Layout.parse("cp2 fp32")
-    load = Load((Product(512, 512, 512),), messages=(MessageLoad("cp.ring", "send", 4096.0),))
+    attention = AttentionLoad(1, 8, 8, 4096, 4096, 64)
+    load = Load((), (attention,), messages=(MessageLoad("cp.ring", "send", 4096.0),))
     busy = hardware_of_machine(MACHINE, 2)
     idle = replace(busy, cores=4)
-    assert op_parts(load, busy, ring, "fp32", SoftwareProfile()).ring == 0.0
+    shared = op_parts(load, busy, ring, "fp32", SoftwareProfile()).messages
+    assert shared.ring == 0.0
     # Each of two ranks carries what it sends and what it is sent, on the one core that it has.
     one = busy.network.seconds("send", 4096.0, 2, 1)
-    assert op_parts(load, busy, ring, "fp32", SoftwareProfile()).messages == pytest.approx(2 * one)
-    assert op_parts(load, idle, ring, "fp32", SoftwareProfile()).ring > 0.0
+    assert shared.others == pytest.approx(2 * one)
+    assert op_parts(load, idle, ring, "fp32", SoftwareProfile()).messages.ring > 0.0
     seen = op_parts(load, busy, ring, "fp32", SoftwareProfile()).under(local_profile())
     hidden = op_parts(load, idle, ring, "fp32", SoftwareProfile()).under(local_profile())
     assert seen.messages > hidden.messages == 0.0

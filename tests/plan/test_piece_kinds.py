@@ -9,6 +9,7 @@ import pytest
 
 from phalanx.api.request import request_for
 from phalanx.layout import Layout, Shape, legal, one_block_of_each, piece_layout, staged_pieces
+from phalanx.layout.families import shape_of
 from phalanx.plan.hardware import hardware_of
 from phalanx.plan.link import cluster
 from phalanx.plan.profile import profile
@@ -89,6 +90,44 @@ def test_gpt_oss_at_65536_tokens_is_priced_by_both_kinds_of_its_blocks() -> None
     assert (round(every, 1), round(none, 1)) == (6.1, 18.6)
     assert half == pytest.approx(12.4, abs=0.1)
     assert swapped == pytest.approx(half, rel=1e-3)
+
+
+# The shapes of Gemma 2 9B and Gemma 3 12B by their configurations, with fewer and narrower blocks: one
+# block without a window of two, and of six.
+GEMMAS: dict[str, tuple[dict[str, object], int]] = {
+    "gemma2": ({
+        "num_hidden_layers": 4, "sliding_window": 256, "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 256,
+    }, 2),
+    "gemma3_text": ({
+        "num_hidden_layers": 12, "sliding_window": 256, "sliding_window_pattern": 6,
+        "query_pre_attn_scalar": 256, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+    }, 6),
+}  # fmt: skip
+_GEMMA = {
+    "hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "head_dim": 64, "vocab_size": 1000, "max_position_embeddings": 16384, "rms_norm_eps": 1e-6,
+    "hidden_activation": "gelu_pytorch_tanh",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", GEMMAS)
+def test_every_block_of_gemma_is_priced_by_its_own_window(kind: str) -> None:
+    """By hand: with a part of the blocks without a window, that part of what all of them take longer."""
+    config, every = GEMMAS[kind]
+    shape = shape_of(_GEMMA | config | {"model_type": kind}, kind)
+    windows = [shape.window(piece) for piece in range(1, 1 + shape.layers)]
+    assert windows.count(0) == shape.layers // every
+    text = Layout.parse("dp8 zero3 recompute:all bf16")
+
+    def step(each: tuple[int, ...]) -> float:
+        asked = _asked(replace(shape, windows=each), "h100x8", 8, 16384)
+        return judge(asked, [text])[0].step
+
+    narrow, own, full = step((256,)), step(shape.windows), step((0,))
+    assert full > 1.2 * narrow
+    assert own - narrow == pytest.approx((full - narrow) / every, rel=0.01)
+    assert step(shape.windows[::-1]) == pytest.approx(own, rel=1e-3)
 
 
 def test_a_stage_takes_the_time_and_the_bytes_of_the_blocks_that_it_holds() -> None:

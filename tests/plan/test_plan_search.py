@@ -23,10 +23,12 @@ from phalanx.layout import (
 )
 from phalanx.layout.choices import DUALPIPE_V
 from phalanx.plan import refused
+from phalanx.plan.case import Case
 from phalanx.plan.device import MachineError
 from phalanx.plan.hardware import Hardware, hardware_of
 from phalanx.plan.link import cluster
-from phalanx.plan.price import Case, OpTime, Priced
+from phalanx.plan.piece_price import OpTime
+from phalanx.plan.price import Priced
 from phalanx.plan.profile import SoftwareProfile, profile
 from phalanx.plan.routing import Routing
 from phalanx.plan.search import Plan, Screened, baselines, judge, search
@@ -216,7 +218,7 @@ def test_collectives_over_one_group_take_turns_and_replicas_have_links_of_their_
     assert ops.KINDS[ops.REDUCE_REPLICAS].lane not in joint_lanes(
         Layout.parse("dp2x8 zero3"), asked.hardware
     )
-    assert len(joint_lanes(Layout.parse("dp2x16 zero3"), hardware("h100x32"))) == 3
+    assert len(joint_lanes(Layout.parse("dp2x16 zero3"), hardware("h100x32"))) == 4
 
 
 def test_steps_that_roll_take_what_the_longest_stage_takes() -> None:

@@ -10,9 +10,11 @@ from by_hand import pieces
 
 from phalanx.layout import ByKind, Layout, Shape
 from phalanx.plan import cluster
+from phalanx.plan.case import Case
 from phalanx.plan.hardware import Hardware, Network, PredictionError, hardware_of
+from phalanx.plan.piece_price import piece_parts
 from phalanx.plan.plausible import refuse_too_long, shortest_step
-from phalanx.plan.price import Case, Priced, Units, piece_parts
+from phalanx.plan.price import Priced, Units
 from phalanx.plan.profile import SoftwareProfile, profile, profiles
 from phalanx.plan.step import Choice, choice, predicted
 

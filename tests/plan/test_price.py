@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from by_hand import piece_kinds, pieces
 
 from phalanx.layout import ByKind, Layout, Shape
 from phalanx.plan import MachineError, cluster, device
+from phalanx.plan.case import Case
 from phalanx.plan.hardware import SLOWED, Roofline, hardware_of
-from phalanx.plan.price import Case, PieceTimes, Priced, Units, parts_of, piece_parts
+from phalanx.plan.piece_price import (
+    MessageSeconds,
+    OpParts,
+    PieceTimes,
+    parts_of,
+    piece_parts,
+    together,
+)
+from phalanx.plan.price import Priced, Units
 from phalanx.plan.profile import SoftwareProfile, profile, profile_named, profiles
 from phalanx.plan.step import Choice, choice
 from phalanx.program import AttentionLoad, CostedPiece, Load, PieceCost, PieceKinds, Product, ops
@@ -146,6 +156,18 @@ def test_a_tied_weight_is_summed_between_the_two_ends_of_a_pipeline(text: str, s
     assert tied.step - plain.step == pytest.approx(pair if sums else 0.0, rel=0.01, abs=1e-6)
 
 
+@pytest.mark.parametrize(("text", "norms"), [("tp4 bf16", 0), ("tp4 seq bf16", 2 * 1024)])
+def test_sums_over_tp_have_the_weights_of_which_ranks_have_parts(text: str, norms: int) -> None:
+    """Four ranks share two key and value heads of 64: each sums its head of both with another rank's. Norms
+    are summed where ranks have other tokens."""
+    shape = replace(SHAPE, kv_heads=2)
+    priced = replace(_priced(text), case=Case(shape, Layout.parse(text), 1.0, SHAPE.sequence))
+    own = 2 * 64 * 1024 + norms
+    network = hardware_of(cluster("h100x4")).network
+    found = priced.costs().pieces[ops.SUM_PARTS, 1]
+    assert found == pytest.approx(network.seconds("all_reduce", BARE.reduce_bytes * own, 4, 1))
+
+
 def test_messages_of_data_parallel_are_seen_or_slow_what_is_computed_beside_them() -> None:
     alone, _ = _one("dp8 zero3 bf16")
     beside = replace(BARE, overlaps_data=False)
@@ -166,6 +188,36 @@ def test_messages_of_data_parallel_are_seen_or_slow_what_is_computed_beside_them
     once = [_one(f"dp8 accum:{m} bf16")[0].parts["compute"] for m in (4, 8)]
     plain = [_one(f"accum:{m} bf16")[0].parts["compute"] for m in (4, 8)]
     assert once[0] - plain[0] == pytest.approx(once[1] - plain[1], rel=0.01)
+
+
+def test_messages_beside_computing_slow_it_or_come_late() -> None:
+    """Of 8 seconds of attention and 16 of products: a ring of four comes in four parts, the last of which
+    is computed when all have come; so do the messages of eight ranks beside their products."""
+    plain, beside = (replace(BARE, speed=1.0, overlaps_tensor=flag) for flag in (False, True))
+    empty = OpParts(16.0, 8.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    for sent, seen in ((2.0, SLOWED * 2.0), (8.0, 8.0 - 6.0), (80.0, 80.0 - 6.0)):
+        ring = replace(empty, messages=MessageSeconds(ring=sent), ring=4)
+        assert ring.under(plain).total == pytest.approx(24.0 + seen)
+    for sent, seen in ((4.0, SLOWED * 4.0), (16.0, SLOWED * 16.0), (40.0, 40.0 - 14.0)):
+        tensor = replace(empty, messages=MessageSeconds(tensor=sent), group=8)
+        assert tensor.under(plain).total == pytest.approx(24.0 + sent)
+        assert tensor.under(beside).total == pytest.approx(24.0 + seen)
+
+
+def test_a_block_as_one_takes_no_longer_than_its_parts() -> None:
+    """With any messages: those of one part may travel beside what another one computes."""
+    profile = replace(BARE, overlaps_tensor=True, speed=1.0)
+    sent = [
+        MessageSeconds(ring, tensor, gathered, others)
+        for ring, tensor, gathered, others in product((0.0, 0.5, 20.0), repeat=4)
+    ]
+    some = [
+        OpParts(products, attention, 1.0, 0.0, 2.0, 0.0, 0.0, each, ring=4, group=8)
+        for products, attention, each in product((0.0, 3.0), (0.0, 3.0), sent)
+    ]
+    for a, b in zip(some, some[::-1], strict=True):
+        whole = together([a, b]).under(profile).total
+        assert whole <= (a.under(profile).total + b.under(profile).total) * (1 + 1e-12)
 
 
 def test_recomputation_that_ends_early_makes_no_last_product_again() -> None:
@@ -257,12 +309,14 @@ def test_columns_that_gather_again_keep_a_part_and_wait_for_what_products_do_not
     size = 2 * SHAPE.sequence * SHAPE.hidden  # what each of two columns takes, in 16 bits
     assert whole.cost.kept - part.cost.kept == pytest.approx(2 * size * 7 / 8)
     assert part.forward == whole.forward
-    one = hardware_of(cluster("h100x8")).network.seconds("all_gather", size, 8, 1)
-    late = max(0.0, 2 * float(one) - 0.9 * whole.input_gradient.device)
-    hidden = 2 * float(one) - late
+    eight = hardware_of(cluster("h100x8"))
+    sent = 2 * eight.network.seconds("all_gather", size, 8, 1)
+    cost = pieces(SHAPE, Layout.parse("tp8 seq"), SHAPE.sequence, 1.0)[1].input_gradient
+    products = sum(eight.rates.product(p, "fp32") for p in cost.products) / faster
     extra = part.input_gradient.messages - whole.input_gradient.messages
-    assert extra == pytest.approx(late + SLOWED * hidden)
-    assert (late > 0) == (faster > 1)
+    # They come late where they take longer than the products, and slow these where they do not.
+    assert (sent > products) == (faster > 1)
+    assert extra == pytest.approx(max(sent - products, SLOWED * sent))
     without = (_priced("tp8", what=each).times[1] for each in (plain, again))
     assert len({each.cost.kept for each in without}) == 1
 

@@ -23,7 +23,7 @@ HOSTILE = """</script></pre><script>alert(1)</script><img src=x onerror='a()'> "
 
 
 def report(folder: Path) -> str:
-    return report_of(folder, step_extras(folder, None, None, 2)).html()
+    return report_of(folder, step_extras(folder, None, None)).html()
 
 
 def journal(hostile: str = "") -> list[dict[str, Any]]:

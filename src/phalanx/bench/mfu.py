@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from ..layout import Shape
 from ..layout.choices import DTYPES
+from ..layout.pieces import linear_products
 from ..parallel.model import decoder_of
 from .clock import Clock
 from .device import LocalDevice, dtype_of, products_in
@@ -86,7 +87,8 @@ def measure_block(
         return y.float().square().mean()
 
     timed = _iteration(device, list(block.parameters()), forward, dtype, limit)
-    matmuls = shape.cost(1) / shape.sequence - shape.sequence * shape.pair_work // 2
+    products = linear_products(shape.rows[1], shape)
+    matmuls = sum(product.multiply_adds for product in products if not product.weight.adapts)
     attention = sequence * shape.pair_work // 2  # multiply-adds of a token, causal
     tokens = 3 * 2.0 * batch * sequence
     name = f"a block of {shape.name}, {batch} x {sequence} tokens"

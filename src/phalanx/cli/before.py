@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from ..layout import Layout, Run, RunError, Shape, legal
-from ..layout.choices import DTYPES, FP32, LOCAL_RANKS, OPTIMIZERS, PYTHON, SGD
+from ..layout.choices import DTYPES, FP32, LOCAL_RANKS, PYTHON
 from ..layout.codec import Mistake
 from ..layout.environment import launched
 from ..layout.files import open_regular, reason
@@ -12,6 +12,7 @@ from ..layout.host import machine_memory
 from ..layout.pieces import staged_pieces
 from ..layout.run import refuse_random_by_name
 from ..layout.source import names_source
+from ..layout.state_bytes import engine_state, held_bytes
 from ..layout.url import Url
 from ..program import build, check, refuse_own
 from ..program.options import options_of
@@ -71,15 +72,17 @@ def _memory(run: Run, shape: Shape, layout: Layout | None) -> list[Mistake]:
     """Why this machine cannot hold all ranks: by the least that they hold, so a run that is refused
     here could not have begun."""
     have = machine_memory()
-    zero = 3 if layout is None else layout.zero
-    copies = 1 if layout is None else layout.copies
-    dtype = DTYPES[(layout.precision if layout else "") or FP32]
-    kept = moments(run)
-    # ZeRO cuts optimizer state from stage 1 on, gradients from 2, weights from 3.
-    numbers = sum(
-        count * (1 if zero >= stage else copies) for stage, count in ((1, kept), (2, 1), (3, 1))
-    )
-    state = shape.total * max(4, dtype.bytes) * numbers
+    precision = (layout.precision if layout else "") or FP32
+    dtype = DTYPES[precision]
+    buffers = engine_state(precision, run.optimizer.fewest_moments)
+    # What is offloaded lies in the memory of this machine, too.
+    cut = Layout(layout.mesh, zero=layout.zero) if layout else Layout()
+    held = held_bytes(cut, buffers)
+    copies = layout.copies if layout else 1  # ranks that have a part of each weight
+    gradient = held.gradient
+    if layout and layout.zero >= 2 and held.gradient_shard:
+        gradient = held.gradient_shard
+    state = shape.total * copies * (held.weight + gradient + held.optimizer)
     name = shape.name if isinstance(run.model, dict) else run.model
     if state > have:
         what = (
@@ -100,12 +103,6 @@ def _memory(run: Run, shape: Shape, layout: Layout | None) -> list[Mistake]:
         )
         return [Mistake("batch", what, "Write a smaller batch, or more microbatches: accum:16")]
     return []
-
-
-def moments(run: Run) -> int:
-    """Numbers that the optimizer keeps of each weight."""
-    without = run.optimizer.name == SGD and not run.optimizer.momentum
-    return 0 if without else OPTIMIZERS[run.optimizer.name].moments
 
 
 def _variables(url: Url) -> list[Mistake]:

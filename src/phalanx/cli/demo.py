@@ -75,7 +75,7 @@ def _play(out: Path, alone: Path) -> dict[str, Any]:
         f"   All {len(truth)} losses {verdict}: the largest relative difference is {off:.1e}.\n"
     )
     page = out / "report.html"
-    write_text(page, report(out, step_extras(out, None, None, 2)).html())
+    write_text(page, report(out, step_extras(out, None, None)).html())
     return {
         "first": FIRST,
         "then": THEN,

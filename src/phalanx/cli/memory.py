@@ -6,7 +6,7 @@ from dataclasses import replace
 from ..api.request import held, held_text, request_for, verdict
 from ..api.sharding import less_sent_text, lower_stages, sharding_text
 from ..layout import Layout, LayoutError, Run, Shape, recipe
-from ..layout.choices import BF16, DTYPES, FP32
+from ..layout.choices import BF16, FP32
 from ..layout.host import machine_memory
 from ..layout.numbers import bytes_text
 from ..plan import Machine, MachineError, cluster, clusters, device_named
@@ -14,7 +14,7 @@ from ..plan.hardware import Hardware, hardware_of
 from ..plan.link import whole_servers
 from ..plan.local import hardware_of_machine, local_profile
 from ..plan.search import search
-from .before import GIB, moments
+from .before import GIB
 from .usage import UsageError
 
 _CLEARLY = 1.5  # times a machine's memory: what ranks of a CPU hold is known less well, and swaps
@@ -37,10 +37,8 @@ def estimated(run: Run, shape: Shape, layout: Layout, gpus: int, *, force: bool)
     hardware = replace(hardware_of(known, ranks), memory=limit, cores=cores)
     tokens, precision = run.tokens(shape), layout.precision
     request = request_for(shape, hardware, sequence=tokens, precision=precision, model=run.own)
-    state, width = local_profile(layout.precision), max(4, DTYPES[layout.precision].bytes)
     profile = replace(
-        state,
-        optimizer_bytes=state.optimizer_bytes - (2 - moments(run)) * width,
+        local_profile(layout.precision).with_moments(run.optimizer.fewest_moments),
         muon=run.optimizer.name == "muon",
         context=request.profile.context,
         reserve=request.profile.reserve,

@@ -26,11 +26,11 @@ from ..draw import WIDE
 from ..layout import Layout, Run, Shape
 from ..layout.codec import decode
 from ..layout.files import reason, write_text
+from ..layout.run import USUAL_OPTIMIZER
 from ..plan import Machine
 from ..plan.device import MachineFileError
 from ..plan.step import Pricer
 from ..report import Extras, Section
-from .before import moments
 from .bench_chart import curves_svg
 from .usage import Parser, UsageError, result, save
 from .verify_page import verified_svg
@@ -94,10 +94,10 @@ def _extras(folder: Path, compared: Compared | None, args: argparse.Namespace) -
 
     make = model_of(args.model)[1] if args.model else None
     try:
-        kept = moments(Run.load(str(folder / "run.toml")))
-    except ValueError:  # then Adam's two
-        kept = 2
-    extras = step_extras(folder, compared, make, kept)
+        optimizer = Run.load(str(folder / "run.toml")).optimizer
+    except ValueError:
+        optimizer = USUAL_OPTIMIZER
+    extras = step_extras(folder, compared, make, optimizer)
     sections = list(extras.sections)
     runs = speeds([folder, *map(Path, args.beside or ())])
     draw = partial(scaling_svg, runs, {run: _planned(run, args) for run in runs}.get)

@@ -15,7 +15,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, astuple, replace
+from dataclasses import asdict, astuple, fields, replace
 from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -38,7 +38,7 @@ from ..program import (
 )
 
 _LOG = logging.getLogger(__name__)
-_FORMAT = 3
+_FORMAT = 4
 _MANY = 16  # rows: a microbatch is seldom larger
 _SOURCE = Path(__file__).parents[1]
 _FILES = (
@@ -179,16 +179,21 @@ def _at(one: PieceCost, two: PieceCost, many: float) -> Callable[[float], PieceC
 def _written_rows(rows: Sequence[PieceRow]) -> dict[str, Any]:
     """The rows of a program, with the weights of each kind of row once."""
     weights = {str(row.kind): [astuple(weight) for weight in row.weights] for row in rows}
-    plain = [[row.piece, row.part, row.kind, row.uses, row.partial, row.frozen] for row in rows]
-    return {"rows": plain, "weights": weights}
+    return {"rows": [astuple(replace(row, weights=())) for row in rows], "weights": weights}
 
 
 def _read_rows(entry: Mapping[str, Any]) -> tuple[PieceRow, ...]:
     weights = {kind: tuple(map(_weight, each)) for kind, each in entry["weights"].items()}
-    return tuple(
-        PieceRow(piece, BlockPart(part), kind, weights[str(kind)], tuple(uses), partial, frozen)
-        for piece, part, kind, uses, partial, frozen in entry["rows"]
-    )
+    names = [each.name for each in fields(PieceRow)]
+
+    def row(values: Sequence[Any]) -> PieceRow:
+        given = dict(zip(names, values, strict=True))
+        lists = {name: tuple(given[name]) for name in ("uses", "takes", "gives")}
+        part, tied = BlockPart(given["part"]), tuple(map(_weight, given["tied"]))
+        own = weights[str(given["kind"])]
+        return PieceRow(**given | lists | {"part": part, "tied": tied, "weights": own})
+
+    return tuple(map(row, entry["rows"]))
 
 
 def _weight(row: Sequence[Any]) -> WeightRow:

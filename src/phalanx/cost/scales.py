@@ -212,11 +212,16 @@ class Scales(Live):  # type: ignore[no-untyped-call]
         """The operation's output, and whether it is new and not a view of something given."""
         key = func, _key(args), _key(kwargs)
         if key in self.outputs:
-            return _made(self.outputs[key], args), self.outputs[key] is not _FIRST
+            known = self.outputs[key]
+            if known is _OUT:
+                return kwargs["out"], False
+            return _made(known, args), known is not _FIRST
         out = func(*args, **kwargs)
         if func._schema.is_mutable:
             if args and out is args[0]:
                 self.outputs[key] = _FIRST
+            elif "out" in kwargs and out is kwargs["out"]:
+                self.outputs[key] = _OUT
             return out, False
         made = list(_tensors(out))
         fresh = bool(made) and not any(storage_of(x) in storages for x in made)
@@ -243,6 +248,7 @@ class Scales(Live):  # type: ignore[no-untyped-call]
 
 # In place of an output: the operation wrote into its first argument and returned it.
 _FIRST = "the first argument"
+_OUT = "the argument `out`"
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -14,12 +14,12 @@ from torch import Tensor
 from ..comm import TallyWorld
 from ..layout import Layout
 from ..layout.choices import GLOO
+from ..layout.run import USUAL_OPTIMIZER, OptimizerChoice
 from ..parallel import Model, Precision, Unit
 from ..parallel.batch import edge_shape, microbatches
 from ..parallel.experts import cut_blocks
 from ..parallel.kinds import alike
 from ..parallel.local import LocalModel, build_local
-from ..parallel.pool import storage_of
 from ..program import PieceCost, Program, Sizes, ops
 from .pieces import Like, into, run, with_derived
 from .scales import PREFIX, Known
@@ -34,6 +34,7 @@ def sizes_of(
     batch: Batch,
     precision: Precision,
     *,
+    optimizer: OptimizerChoice = USUAL_OPTIMIZER,
     target: str = "cpu",
     backend: str = "",
 ) -> Sizes:
@@ -64,7 +65,7 @@ def sizes_of(
             units.setdefault(number, held.weights(number))
     costed = [pieces[p] for p in range(program.pieces)]
     return replace(
-        _of_units(units, program.pieces, layout, precision),
+        _of_units(units, program.pieces, layout, optimizer),
         kept=tuple(w.kept for w in costed),
         input=tuple(w.input for w in costed),
         kept_after_i=tuple(w.kept_after_i for w in costed),
@@ -104,7 +105,10 @@ def _costed(
 
 
 def _of_units(
-    units: Mapping[int, Sequence[Unit]], pieces: int, layout: Layout, precision: Precision
+    units: Mapping[int, Sequence[Unit]],
+    pieces: int,
+    layout: Layout,
+    optimizer: OptimizerChoice,
 ) -> Sizes:
     def each(bytes: Callable[[Unit], int], *, frozen: bool = False) -> tuple[float, ...]:
         own = [[*units.get(n, ()), *units.get(n + pieces, ())] for n in range(pieces)]
@@ -112,23 +116,23 @@ def _of_units(
 
     def always(unit: Unit) -> int:
         """The home and, beside it or around it, weights that never leave."""
-        master = unit.precision.master.itemsize
-        if not unit.resident or unit.same:
-            return unit.part * master + unit.beside
-        inside = unit.storage() == storage_of(unit.home)
-        whole = unit.numel * unit.dtype.itemsize
-        return whole + unit.beside + (0 if inside else unit.part * master)
+        held = unit.bytes
+        stay = held.weights - held.shared if unit.resident else 0
+        return held.home + held.beside + stay
 
-    parts = each(lambda unit: unit.part * precision.reduce.itemsize)
+    def moments(unit: Unit) -> int:
+        """Elements that the optimizer keeps for this rank's part."""
+        of_matrices = len(optimizer.moments(matrix=True)) * unit.moved
+        return of_matrices + len(optimizer.moments()) * (unit.part - unit.moved)
+
+    parts = each(lambda unit: unit.bytes.gradient_shard)
     return Sizes(
         kept=(),
         input=(),
         home=each(always, frozen=True),
-        gathered=each(
-            lambda unit: 0 if unit.resident else unit.numel * unit.dtype.itemsize, frozen=True
-        ),
-        gradient=each(lambda unit: unit.numel * precision.reduce.itemsize),
+        gathered=each(lambda unit: 0 if unit.resident else unit.bytes.weights, frozen=True),
+        gradient=each(lambda unit: unit.bytes.gradient),
         gradient_shard=parts if layout.shards > 1 else (),
-        optimizer=each(lambda unit: unit.state * unit.precision.master.itemsize),
+        optimizer=each(lambda unit: moments(unit) * unit.precision.master.itemsize),
         matrices=each(lambda unit: 3 * unit.moved * unit.precision.master.itemsize),
     )

@@ -111,17 +111,34 @@ BYTES = 256  # its vocabulary
 
 
 class OptimizerTraits(NamedTuple):
-    """Traits of an optimizer."""
+    """An optimizer: its name in checkpoints, and the tensors that it keeps for each weight, by the names
+    that torch has for them. One with `matrix_moments` updates matrices whole, at an owner, and keeps
+    these for them."""
 
-    moments: int  # tensors that it keeps for each weight; of SGD with momentum
-    whole_matrices: bool = False  # an owner updates each matrix whole
+    stored: str
+    moments: tuple[str, ...]
+    matrix_moments: tuple[str, ...] = ()
+
+    @property
+    def whole_matrices(self) -> bool:
+        return bool(self.matrix_moments)
+
+    @property
+    def every_moment(self) -> tuple[str, ...]:
+        return self.moments + self.matrix_moments
+
+    def kept(self, *, matrix: bool) -> tuple[str, ...]:
+        """The tensors that are kept for a weight, which may be such a matrix."""
+        return self.matrix_moments if matrix and self.whole_matrices else self.moments
 
 
+_MOMENTUM = ("momentum_buffer",)
+_AVERAGES = ("exp_avg", "exp_avg_sq")
 ADAMW, SGD, MUON = "adamw", "sgd", "muon"
 OPTIMIZERS = {
-    ADAMW: OptimizerTraits(2),
-    SGD: OptimizerTraits(1),
-    MUON: OptimizerTraits(1, whole_matrices=True),
+    ADAMW: OptimizerTraits("AdamW", _AVERAGES),
+    SGD: OptimizerTraits("SGD", _MOMENTUM),
+    MUON: OptimizerTraits("Muon", _AVERAGES, _MOMENTUM),
 }
 # Those that `verify` compares: `muon:original` has optimizer.adjust_lr = original, and no Nesterov.
 COMPARED_OPTIMIZERS = (*OPTIMIZERS, "muon:original")

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
-from typing import Generic, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, Self, TypeVar
 
-from .shape import Shape
+if TYPE_CHECKING:
+    from .shape import Shape
 
 Value = TypeVar("Value")
 Other = TypeVar("Other")

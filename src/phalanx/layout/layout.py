@@ -21,6 +21,7 @@ from .choices import (
     near_word,
     traits,
 )
+from .hash_once import hash_once, state_without_hash
 from .mesh import AXES, Axis, LayoutError, Mesh
 from .rules import AXIS_OF
 from .source import OWN, names_source
@@ -69,6 +70,9 @@ class Layout:
     compile: str = ""
     experts: tuple[str, ...] = ()  # over which axes experts are shared, beside ep
     overlap: bool = False  # one microbatch's forward beside another's backward
+
+    __hash__ = hash_once
+    __getstate__ = state_without_hash
 
     def __post_init__(self) -> None:
         fill = object.__setattr__

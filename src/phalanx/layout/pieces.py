@@ -1,22 +1,49 @@
 """One row for each piece of a layout's program, with everything that a reader of a step needs to know.
 
 The rows are derived here from a `Shape`; `parallel/rows.py` derives the same rows from a model's modules
-and rule table. Nobody else asks a shape or a model for these facts.
+and rule table, and a test holds the two equal. Nobody else asks a shape or a model for these facts.
+Bytes that a piece keeps and the work of its operations on a rank are not here: `cost` finds them by running
+the piece, once for each `kind`.
+
+The file has two parts: the rows and what follows from them, and the weights of the built-in models.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
 from .kinds import BlockPart, block_kind, parts_of_pieces
 from .layout import Layout
-from .rules import FEATURES, LATENT, LORA, PARTIAL, Cut
-from .shape import Shape
-from .stages import stage_pieces
-from .weights import Lengths, piece_weights
+from .rules import AXIS_OF, FEATURES, LATENT, LORA, PARTIAL, Cut
+from .stages import stage_blocks
+
+if TYPE_CHECKING:
+    from .shape import Shape
 
 _NORMS_AND_BIASES = frozenset({"head", LATENT, LORA})
+_ADAPTER = ".lora."  # in the name of a factor of a low-rank adapter
+_TOKENS = "tokens"  # the embedding, which is the output too where the two are tied
+
+
+class LinearProduct(NamedTuple):
+    """A product with a weight that each token needs: features in, features out, and how many times."""
+
+    name: str
+    into: int
+    out: int
+    times: int
+    weight: WeightRow
+
+    @property
+    def multiply_adds(self) -> int:
+        """Multiply-adds of one token."""
+        return self.into * self.out * self.times
 
 
 @dataclass(frozen=True)
@@ -35,15 +62,17 @@ class WeightRow:
 
     @property
     def numel(self) -> int:
-        count = 1
-        for length in self.shape:
-            count *= length
-        return count
+        return math.prod(self.shape)
 
     @property
     def routed(self) -> bool:
         """True for a weight of routed experts, which ep distributes."""
         return "experts" in self.dims
+
+    @property
+    def adapts(self) -> bool:
+        """True for a factor of a low-rank adapter."""
+        return _ADAPTER in self.name
 
     def cuts(self, layout: Layout, rank: int = 0) -> tuple[Cut, ...]:
         """The part of each dim that a rank of tp holds, of those that share the weight's experts."""
@@ -52,6 +81,14 @@ class WeightRow:
         return tuple(
             Cut.of(length, *layout.mesh.part(axes, at), granule) for axes, length, granule in every
         )
+
+    def held(self, layout: Layout) -> int:
+        """Elements that the rank of tp with most of them holds."""
+        return math.prod(cut.stop - cut.start for cut in self.cuts(layout))
+
+    def sum_over_tp(self, layout: Layout) -> Sum:
+        """The reason why ranks of tp add up their gradients of this weight."""
+        return sum_over_tp(self.dims, self.cuts(layout), layout)
 
 
 class Sum(StrEnum):
@@ -82,8 +119,9 @@ class PieceRow:
     """One piece of a layout's program.
 
     Pieces of equal `kind` do the same work on weights of the same sizes. `weights` are those of its own
-    unit; a piece also reads the units in `uses`, which belong to earlier pieces (tied embeddings).
-    `partial`: ranks of tp hold parts of some gradient sums of this unit. `scaled`: its trained matrices
+    unit; a piece also reads the units in `uses`, which belong to earlier pieces: the weights in `tied`.
+    `takes` and `gives` name the tensors of the bundle that it takes from the piece before and gives to the
+    next. `partial`: ranks of tp hold parts of some gradient sums of this unit. `scaled`: its trained matrices
     travel in 8 bits, and ranks agree on their scales once a step. `sequence_loss`, `batch_loss`: its router
     has a loss of that kind; `sums_choices`: ranks have parts of the counts that such a loss needs.
     """
@@ -92,7 +130,10 @@ class PieceRow:
     part: BlockPart
     kind: int
     weights: tuple[WeightRow, ...] = ()
+    tied: tuple[WeightRow, ...] = ()
     uses: tuple[int, ...] = ()
+    takes: tuple[str, ...] = ("x",)
+    gives: tuple[str, ...] = ("x",)
     partial: bool = False
     frozen: bool = False
     scaled: bool = False
@@ -104,6 +145,11 @@ class PieceRow:
         # Without the weights: rows are keys of caches, and equal kinds have equal weights.
         flags = self.partial, self.frozen, self.scaled, self.sums_choices
         return hash((self.piece, self.part, self.kind, *flags))
+
+    @property
+    def keeps(self) -> tuple[str, ...]:
+        """The tensors of the bundle that stay until its backward if it is recomputed."""
+        return self.takes
 
     @property
     def receives_tokens(self) -> bool:
@@ -129,6 +175,16 @@ class PieceRow:
     def routed_numel(self) -> int:
         """Parameters of routed experts."""
         return sum(weight.numel for weight in self.weights if weight.routed)
+
+    def active_numel(self, shape: Shape) -> int:
+        """Parameters that a token meets: of the routed experts those that it goes through."""
+        routed = self.routed_numel
+        return self.numel - routed + routed // max(1, shape.experts) * shape.top_k
+
+    def summed_numel(self, layout: Layout) -> int:
+        """Elements of this unit on a rank whose gradients the ranks of tp add up."""
+        trained = (weight for weight in self.weights if weight.trained)
+        return sum(weight.held(layout) for weight in trained if weight.sum_over_tp(layout))
 
 
 @dataclass(frozen=True)
@@ -217,7 +273,7 @@ def in_layout(row: PieceRow, layout: Layout) -> PieceRow:
     trained = [weight for weight in row.weights if weight.trained]
     partial = scaled = False
     if layout.tp > 1:
-        partial = any(sum_over_tp(w.dims, w.cuts(layout), layout) for w in trained)
+        partial = any(weight.sum_over_tp(layout) for weight in trained)
     if layout.gathers_in_8_bits:
         scaled = any(weight.narrow for weight in trained)
     within = layout.cp > 1 or (layout.seq and layout.tp > 1)  # ranks have parts of a sequence
@@ -231,45 +287,109 @@ def in_layout(row: PieceRow, layout: Layout) -> PieceRow:
 @lru_cache(maxsize=512)
 def staged_pieces(layout: Layout, shape: Shape) -> StagedPieces:
     """The pieces of a layout's program for a model of this shape."""
-    rows = _rows(shape, layout.experts_apart)
+    rows = shape_rows(shape, layout.experts_apart)
     kinds: dict[int, PieceRow] = {}  # the first row of each kind, in the layout
     for row in rows:
         if row.kind not in kinds:
             kinds[row.kind] = in_layout(row, layout)
-    placed = (replace(kinds[row.kind], piece=row.piece, uses=row.uses) for row in rows)
+    placed = (
+        replace(kinds[row.kind], piece=row.piece, uses=row.uses, tied=row.tied) for row in rows
+    )
     return StagedPieces(tuple(placed), stage_pieces(layout, shape))
 
 
+def stage_pieces(layout: Layout, shape: Shape) -> tuple[range, ...]:
+    """The program's pieces of every virtual stage, in the order in which data flows through them.
+    `stages:2-2-2-1` counts blocks; the embedding goes with the first stage, the head with the last."""
+    counts = stage_blocks(layout, shape.name, work_of_pieces(shape))
+    first = dict[int, int]()
+    for number, (piece, _) in enumerate(parts_of_pieces(shape, layout.experts_apart)):
+        first.setdefault(piece, number)
+    ends = [first[1 + b] for b in accumulate(counts, initial=0)]  # piece 0 is the embedding
+    ends[0], ends[-1] = 0, 1 + first[shape.pieces - 1]
+    return tuple(range(a, b) for a, b in pairwise(ends))
+
+
+# ---- the work of one piece
+
+
+@lru_cache(maxsize=1024)
+def linear_products(row: PieceRow, shape: Shape) -> tuple[LinearProduct, ...]:
+    """The products of a piece with weights that each token needs; a lookup is none."""
+    if row.piece == 0:
+        return ()
+    every = (*row.weights, *row.tied)
+    return tuple(product for weight in every for product in _product(weight, shape))
+
+
+def _product(weight: WeightRow, shape: Shape) -> Iterator[LinearProduct]:
+    # A vector multiplies nothing, and neither do the biases of experts, a vector for each.
+    if len(weight.shape) != 2 + weight.routed:
+        return
+    out, into = weight.shape[-2:]
+    times = shape.top_k if weight.routed else 1
+    yield LinearProduct(linear_name(weight), into, out, times, weight)
+
+
+def linear_name(weight: WeightRow) -> str:
+    """The name of the linear layer that a weight belongs to, as a shape's `lora_targets` have it."""
+    if weight.adapts:
+        return LORA
+    path = weight.name.removesuffix(".weight")
+    # A tied output multiplies by the embedding's weight.
+    return "output" if path == _TOKENS else path.rpartition(".")[2]
+
+
 def piece_work(row: PieceRow, shape: Shape) -> int:
-    """Forward work of one piece for one sequence, in multiply-adds; see `Shape.cost`."""
-    routed = shape.routed_cost(row.piece)
-    if row.part is BlockPart.WHOLE:
-        return shape.cost(row.piece)
-    if row.part is BlockPart.ROUTING:
-        return shape.cost(row.piece) - routed
-    return routed if row.part is BlockPart.EXPERTS else 0
+    """Forward work of one piece for one sequence, in multiply-adds: what stages are balanced by. A
+    lookup is nothing, the head multiplies by the whole vocabulary, attention counts causal, and adapters
+    do not count. Of the MLP it is that of one row."""
+    products = linear_products(row, shape)
+    token = sum(product.multiply_adds for product in products if not product.weight.adapts)
+    if shape.kind == "mlp":
+        return token
+    attends = 0 < row.piece <= shape.layers and row.part in (BlockPart.WHOLE, BlockPart.ROUTING)
+    pairs = shape.sequence * shape.pair_work // 2 if attends else 0
+    return shape.sequence * (token + pairs)
+
+
+@lru_cache(maxsize=256)
+def work_of_pieces(shape: Shape) -> tuple[int, ...]:
+    """Forward work of each of the model's pieces; see `piece_work`."""
+    known: dict[int, int] = {}
+    for row in shape.rows:
+        if row.kind not in known:
+            known[row.kind] = piece_work(row, shape)
+    return tuple(known[row.kind] for row in shape.rows)
+
+
+# ---- the rows of the built-in models
 
 
 @lru_cache(maxsize=64)
-def _rows(shape: Shape, apart: bool) -> tuple[PieceRow, ...]:
+def shape_rows(shape: Shape, apart: bool) -> tuple[PieceRow, ...]:
+    """A row for each piece, with three for a block whose experts are `apart`."""
     kinds: dict[tuple[object, ...], PieceRow] = {}
-    rows = []
+    rows: list[PieceRow] = []
     for piece, part in parts_of_pieces(shape, apart):
         weights = _weights_of(shape, piece, part)
         key = _kind(shape, piece, part, frozen=not any(weight.trained for weight in weights))
         if key not in kinds:
-            kinds[key] = row_of(piece, part, len(kinds), weights)
-        uses = (0,) if shape.tied and piece == shape.pieces - 1 else ()
-        routes = part is BlockPart.ROUTING or (part is BlockPart.WHOLE and shape.sparse(piece))
-        rows.append(
-            replace(
-                kinds[key],
-                piece=piece,
-                uses=uses,
+            row = row_of(piece, part, len(kinds), weights)
+            takes, gives = _bundle(shape, piece, part)
+            routes = part is BlockPart.ROUTING or (part is BlockPart.WHOLE and shape.sparse(piece))
+            kinds[key] = replace(
+                row,
+                takes=takes,
+                gives=gives,
                 sequence_loss=routes and shape.sequence_loss > 0,
                 batch_loss=routes and shape.batch_loss > 0,
             )
-        )
+        row = replace(kinds[key], piece=piece)
+        if shape.tied and piece == shape.pieces - 1:
+            tied = tuple(weight for weight in rows[0].weights if weight.name == f"{_TOKENS}.weight")
+            row = replace(row, uses=(0,), tied=tied)
+        rows.append(row)
     return tuple(rows)
 
 
@@ -282,7 +402,20 @@ def _kind(shape: Shape, piece: int, part: BlockPart, *, frozen: bool) -> tuple[o
     return part, block_kind(shape, piece)._replace(frozen=frozen)
 
 
-# ---- the weights of the built-in models
+def _bundle(shape: Shape, piece: int, part: BlockPart) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The tensors of the bundle that a piece takes and gives, by name."""
+    if part is BlockPart.EXPERTS:
+        # The counts have become routes: how many tokens came from each rank.
+        return ("sent", "routes"), ("sent",)
+    results = ("gates", "order", *(("shared",) if shape.shared_experts else ()))
+    if part is BlockPart.ROUTING:
+        return ("x",), ("x", "sent", "counts", *results)
+    if part is BlockPart.MERGING:
+        return ("x", "sent", *results), ("x",)
+    return ("x",) if piece else (), ("x",) if piece <= shape.layers else ()
+
+
+# ---- the weights of the built-in models, without torch; `models/decoder.py` and `models/mlp.py` make them
 
 
 def _weights_of(shape: Shape, piece: int, part: BlockPart) -> tuple[WeightRow, ...]:
@@ -302,23 +435,17 @@ def _part_of(name: str) -> BlockPart:
 def _weights(shape: Shape, piece: int) -> tuple[WeightRow, ...]:
     """The weights of a shape's piece. A tied output weight is the embedding's."""
     counts = {} if shape.kind == "mlp" else {"heads": shape.heads, "kv": shape.kv_heads}
-    return tuple(
-        WeightRow(
-            weight.name,
-            weight.dims,
-            weight.lengths,
-            granules(weight.dims, weight.lengths, counts),
-            trained=weight.adapts if shape.lora_r else piece not in shape.frozen,
-            matrices=_matrices(weight.dims, weight.lengths),
-            narrow=0 < piece <= shape.layers and _is_narrow(weight),
-        )
-        for weight in piece_weights(shape, piece)
-    )
+    frozen = piece in shape.frozen
 
+    def complete(weight: WeightRow) -> WeightRow:
+        trained = weight.adapts if shape.lora_r else not frozen
+        granule = granules(weight.dims, weight.shape, counts)
+        matrices = _matrices(weight.dims, weight.shape)
+        # A matrix between features that no expert has to itself.
+        narrow = 0 < piece <= shape.layers and bool(matrices) and not weight.routed
+        return replace(weight, granule=granule, trained=trained, matrices=matrices, narrow=narrow)
 
-def _is_narrow(weight: Lengths) -> bool:
-    """True for a matrix between features that no expert has to itself."""
-    return not weight.routed and bool(_matrices(weight.dims, weight.lengths))
+    return tuple(map(complete, _plain_weights(shape, piece)))
 
 
 def granules(
@@ -335,3 +462,145 @@ def _matrices(dims: Sequence[str], lengths: Sequence[int]) -> tuple[tuple[int, i
         return ()
     count = lengths[0] if len(dims) > 2 else 1
     return ((lengths[-2], lengths[-1]),) * count
+
+
+def _weight(name: str, dims: str, *lengths: int) -> WeightRow:
+    return WeightRow(name, tuple(dims.split()), lengths, ())
+
+
+def _plain_weights(shape: Shape, piece: int) -> Iterator[WeightRow]:
+    """The names, dims and lengths of a piece's weights, in the order in which they are used."""
+    if shape.kind == "mlp":
+        if 0 < piece <= shape.layers:
+            yield _weight("weight", "embed ffn", shape.hidden, shape.hidden)
+    elif piece == 0:
+        yield _weight(f"{_TOKENS}.weight", "vocab embed", shape.vocab, shape.hidden)
+        if shape.positions == "learned":
+            yield _weight("positions.weight", "position embed", shape.sequence, shape.hidden)
+    elif piece <= shape.layers:
+        for weight in _block(shape, piece):
+            yield weight
+            yield from _adapter(shape, weight)
+    else:
+        yield from _norm(shape, "norm", "embed", shape.hidden)
+        # A tied output weight is the embedding's.
+        if not shape.tied:
+            yield _weight("output.weight", "vocab embed", shape.vocab, shape.hidden)
+
+
+def _norm(shape: Shape, name: str, dim: str, length: int) -> Iterator[WeightRow]:
+    yield _weight(f"{name}.weight", dim, length)
+    if shape.norm == "layer":
+        yield _weight(f"{name}.bias", dim, length)
+
+
+def _block(shape: Shape, piece: int) -> Iterator[WeightRow]:
+    norms = ["attn_norm", "mlp_norm"] if shape.norms != "post" else []
+    norms += ["attn_post_norm", "mlp_post_norm"] if shape.norms != "pre" else []
+    for name in norms:
+        yield from _norm(shape, name, "embed", shape.hidden)
+    yield from _latent_attention(shape) if shape.kv_latent else _attention(shape)
+    if shape.sparse(piece):
+        yield from _experts(shape)
+    else:
+        yield from _mlp(shape, "mlp", shape.ffn)
+
+
+def _linear(name: str, into: int, out: int, dims: str, *, bias: bool) -> Iterator[WeightRow]:
+    """A linear layer; `dims` are those of its weight: features out, features in."""
+    yield _weight(f"{name}.weight", dims, out, into)
+    if bias:
+        yield _weight(f"{name}.bias", dims.split()[0], out)
+
+
+def _output(shape: Shape) -> Iterator[WeightRow]:
+    """The end of attention of any kind, and the learned score beside those of a head's tokens."""
+    if shape.sinks:
+        yield _weight("attn.sinks", "heads", shape.heads)
+    wide = shape.heads * shape.valued
+    yield from _linear("attn.wo", wide, shape.hidden, "embed heads", bias=shape.bias == "all")
+
+
+def _attention(shape: Shape) -> Iterator[WeightRow]:
+    hidden, head = shape.hidden, shape.head_dim
+    wide, narrow = shape.heads * head, shape.kv_heads * head
+    bias = shape.bias != "none"
+    yield from _linear("attn.wq", hidden, wide, "heads embed", bias=bias)
+    yield from _linear("attn.wk", hidden, narrow, "kv embed", bias=bias)
+    yield from _linear("attn.wv", hidden, narrow, "kv embed", bias=bias)
+    if shape.qk_norm and shape.qk_norm_wide:
+        yield _weight("attn.q_wide_norm.weight", "heads", wide)
+        yield _weight("attn.k_wide_norm.weight", "kv", narrow)
+    elif shape.qk_norm:
+        yield _weight("attn.q_norm.weight", "head", head)
+        yield _weight("attn.k_norm.weight", "head", head)
+    yield from _output(shape)
+
+
+def _latent_attention(shape: Shape) -> Iterator[WeightRow]:
+    """Latent attention: queries, keys and values are made of narrow vectors (DeepSeek-V2 2024)."""
+    hidden, latent, wide = shape.hidden, shape.kv_latent, shape.heads * shape.head_dim
+    if shape.q_latent:
+        yield _weight("attn.wq_a.weight", "latent embed", shape.q_latent, hidden)
+        yield _weight("attn.q_a_norm.weight", "latent", shape.q_latent)
+        yield _weight("attn.wq_b.weight", "heads latent", wide, shape.q_latent)
+    else:
+        yield _weight("attn.wq.weight", "heads embed", wide, hidden)
+    yield _weight("attn.wkv_a.weight", "latent embed", latent + shape.turned, hidden)
+    yield _weight("attn.kv_a_norm.weight", "latent", latent)
+    both = shape.heads * (shape.head_dim - shape.turned + shape.valued)
+    yield _weight("attn.wkv_b.weight", "heads latent", both, latent)
+    yield from _output(shape)
+
+
+def _mlp(shape: Shape, name: str, width: int) -> Iterator[WeightRow]:
+    bias, hidden = shape.bias == "all", shape.hidden
+    if shape.gated:
+        yield from _linear(f"{name}.gate", hidden, width, "ffn embed", bias=bias)
+    yield from _linear(f"{name}.up", hidden, width, "ffn embed", bias=bias)
+    yield from _linear(f"{name}.down", width, hidden, "embed ffn", bias=bias)
+
+
+def _experts(shape: Shape) -> Iterator[WeightRow]:
+    count, hidden, width = shape.experts, shape.hidden, shape.expert_ffn
+    yield _weight("mlp.router.weight", "- embed", count, hidden)
+    if shape.bias == "all":
+        yield _weight("mlp.router.logit_bias", "-", count)
+    if shape.balance == "bias":
+        yield _weight("mlp.router.bias", "-", count)
+    yield _weight("mlp.routed.gate", "experts ffn embed", count, width, hidden)
+    yield _weight("mlp.routed.up", "experts ffn embed", count, width, hidden)
+    yield _weight("mlp.routed.down", "experts embed ffn", count, hidden, width)
+    if shape.bias == "all":
+        yield _weight("mlp.routed.gate_bias", "experts ffn", count, width)
+        yield _weight("mlp.routed.up_bias", "experts ffn", count, width)
+        yield _weight("mlp.routed.down_bias", "experts partial", count, hidden)
+    if shape.shared_experts:
+        yield from _mlp(shape, "mlp.shared", shape.shared_experts * width)
+
+
+# Linear layers of a block that may carry adapters; those of an MLP only where no block has experts.
+_ADAPTED = ("wq", "wk", "wv", "wo", "wq_b", "wkv_b")
+_ADAPTED_MLP = ("gate", "up", "down")
+
+
+def block_linears(shape: Shape) -> dict[str, WeightRow]:
+    """The weights of a block's linear layers that may carry adapters, by the name of the layer."""
+    if shape.kind == "mlp":
+        return {}
+    names = (*_ADAPTED, *(() if shape.experts else _ADAPTED_MLP))
+    weights = (weight for weight in _block(shape, 1) if len(weight.dims) == 2)
+    named = {linear_name(weight): weight for weight in weights}
+    return {name: weight for name, weight in named.items() if name in names}
+
+
+def _adapter(shape: Shape, weight: WeightRow) -> Iterator[WeightRow]:
+    """The low-rank factors beside a linear's weight, if the shape gives it any."""
+    if len(weight.dims) != 2 or linear_name(weight) not in shape.adapters:
+        return
+    path = weight.name.removesuffix(".weight")
+    (out_dim, into_dim), (out, into) = weight.dims, weight.shape
+    # Beside a weight that is cut, the factor that is whole did different work on each rank of tp.
+    rank_dim = LORA if {out_dim, into_dim} & AXIS_OF.keys() else "-"
+    yield _weight(f"{path}{_ADAPTER}a.weight", f"{rank_dim} {into_dim}", shape.lora_r, into)
+    yield _weight(f"{path}{_ADAPTER}b.weight", f"{out_dim} {rank_dim}", out, shape.lora_r)

@@ -7,15 +7,16 @@ groups of a node or more (HSDP). Above 1,000 devices, 50B parameters or 16k toke
 context parallel. After that, measure, and tune for the highest MFU.
 """
 
-from .choices import ACCUM, DTYPES, FP32, ONE_F_ONE_B
+from .choices import ACCUM, FP32, ONE_F_ONE_B
 from .layout import Layout
 from .legal import legal, nearest
-from .mesh import LayoutError
+from .mesh import Axis, LayoutError, Mesh
 from .shape import Shape
+from .state_bytes import StateBytes, engine_state, held_bytes
 
 NODE = 8  # devices that talk fast to each other
-STATE = 16  # bytes a parameter in mixed precision: weight, gradient, two averages, float32 copy
-WIDE = 4  # bytes of float32, in which gradients are added up and weights updated
+# In mixed precision; of the optimizer two averages and a copy in float32.
+STATE = StateBytes(weight=2, gathered=2, gradient=2, reduced=2, optimizer=12)
 FEW, MANY, VERY_MANY = 128, 256, 1000
 SMALL, LARGE = 1e9, 50e9
 LONG = 16384
@@ -80,7 +81,7 @@ def _shards(dp: int, parameters: float, memory: float) -> int:
     """Into how many parts a replica's weights are cut: a node's, and more until one fits in
     half the memory."""
     parts = _divisor(dp, NODE)
-    while memory and parameters * STATE / parts > memory / 2 and dp % (2 * parts) == 0:
+    while memory and parameters * STATE.total / parts > memory / 2 and dp % (2 * parts) == 0:
         parts *= 2
     return parts
 
@@ -88,14 +89,15 @@ def _shards(dp: int, parameters: float, memory: float) -> int:
 def _stage(parameters: float, parts: int, memory: float, precision: str) -> int:
     """The lowest ZeRO stage whose weights, gradients and optimizer fit in half the memory: what is not
     sharded is sent once a step, and not for every microbatch. 3 if the memory is not known."""
-    weight = DTYPES[precision].bytes
-    gradient = max(WIDE, weight)
-    copy = gradient if weight < WIDE else 0
-    optimizer = 2 * gradient + copy
-    if parameters * (weight + gradient + optimizer / parts) <= memory / 2:
-        return 1
-    if parameters * (weight + (gradient + optimizer) / parts) <= memory / 2:
-        return 2
+    state = engine_state(precision)
+    mesh = Mesh((Axis("dp", (1, parts)),))
+    for stage in (1, 2):
+        held = held_bytes(Layout(mesh, zero=stage), state)
+        gradient = held.gradient
+        if stage == 2 and held.gradient_shard:
+            gradient = held.gradient_shard
+        if parameters * (held.weight + gradient + held.optimizer) <= memory / 2:
+            return stage
     return 3
 
 

@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from .choices import ADAMW, OPTIMIZERS, PRECISIONS, PYTHON, elsewhere
+from .choices import ADAMW, OPTIMIZERS, PRECISIONS, PYTHON, SGD, elsewhere
 from .codec import FileError, Mistake, Reader, dump, key, text_of
 from .families import code_of
 from .files import parse_toml, read_text
@@ -62,6 +62,20 @@ class OptimizerChoice:
     matrix_lr: float = key(0.0, "of Muon: peak learning rate of matrices; 0: lr")
     weight_decay: float = key(0.1, "decoupled for AdamW and Muon; none on norms and biases")
     clip: float = key(1.0, "max gradient norm; 0 disables")
+
+    def moments(self, *, matrix: bool = False) -> tuple[str, ...]:
+        """The tensors that are kept for each weight, or for a matrix that is updated whole."""
+        if self.name == SGD and not self.momentum:
+            return ()
+        return OPTIMIZERS[self.name].kept(matrix=matrix)
+
+    @property
+    def fewest_moments(self) -> int:
+        """The least number of tensors that are kept for a weight."""
+        return min(len(self.moments()), len(self.moments(matrix=True)))
+
+
+USUAL_OPTIMIZER = OptimizerChoice()
 
 
 @dataclass(frozen=True)

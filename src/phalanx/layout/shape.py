@@ -1,6 +1,6 @@
 """What a layout and a plan need to know of a model: its sizes, read from a data file.
 
-The weights that follow from the sizes are in `weights.py`; a model's own module makes them.
+The pieces and weights that follow from the sizes are in `pieces.py`; a model's own module makes them.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from .choices import no_such
 from .codec import FileError, Mistake, decode, key, load, out_of_bounds, parse
+from .hash_once import hash_once, state_without_hash
 from .mesh import LayoutError
-from .weights import piece_weights
+from .pieces import PieceRow, block_linears, shape_rows
 
 HUB = "hf:"  # what stands before a folder that holds a model of Hugging Face
 _FOLDER = Path(__file__).parent / "shapes"
@@ -32,14 +33,6 @@ _SHORT = {"1t": "1t-gpt"}
 
 class ShapeError(FileError, LayoutError):
     """Sizes that no model can have: every mistake in them."""
-
-
-class _Counts(NamedTuple):
-    """Elements of the weights of one piece: all, of routed experts, of low-rank adapters."""
-
-    whole: int
-    routed: int
-    adapters: int
 
 
 @dataclass(frozen=True)
@@ -132,6 +125,9 @@ class Shape:
         if mistakes := mistakes or list(self._conflicts()):
             raise ShapeError(f"shape {self.name!r}", mistakes)
 
+    __hash__ = hash_once
+    __getstate__ = state_without_hash
+
     def _conflicts(self) -> Iterator[Mistake]:
         """Sizes that are each right, and do not fit together."""
         if not self.head_dim:
@@ -196,10 +192,11 @@ class Shape:
         if last >= self.layers:
             what = f"freeze names block {last} of {self.layers}"
             yield Mistake("freeze", what, f"Blocks are layers.0 to layers.{self.layers - 1}")
+        linears = block_linears(self)
         for name in self.lora_targets:
-            if name not in self.linears:
+            if name not in linears:
                 what = f"lora_targets names {name[:40]!r}"
-                yield Mistake("lora_targets", what, f"Linears are {', '.join(self.linears)}")
+                yield Mistake("lora_targets", what, f"Linears are {', '.join(linears)}")
         if self.lora_r and self.freeze:
             what = "freeze beside LoRA, which trains its own factors and nothing else"
             yield Mistake("freeze", what, "Leave it out")
@@ -220,18 +217,12 @@ class Shape:
         return tuple(sorted(1 + n for n in (*blocks, *(ends[x] for x in ends if x in self.freeze))))
 
     @property
-    def linears(self) -> dict[str, tuple[int, int]]:
-        """Linear layers of a block that may carry adapters, with their input and output features.
-        Experts have none."""
-        ups = ("gate", "up", "down") * (not self.experts)
-        names = ("wq", "wk", "wv", "wo", "wq_b", "wkv_b", *ups)
-        return {name: (into, out) for name, into, out, _ in self.products(1) if name in names}
-
-    @property
-    def adapters(self) -> dict[str, tuple[int, int]]:
-        """The linear layers that carry adapters."""
-        chosen = self.lora_targets or (*self.linears,)
-        return {n: size for n, size in self.linears.items() if self.lora_r and n in chosen}
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the linear layers that carry adapters."""
+        if not self.lora_r:
+            return ()
+        every = block_linears(self)
+        return tuple(name for name in every if name in (self.lora_targets or every))
 
     @property
     def pieces(self) -> int:
@@ -246,51 +237,10 @@ class Shape:
         """Tokens that a block attends to; 0: all."""
         return self.windows[(piece - 1) % len(self.windows)] if self.windows else 0
 
-    def routed(self, piece: int) -> int:
-        """Elements of the weights of one piece that ep distributes."""
-        return self._counts(piece).routed
-
-    def routed_cost(self, piece: int) -> int:
-        """Forward work of a piece's routed experts for one sequence; see `cost`."""
-        return self.routed(piece) // max(1, self.experts) * self.top_k * self.sequence
-
-    def parameters(self, piece: int, *, active: bool = False) -> int:
-        """Elements of the weights of one piece; a tied output weight is counted with the embedding.
-        With `active` of the routed experts those alone that a token goes through."""
-        whole, routed, _ = self._counts(piece)
-        if not active or not routed:
-            return whole
-        return whole - routed + routed // self.experts * self.top_k
-
-    def _counts(self, piece: int) -> _Counts:
-        # The weights of a block depend on whether it has experts, and on nothing else.
-        if 0 < piece <= self.layers:
-            piece = self.layers if self.sparse(piece) else 1
-        known = self._counted
-        if piece not in known:
-            weights = list(piece_weights(self, piece))
-            known[piece] = _Counts(
-                sum(weight.numel for weight in weights),
-                sum(weight.numel for weight in weights if weight.routed),
-                sum(weight.numel for weight in weights if weight.adapts),
-            )
-        return known[piece]
-
-    @cached_property
-    def _counted(self) -> dict[int, _Counts]:
-        return {}
-
-    def _projections(self) -> list[tuple[str, int, int]]:
-        """Attention's products with weights: name, features in, features out."""
-        hidden, heads = self.hidden, self.heads
-        wide, narrow = heads * self.head_dim, self.kv_heads * self.head_dim
-        out = [("wo", heads * self.valued, hidden)]
-        if not self.kv_latent:
-            return [("wq", hidden, wide), ("wk", hidden, narrow), ("wv", hidden, narrow), *out]
-        q = [("wq_a", hidden, self.q_latent), ("wq_b", self.q_latent, wide)]
-        both = heads * (self.head_dim - self.turned + self.valued)
-        kv = [("wkv_a", hidden, self.kv_latent + self.turned), ("wkv_b", self.kv_latent, both)]
-        return [*(q if self.q_latent else [("wq", hidden, wide)]), *kv, *out]
+    @property
+    def rows(self) -> tuple[PieceRow, ...]:
+        """A row for each piece, with its weights; blocks with experts are whole."""
+        return shape_rows(self, apart=False)
 
     @property
     def turned(self) -> int:
@@ -309,47 +259,18 @@ class Shape:
 
     @property
     def total(self) -> int:
-        return sum(map(self.parameters, range(self.pieces)))
+        """Elements of all weights; a tied output weight is the embedding's."""
+        return sum(row.numel for row in self.rows)
 
     @property
     def trained(self) -> int:
         """Elements that are trained."""
-        if self.lora_r:
-            return sum(self._counts(piece).adapters for piece in range(self.pieces))
-        return self.total - sum(map(self.parameters, self.frozen))
+        return sum(row.trained_numel for row in self.rows)
 
     @property
     def active(self) -> int:
-        """Numbers in the weights that a token meets."""
-        return sum(self.parameters(piece, active=True) for piece in range(self.pieces))
-
-    def products(self, piece: int) -> list[tuple[str, int, int, int]]:
-        """The products of a block with its weights that each token needs: name, features in, features
-        out, how many such."""
-        if self.kind == "mlp":
-            return [("weight", self.hidden, self.hidden, 1)]
-        sparse = self.sparse(piece)
-        count = self.top_k + self.shared_experts if sparse else 1
-        width = self.expert_ffn if sparse else self.ffn
-        return [
-            *[("router", self.hidden, self.experts, 1)] * sparse,
-            *[(*product, 1) for product in self._projections()],
-            *[("gate", self.hidden, width, count)] * self.gated,
-            ("up", self.hidden, width, count),
-            ("down", width, self.hidden, count),
-        ]
-
-    def cost(self, piece: int) -> int:
-        """Forward work of a piece for one sequence, in multiply-adds: what stages are balanced by. A
-        lookup is nothing, the head multiplies by the whole vocabulary, attention counts causal."""
-        if self.kind == "mlp":
-            return self.parameters(piece)
-        if piece == 0:
-            return 0
-        if piece > self.layers:
-            return self.sequence * self.hidden * self.vocab
-        matmuls = sum(a * b * count for _, a, b, count in self.products(piece))
-        return self.sequence * (matmuls + self.sequence * self.pair_work // 2)
+        """Elements that a token meets: of the routed experts those that it goes through."""
+        return sum(row.active_numel(self) for row in self.rows)
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

@@ -1,33 +1,26 @@
-"""Pieces of each virtual stage: named by the layout, or balanced by cost; and the layout's facts
-about one piece."""
+"""Blocks of each virtual stage: named by the layout, or balanced by cost; and the part of a layout that
+one piece depends on."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 from .choices import ACCUM, COMPILE, ZB_H1
-from .kinds import parts_of_pieces
 from .layout import Layout
 from .mesh import LayoutError, Mesh
-from .shape import Shape
 
 
-def stage_pieces(layout: Layout, shape: Shape) -> tuple[range, ...]:
-    """The program's pieces of every virtual stage, in the order in which data flows through them.
-    `stages:2-2-2-1` counts blocks; the embedding goes with the first stage, the head with the last."""
-    costs = [shape.cost(piece) for piece in range(shape.pieces)]
-    counts = layout.stages or balance(costs[1:-1], layout.virtual_stages, costs[0], costs[-1])
-    if len(counts) != layout.virtual_stages or sum(counts) != shape.layers:
+def stage_blocks(layout: Layout, name: str, work: Sequence[int]) -> tuple[int, ...]:
+    """The number of blocks of each virtual stage of the model of that name. `work` is that of each of
+    its pieces, by which stages are balanced where the layout does not name them."""
+    embed, *blocks, head = work
+    counts = layout.stages or balance(blocks, layout.virtual_stages, embed, head)
+    if len(counts) != layout.virtual_stages or sum(counts) != len(blocks):
         raise LayoutError(
             f"stages:{'-'.join(map(str, counts))} is {len(counts)} stages of {sum(counts)} blocks;"
-            f" {layout} has {layout.virtual_stages} stages, {shape.name} has {shape.layers} blocks."
+            f" {layout} has {layout.virtual_stages} stages, {name} has {len(blocks)} blocks."
         )
-    first = dict[int, int]()
-    for number, (piece, _) in enumerate(parts_of_pieces(shape, layout.experts_apart)):
-        first.setdefault(piece, number)
-    ends = [first[1 + b] for b in accumulate(counts, initial=0)]  # piece 0 is the embedding
-    ends[0], ends[-1] = 0, 1 + first[shape.pieces - 1]
-    return tuple(range(a, b) for a, b in pairwise(ends))
+    return counts
 
 
 def balance(costs: Sequence[int], parts: int, first: int = 0, last: int = 0) -> tuple[int, ...]:

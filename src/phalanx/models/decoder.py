@@ -222,6 +222,11 @@ class RoutingPart(NumberedPart):
         self.attn_dropout = block.attn_dropout
 
     @property
+    def gives(self) -> tuple[str, ...]:
+        """The names of what it gives to the next parts."""
+        return ("x", *self.mlp.gives)
+
+    @property
     def loss_router(self) -> Router | None:
         """The router whose losses' terms this module puts out beside its output."""
         router = self.mlp.router
@@ -244,6 +249,8 @@ class RoutingPart(NumberedPart):
 
 class ExpertsPart(nn.Module):
     """The second part of a block with experts: the experts, on the tokens that came."""
+
+    gives = ("sent",)
 
     def __init__(self, block: ExpertBlock) -> None:
         super().__init__()

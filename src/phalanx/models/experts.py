@@ -365,6 +365,12 @@ class Sending(nn.Module):
         self.router, self.shared = experts.router, experts.shared
         self.spread = experts.routed.spread
 
+    @property
+    def gives(self) -> tuple[str, ...]:
+        """The names of what travels to the part that merges the results, and to the experts."""
+        beside = () if self.shared is None else ("shared",)
+        return ("sent", "counts", "gates", "order", *beside)
+
     def forward(self, x: Tensor, valid: Tensor | None = None) -> dict[str, Tensor]:
         """The tokens to send, their number for each expert, the gates and the order that merge the
         results, the output of the shared experts, and what the router's losses are made of."""

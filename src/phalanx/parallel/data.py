@@ -63,6 +63,17 @@ class Entry(NamedTuple):
     offset: int
 
 
+class UnitBytes(NamedTuple):
+    """Bytes of a unit's buffers on one rank, whether they are there now or not."""
+
+    home: int  # this rank's part in master precision, which is always there
+    weights: int  # the whole weights; 0 where the home is all of them
+    shared: int  # those of the home that lie in the whole weights
+    beside: int  # what is always there besides
+    gradient: int  # the whole gradient
+    gradient_shard: int  # this rank's part of it
+
+
 class Unit:
     """The weights of one piece on one rank: a home (this rank's part, in master precision), the
     weights (whole, views of a flat buffer, there or dropped) and the gradient.
@@ -130,7 +141,8 @@ class Unit:
         self.gradient: Tensor | None = None  # this rank's part of it, summed
         self.resident, self.at_host = resident, at_host
         self.loaded = False  # the own part is in the buffer, from the host
-        inside = resident and not at_host and self.dtype == precision.master
+        # True if the part at home is a run of the whole weights.
+        self.home_inside = inside = resident and not at_host and self.dtype == precision.master
         self.same = inside and shards == 1
         if at_host and pool.device.type != "cpu":
             pinned = pool.device.type == "cuda"
@@ -149,6 +161,20 @@ class Unit:
     def dtype(self) -> torch.dtype:
         """Of the whole weights."""
         return self.precision.compute
+
+    @property
+    def bytes(self) -> UnitBytes:
+        """Bytes of this unit's buffers."""
+        home = self.part * self.precision.master.itemsize
+        width = 0 if self.frozen else self.precision.reduce.itemsize
+        return UnitBytes(
+            home=home,
+            weights=0 if self.same else self.numel * self.dtype.itemsize,
+            shared=home if self.home_inside and not self.same else 0,
+            beside=self.beside,
+            gradient=self.numel * width,
+            gradient_shard=self.part * width,
+        )
 
     # ---- the flat order
 
@@ -189,12 +215,6 @@ class Unit:
         """Elements of this rank's part that belong to matrices brought to owners."""
         matrices = (e for e in self.entries() if e.weight.matrices and self.groups.matrices)
         return sum(each.stop - each.start for each in matrices)
-
-    @property
-    def state(self) -> int:
-        """Elements of optimizer state for this rank's part: two per element for Adam, one for
-        Muon's matrices."""
-        return 2 * self.part - self.moved
 
     @cached_property
     def counted_runs(self) -> list[slice]:

@@ -4,7 +4,8 @@ rows from a shape."""
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -40,44 +41,85 @@ def model_rows(model: Model, layout: Layout) -> tuple[PieceRow, ...]:
     """One row for each piece of a layout's program, with blocks cut where the layout cuts them."""
     model = cut_blocks(model, layout)
     weights = _weights(model)
-    uses = defaultdict[int, list[int]](list)
-    for piece, unit in model.tied:
-        uses[piece].append(unit)
+    bundles = _bundles(model)
     rows = []
     piece = -1
     for number, ((_, module), kind) in enumerate(zip(model.pieces, alike(model), strict=True)):
         part = _PARTS.get(type(module), BlockPart.WHOLE)
         piece += part in (BlockPart.WHOLE, BlockPart.ROUTING)
-        row = row_of(piece, part, kind, weights[number])
+        row = row_of(piece, part, kind, weights.own[number])
         if router := loss_router(module):
             sequence, batch = router.sequence_loss > 0, router.batch_loss > 0
             row = replace(row, sequence_loss=sequence, batch_loss=batch)
-        rows.append(replace(in_layout(row, layout), uses=tuple(uses[number])))
+        takes, gives = bundles[number]
+        tied, uses = tuple(weights.tied[number]), tuple(weights.uses[number])
+        row = in_layout(row, layout)
+        rows.append(replace(row, tied=tied, uses=uses, takes=takes, gives=gives))
     return tuple(rows)
 
 
-def _weights(model: Model) -> dict[int, list[WeightRow]]:
-    """The weights of each piece's own unit; a weight of several pieces is the first one's."""
-    found = defaultdict[int, list[WeightRow]](list)
+@dataclass(frozen=True)
+class _ModelWeights:
+    """The weights of a model by piece: those of its own unit, those of earlier pieces, and the units of
+    these. A weight of several pieces is the first one's."""
+
+    own: Mapping[int, list[WeightRow]]
+    tied: Mapping[int, list[WeightRow]]
+    uses: Mapping[int, list[int]]
+
+
+def _weights(model: Model) -> _ModelWeights:
     count = len(model.pieces)
     narrow = linear_weights(model)
+    rows: dict[str, WeightRow] = {}
+    own = defaultdict[int, list[WeightRow]](list)
     for name, parameter in model.weights.items():
         piece = model.unit_of[name] % count
-        shape = tuple(parameter.shape)
-        dims = model.rules.dims(name, len(shape))
-        matrices = tuple(
-            (rows.stop - rows.start, columns.stop - columns.start)
-            for rows, columns in model.rules.matrices(name, shape)
-        )
-        experts = shape[0] if len(shape) > 2 else 1
-        row = WeightRow(
-            name.removeprefix(f"{model.pieces[piece][0]}."),
-            dims,
-            shape,
-            granules(dims, shape, model.counts),
-            trained=name not in model.frozen,
-            matrices=matrices * experts,
-            narrow=name in narrow,
-        )
-        found[piece].append(row)
+        row = _weight(model, piece, name, tuple(parameter.shape))
+        rows[name] = replace(row, narrow=name in narrow)
+        own[piece].append(rows[name])
+    tied = defaultdict[int, list[WeightRow]](list)
+    uses = defaultdict[int, list[int]](list)
+    for piece, unit in model.tied:
+        mine = {*model.pieces[piece][1].parameters()}
+        names = (name for name, each in model.weights.items() if each in mine)
+        tied[piece] += [rows[name] for name in names if model.unit_of[name] == unit]
+        uses[piece].append(unit)
+    return _ModelWeights(own, tied, uses)
+
+
+def _weight(model: Model, piece: int, name: str, shape: tuple[int, ...]) -> WeightRow:
+    dims = model.rules.dims(name, len(shape))
+    matrices = tuple(
+        (rows.stop - rows.start, columns.stop - columns.start)
+        for rows, columns in model.rules.matrices(name, shape)
+    )
+    experts = shape[0] if len(shape) > 2 else 1
+    return WeightRow(
+        name.removeprefix(f"{model.pieces[piece][0]}."),
+        dims,
+        shape,
+        granules(dims, shape, model.counts),
+        trained=name not in model.frozen,
+        matrices=matrices * experts,
+    )
+
+
+def _bundles(model: Model) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """What each piece takes of the bundle and gives, by name. A module whose results have other names
+    than `x` lists them as `gives`."""
+    found = []
+    bundle: set[str] = set()
+    last = len(model.pieces) - 1
+    for number, (_, module) in enumerate(model.pieces):
+        # Ranks tell one another the counts of tokens, which become routes on the way.
+        if "counts" in bundle:
+            bundle = bundle - {"counts"} | {"routes"}
+        names = model.takes(number)
+        if number and names[0] not in bundle:
+            names = ("x", *names[1:])
+        takes = tuple(name for name in names if name in bundle)
+        gives = () if number == last else tuple(getattr(module, "gives", ("x",)))
+        bundle = bundle.difference(takes).union(gives)
+        found.append((takes, gives))
     return found

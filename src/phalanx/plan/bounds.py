@@ -21,10 +21,13 @@ from numpy.typing import NDArray
 
 from ..layout import ByKind, Layout, Shape
 from ..layout.choices import traits
+from ..layout.pieces import work_of_pieces
+from ..layout.state_bytes import held_bytes
 from ..program import KINDS, Op, ops, schedule
 from ..program.state import IN_FLIGHT
-from .hardware import OVERLAP, SLOWED
-from .price import KindTimes, OpTime, PieceTimes, Units, distance, frozen_bytes
+from .hardware import SLOWED, lost_beside
+from .piece_price import KindTimes, OpTime, PieceTimes
+from .price import Units, distance
 from .space import ORDERS, Grid, Inner, Options, Pipeline, Space, Zero, blocks_of, ranks_of
 from .step import Pricer, joint_lanes
 
@@ -291,8 +294,8 @@ def _lost(space: Space, x: Options, n: _Numbers, u: _Unit, m: Array, *, split: b
         forward, back = np.array([np.broadcast_arrays(*each, m)[:2] for each in both]).swapaxes(
             0, 1
         )
-        lost = np.minimum(forward, OVERLAP * ahead)
-        lost = lost + (not split) * np.minimum(back, OVERLAP * inputs)
+        lost = np.minimum(forward, ahead / (1 - SLOWED))
+        lost = lost + (not split) * np.minimum(back, inputs / (1 - SLOWED))
         found.append(np.asarray(SLOWED * plain * lost))
     return found
 
@@ -408,7 +411,7 @@ def _stage_times(
     def slowed(t: PieceTimes, beside: tuple[Array | float, Array | float]) -> dict[str, float]:
         times = dict(t.computed)
         for op, took in zip((ops.FORWARD, ops.INPUT_GRADIENT), beside, strict=True):
-            times[op] += SLOWED * min(float(took), OVERLAP * times[op])
+            times[op] += lost_beside(times[op], float(took))
         return times | {ops.BACKWARD: times[ops.INPUT_GRADIENT] + times[ops.WEIGHT_GRADIENT]}
 
     computed = list(map(slowed, times.values, messages))
@@ -544,7 +547,7 @@ def _kinds_of_stages(blocks: Sequence[int], kinds: Sequence[int]) -> list[tuple[
 @lru_cache(maxsize=64)
 def _work_before(shape: Shape) -> tuple[int, ...]:
     """Forward work of all blocks before each block."""
-    return tuple(accumulate(map(shape.cost, range(1, 1 + shape.layers)), initial=0))
+    return tuple(accumulate(work_of_pieces(shape)[1:-1], initial=0))
 
 
 @lru_cache(maxsize=4096)
@@ -756,11 +759,10 @@ def _memory(
         # Ranks of ep do not share experts: their shards are so many fewer.
         few = part / x.grid.ep if zero.stage else 1.0
         cut = numbers + (part / few - 1) * routed
-        optimizer = 0.0 if space.offload else p.optimizer_bytes / part
-        always = cut * optimizer + numbers * (0.0 if zero.stage == 3 else p.weight_bytes)
-        always = always + still * frozen_bytes(unit.layout, p)
-        shards = cut * p.gradient_bytes / part
-        gradients = shards if zero.stage >= 2 and part > 1 else numbers * p.gradient_bytes
+        each = held_bytes(unit.layout, p.state)
+        always = cut * each.optimizer + numbers * each.weight + still * each.frozen
+        shards = cut * (each.gradient_shard or each.gradient)
+        gradients = shards if zero.stage >= 2 and part > 1 else numbers * each.gradient
         then = kept
         bucket = p.bucket if zero.stage == 3 and p.bucket else np.inf
         if zero.stage >= 2 and part > 1:

@@ -24,9 +24,12 @@ from ..layout import ByKind, Layout, Shape, piece_layout
 from ..layout.codec import decode
 from ..layout.journal import read_journal
 from ..program import ops
+from .case import Case
+from .corrections import costed_as
 from .device import MachineError, MachineFileError
 from .hardware import Hardware
-from .price import Case, PieceParts, Priced, costed_as, parts_of
+from .piece_price import PieceParts, parts_of
+from .price import Priced
 from .profile import FITTED, NUMBERS, SoftwareProfile
 from .step import Choice, CostFunction, case_of, choice, longest
 

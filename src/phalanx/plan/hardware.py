@@ -37,9 +37,16 @@ _FILL, _FILLED = 8e6, 0.25
 # How much slower attention is with narrow heads, as a power of their size beside 128: with 64 it has 171
 # TFLOP/s where 128 have 189 (Dao 2023, figure 4, A100); generation 3 loses more (Shah et al. 2024).
 _NARROW, _NARROW_3 = 0.15, 0.35
-OVERLAP = 0.9  # of computing that messages sent beside it may take
-SLOWED = 0.25  # of their time: what computing loses to them, units and memory
+# Of computing's rate, while messages travel beside it: the kernels that send and sum them occupy
+# multiprocessors and memory bandwidth.
+SLOWED = 0.25
 _DEPTH = 80.0  # k at which a product's start and end cost as much as its middle
+
+
+def lost_beside(computing: float, messages: float) -> float:
+    """Seconds that computing takes longer for the messages that travel beside it: a part of each of
+    their seconds, and no more than where they travel all the while."""
+    return min(SLOWED * messages, computing * SLOWED / (1 - SLOWED))
 
 
 class PredictionError(RuntimeError):

@@ -17,8 +17,8 @@ from statistics import fmean
 
 from ..layout import Shape
 from ..layout.choices import FP8
+from .case import Case
 from .hardware import Hardware, Roofline
-from .price import Case
 from .profile import SoftwareProfile
 
 OWN_LEVEL = 0.8  # share of steps in the range that a calibration derives from its own runs

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..layout.choices import BF16, DTYPES, FP16, FP32, TF32
+from ..layout.choices import BF16, FP16, FP32, MUON, OPTIMIZERS, TF32
+from ..layout.state_bytes import engine_state
 from ..program import AttentionLoad, Product
 from .device import MachineError
 from .hardware import HOST_LINK, Hardware
@@ -124,15 +125,14 @@ def hardware_of_machine(machine: Machine, ranks: int = 0, backend: str = "") -> 
 
 def local_profile(precision: str = FP32) -> SoftwareProfile:
     """Ours on a CPU: no driver, nothing that an allocator keeps."""
-    width = DTYPES[precision].bytes
-    copy = 4.0 if width < 4 else 0.0  # in full, beside narrow weights
+    state = engine_state(precision)
     return replace(
         profile("phalanx"),
-        weight_bytes=width,
-        gathered_bytes=width,
-        gradient_bytes=max(width, 4.0),
-        reduce_bytes=max(width, 4.0),
-        optimizer_bytes=2.0 * max(width, 4.0) + copy,
+        weight_bytes=state.weight,
+        gathered_bytes=state.gathered,
+        gradient_bytes=state.gradient,
+        reduce_bytes=state.reduced,
+        optimizer_bytes=state.optimizer,
         context=0.0,
         reserve=1.0,
     )
@@ -144,6 +144,6 @@ def profile_for(
     """The named software; ours where none is named, with its Muon or without."""
     if hardware.cores and not name:
         ours = local_profile(precision)
-        one_moment = ours.optimizer_bytes - 4.0
-        return replace(ours, muon=True, optimizer_bytes=one_moment) if muon else ours
+        moments = len(OPTIMIZERS[MUON].matrix_moments)
+        return replace(ours.with_moments(moments), muon=True) if muon else ours
     return profile(name or ("phalanx-muon" if muon else "phalanx"))

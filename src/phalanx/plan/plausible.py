@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from ..layout.choices import FP8
 from ..layout.numbers import flops_text, seconds_text
 from ..program.flops import step_flops
+from .case import Case
 from .hardware import Hardware, PredictionError
-from .price import Case
 
 LONGEST_STEP = 86_400.0  # seconds; nobody trains with steps of more than a day
 _SLOWEST = 1000.0  # times what the peak allows: a slower step is a wrong price, not a large batch

@@ -4,6 +4,8 @@ Every fitted number measures the distance from the machine's abilities: 1 means 
 `profiles.toml` holds our own and those of published runs; `benchmarks/planner_fit.py` fits them.
 """
 
+from __future__ import annotations
+
 import re
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -11,6 +13,7 @@ from pathlib import Path
 
 from ..layout.choices import no_such
 from ..layout.codec import key, load
+from ..layout.state_bytes import MASTER, StateBytes
 from ..program import StepOptions
 from .device import MachineError, MachineFileError, catalogue
 
@@ -100,6 +103,22 @@ class SoftwareProfile:
             overlaps=self.overlaps_data,
             gathers_at_once=self.gathers_at_once,
         )
+
+    @cached_property
+    def state(self) -> StateBytes:
+        """Bytes of one trained element in each buffer of this software."""
+        return StateBytes(
+            weight=self.weight_bytes,
+            gathered=self.gathered_bytes,
+            gradient=self.gradient_bytes,
+            reduced=self.reduce_bytes,
+            optimizer=self.optimizer_bytes,
+        )
+
+    def with_moments(self, count: int) -> SoftwareProfile:
+        """The profile with an optimizer that keeps so many moments in place of Adam's two."""
+        width = max(MASTER, self.weight_bytes)
+        return replace(self, optimizer_bytes=self.optimizer_bytes - (2 - count) * width)
 
     @property
     def fused_attention(self) -> bool:

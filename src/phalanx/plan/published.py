@@ -7,9 +7,10 @@ from typing import Any
 from ..layout import piece_layout
 from ..program import PieceKinds
 from .calibrate import CostedRun, Measured
+from .corrections import costed_as
 from .hardware import PredictionError
+from .piece_price import parts_of
 from .plausible import refuse_too_long
-from .price import costed_as, parts_of
 from .profile import SoftwareProfile
 from .step import Choice, CostFunction
 from .table import PublishedRow

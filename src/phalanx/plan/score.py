@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from ..program.program import uncollected
 from .calibrate import calibrated, kind, spread_over
+from .case import Case
 from .hardware import Hardware, PredictionError
-from .price import Case
 from .profile import SoftwareProfile
 from .published import MOST, PublishedRun, at_line, logged, predict, why_not
 from .step import LIMIT

@@ -13,8 +13,9 @@ from heapq import heappop, heappush
 import numpy as np
 from numpy.typing import NDArray
 
-from ..layout import Layout, LayoutError, legal, recipe
+from ..layout import Axis, Layout, LayoutError, Mesh, legal, recipe
 from ..layout.choices import traits
+from ..layout.state_bytes import held_bytes
 from ..program.program import uncollected
 from .bounds import Array, Bounds, bounds, followed
 from .plausible import LONGEST_STEP, refuse_too_long
@@ -339,9 +340,10 @@ def _smallest(request: Request) -> Iterator[Iterator[Layout]]:
     )
     for model in divisors(ranks):
         dp = ranks // model
-        states = profile.weight_bytes + profile.gradient_bytes + profile.optimizer_bytes / dp
+        held = held_bytes(Layout(Mesh((Axis("dp", (1, dp)),)), zero=1), profile.state)
+        states = held.weight + held.gradient + held.optimizer
         # What a rank always holds does not fit: no microbatch is small enough.
-        least_held = states * shape.trained + profile.gathered_bytes * (shape.total - shape.trained)
+        least_held = states * shape.trained + held.frozen * (shape.total - shape.trained)
         if request.batch < dp or (model < ranks and least_held / model > request.room):
             continue
         for tp in (d for d in reversed(divisors(model)) if d <= node):

@@ -29,9 +29,12 @@ from ..program.program import uncollected
 from ..program.simulate import Compiled, Repeat, compiled, critical, repeating, shift, times
 from ..program.simulate import timeline as spans
 from ..program.state import State
+from .case import Case
+from .corrections import costed_as
 from .hardware import Hardware
+from .piece_price import KindTimes, parts_of
 from .plausible import refuse_impossible, refuse_no_numbers
-from .price import Case, KindTimes, Priced, costed_as, nearest, parts_of
+from .price import Priced, nearest
 from .profile import SoftwareProfile
 from .routing import Routing
 

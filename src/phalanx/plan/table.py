@@ -11,11 +11,12 @@ from pathlib import Path
 
 from ..layout import Axis, Layout, Mesh, Shape, legal
 from ..layout.choices import DTYPES
+from ..layout.pieces import work_of_pieces
+from .case import Case
 from .device import Device, MachineError, device, devices
 from .hardware import Hardware, hardware_of
 from .link import Level, clusters, joined
 from .link import link as cable
-from .price import Case
 from .profile import SoftwareProfile, profile_named
 from .space import spread
 
@@ -147,7 +148,7 @@ def _row(
             unit = 2**30 if "gib" in fields.get("mem_unit", "").lower() or profile.logs_gib else 1e9
             memory = _number(fields, "peak_mem_gb") * unit
             step = _seconds(fields, made)
-        work = 6 * batch * sum(map(made.shape.cost, range(made.shape.pieces)))
+        work = 6 * batch * sum(work_of_pieces(made.shape))
         if 0 < step < work / (ranks * kind.peak(made.dtype or made.layout.precision)):
             column = next(key for key in _TIMES if _number(fields, key))
             raise CellError(column, fields[column], f"is faster than {ranks} of {kind.name} can be")
@@ -355,7 +356,7 @@ def _ends(shape: Shape, pp: int, *, less: bool, balanced: bool) -> tuple[int, in
     if less or not balanced:
         fewer = less and (shape.layers + 2) % pp == 0
         return ((shape.layers + 2) // pp - 1,) * 2 if fewer else (0, 0)
-    block, head = shape.cost(1), shape.cost(shape.layers + 1)
+    _, block, *_, head = work_of_pieces(shape)
     each = (shape.layers + head / block) / pp
     last = max(0, min(shape.layers - pp + 1, round(each - head / block)))
     return -(-(shape.layers - last) // (pp - 1)), last
@@ -367,7 +368,8 @@ def _empty(case: Case, profile: SoftwareProfile) -> bool:
     pp, shape = case.layout.pp, case.shape
     if pp == 1 or not profile.balanced:
         return pp > shape.layers
-    head = shape.cost(shape.layers + 1) / shape.cost(1)
+    _, block, *_, last = work_of_pieces(shape)
+    head = last / block
     return pp > shape.layers or head > 2 * (shape.layers + head) / pp
 
 

@@ -13,7 +13,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from ..layout import Shape
-from ..layout.rules import LORA
+from ..layout.pieces import linear_products
 from . import ops
 from .program import Program
 
@@ -26,12 +26,14 @@ FLASH_BACKWARD = 2.5
 
 
 class OpFlops(NamedTuple):
-    """One operation of a forward: of which piece, its name, its FLOPs counted causal and in full."""
+    """One operation of a forward: of which piece, its name, its FLOPs counted causal and in full, and
+    whether it has a weight that is trained."""
 
     piece: int
     name: str
     causal: float
     full: float
+    trained: bool = False
 
     @property
     def attends(self) -> bool:
@@ -51,25 +53,22 @@ def forward_flops(shape: Shape, batch: int, sequence: int) -> tuple[OpFlops, ...
     """Every operation of the forward of `batch` sequences (rows, for the MLP) that counts."""
     rows = batch * (sequence if shape.kind == "decoder" else 1)
     found = []
-    for piece in range(1, 1 + shape.layers):
-        for name, k, n, count in shape.products(piece):
-            found.append(OpFlops(piece, name, *[2.0 * rows * k * n * count] * 2))
-        for into, out in shape.adapters.values():
-            found.append(OpFlops(piece, LORA, *[2.0 * rows * shape.lora_r * (into + out)] * 2))
-        if shape.kind == "decoder":
+    for row in shape.rows:
+        for product in linear_products(row, shape):
+            flops = 2.0 * rows * product.multiply_adds
+            trained = product.weight.trained
+            found.append(OpFlops(row.piece, product.name, flops, flops, trained))
+        if shape.kind == "decoder" and 0 < row.piece <= shape.layers:
             per_pair = 2.0 * shape.pair_work * batch
-            pairs = _pairs(shape, piece, sequence)
-            found.append(OpFlops(piece, "attention", per_pair * pairs, per_pair * sequence**2))
-    if shape.kind == "decoder":
-        logits = 2.0 * rows * shape.hidden * shape.vocab
-        found.append(OpFlops(shape.layers + 1, "output", logits, logits))
+            pairs = _pairs(shape, row.piece, sequence)
+            full = per_pair * sequence**2
+            found.append(OpFlops(row.piece, "attention", per_pair * pairs, full))
     return tuple(found)
 
 
 def _pairs(shape: Shape, piece: int, sequence: int) -> float:
     """Of tokens that meet: each with itself and all before it, or as many as a window has."""
-    window = shape.windows[(piece - 1) % len(shape.windows)] if shape.windows else 0
-    seen = min(window or sequence, sequence)
+    seen = min(shape.window(piece) or sequence, sequence)
     return seen * (seen + 1) / 2 + (sequence - seen) * seen
 
 
@@ -81,8 +80,7 @@ def step_flops(
     again = _recomputed(program) if program else {}
     model = full = hardware = 0.0
     for op in ops:
-        frozen = op.piece in shape.frozen or (shape.lora_r and op.name != LORA)
-        backward = FROZEN_BACKWARD if frozen and not op.attends else BACKWARD
+        backward = BACKWARD if op.trained or op.attends else FROZEN_BACKWARD
         model, full = model + op.causal * (1 + backward), full + op.full * (1 + backward)
         backward = FLASH_BACKWARD if op.attends else backward
         hardware += op.causal * (1 + backward + again.get(op.piece, 0.0))

@@ -12,6 +12,7 @@ from ..comm import TallyWorld
 from ..cost import sizes_of
 from ..draw.shards import Slice
 from ..layout import Layout
+from ..layout.run import USUAL_OPTIMIZER, OptimizerChoice
 from ..parallel import Model
 from ..parallel.local import build_local
 from ..parallel.low_precision import matmul_named
@@ -20,7 +21,12 @@ from ..train.precision import precision_of
 
 
 def sizes_of_run(
-    make: Callable[[], Model], layout: Layout, program: Program, sequence: int, target: str
+    make: Callable[[], Model],
+    layout: Layout,
+    program: Program,
+    sequence: int,
+    target: str,
+    optimizer: OptimizerChoice = USUAL_OPTIMIZER,
 ) -> Sizes:
     """Bytes by piece and unit, of the largest microbatch."""
     shape, matmul = make().shape, matmul_named(layout.matmul)
@@ -30,7 +36,7 @@ def sizes_of_run(
     batch = dict.fromkeys(("tokens", "targets", "positions"), ids)
     if shape.kind == "mlp":
         batch = {"inputs": torch.empty(shape.batch, shape.hidden, device="meta")}
-    return sizes_of(make, layout, program, batch, precision, target=target)
+    return sizes_of(make, layout, program, batch, precision, optimizer=optimizer, target=target)
 
 
 def shards_of(

@@ -17,6 +17,7 @@ from ..layout import Layout, Shape
 from ..layout.codec import decode
 from ..layout.files import read_text
 from ..layout.journal import read_journal
+from ..layout.run import USUAL_OPTIMIZER, OptimizerChoice
 from ..plan.device import MachineFileError
 from ..plan.hardware import Hardware
 from ..plan.profile import SoftwareProfile
@@ -126,11 +127,14 @@ def _stretch(folder: Path, layout: str, before: int) -> tuple[Mapping[str, Any],
 
 
 def step_extras(
-    folder: Path, compared: Compared | None, make: Callable[[], Model] | None, moments: int
+    folder: Path,
+    compared: Compared | None,
+    make: Callable[[], Model] | None,
+    optimizer: OptimizerChoice = USUAL_OPTIMIZER,
 ) -> Extras:
     """The step of a run's folder as a picture, predicted by what a plan counts where there is a
     comparison, with what each rank holds and which part of each weight. `make` makes a model of
-    somebody's own, whose code is run; `moments`: numbers that the optimizer keeps of a weight."""
+    somebody's own, whose code is run; `optimizer` is the run's."""
     try:
         recorded, _, number = read_recorded(folder)
     except ReportError as error:
@@ -149,8 +153,7 @@ def step_extras(
 
         make, program = make or partial(build_model, step.shape), recorded.program
         target = "cpu" if step.device == "CPU" else "cuda"
-        sizes = sizes_of_run(make, step.layout, program, step.sequence, target)
-        sizes = replace(sizes, optimizer=tuple(x * moments / 2 for x in sizes.optimizer))
+        sizes = sizes_of_run(make, step.layout, program, step.sequence, target, optimizer)
         slices = shards_of(make, step.layout, program, RANKS)
     costs, title = compared.costs if compared else None, f"step {number}, predicted and measured"
     picture = recorded_picture(recorded, sizes, costs, title)

@@ -20,6 +20,7 @@ from torch import Tensor
 from ..layout import Shape, families
 from ..layout.codec import decode
 from ..layout.files import write_text
+from ..layout.pieces import block_linears
 from ..layout.shape import HUB
 from ..parallel import Model, build_model, load_model
 from ..parallel.model import is_lora
@@ -189,11 +190,12 @@ def export_adapter(path: Path, out: Path, *, family: str = "", dtype: str = "") 
 
         parts = {each: "attn" if each.startswith("w") else "mlp" for each in shape.adapters}
         names = [f"layers.{n}.{parts[a]}.{a}" for n in range(shape.layers) for a in parts]
-        linears = families.sources(data, {f"{name}.weight": 2 for name in names}).values()
-        for name, packed in dict.fromkeys((each.name, each.packed) for each in linears):
+        theirs = families.sources(data, {f"{name}.weight": 2 for name in names}).values()
+        linears = block_linears(shape)
+        for name, packed in dict.fromkeys((each.name, each.packed) for each in theirs):
             module, *every = (each.removesuffix(".weight") for each in (name, *packed))
             own = [each for each in every if each in names]
-            rows = {each: shape.linears[each.rpartition(".")[2]][1] for each in every}
+            rows = {each: linears[each.rpartition(".")[2]].shape[0] for each in every}
             blocks = [factor(e, "b") if e in own else torch.zeros(rows[e], 0) for e in every]
             b: Tensor = torch.block_diag(*blocks)  # type: ignore[no-untyped-call]
             key = f"base_model.model.{module}"

@@ -21,6 +21,7 @@ from torch import Tensor
 from ..comm import Group
 from ..comm.agree import broadcast_text
 from ..layout import Layout, LayoutError, Shape
+from ..layout.choices import OPTIMIZERS, SGD
 from ..layout.families import code_of
 from ..layout.run import Run
 from ..layout.source import split_name
@@ -47,9 +48,7 @@ from .data.token_files import DataError
 from .folder import Folder
 
 BLOCK = 16 << 20  # bytes of whole rows that are read at once where a rank keeps a part of each
-# What torch's optimizers keep for every number; Muon the one of a matrix's, AdamW's of the others.
-KEPT = {"AdamW": ["exp_avg", "exp_avg_sq"], "SGD": ["momentum_buffer"]}
-KEPT["Muon"] = KEPT["AdamW"] + KEPT["SGD"]
+_OPTIMIZERS = {traits.stored: traits for traits in OPTIMIZERS.values()}
 
 
 @dataclass(frozen=True)
@@ -456,26 +455,27 @@ def _check(
     wrong = weight_differences(manifest, {n: shape for n, shape in own.items() if not drawn(n)})
     if kinds := _kinds(manifest):
         name, optimizer = manifest.optimizer, optimizer_name(updates)
-        if not {*kinds} <= {*KEPT.get(name, ())}:
+        traits = _OPTIMIZERS.get(name)
+        known = traits.every_moment if traits else ()
+        if not {*kinds} <= {*known}:
             wrong.append(f"keeps {', '.join(kinds)} as the state of {name or 'nothing'}")
-        if (name != "SGD") != (manifest.updates is not None):
+        if (name != OPTIMIZERS[SGD].stored) != (manifest.updates is not None):
             wrong.append(f"has {manifest.updates} updates by {name}")
         if optimizer and name != optimizer:
             wrong.append(f"keeps the state of {name}, the run's optimizer is {optimizer}")
         shapes = {(each.kind, each.name): each.shape for each in manifest.tensors}
         weights = [weight for unit in local.units.values() for weight in unit.order]
-        for kind in KEPT.get(name, ()):
-            kept = [w.name for w in weights if kind in _kept(name, bool(w.matrices))]
+        for kind in known:
+            kept = [w.name for w in weights if kind in _kept(name, matrix=bool(w.matrices))]
             lost = [weight for weight in kept if shapes.get((kind, weight)) != own[weight]]
             wrong += [f"{kind} of {each} is missing or of another shape" for each in lost[:1]]
     if wrong:
         raise CheckpointError("; ".join(wrong))
 
 
-def _kept(optimizer: str, matrix: bool) -> list[str]:
-    if optimizer == "Muon":
-        return KEPT["SGD" if matrix else "AdamW"]
-    return KEPT[optimizer]
+def _kept(optimizer: str, *, matrix: bool) -> tuple[str, ...]:
+    """The tensors that an optimizer keeps for a weight."""
+    return _OPTIMIZERS[optimizer].kept(matrix=matrix)
 
 
 def _kinds(manifest: Manifest) -> list[str]:
@@ -488,7 +488,7 @@ def _fill(reader: TensorReader, local: LocalModel, updates: Updates) -> None:
     kinds, count = _kinds(reader.manifest), reader.manifest.updates
     for update in updates.values() if kinds else ():
         for number, (_, view) in enumerate(update.every_run):
-            kept = _kept(update.name, number >= len(update.runs))
+            kept = _kept(update.name, matrix=number >= len(update.runs))
             state = {kind: torch.zeros_like(view) for kind in kept}
             if count is not None:
                 # A fused optimizer keeps its count where the numbers are, in float32.

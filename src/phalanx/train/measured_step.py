@@ -80,17 +80,14 @@ def _sizes(units: Sequence[Unit], state: Mapping[int, int], pieces: int) -> Size
             float(sum(bytes_of(unit) for unit in units if unit.piece == n)) for n in range(pieces)
         )
 
-    def trained(unit: Unit, numbers: int) -> float:
-        return 0 if unit.frozen else numbers * unit.precision.reduce.itemsize
-
     none = (0.0,) * pieces
     cut = any(unit.groups.reduce.size > 1 for unit in units)
     return Sizes(
         kept=none,
         input=none,
-        home=each(lambda u: u.home.nbytes + u.beside),
-        gathered=each(lambda u: 0 if u.same else u.numel * u.dtype.itemsize),
-        gradient=each(lambda u: trained(u, u.numel)),
-        gradient_shard=each(lambda u: trained(u, u.part)) if cut else (),
+        home=each(lambda u: u.bytes.home + u.bytes.beside),
+        gathered=each(lambda u: u.bytes.weights),
+        gradient=each(lambda u: u.bytes.gradient),
+        gradient_shard=each(lambda u: u.bytes.gradient_shard) if cut else (),
         optimizer=tuple(float(state.get(n, 0)) for n in range(pieces)),
     )

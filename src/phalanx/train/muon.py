@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Work
+from ..layout.choices import MUON, OPTIMIZERS
 from ..layout.matrices import STEPS, dealt, orthogonal_work
 from ..parallel import Unit
 from ..parallel.groups import UnitPlace
@@ -23,6 +24,7 @@ from ..parallel.works import Then
 from .optimizer import AdamW, Scale, Update
 
 COEFFICIENTS, TINY = (3.4445, -4.7750, 2.0315), 1e-7
+(_MOMENTUM,) = OPTIMIZERS[MUON].matrix_moments
 
 
 def orthogonalized(x: Tensor) -> Tensor:
@@ -43,7 +45,7 @@ class Muon:
     under which one learning rate suits matrices and the rest. `rate`: the matrices' learning rate, as
     a multiple of the others'."""
 
-    name: ClassVar[str] = "Muon"
+    name: ClassVar[str] = OPTIMIZERS[MUON].stored
     whole_matrices: ClassVar[bool] = True
     momentum: float = 0.95
     nesterov: bool = True
@@ -189,7 +191,7 @@ class MuonUpdate(Update):
         kept = self.state.setdefault(view, {})
         if not kept:
             kept["step"] = torch.zeros((), dtype=torch.float32, device=view.device)
-            kept["momentum_buffer"] = torch.zeros_like(view)
+            kept[_MOMENTUM] = torch.zeros_like(view)
         own = gradient.to(view.device, view.dtype)
         weight = torch.full((), 1.0 - m, dtype=view.dtype, device=view.device)
         kept["step"] += 1
@@ -199,7 +201,7 @@ class MuonUpdate(Update):
             own = (own * scale.factor.to(own.dtype)).masked_fill_(skip > 0, 0.0)
             weight = weight * (1.0 - skip).to(weight.dtype)
             kept["step"] -= skip
-        buffer = kept["momentum_buffer"].lerp_(own, weight)
+        buffer = kept[_MOMENTUM].lerp_(own, weight)
         return own.lerp(buffer, m) if self.muon.nesterov else buffer
 
     # ---- the update

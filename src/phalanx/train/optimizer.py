@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Work
+from ..layout.choices import ADAMW, OPTIMIZERS, SGD
 from ..layout.run import OptimizerChoice
 from ..parallel import Unit
 from ..parallel.data import Segment
@@ -171,9 +172,9 @@ def _beside(gradient: Tensor, view: Tensor) -> Tensor:
 class AdamW:
     """Adam with decoupled decay (Loshchilov and Hutter 2019); norms and biases do not decay."""
 
-    name: ClassVar[str] = "AdamW"
+    name: ClassVar[str] = OPTIMIZERS[ADAMW].stored
     whole_matrices: ClassVar[bool] = False
-    kinds: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")  # kept for each number
+    kinds: ClassVar[tuple[str, ...]] = OPTIMIZERS[ADAMW].moments  # kept for each element
     counts: ClassVar[bool] = True  # whether it counts its updates
     beta1: float = 0.9
     beta2: float = 0.95
@@ -201,7 +202,7 @@ class AdamW:
 class Sgd:
     """Gradient descent with momentum."""
 
-    name: ClassVar[str] = "SGD"
+    name: ClassVar[str] = OPTIMIZERS[SGD].stored
     whole_matrices: ClassVar[bool] = False
     counts: ClassVar[bool] = False
     momentum: float = 0.0
@@ -213,7 +214,7 @@ class Sgd:
     @property
     def kinds(self) -> tuple[str, ...]:
         # Zeros at first, not the kernel's own first step, which a skipped one would leave undone.
-        return ("momentum_buffer",) if self.momentum else ()
+        return OPTIMIZERS[SGD].moments if self.momentum else ()
 
     def kernel(
         self,

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..cost import sizes_of
 from ..layout import Layout, LayoutError, Shape, recipe
 from ..layout.choices import FP32
-from ..layout.run import Run
+from ..layout.run import USUAL_OPTIMIZER, OptimizerChoice, Run
 from ..models.loss import CrossEntropy
 from ..parallel import Model, Precision, build_model, load_model
 from ..parallel.experts import cut_blocks
@@ -87,11 +87,12 @@ def fitting_program(
     precision: Precision,
     limit: Callable[[float], float],
     options: StepOptions = DEFAULT,
+    optimizer: OptimizerChoice = USUAL_OPTIMIZER,
 ) -> Program:
     """The program of a `recompute:fit` layout. `limit` says how many bytes a rank may hold, given
     what the fullest one would hold without recomputing anything."""
     model = cut_blocks(make(), layout)
     plain = program_of(model, replace(layout, recompute="none"), options)
-    sizes = sizes_of(make, layout, plain, batch, precision)
+    sizes = sizes_of(make, layout, plain, batch, precision, optimizer=optimizer)
     most = limit(max(peak.total for peak in peaks(plain, sizes)))
     return program_of(model, layout, replace(options, sizes=sizes, limit=most))

@@ -138,9 +138,14 @@ class Rank:
         group, own = self.world.split("limit", [range(self.world.size)]), self.run
         least = torch.tensor([memory_limit(own, self.world)], dtype=torch.float64).to(group.device)
         group.all_reduce(least, "min")
-        rows, options = self.batches.batch(0), options_of(own)
         return fitting_program(
-            maker_of(own), layout, rows, self.precision, lambda most: float(least), options
+            maker_of(own),
+            layout,
+            self.batches.batch(0),
+            self.precision,
+            lambda most: float(least),
+            options_of(own),
+            own.optimizer,
         )
 
     def batch(self, step: int) -> list[dict[str, Tensor]]:

@@ -1,0 +1,227 @@
+"""What other software does otherwise than ours in one piece, by name and with its source.
+
+`cost` runs our own piece. A correction turns its cost into that of software with certain facts in its
+profile. Each is a function of the piece's work; none reads what another one has decided, and they are
+applied in the order of `EVERY_PIECE`, `BLOCK` and `HEAD`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from ..layout import Layout, Shape
+from ..layout.choices import DTYPES
+from ..program import Load, MessageLoad, PieceCost
+from .case import Case
+from .profile import SoftwareProfile
+
+# Bytes that attention keeps of each score: the softmax, what dropout left of it, and dropout's mask
+# (Korthikanti et al. 2022, equation 1: 5 a s for each token and head).
+KEPT_SCORES = 5.0
+# Bytes that its backward makes of each score: the gradients of the softmax and of what it took.
+SCORE_GRADIENTS = 4.0
+
+
+class LossBytes(NamedTuple):
+    """Bytes for each logit of 16 bits, by what a loss makes of the logits."""
+
+    kept: float  # beside the logits, until the backward
+    temporary: float  # for a while
+    forward: float  # moved by the forward
+    backward: float  # moved by the backward
+
+
+# A float32 softmax is made from a float32 copy while the logits are still there ("wide-over"), or its
+# gradient is made beside it ("wide"). What is costed is ours, "over".
+LOSSES = {
+    "over": LossBytes(0.0, 0.0, 10.0, 36.0),
+    "beside": LossBytes(0.0, 2.0, 2.0, 4.0),
+    "wide-over": LossBytes(2.0, 6.0, 38.0, 14.0),
+    "wide": LossBytes(2.0, 8.0, 14.0, 22.0),
+}
+
+
+class Software(NamedTuple):
+    """The software that runs a piece, and how the layout cuts it."""
+
+    profile: SoftwareProfile
+    cut: Layout
+
+    @property
+    def selective(self) -> bool:
+        return self.cut.recompute == "selective"
+
+    @property
+    def width(self) -> int:
+        """Bytes of an activation."""
+        return DTYPES[self.cut.precision].bytes
+
+
+@dataclass(frozen=True)
+class PieceWork:
+    """The cost of one piece as some software runs it.
+
+    `gathered` are messages that travel beside the products of the input's gradient. `repeats`: the part of
+    the forward's products that is computed again besides `cost.again`.
+    """
+
+    cost: PieceCost
+    gathered: tuple[MessageLoad, ...] = ()
+    repeats: float = 0.0
+
+
+# ---- of every piece
+
+
+def gathers_columns_again(work: PieceWork, software: Software) -> PieceWork:
+    """With sequence parallelism a column-parallel linear keeps its input in shards, and gathers it again
+    in the backward, beside the input's gradient (Korthikanti et al. 2022, section 4.2.2)."""
+    if not (software.profile.regathers and software.cut.seq):
+        return work
+    cost = work.cost
+    columns = [m for m in cost.forward.messages if (m.axis, m.op) == ("tp", "all_gather")]
+    kept = sum(message.bytes for message in columns) * (1 - 1 / software.cut.tp)
+    others = tuple(m for m in cost.again.messages if m not in columns)
+    again = replace(cost.again, messages=others)
+    return replace(
+        work,
+        cost=replace(cost, again=again, kept=cost.kept - kept),
+        gathered=tuple(columns),
+    )
+
+
+def ends_recomputation_early(work: PieceWork, software: Software) -> PieceWork:
+    """`torch.utils.checkpoint` stops computing again at the last tensor that a backward asks for
+    (`set_checkpoint_early_stop`): nobody asks for what a block's last product puts out, nor for its sum
+    over tp."""
+    if not software.profile.ends_early or software.selective:
+        return work
+    again = work.cost.again
+    messages = again.messages[:-1] if software.cut.tp > 1 else again.messages
+    again = replace(again, products=again.products[:-1], messages=messages)
+    return replace(work, cost=replace(work.cost, again=again))
+
+
+def keeps_scores(work: PieceWork, software: Software) -> PieceWork:
+    """Attention without a fused kernel keeps its scores. Selective recomputation then means to compute
+    attention again, scores and all, and nothing else (Korthikanti et al. 2022, section 5)."""
+    if software.profile.fused_attention:
+        return work
+    cost = work.cost
+    attention = cost.forward.attention
+    if software.selective:
+        cost = replace(cost, again=Load(attention=attention), selected=cost.kept)
+    scores = sum(a.batch * a.heads * a.queries * a.keys for a in attention)
+    kept = cost.kept + KEPT_SCORES * scores
+    temporary = cost.temporary + SCORE_GRADIENTS * scores
+    return replace(work, cost=replace(cost, kept=kept, temporary=temporary))
+
+
+def repeats_products(work: PieceWork, software: Software) -> PieceWork:
+    """Selective recomputation that computes a part of the products again keeps less of what they put out:
+    every second one in torchtitan's policy."""
+    repeats = software.profile.repeats
+    if not (software.profile.fused_attention and software.selective):
+        return work
+    made = software.width * sum(p.batch * p.m * p.n for p in work.cost.forward.products)
+    selected = max(0.0, work.cost.selected - repeats * made)
+    return replace(work, cost=replace(work.cost, selected=selected), repeats=repeats)
+
+
+# ---- of blocks and of the head
+
+
+class Tokens(NamedTuple):
+    """Sizes of a piece of which a correction depends on the tokens of a microbatch on a rank."""
+
+    shape: Shape
+    tokens: float  # of a rank of cp
+    cut: Layout
+    sparse: bool = False  # a block with experts
+
+    @classmethod
+    def of(cls, case: Case, cut: Layout, *, sparse: bool = False) -> Tokens:
+        return cls(case.shape, case.rows * case.sequence / cut.cp, cut, sparse)
+
+
+def fuses_gated_mlp(work: PieceWork, software: Software, of: Tokens) -> PieceWork:
+    """One kernel makes gate and product, and keeps nothing between them."""
+    if not (software.profile.fused and of.shape.gated) or of.sparse:
+        return work
+    return _keeps(work, software, of, -of.shape.ffn)
+
+
+def keeps_rotated_values(work: PieceWork, software: Software, of: Tokens) -> PieceWork:
+    """One product makes query, key and value. The value is a view of what it put out, so that query and
+    key stay as they were before they were rotated, beside the rotated ones."""
+    shape = of.shape
+    if not (software.profile.joint and shape.positions == "rope"):
+        return work
+    return _keeps(work, software, of, (shape.heads + shape.kv_heads) * shape.head_dim)
+
+
+def _keeps(work: PieceWork, software: Software, of: Tokens, features: float) -> PieceWork:
+    """The work with so many activations more that are kept for each token."""
+    kept = work.cost.kept + features * (of.tokens / of.cut.tp) * software.width
+    return replace(work, cost=replace(work.cost, kept=kept))
+
+
+def makes_loss(work: PieceWork, software: Software, of: Tokens) -> PieceWork:
+    """The head with the software's loss in place of ours."""
+    if software.profile.loss == "over":
+        return work
+    cost = work.cost
+    logits = of.tokens * of.shape.vocab / of.cut.tp
+    theirs, ours = LOSSES[software.profile.loss], LOSSES["over"]
+    kept, temporary, forward, backward = (
+        logits * (a - b) for a, b in zip(theirs, ours, strict=True)
+    )
+    moved = replace(cost.forward, moved=cost.forward.moved + forward)
+    moved_back = replace(cost.input_gradient, moved=cost.input_gradient.moved + backward)
+    narrow = software.width < 4  # logits in 32 bits are the float32 copy
+    changed = replace(
+        cost,
+        kept=cost.kept + kept * narrow,
+        temporary=cost.temporary + temporary,
+        forward=moved,
+        input_gradient=moved_back,
+    )
+    return replace(work, cost=changed)
+
+
+OfPiece = Callable[[PieceWork, Software], PieceWork]
+OfTokens = Callable[[PieceWork, Software, Tokens], PieceWork]
+
+BLOCK: Sequence[OfTokens] = (fuses_gated_mlp, keeps_rotated_values)
+HEAD: Sequence[OfTokens] = (makes_loss,)
+EVERY_PIECE: Sequence[OfPiece] = (
+    gathers_columns_again,
+    ends_recomputation_early,
+    keeps_scores,
+    repeats_products,
+)
+
+
+def of_tokens(
+    corrections: Sequence[OfTokens], cost: PieceCost, software: Software, of: Tokens
+) -> PieceCost:
+    """The cost with corrections that depend on the tokens of a microbatch."""
+    work = PieceWork(cost)
+    for correct in corrections:
+        work = correct(work, software, of)
+    return work.cost
+
+
+def corrected(cost: PieceCost, software: Software) -> PieceWork:
+    """The work of a piece with the corrections that hold for every piece."""
+    work = PieceWork(cost)
+    for correct in EVERY_PIECE:
+        work = correct(work, software)
+    return work
+
+
+def costed_as(cut: Layout, profile: SoftwareProfile) -> Layout:
+    """The cut that is costed: where scores are kept, to be selective means to drop them alone."""
+    return cut if profile.fused_attention else replace(cut, recompute="none")

@@ -1,0 +1,353 @@
+"""The price of one kind of piece: seconds of its operations on some hardware, under a software profile.
+
+A piece's cost describes work (products, bytes, messages). `op_parts` turns the work of one operation into
+seconds as the hardware could do each part; `OpParts.under` says what the software makes of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from ..layout import ByKind, Layout
+from ..layout.choices import FP8
+from ..program import (
+    AttentionLoad,
+    CostedPiece,
+    Load,
+    MessageLoad,
+    PieceCost,
+    PieceKinds,
+    Product,
+    joined,
+    ops,
+)
+from .case import Case
+from .corrections import BLOCK, HEAD, Software, Tokens, corrected, of_tokens
+from .hardware import SLOWED, Hardware
+from .profile import SCORES, SoftwareProfile
+
+# Bytes that attention which keeps its scores moves for each of them beside its products: one kernel
+# scales, masks and softens them, one drops some out; and both again in the backward.
+_SCORES_FORWARD, _SCORES_BACKWARD = 9.0, 11.0
+FUSED = 0.5  # of the bytes that operations move one by one, where neighbours are one kernel
+_ADDING = 10.0  # bytes of a gradient in 16 bits that is added to one in 32, which costs have
+_STARTS = 4.0  # operations that start as slowly as one message does
+
+
+@dataclass(frozen=True)
+class OpTime:
+    """One operation: what the device computes, the messages inside it that computing does not
+    hide, and the least that starting its kernels takes."""
+
+    device: float = 0.0
+    messages: float = 0.0
+    host: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Starting kernels is hidden as long as they last longer."""
+        return max(self.device, self.host - self.messages) + self.messages
+
+
+@dataclass(frozen=True)
+class PieceTimes:
+    """One kind of piece at one microbatch: times of its operations, and what it holds."""
+
+    forward: OpTime
+    input_gradient: OpTime  # I
+    weight_gradient: OpTime  # W
+    again: OpTime  # R
+    cost: PieceCost
+    parts: tuple[PieceTimes, ...] = ()  # of a block that is several pieces
+
+    @property
+    def backward(self) -> float:
+        return self.input_gradient.total + self.weight_gradient.total
+
+    @cached_property
+    def computed(self) -> dict[str, float]:
+        """Seconds of what it computes, by kind of operation."""
+        return {
+            ops.FORWARD: self.forward.total,
+            ops.INPUT_GRADIENT: self.input_gradient.total,
+            ops.WEIGHT_GRADIENT: self.weight_gradient.total,
+            ops.RECOMPUTE: self.again.total,
+        }
+
+
+KindTimes = ByKind[PieceTimes]
+
+
+# ---- one operation
+
+
+@dataclass(frozen=True)
+class MessageSeconds:
+    """Seconds of the messages inside one operation, by what they may travel beside."""
+
+    ring: float = 0.0  # sends of a ring, beside the attention of the blocks that came before
+    tensor: float = 0.0  # of tp: software may send them beside their products
+    gathered: float = 0.0  # beside products that do not need them
+    others: float = 0.0  # seen whole
+
+    def __add__(self, other: MessageSeconds) -> MessageSeconds:
+        return MessageSeconds(
+            self.ring + other.ring,
+            self.tensor + other.tensor,
+            self.gathered + other.gathered,
+            self.others + other.others,
+        )
+
+
+@dataclass(frozen=True)
+class OpParts:
+    """One operation on some hardware, before a profile: seconds as the machine could do each part.
+
+    `ring` and `group` are the ranks of the messages beside attention and products: a message between as
+    many ranks comes in as many parts, and what is computed with the first or the last of them has
+    nothing beside it. 0 if there is no such message.
+    """
+
+    products: float
+    attention: float
+    moved: float
+    added: float  # adding weights' gradients to those of earlier microbatches
+    host: float
+    calls: float  # number of messages
+    members: float  # ranks that their groups have, all added, where there are several servers
+    messages: MessageSeconds = field(default_factory=MessageSeconds)
+    ring: int = 0
+    group: int = 0
+    serial: bool = False  # the device is the host: what starts a kernel computes it too
+
+    def under(self, profile: SoftwareProfile, piped: bool = False) -> OpTime:
+        """Its times, in a pipeline or without one."""
+        products = self.products / profile.speed
+        moved = self.moved * (FUSED if profile.fused else 1.0) + self.added
+        device = (products + self.attention + moved * profile.traffic) * profile.slower
+        seen = self._seen(products * profile.slower, self.attention * profile.slower, profile)
+        # In a pipeline over servers each rank of a message's group is one more call.
+        calls = self.calls + (self.members if piped else 0.0)
+        starts = self.host * profile.host * profile.slower * (profile.pipe_host if piped else 1.0)
+        host = starts + calls * profile.call_host
+        return OpTime(device + host, seen) if self.serial else OpTime(device, seen, host)
+
+    def _seen(self, products: float, attention: float, profile: SoftwareProfile) -> float:
+        """Seconds that the operation is longer for its messages."""
+        sent, overlaps = self.messages, profile.overlaps_tensor
+        alone = sent.others + (0.0 if overlaps else sent.tensor)
+        beside_products = sent.gathered + (sent.tensor if overlaps else 0.0)
+        group = self.group if overlaps else 0
+        return (
+            alone
+            + self._beside(products, beside_products, group)
+            + self._beside(attention, sent.ring, self.ring)
+        )
+
+    def _beside(self, computing: float, messages: float, parts: int) -> float:
+        """Seconds that computing and messages beside it are longer than computing alone: the messages
+        arrive late, or they slow down what is computed."""
+        part_alone = computing / parts if parts else 0.0
+        late = messages - (computing - part_alone)
+        lost = 0.0 if self.serial else SLOWED * messages
+        return max(late, lost)
+
+
+def together(parts: Sequence[OpParts]) -> OpParts:
+    """Operations one after the other as one, which takes no longer than they do: kernels of one may start
+    while another one computes, and its messages may travel beside what another one computes."""
+    return OpParts(
+        products=sum(each.products for each in parts),
+        attention=sum(each.attention for each in parts),
+        moved=sum(each.moved for each in parts),
+        added=sum(each.added for each in parts),
+        host=sum(each.host for each in parts),
+        calls=sum(each.calls for each in parts),
+        members=sum(each.members for each in parts),
+        messages=sum((each.messages for each in parts), MessageSeconds()),
+        serial=parts[0].serial,
+    )
+
+
+def op_parts(
+    load: Load,
+    hardware: Hardware,
+    cut: Layout,
+    dtype: str,
+    profile: SoftwareProfile,
+    added: float = 0.0,
+) -> OpParts:
+    """The parts of one operation on one rank, with the profile's kernels. `added` of what it moves
+    are gradients of weights, however many tokens there are."""
+    rates, several_servers = hardware.rates, hardware.ranks > hardware.node
+    messages = message_seconds(load.messages, hardware, cut)
+    members = float(sum(_group(m, cut)[0] for m in load.messages)) if several_servers else 0.0
+    return OpParts(
+        products=sum(rates.product(p, dtype) for p in load.products),
+        attention=sum(_attention(a, hardware, dtype, profile.attention) for a in load.attention),
+        moved=rates.move(load.moved - added),
+        added=rates.move(added * profile.adding / _ADDING),
+        host=(load.launches + _STARTS * len(load.messages)) * rates.launch,
+        calls=float(len(load.messages)),
+        members=members,
+        messages=messages,
+        ring=cut.mesh.of("cp.ring") if messages.ring else 0,
+        group=cut.tp if messages.tensor else 0,
+        serial=bool(hardware.cores),
+    )
+
+
+def _attention(a: AttentionLoad, hardware: Hardware, dtype: str, kernel: str) -> float:
+    if kernel != SCORES:
+        return hardware.rates.attention(a, dtype, kernel)
+    forward = a.products <= 2
+    products = (
+        Product(a.queries, a.head_dim, a.keys, a.batch * a.heads),
+        Product(a.queries, a.keys, a.head_dim, a.batch * a.heads),
+    )
+    time = sum(hardware.rates.product(p, dtype) for p in products) * (1 if forward else 2)
+    scores = a.batch * a.heads * a.queries * a.keys
+    time += hardware.rates.move((_SCORES_FORWARD if forward else _SCORES_BACKWARD) * scores)
+    # Tensor cores take 16 bytes at a time: eight numbers. What is no multiple goes round them.
+    if a.head_dim % 8:
+        return time * 6.0
+    return time * 1.25 if a.head_dim % 64 else time
+
+
+def _group(message: MessageLoad, cut: Layout) -> tuple[int, int]:
+    """Number of ranks that share a message, and the distance between neighbours."""
+    if message.axis == "tp":
+        return cut.tp, 1
+    inner = cut.mesh.of("cp.ulysses") if message.axis in ("cp", "cp.ring") else 1
+    inner *= cut.ep if message.axis != "ep" else 1
+    return cut.mesh.of(message.axis), cut.tp * inner
+
+
+def message_seconds(
+    messages: Iterable[MessageLoad], hardware: Hardware, cut: Layout
+) -> MessageSeconds:
+    """Seconds of the messages of one operation."""
+    ring = tensor = others = 0.0
+    for message in messages:
+        ranks, apart = _group(message, cut)
+        seconds = hardware.network.seconds(message.op, message.bytes, ranks, apart)
+        if message.op == "send":
+            ring += seconds
+        elif message.axis == "tp":
+            tensor += seconds
+        else:
+            others += seconds
+    if hardware.cores and hardware.ranks >= hardware.cores:
+        # No core is left to carry a ring's messages, and each carries what comes and what goes.
+        # Messages were measured among ranks that share the cores, as `simulate` has it again.
+        crowding = hardware.crowding
+        return MessageSeconds(tensor=tensor / crowding, others=2 * ring + others / crowding)
+    return MessageSeconds(ring, tensor, 0.0, others)
+
+
+# ---- one piece
+
+
+@dataclass(frozen=True)
+class PieceParts:
+    """One kind of piece at one microbatch on some hardware, before a profile."""
+
+    forward: OpParts
+    input_gradient: OpParts
+    weight_gradient: OpParts
+    again: OpParts
+    cost: PieceCost
+    parts: tuple[PieceParts, ...] = ()  # of a block that is several pieces
+
+    def under(self, profile: SoftwareProfile, piped: bool = False) -> PieceTimes:
+        return PieceTimes(
+            self.forward.under(profile, piped),
+            self.input_gradient.under(profile, piped),
+            self.weight_gradient.under(profile, piped),
+            self.again.under(profile, piped),
+            self.cost,
+            tuple(part.under(profile, piped) for part in self.parts),
+        )
+
+
+def piece_parts(
+    cost: PieceCost,
+    hardware: Hardware,
+    profile: SoftwareProfile,
+    cut: Layout,
+    dtype: str,
+    none: PieceCost | None = None,
+) -> PieceParts:
+    """A piece as software with the profile's facts runs it; the fitted numbers are not used yet. `none`
+    is the same piece without a token: what it moves are gradients of its weights."""
+    work = corrected(cost, Software(profile, cut))
+    cost = work.cost
+
+    def parts(load: Load, weights_alone: Load | None = None) -> OpParts:
+        added = weights_alone.moved if weights_alone else 0.0
+        return op_parts(load, hardware, cut, dtype, profile, added)
+
+    forward = parts(cost.forward)
+    again = parts(cost.again)
+    inputs = parts(cost.input_gradient, none.input_gradient if none else None)
+    if work.gathered:
+        sent = message_seconds(work.gathered, hardware, cut)
+        beside = MessageSeconds(gathered=sent.ring + sent.tensor + sent.others)
+        inputs = replace(inputs, messages=inputs.messages + beside)
+    return PieceParts(
+        forward,
+        inputs,
+        parts(cost.weight_gradient, none.weight_gradient if none else None),
+        replace(again, products=again.products + work.repeats * forward.products),
+        cost,
+    )
+
+
+def parts_of(
+    kinds: PieceKinds,
+    case: Case,
+    hardware: Hardware,
+    profile: SoftwareProfile,
+    cut: Layout,
+    busy: float = 1.0,
+) -> ByKind[PieceParts]:
+    """The kinds of a case's pieces as software with the profile's facts runs them, on a rank whose experts
+    have `busy` times as many tokens as those of a rank in the mean."""
+    # Narrower products than the layout's are those of blocks: the head keeps its precision.
+    dtype = case.dtype or (FP8 if cut.matmul and not hardware.cores else cut.precision)
+    software = Software(profile, cut)
+
+    def priced(cost: PieceCost, dtype: str, kind: Callable[[float], PieceCost]) -> PieceParts:
+        return piece_parts(cost, hardware, profile, cut, dtype, kind(0.0))
+
+    def block(kind: CostedPiece) -> PieceParts:
+        if len(kind.parts) == 1:
+            cost = kind(case.rows)
+            tokens = Tokens.of(case, cut, sparse=cost.experts > 0)
+            return priced(of_tokens(BLOCK, cost, software, tokens), dtype, kind)
+        tokens = Tokens.of(case, cut, sparse=True)
+        # Only the experts, the second of the three, are busier than those of other ranks.
+        rows = case.rows, case.rows * busy, case.rows
+        attention, *others = (part(n) for part, n in zip(kind.parts, rows, strict=True))
+        costs = of_tokens(BLOCK, attention, software, tokens), *others
+        parts = (priced(cost, dtype, part) for cost, part in zip(costs, kind.parts, strict=True))
+        return _whole(tuple(parts))
+
+    embed = priced(kinds.embed(case.rows), cut.precision, kinds.embed)
+    head = of_tokens(HEAD, kinds.head(case.rows), software, Tokens.of(case, cut))
+    blocks = map(block, kinds.blocks)
+    return ByKind((embed, *blocks, priced(head, cut.precision, kinds.head)), kinds.kinds)
+
+
+def _whole(parts: tuple[PieceParts, ...]) -> PieceParts:
+    """A block of these parts."""
+    return PieceParts(
+        together([part.forward for part in parts]),
+        together([part.input_gradient for part in parts]),
+        together([part.weight_gradient for part in parts]),
+        together([part.again for part in parts]),
+        joined([part.cost for part in parts]),
+        parts,
+    )
