@@ -63,7 +63,7 @@ ELSEWHERE = {
     "parallel/mixing.py _LONGEST": "a trial before the first step",
     "parallel/mixing.py _SHORTEST": "a trial before the first step",
     "parallel/probe.py _PLAIN": "a trial before the first step",
-    "parallel/transformers_code.py _RUN": "a trial before the first step",
+    "parallel/transformers_apart.py _RUN": "a trial before the first step",
     "comm/agree.py MOST": "lines of an error",
     "comm/agree.py LONGEST": "characters of an error",
     "comm/agree.py ERROR": "characters of an error",

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..comm import World
 from ..hang import Positions
 from ..layout import Layout, Shape
-from ..layout.choices import FP64
+from ..layout.choices import FP64, THREADS
 from ..layout.proportions import STEPS, TOKENS, small_run
 from ..layout.run import OptimizerChoice, Run
 from ..train.data.batches import Batches
@@ -192,7 +192,7 @@ def _verdict(run: Run, layout: Layout, lengths_of: tuple[Run, Shape]) -> Verdict
     forward = PlainForward(shape, 0.0, run.z_loss)
     truth = truth_of(maker_of(run), setting, layout.matmul, cuts, forward)
     try:
-        with worlds_over("threads")(layout.ranks) as ranks:
+        with worlds_over(THREADS)(layout.ranks) as ranks:
             seen = ranks(_on_rank, run, layout, batches, setting)
     except Exception as error:  # what the ranks of a run raise is its verdict
         return failed(layout, error)

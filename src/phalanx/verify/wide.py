@@ -45,13 +45,13 @@ NARROW = {
     "models/attention.py:Attention.projected": "mul",
     "models/attention.py:Core.forward": _FLASH,
     "models/attention.py:LatentAttention.projected": "mul",
-    "models/decoder.py:Block.added": "add",
-    "models/decoder.py:Block.attend": "add",
+    "models/decoder.py:_add_mlp": "add",
+    "models/decoder.py:_attend": "add",
     "models/decoder.py:Embed.forward": "add mul",
     "models/decoder.py:Head.logits": "div mul tanh",
     "models/decoder.py:MergingPart.forward": "add",
     "models/decoder.py:Mlp.forward": "gelu silu",
-    "models/experts.py:ExpertMlps.on_sorted": "addmm mm",
+    "models/experts.py:ExpertProducts.on_sorted": "addmm mm",
     "models/experts.py:Experts.with_terms": "add",
     "models/experts.py:Merge.forward": "_to_copy",
     "models/experts.py:_Share.forward": "div",
@@ -78,8 +78,8 @@ NARROW = {
     "parallel/data.py:Unit.gather": "_to_copy",
     "parallel/data.py:Unit.load": "copy_",
     "parallel/data.py:Unit.refresh": "copy_",
-    "parallel/data.py:into_input": "mm",
-    "parallel/data.py:multiply": "add addmm mm",  # a bias, beside products in 8 bits
+    "parallel/products.py:into_input": "mm",
+    "parallel/products.py:multiply": "add addmm mm",  # a bias, beside products in 8 bits
     # Weights that travel in 8 bits, and products with them, whose sums have 32.
     "parallel/low_precision.py:_OfExpert.backward": "mm",
     "parallel/low_precision.py:largest_of": "abs amax",
