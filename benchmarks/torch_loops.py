@@ -1,7 +1,8 @@
 """Training loops of plain PyTorch, each as its documentation says and with its best settings.
 
-All train a `Decoder` of phalanx on its batches, clip the norm at 1, update with a fused AdamW and
-read the loss once a step. A loop is made once and then called for each step.
+All train a `Decoder` of phalanx, or by hand a model without it, on its batches, clip the norm at 1,
+update with a fused AdamW and read the loss once a step. The C library keeps freed memory, as in
+`phalanx train`. A loop is made once and then called for each step.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from hand_model import HandModel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -32,7 +34,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_nor
 import torch_shm
 from phalanx.layout import Run
 from phalanx.models import Decoder
-from phalanx.train.rank import batches_of
+from phalanx.train.rank import batches_of, keep_freed_memory
 
 __all__ = ["LOOPS", "Plain"]
 
@@ -45,22 +47,29 @@ class Plain:
     def __init__(
         self, sizes: dict[str, int], keys: list[str], rank: int, accum: int, *, compiled: bool
     ) -> None:
+        keep_freed_memory()
         self.rank, self.accum, self.numbers = rank, accum, count()
         self.ranks = int(os.environ["WORLD_SIZE"])
         run = Run.parse("", "run", tuple(keys))
         self.batches = batches_of(run, run.shape)
         torch.manual_seed(0)
-        self.model = Decoder(**sizes)  # type: ignore[arg-type]
+        self.model = self.made(sizes, run.shape.sequence)
         self.wrap()
         if compiled:
-            for piece in (*self.model.layers, self.model.head):
-                piece.compile()
+            self.compile()
         weights = list(self.weights())
         self.groups: list[dict[str, Any]] = [
             {"params": [w for w in weights if w.dim() > 1], "weight_decay": 0.1},
             {"params": [w for w in weights if w.dim() < 2], "weight_decay": 0.0},
         ]
         self.optimizer = torch.optim.AdamW(self.groups, lr=3e-4, betas=(0.9, 0.95), fused=True)
+
+    def made(self, sizes: dict[str, int], sequence: int) -> Any:
+        return Decoder(**sizes)  # type: ignore[arg-type]
+
+    def compile(self) -> None:
+        for piece in (*self.model.layers, self.model.head):
+            piece.compile()
 
     def wrap(self) -> None:
         """Make the model parallel."""
@@ -104,6 +113,22 @@ class Apart(Plain):
     """Processes without a message."""
 
 
+class Hand(Plain):
+    """A model written by hand, with torch's own norm, rotation by a table, and loss; compiled whole."""
+
+    def made(self, sizes: dict[str, int], sequence: int) -> Any:
+        model = HandModel(**sizes, sequence=sequence)
+        model.load_state_dict(Decoder(**sizes).state_dict())  # type: ignore[arg-type]
+        return model
+
+    def compile(self) -> None:
+        self.model.compile()
+
+    def loss(self, own: dict[str, Tensor]) -> Tensor:
+        loss: Tensor = self.model(own["tokens"], own["targets"])
+        return loss
+
+
 class Ddp(Plain):
     """DistributedDataParallel; all but the last microbatch under no_sync."""
 
@@ -143,6 +168,18 @@ class FsdpKept(Fsdp):
     """Weights stay gathered from forward to backward."""
 
     reshard = False
+
+
+class FsdpAccum(FsdpKept):
+    """FSDP2's best form for accumulation: weights stay gathered over a step's microbatches, and
+    gradients whole until the last."""
+
+    def around(self, *, last: bool) -> AbstractContextManager[Any]:
+        whole: Any = self.model
+        whole.set_is_last_backward(last)
+        whole.set_reshard_after_backward(last)
+        whole.set_requires_gradient_sync(last)
+        return nullcontext()
 
 
 class Dtensor(Plain):
@@ -277,7 +314,8 @@ class ZeroBubble(GPipe):
 
 
 LOOPS: dict[str, type[Plain]] = {
-    "plain": Plain, "apart": Apart, "ddp": Ddp, "fsdp": Fsdp, "fsdp-kept": FsdpKept,
+    "plain": Plain, "hand": Hand, "apart": Apart, "ddp": Ddp, "fsdp": Fsdp, "fsdp-kept": FsdpKept,
+    "fsdp-accum": FsdpAccum,
     "dtensor": Dtensor, "dtensor-shm": DtensorShm,
     "gpipe": GPipe, "1f1b": OneFOneB, "interleaved": Interleaved, "zero-bubble": ZeroBubble,
 }  # fmt: skip

@@ -14,7 +14,8 @@ a round. phalanx is the command `phalanx train` with nothing but its step held b
 microbatch, a norm clipped at 1, a fused AdamW, and reads the loss once a step.
 
 The base is a plain loop with one rank's share of the batch; for tensor parallel and pipelines, with the
-whole; with experts FSDP2, over the same decoder. "two plain loops" never talk: what sharing the machine
+whole; with experts FSDP2, over the same decoder. "hand" is a model of torch's own modules, compiled
+whole; "FSDP2, accum" keeps weights and gradients over a step's microbatches. "two plain loops" never talk: what sharing the machine
 costs. With `--memory` each trains two steps by itself, and live storages are counted from before the
 model is made.
 """
@@ -50,6 +51,7 @@ SIZES = {
 }  # fmt: skip
 ROWS, SEQUENCE = 2, 256  # of a rank's microbatch
 OTHER = "the other checkout"
+ALONE = ("plain", "hand")  # loops of one process
 
 
 def over(layouts: tuple[str, ...], backends: tuple[str, ...] = ("gloo", "shm")) -> dict[str, str]:
@@ -62,12 +64,13 @@ def over(layouts: tuple[str, ...], backends: tuple[str, ...] = ("gloo", "shm")) 
 SETS: dict[str, dict[str, str]] = {
     "one": {
         "plain loop": "plain", "plain loop, compiled": "plain compile",
+        "hand": "hand", "hand, compiled": "hand compile",
         "phalanx": "phalanx --ranks 1", "phalanx, compiled": "phalanx --ranks 1 compile",
     },
     "data": {
         "plain loop": "plain", "two plain loops": "apart",
-        "DDP": "ddp", "FSDP2": "fsdp", "FSDP2, kept": "fsdp-kept",
-        **over(("dpN", "dpN zero1", "dpN zero3")),
+        "DDP": "ddp", "FSDP2": "fsdp", "FSDP2, kept": "fsdp-kept", "FSDP2, accum": "fsdp-accum",
+        **over(("dpN", "dpN zero1", "dpN zero3", "dpN zero3 gather:step reduce:step")),
     },
     "experts": {  # with --size sparse, or fine
         "FSDP2": "fsdp", "FSDP2, kept": "fsdp-kept",
@@ -186,7 +189,7 @@ def run_contender(kind: str, args: argparse.Namespace) -> None:
     name, *words = shlex.split(kind)
     gate_of = Counted if args.memory else Gate
     whole = args.set_ in ("tensor", "pipeline")
-    ranks = 1 if whole or args.set_ == "one" or name == "plain" else args.ranks
+    ranks = 1 if whole or args.set_ == "one" or name in ALONE else args.ranks
     rows = ROWS * args.accum * ranks
     sizes = ",".join(f"{name}={value}" for name, value in SIZES[args.size].items())
     model = f"model={{name='{args.size}',{sizes},sequence={SEQUENCE},batch={rows}}}"
@@ -243,7 +246,7 @@ class Contender:
         command += ["--accum", str(args.accum), "--out", self.folder.name]
         command += ["--memory"] * args.memory
         command += ["--ranks", str(args.ranks)]
-        alone = "--ranks 1" in kind or kind.split()[0] == "plain"
+        alone = "--ranks 1" in kind or kind.split()[0] in ALONE
         self.ranks, started = 1 if alone else args.ranks, 1  # phalanx starts its ranks itself
         if not kind.startswith("phalanx"):
             started = self.ranks

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -48,7 +47,7 @@ def local(shape: Shape, cut: Layout, rows: float, sequence: int, numbers: int) -
         "b": rows, "s": s, "u": s / tp, "h": shape.hidden, "f": shape.ffn / tp,
         "a": shape.heads / tp, "g": groups, "q": shape.heads * d / tp, "k": groups * d,
         "v": words, "d": d, "p": shape.sequence,
-        "c": chunk, "n": math.ceil(tokens / chunk),
+        "c": chunk,
     }  # fmt: skip
 
 
@@ -58,7 +57,7 @@ def features(x: Mapping[str, float], *, seq: bool) -> list[float]:
     tokens = [x["b"] * x[n] for n in ("su" if seq else "s")]
     weights = [x["h"] * x[n] for n in "fqkv"]
     once = [x["s"] * x["d"], x["p"] * x["h"], x["s"], x["b"], *(wide[1:])]
-    once += [x["c"] * x["v"], x["c"], x["n"]]
+    once += [x["c"] * x["v"], x["c"]]
     return [*(t * w for t in tokens for w in wide), *weights, *once, 1.0]
 
 

@@ -129,20 +129,17 @@ def fitted(job: tuple[str, Layout]) -> tuple[str, str, list[Any]]:
     """The formulas of the three pieces of a family under a cut."""
     family, cut = job
     facts, rng = FAMILIES[family], random.Random(f"{family} {cut}")
-    rows, numbers, temporaries, twice = [], [[], [], []], [[], [], []], [[], [], []]
+    rows, numbers, temporaries = [], [[], [], []], [[], [], []]
     templates: list[Any] = [None] * 3
     # Half as many models again as there are factors: of some there are no moments.
-    count = len(features(dict.fromkeys("bsuhfagqkvdpcn", 1.0), seq=cut.seq))
-    for number in range(3 * count // 2 + HELD_OUT):
+    count = len(features(dict.fromkeys("bsuhfagqkvdpc", 1.0), seq=cut.seq))
+    for _ in range(3 * count // 2 + HELD_OUT):
         shape, one, batch = sample(facts, cut, rng)
-        chunks = 3 if number % 6 else rng.choice((1, 2, 4))
-        chunked = _chunked(shape, one, batch, chunks, rng)
-        with Moments() as runs, mock.patch.dict(loss.NUMBERS, meta=chunked):
+        chunk = _chunk(shape, one, batch, rng)
+        with Moments() as runs, mock.patch.dict(loss.NUMBERS, meta=chunk):
             (costs,) = cost_kinds(build_model(shape), one, (batch,), target="cuda")
         assert len(costs) == len(runs) == 3
-        sizes = local(shape, one, batch, shape.sequence, chunked)
-        assert sizes["n"] == chunks
-        rows.append(features(sizes, seq=cut.seq))
+        rows.append(features(local(shape, one, batch, shape.sequence, chunk), seq=cut.seq))
         for n, (cost, moments) in enumerate(zip(costs, runs, strict=True)):
             out: list[float] = []
             template = flat(replace(cost, temporary=0.0), out)
@@ -156,27 +153,22 @@ def fitted(job: tuple[str, Layout]) -> tuple[str, str, list[Any]]:
             }
             above = [now - base.get(on, cost.kept) for on, now in moments]
             assert max(above) == cost.temporary, (family, str(cut), n)
-            if chunks == 3:  # the first chunk, the last, and one between, as all between are
-                temporaries[n].append(above)
-                twice[n].append([*rows[-1][:-2], 0.0, 1.0])  # of one number there is no line
+            temporaries[n].append(above)
     forms = []
     at = np.array(rows)
     many = np.array(list(_many(facts, cut, rng)))
     for n in range(3):
         formulas = iter(_solve(at, np.array(numbers[n])))
         row = filled(templates[n], formulas)
-        row[TEMPORARY] = {
-            "max": _highest(_solve(np.array(twice[n]), np.array(temporaries[n])), many)
-        }
+        row[TEMPORARY] = {"max": _highest(_solve(at, np.array(temporaries[n])), many)}
         forms.append(row)
     return structure(shape), cut_key(shape, cut), forms
 
 
-def _chunked(shape: Shape, cut: Layout, rows: int, chunks: int, rng: random.Random) -> int:
-    """How many numbers make the loss take its logits in so many chunks."""
+def _chunk(shape: Shape, cut: Layout, rows: int, rng: random.Random) -> int:
+    """How many numbers of logits the loss takes at a time: those of some tokens, or of all."""
     words, tokens = shape.vocab // cut.tp, rows * shape.sequence // cut.cp
-    sizes = [c for c in range(1, tokens + 1) if -(-tokens // c) == chunks]
-    return rng.choice(sizes) * words
+    return rng.randint(1, tokens) * words
 
 
 def _solve(at: np.ndarray, wanted: np.ndarray) -> list[dict[str, Any]]:
@@ -209,15 +201,11 @@ def _many(facts: Mapping[str, Any], cut: Layout, rng: random.Random) -> Iterator
         )
         tokens = x["b"] * x["s"]
         x["c"] = min(tokens, max(1.0, loss.LARGE // x["v"]))
-        x["n"] = -(-tokens // x["c"])
         yield features(x, seq=cut.seq)
 
 
 def _highest(moments: Sequence[dict[str, Any]], many: np.ndarray) -> list[dict[str, Any]]:
-    """The moments that are the highest for any of these sizes. The last chunk of a loss is never
-    larger than the others, so that its moments, of the tokens without those, are never needed."""
-    last = {many.shape[1] - 4, many.shape[1] - 3}  # products with the chunk's tokens
-    moments = [x for x in moments if not any(n in last and c < 0 for n, c in x["f"])]
+    """The moments that are the highest for any of these sizes."""
     factors = np.zeros((many.shape[1], len(moments)))
     for column, moment in enumerate(moments):
         for n, factor in moment["f"]:

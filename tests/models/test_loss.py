@@ -10,10 +10,12 @@ from torch.nn import functional as F
 from phalanx.comm import World
 from phalanx.comm.launch import launch
 from phalanx.cost import Live
+from phalanx.cost.scales import Scales
 from phalanx.layout.rules import Cut
 from phalanx.models import loss as chunked
 from phalanx.models import token_loss
 from phalanx.parallel import VocabularyCrossEntropy
+from phalanx.plan import price
 
 WORDS = 37
 
@@ -110,3 +112,41 @@ def test_a_second_backward_is_refused() -> None:
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def counted(device: str) -> tuple[int, float, float]:
+    """The most bytes alive, bytes moved and kernels of a loss and its backward."""
+    x = torch.randn(60, 50).to(device, torch.bfloat16).requires_grad_()
+    targets = torch.zeros(60, dtype=torch.long, device=device)
+    with Scales([], {}) as scales, scales.on("loss"):
+        token_loss(x * 1, targets).backward()
+    load = scales.load("loss")
+    return scales.most, load.moved, load.launches
+
+
+def test_on_meta_all_rows_cost_what_their_chunks_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One chunk there stands for all: as many bytes alive and moved, with a tenth of the operations."""
+    monkeypatch.setattr(chunked, "NUMBERS", dict.fromkeys(("cpu", "meta"), 3 * 50))
+    most, moved, launches = counted("cpu")
+    most_on_meta, moved_on_meta, launches_on_meta = counted("meta")
+    assert most_on_meta == pytest.approx(most, rel=0.05)
+    assert moved_on_meta == pytest.approx(moved, rel=0.01)
+    assert launches_on_meta < launches / 5
+
+
+def test_what_a_price_takes_as_our_loss_is_what_it_moves() -> None:
+    """Of a logit in 16 bits: a float32 copy (6 bytes) and its softmax (8), forward and backward; then
+    that times the token's share (8), and written over the logit (6)."""
+    tokens, words = 4096, 4096
+    x = torch.empty(tokens, words, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    targets = torch.empty(tokens, dtype=torch.long, device="meta")
+    with Scales([], {}) as scales:
+        with scales.on("logits"):
+            logits = x * 1
+        with scales.on("forward"):
+            loss = token_loss(logits, targets)
+        with scales.on("backward"):
+            torch.autograd.grad(loss, logits)
+    each = [scales.load(name).moved / logits.numel() for name in ("forward", "backward")]
+    assert each == pytest.approx([6 + 8, 6 + 8 + 8 + 6], rel=1e-2)
+    assert each == pytest.approx(price._LOSS["over"][2:], rel=1e-2)

@@ -205,7 +205,9 @@ class Scales(Live):  # type: ignore[no-untyped-call]
                 for x in _tensors(out):
                     self._note(x.untyped_storage())
             if packet not in _ALLOCATES and (fresh or func._schema.is_mutable):
-                self._write(func, args, given, out)
+                # An output that is handed in is written, and read only where it is an argument too.
+                read = {name: x for name, x in (kwargs or {}).items() if name != "out"}
+                self._write(func, args, list(_tensors((args, read))), out)
         return out
 
     def _put_out(self, func: Any, args: Any, kwargs: Any, storages: set[int]) -> tuple[Any, bool]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 IGNORED = -100  # a target that counts nothing
 
@@ -22,14 +23,72 @@ NUMBERS, LARGE = {"cpu": 1 << 20}, 1 << 25
 Agree = Callable[[Tensor, str], object]
 
 
-def _chunks(logits: Tensor, width: int, *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Some rows at a time of the logits (tokens, words), and of tensors with a number for each."""
-    count = max(1, NUMBERS.get(logits.device.type, LARGE) // max(1, width))
-    for start in range(0, logits.shape[0], count):
-        yield tuple(x[start : start + count] for x in (logits[:, :width], *rows))
+class _Chunk(NamedTuple):
+    """Some tokens of the logits."""
+
+    rows: slice
+    logits: Tensor  # (tokens, width): a view
+    wide: Tensor  # the same in float32 or wider, a copy where they are narrower
+    room: Tensor  # of that size and dtype, which all chunks share
+
+
+def _chunks(logits: Tensor, width: int) -> Iterator[_Chunk]:
+    """Some tokens at a time of the `width` first words."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    numbers = NUMBERS.get(logits.device.type, LARGE)
+    tokens = logits.shape[0]
+    count = min(tokens, max(1, numbers // max(1, width)))
+    copied = dtype != logits.dtype
+    rooms = [
+        torch.empty(count, width, dtype=dtype, device=logits.device) for _ in range(1 + copied)
+    ]
+    if logits.is_meta:
+        # Sizes alone count here: all tokens at once, in the memory of a chunk.
+        rooms = [room.as_strided((tokens, width), (width, 1)) for room in rooms]
+        count = tokens
+    for start in range(0, tokens, count):
+        rows = slice(start, min(start + count, tokens))
+        x = logits[rows, :width]
+        room, *more = (room[: rows.stop - start] for room in rooms)
+        wide = more[0].copy_(x) if copied else x
+        yield _Chunk(rows, x, wide, room)
 
 
 class _TokenLoss(torch.autograd.Function):
+    """The loss over all words. Softmax and its logarithm are one fused kernel each: on a CPU they take
+    half as long as exp, sum and log one after the other."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, z: float) -> Tensor:
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        losses = torch.empty(targets.shape, dtype=wide, device=targets.device)
+        totals = torch.empty_like(losses) if z else None
+        for rows, _, x, room in _chunks(logits, logits.shape[1]):
+            torch.log_softmax(x, -1, out=room)
+            losses[rows] = F.nll_loss(room, targets[rows], ignore_index=IGNORED, reduction="none")
+            if totals is not None:
+                totals[rows] = _log_sum(x, room)
+        ctx.save_for_backward(logits, targets, totals)
+        ctx.z = z
+        if totals is not None:
+            losses += torch.where(targets != IGNORED, z * totals.square(), 0.0)
+        return losses.sum()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        logits, targets, totals = ctx.saved_tensors
+        each = gradient * (targets != IGNORED)  # (tokens,): the gradient of a token's loss
+        share = each
+        if totals is not None:  # the softmax is the gradient of the log of the sum, too
+            share = each * (1.0 + 2.0 * ctx.z * totals)
+        into = _write_gradient(logits, logits.shape[1], targets.clamp(min=0), share, -each)
+        return into, None, None
+
+
+class _CutTokenLoss(torch.autograd.Function):
+    """The loss over words of which this rank has a part: two numbers a token are all-reduced."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -42,21 +101,23 @@ class _TokenLoss(torch.autograd.Function):
     ) -> Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
         mine = (targets >= first) & (targets < first + width)  # (tokens,)
-        at = torch.where(mine, targets - first, 0).unsqueeze(-1)
+        at = torch.where(mine, targets - first, 0)
         chosen = torch.zeros_like(targets, dtype=wide)  # each target's logit
-        total = torch.full_like(chosen, -math.inf)  # log of the sum of exp of each row
+        own = torch.full_like(chosen, -math.inf)  # log of the sum of exp of this rank's words
         if width:
-            chosen.copy_(logits.gather(-1, at).squeeze(-1)).mul_(mine)
-            for x, out in _chunks(logits, width, total):
-                torch.logsumexp(x.to(wide), -1, out=out)
+            chosen.copy_(logits.gather(-1, at.unsqueeze(-1)).squeeze(-1)).mul_(mine)
+            for rows, _, x, room in _chunks(logits, width):
+                torch.log_softmax(x, -1, out=room)
+                own[rows] = _log_sum(x, room)
+        total = own  # the same of all words
         if agree is not None:
-            most = total.clone()
+            most = own.clone()
             agree(most, "max")
-            sums = torch.stack(((total - most).exp_(), chosen))
+            sums = torch.stack(((own - most).exp_(), chosen))
             agree(sums, "sum")
             total, chosen = most.add_(sums[0].log()), sums[1]
         valid = targets != IGNORED
-        ctx.save_for_backward(logits, total, at, mine & valid, valid)
+        ctx.save_for_backward(logits, own, total, at, mine & valid, valid)
         ctx.width, ctx.z = width, z
         losses = total - chosen
         if z:
@@ -66,17 +127,38 @@ class _TokenLoss(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        logits, total, at, mine, valid = ctx.saved_tensors
-        into = logits.detach()  # if anything else saved them, the version check names it
-        into[:, ctx.width :] = 0.0
-        if ctx.width:
-            for x, log, index, here, counts in _chunks(into, ctx.width, total, at, mine, valid):
-                shares = x.to(log.dtype, copy=True).sub_(log.unsqueeze(-1)).exp_()
-                if ctx.z:  # the shares are the gradient of `log`, too
-                    shares.mul_(1.0 + 2.0 * ctx.z * log.unsqueeze(-1))
-                shares.scatter_add_(-1, index, -here.to(log.dtype).unsqueeze(-1))
-                x.copy_(shares.mul_((gradient * counts).unsqueeze(-1)))
+        logits, own, total, at, mine, valid = ctx.saved_tensors
+        each = gradient * valid  # (tokens,): the gradient of a token's loss
+        share = each * (own - total).exp()  # of this rank's softmax, which adds up to one by itself
+        if ctx.z:
+            share = share * (1.0 + 2.0 * ctx.z * total)
+        into = _write_gradient(logits, ctx.width, at, share, -each * mine)
         return into, None, None, None, None, None
+
+
+def _log_sum(x: Tensor, logs: Tensor) -> Tensor:
+    """The log of the sum of exp of each row, where `logs` is log_softmax(x).
+
+    The largest logit less its logarithm, which is between -log(width) and 0: few digits are lost."""
+    return x.amax(-1) - logs.amax(-1)
+
+
+def _write_gradient(
+    logits: Tensor, width: int, at: Tensor, share: Tensor, target: Tensor
+) -> Tensor:
+    """The logits, overwritten by their gradient: for each token its `share` of the softmax of the first
+    `width` words, `target` added at the word `at`, and zero for the other words."""
+    into = logits.detach()  # if anything else saved them, the version check names it
+    if width < into.shape[1]:
+        into[:, width:] = 0.0
+    for rows, x, wide, room in _chunks(into, width) if width else ():
+        torch.softmax(wide, -1, out=room)
+        torch.mul(room, share[rows].unsqueeze(-1), out=wide)
+        index = at[rows].unsqueeze(-1)
+        wide.scatter_add_(-1, index, target[rows].unsqueeze(-1).to(wide.dtype))
+        if wide is not x:
+            x.copy_(wide)
+    return into
 
 
 def token_loss(
@@ -95,10 +177,14 @@ def token_loss(
     Logits are (..., words). Where the words are cut, this rank has `width` of them from `first`, any
     further columns are padding, and `agree` all-reduces a tensor in place ("max" or "sum").
     """
-    width = logits.shape[-1] if width is None else width
-    loss: Tensor = _TokenLoss.apply(  # type: ignore[no-untyped-call]
-        logits.flatten(0, -2), targets.flatten(), first, width, agree, z
-    )
+    words = logits.shape[-1]
+    width = words if width is None else width
+    given = logits.flatten(0, -2), targets.flatten()
+    loss: Tensor
+    if agree is None and width == words and not first:
+        loss = _TokenLoss.apply(*given, z)  # type: ignore[no-untyped-call]
+    else:
+        loss = _CutTokenLoss.apply(*given, first, width, agree, z)  # type: ignore[no-untyped-call]
     return loss
 
 
