@@ -15,12 +15,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from hand_model import HandModel
 from torch import Tensor
-from train_steps import ROWS, SEQUENCE, SIZES
 
+from hand_model import HandModel
 from phalanx.models import Decoder
 from phalanx.train.rank import keep_freed_memory
+from train_steps import ROWS, SEQUENCE, SIZES
 
 Call = Callable[[], Tensor]
 

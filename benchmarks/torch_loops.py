@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from hand_model import HandModel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -32,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
 import torch_shm
+from hand_model import HandModel
 from phalanx.layout import Run
 from phalanx.models import Decoder
 from phalanx.train.rank import batches_of, keep_freed_memory

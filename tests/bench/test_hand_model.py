@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from hand_model import HandModel
 
+from hand_model import HandModel
 from phalanx.models import Decoder
 
 SIZES = {"layers": 2, "hidden": 24, "heads": 4, "kv_heads": 2, "ffn": 40, "vocab": 61}

@@ -15,7 +15,7 @@ from phalanx.layout.rules import Cut
 from phalanx.models import loss as chunked
 from phalanx.models import token_loss
 from phalanx.parallel import VocabularyCrossEntropy
-from phalanx.plan import price
+from phalanx.plan.corrections import LOSSES
 
 WORDS = 37
 
@@ -149,4 +149,4 @@ def test_what_a_price_takes_as_our_loss_is_what_it_moves() -> None:
             torch.autograd.grad(loss, logits)
     each = [scales.load(name).moved / logits.numel() for name in ("forward", "backward")]
     assert each == pytest.approx([6 + 8, 6 + 8 + 8 + 6], rel=1e-2)
-    assert each == pytest.approx(price._LOSS["over"][2:], rel=1e-2)
+    assert each == pytest.approx([LOSSES["over"].forward, LOSSES["over"].backward], rel=1e-2)

@@ -36,7 +36,7 @@ class LossBytes(NamedTuple):
 # A float32 softmax is made from a float32 copy while the logits are still there ("wide-over"), or its
 # gradient is made beside it ("wide"). What is costed is ours, "over".
 LOSSES = {
-    "over": LossBytes(0.0, 0.0, 10.0, 36.0),
+    "over": LossBytes(0.0, 0.0, 14.0, 28.0),
     "beside": LossBytes(0.0, 2.0, 2.0, 4.0),
     "wide-over": LossBytes(2.0, 6.0, 38.0, 14.0),
     "wide": LossBytes(2.0, 8.0, 14.0, 22.0),
