@@ -16,8 +16,8 @@ microbatch, a norm clipped at 1, a fused AdamW, and reads the loss once a step.
 The base is a plain loop with one rank's share of the batch; for tensor parallel and pipelines, with the
 whole; with experts FSDP2, over the same decoder. "hand" is a model of torch's own modules, compiled
 whole; "FSDP2, accum" keeps weights and gradients over a step's microbatches.
-"two plain loops" never talk: what sharing the machine costs. With `--memory` each trains two steps by itself, and live storages are counted from before the
-model is made.
+"two plain loops" never talk: what sharing the machine costs. With `--memory` each trains two steps by
+itself, and live storages are counted from before the model is made.
 """
 
 from __future__ import annotations
