@@ -12,6 +12,7 @@ import torch
 from loop_worlds import records, small, trained
 from torch import Tensor, nn
 
+from phalanx.api.load import load
 from phalanx.comm import World, launch
 from phalanx.layout import Layout
 from phalanx.layout.run import Run
@@ -97,6 +98,28 @@ def test_a_run_that_goes_on_has_the_loss_scale_it_stopped_with(
     for until in (stop, 8):
         trained(small(tmp_path / "run", f"steps={until}", "checkpoint.every=1"), layout)
         assert kept_scale(tmp_path / "run", until) == [expected[until], until % 3]
+
+
+@pytest.mark.parametrize("layout", ["fp16", "dp2 zero1 fp16"])
+def test_a_run_that_goes_on_after_skipped_steps_counts_its_updates_and_not_its_steps(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # So large that the first steps overflow and are skipped: Adam's count is then below the step.
+    monkeypatch.setattr("phalanx.train.parallelize.LossScale", partial(LossScale, 2.0**23, 1000))
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    steps = 14
+    constant = "optimizer.schedule=constant"  # whatever the number of steps
+    trained(small(whole, f"steps={steps}", constant), layout)
+    skipped = [record["step"] for record in records(whole, "skip")]
+    assert skipped[:2] == [1, 2]
+    assert len(skipped) <= steps - 4
+    for until in (8, steps):
+        trained(small(parted, f"steps={until}", constant), layout)
+        manifest = read_manifest(parted / "checkpoints" / f"step-{until:08}")
+        assert manifest.updates == until - sum(step <= until for step in skipped)
+    found, wanted = load(parted), load(whole)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 # ---- validation
