@@ -60,8 +60,8 @@ def test_a_stranger_s_loss_that_is_a_mean_is_found(
 ) -> None:
     file = tmp_path / "mean.py"
     file.write_text(STRANGER.read_text().replace('reduction="sum"', 'reduction="mean"'))
-    assert main(["verify", "--model", f"{file}:Stranger", "--layouts", "dp2", "--steps", "1"]) == 1
-    assert "step 0: the loss is" in capsys.readouterr().out
+    assert main(["verify", "--model", f"{file}:Stranger", "--layouts", "dp2", "--steps", "1"]) == 2
+    assert "it is no sum over the tokens" in capsys.readouterr().err
 
 
 def test_the_example_schedule_hides_messages_and_holds_more_than_1f1b() -> None:

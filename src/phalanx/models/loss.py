@@ -37,7 +37,7 @@ def _chunks(logits: Tensor, width: int) -> Iterator[_Chunk]:
     dtype = torch.promote_types(logits.dtype, torch.float32)
     numbers = NUMBERS.get(logits.device.type, LARGE)
     tokens = logits.shape[0]
-    count = min(tokens, max(1, numbers // max(1, width)))
+    count = max(1, min(tokens, numbers // max(1, width)))
     copied = dtype != logits.dtype
     rooms = [
         torch.empty(count, width, dtype=dtype, device=logits.device) for _ in range(1 + copied)

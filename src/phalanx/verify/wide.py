@@ -63,7 +63,7 @@ NARROW = {
     "models/kernels.py:sink_gradients": "_to_copy neg",
     "models/lora.py:Lora.forward": "mul",
     "models/lora.py:LoraLinear.forward": "add",
-    "models/loss.py:_TokenLoss.backward": "copy_",
+    "models/loss.py:_write_gradient": "copy_",
     "models/mlp.py:Layer.forward": "gelu",
     "models/noise.py:Dropout.forward": "mul where",
     "models/norm.py:LayerNorm.forward": "native_layer_norm",  # float16: its statistics have 32 bits
