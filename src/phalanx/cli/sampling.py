@@ -37,7 +37,7 @@ def add_sampling(parser: Parser, *, tokens: int) -> None:
 
 
 def sampling_of(args: argparse.Namespace, number: int = 0) -> Sampling:
-    """How the text of that number is drawn: each has a seed of its own."""
+    """The sampling of the text of that number: each has a seed of its own."""
     from ..generate import Sampling
 
     return Sampling(args.temperature, args.top_k, args.top_p, args.seed + number)
