@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import sysconfig
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ OWN = r"[^;]+\.py:\w+"  # FILE.py:NAME; a `;` separates layouts
 LIMIT = 1 << 24  # bytes of a source file
 MODULES = 1000  # that are looked for behind one file
 _INSTALLED = {"site-packages", "dist-packages"}
+# Python 3.11 counts the depth of a tree for all threads at once: two that parse raise SystemError.
+_PARSING = threading.Lock()
 _loads = count()
 
 
@@ -106,8 +109,7 @@ def _imports_of(name: str, file: Path) -> set[str]:
     """The full names that the imports of a module may mean; a name of `from a import b` may be a
     module or not."""
     try:
-        with open_regular(file) as opened:
-            tree = ast.parse(opened.read(LIMIT), str(file))
+        tree = _parsed(file)
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return set()  # an extension, or a file that nobody has run
     package = name if file.name == "__init__.py" else name.rpartition(".")[0]
@@ -161,11 +163,17 @@ def _is_own(file: Path, folder: Path) -> bool:
 def syntax_error(path: str | Path) -> str:
     """The syntax error of a source file, or "". The file is not run."""
     try:
-        with open_regular(Path(path)) as file:
-            ast.parse(file.read(LIMIT), str(path))
+        _parsed(Path(path))
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as wrong:
         return f"{_place(wrong, '')}: {_what(wrong)}".removeprefix(": ")
     return ""
+
+
+def _parsed(file: Path) -> ast.Module:
+    with open_regular(file) as opened:
+        text = opened.read(LIMIT)
+    with _PARSING:
+        return ast.parse(text, str(file))
 
 
 @contextmanager
