@@ -24,7 +24,14 @@ from torch import Tensor
 
 from phalanx.comm import Group, World, workers
 
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send/receive")
+KINDS = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "send/receive",
+)
 WAYS = {
     "gloo": ("gloo", "own"),
     "group over gloo": ("gloo", "group"),
@@ -77,7 +84,8 @@ def measure(world: World, kind: str, how: str, size: int, repeats: int) -> list[
     numel = size // 4
     make = world.empty if how == "buffers" else torch.empty
     x, y, part = (
-        make(n, dtype=torch.float32).fill_(1.0) for n in (numel, numel, numel // world.size)
+        make(n, dtype=torch.float32).fill_(1.0)
+        for n in (numel, numel, numel // world.size)
     )
     call = calls(group, kind, how, x, part, y)
     # Several calls make one time where a call is short, so that coming together is not measured.
@@ -109,13 +117,16 @@ def table(
         end="",
     )
     print(
-        f" rounds of {repeats}\n\n| collective | size |" + "".join(f" {way} | |" for way in WAYS),
+        f" rounds of {repeats}\n\n| collective | size |"
+        + "".join(f" {way} | |" for way in WAYS),
         end="",
     )
     print(" shared x | buffers x |\n|---|--:|" + "--:|--:|" * len(WAYS) + "--:|--:|")
     with ExitStack() as stack:
         runs = {
-            backend: stack.enter_context(workers(ranks, backend=backend, threads_per_rank=1))
+            backend: stack.enter_context(
+                workers(ranks, backend=backend, threads_per_rank=1)
+            )
             for backend in ("gloo", "shm")
         }
         for kind in kinds:
@@ -132,7 +143,9 @@ def row(kind: str, size: int, ranks: int, seconds: dict[str, list[float]]) -> st
     text = f"| {kind} | {name_of(size)} |"
     middle = {way: statistics.median(times) for way, times in seconds.items()}
     for way, times in seconds.items():
-        bus = size * (1.0 if way == "copy" else crossing(kind, ranks)) / middle[way] / 1e9
+        bus = (
+            size * (1.0 if way == "copy" else crossing(kind, ranks)) / middle[way] / 1e9
+        )
         low, high = min(times) * 1e3, max(times) * 1e3
         text += f" {middle[way] * 1e3:.3g} ({low:.3g} - {high:.3g}) | {bus:.2f} |"
     return text + "".join(
@@ -152,7 +165,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--ranks", type=int, nargs="+", default=[2, 4])
-    add("--sizes", type=bytes_of, nargs="+", default=[1 << k for k in (10, 15, 20, 24, 26, 28)])
+    add(
+        "--sizes",
+        type=bytes_of,
+        nargs="+",
+        default=[1 << k for k in (10, 15, 20, 24, 26, 28)],
+    )
     add("--kinds", nargs="+", choices=KINDS, default=KINDS)
     add("--rounds", type=int, default=3)
     add("--repeats", type=int, default=5)

@@ -42,7 +42,10 @@ class Sleeper(nn.Module):
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
-        self.weight, self.seconds = nn.Parameter(torch.empty(1, 1, device="meta")), seconds
+        self.weight, self.seconds = (
+            nn.Parameter(torch.empty(1, 1, device="meta")),
+            seconds,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return _Sleep.apply(x * self.weight.sum(), self.seconds)
@@ -53,10 +56,16 @@ def sleeping(world: World, text: str, layers: int) -> list[Timeline]:
     plain = build_model(shape)
     first, *_, last = plain.pieces
     middle = [(f"layers.{i}", Sleeper(0.02 * 4 / layers)) for i in range(layers)]
-    model = Model((first, *middle, last), Rules.parse("layers.*.weight : embed embed"), shape=shape)
+    model = Model(
+        (first, *middle, last),
+        Rules.parse("layers.*.weight : embed embed"),
+        shape=shape,
+    )
     layout = Layout.parse(text)
     program = build(
-        layout, plain_pieces(model_stages(model, layout), tied=model.tied), StepOptions(agree=False)
+        layout,
+        plain_pieces(model_stages(model, layout), tied=model.tied),
+        StepOptions(agree=False),
     )
     local = build_local(world, layout, model, program)
     executor = Executor(local, program, world.rank, AdamW())
@@ -73,7 +82,9 @@ def main() -> None:
     print("4 ranks, stages of a fixed sleep (F 20 ms, B 40 ms), 8 microbatches\n")
     print("| schedule | bubble measured (median of 5) | formula |\n|---|---|---|")
     for text, layers in (("gpipe:8", 4), ("1f1b:8", 4), ("interleaved2:8", 8)):
-        ranks = launch(sleeping, 4, f"pp4 {text}", layers, backend="gloo", threads_per_rank=1)
+        ranks = launch(
+            sleeping, 4, f"pp4 {text}", layers, backend="gloo", threads_per_rank=1
+        )
         bubbles = sorted(
             Timeline(tuple(s for t in step for s in t.spans)).bubble_fraction
             for step in zip(*ranks, strict=True)

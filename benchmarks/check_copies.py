@@ -25,7 +25,9 @@ SIZES = {
 EVERY = 100  # the default of train.check_copies
 
 
-def times(world: World, layout: str, model: str, batch: int, rounds: int) -> list[list[float]]:
+def times(
+    world: World, layout: str, model: str, batch: int, rounds: int
+) -> list[list[float]]:
     """By round: seconds of a step and of a comparison."""
     run = Run.parse("", "run", (model, f"batch={batch}"))
     rank = Rank(world, run, Layout.parse(layout))
@@ -52,7 +54,9 @@ def main() -> None:
     parser.add_argument("--backend", default="shm")
     parser.add_argument("--rounds", type=int, default=20)
     args = parser.parse_args()
-    print("| layout | a comparison, of a step | share of a run that compares every 100 steps |")
+    print(
+        "| layout | a comparison, of a step | share of a run that compares every 100 steps |"
+    )
     print("|---|--:|--:|")
     for layout in Layout.parse_many(args.layouts):
         terms = str(layout), SIZES[args.size], args.batch, args.rounds

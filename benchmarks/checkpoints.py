@@ -38,9 +38,14 @@ def work(out: Path) -> None:
     rank = Rank(AloneWorld(), run, Layout.parse("fp32"))
     rank.part.trainer.step(rank.batch(0), 1e-3)
     saver = Saver(run.checkpoints, rank.part.local, rank.part.updates, keep=1)
-    behind = Saver(out / "behind", rank.part.local, rank.part.updates, keep=1, asynchronous=True)
-    updates: list[Any] = list(rank.part.updates.values())  # of another checkout, perhaps
-    state = [list(s.values()) for u in updates for s in getattr(u, "torch", u).state.values()]
+    behind = Saver(
+        out / "behind", rank.part.local, rank.part.updates, keep=1, asynchronous=True
+    )
+    # of another checkout, perhaps
+    updates: list[Any] = list(rank.part.updates.values())
+    state = [
+        list(s.values()) for u in updates for s in getattr(u, "torch", u).state.values()
+    ]
     tensors: list[Any] = [[unit.home for unit in rank.part.local.units.values()], state]
 
     def torch_save() -> None:
@@ -96,7 +101,11 @@ def main() -> None:
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                 env=os.environ | {"PYTHONPATH": source},
             )  # fmt: skip
-        turns = [(f"{what}, {name}", name, what) for what in ("save", "load") for name in sources]
+        turns = [
+            (f"{what}, {name}", name, what)
+            for what in ("save", "load")
+            for name in sources
+        ]
         turns[len(sources) : len(sources)] = [("torch.save", "ours", "torch.save")]
         turns.append(("torch.load", "ours", "torch.load"))
         turns += [(what, "ours", what) for what in ("steps", "steps, saving")]
@@ -110,7 +119,9 @@ def main() -> None:
         for process in started.values():
             process.communicate()
     beside = {"save": "torch.save", "load": "torch.load", "steps, saving": "steps"}
-    print("| | s, median (quartiles) | s of CPU | ratio, median (quartiles) |\n|---|---|---|---|")
+    print(
+        "| | s, median (quartiles) | s of CPU | ratio, median (quartiles) |\n|---|---|---|---|"
+    )
     for title, values in seconds.items():
         low, middle, high = statistics.quantiles((wall for wall, _ in values), n=4)
         cpu, ratio = statistics.median(cpu for _, cpu in values), ""
@@ -118,7 +129,9 @@ def main() -> None:
             pairs = zip(values, seconds[base], strict=True)
             quartiles = statistics.quantiles((a / b for (a, _), (b, _) in pairs), n=4)
             ratio = "{1:.2f} ({0:.2f}-{2:.2f})".format(*quartiles)
-        print(f"| {title} | {middle:.2f} ({low:.2f}-{high:.2f}) | {cpu:.2f} | {ratio} |")
+        print(
+            f"| {title} | {middle:.2f} ({low:.2f}-{high:.2f}) | {cpu:.2f} | {ratio} |"
+        )
 
 
 if __name__ == "__main__":

@@ -42,7 +42,10 @@ def attention(
 
     def forward() -> torch.Tensor:
         # Made from something, as by products: a leaf's own tensor would stay for its gradient.
-        made = (torch.randn(1, len(own), n, SIZE) + leaf for n in (HEADS, KV_HEADS, KV_HEADS))
+        made = (
+            torch.randn(1, len(own), n, SIZE) + leaf
+            for n in (HEADS, KV_HEADS, KV_HEADS)
+        )
         return core(*made, None, ids)
 
     barrier()
@@ -74,7 +77,9 @@ def _core(world: World, layout: Layout) -> nn.Module:
     return UlyssesCore(core, ulysses) if ulysses.size > 1 else core
 
 
-def table(lengths: Sequence[int], ranks: int, backend: str, repeats: int, documents: int) -> None:
+def table(
+    lengths: Sequence[int], ranks: int, backend: str, repeats: int, documents: int
+) -> None:
     ways = {
         "one rank": "",
         "ring": f"cp{ranks}:ring",
@@ -86,8 +91,13 @@ def table(lengths: Sequence[int], ranks: int, backend: str, repeats: int, docume
         f"{ranks} ranks over {backend}, {HEADS} heads and {KV_HEADS} k/v heads of {SIZE}, float32,",
         end=" ",
     )
-    print(f"{documents or 1} document(s), {repeats} runs; ms (least - most) and MiB a rank\n")
-    print("| tokens |" + "".join(f" {way} ms | x one | kept | x one | peak |" for way in ways))
+    print(
+        f"{documents or 1} document(s), {repeats} runs; ms (least - most) and MiB a rank\n"
+    )
+    print(
+        "| tokens |"
+        + "".join(f" {way} ms | x one | kept | x one | peak |" for way in ways)
+    )
     print("|--:|" + "--:|--:|--:|--:|--:|" * len(ways))
     with workers(ranks, backend=backend) as run:
         for length in lengths:

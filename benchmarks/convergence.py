@@ -36,10 +36,14 @@ LOW, NEAR = 2.0, 0.02
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layouts", default=LAYOUTS, help="separated by ;, one process is empty")
+    parser.add_argument(
+        "--layouts", default=LAYOUTS, help="separated by ;, one process is empty"
+    )
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--backend", default="auto")
-    parser.add_argument("--log", help="verdicts as JSON lines; those it holds are not run again")
+    parser.add_argument(
+        "--log", help="verdicts as JSON lines; those it holds are not run again"
+    )
     said = parser.parse_args()
     log = Path(said.log) if said.log else None
     known = log.read_text().splitlines() if log and log.exists() else []
@@ -57,8 +61,13 @@ def trained(layout: str, steps: int, backend: str) -> dict[str, object]:
     """The validation loss at the end of a run in this layout, and the CPU time of its ranks."""
     with tempfile.TemporaryDirectory() as folder:
         run = Run.parse(RUN, "convergence", (f"out={folder}/run", f"steps={steps}"))
-        outcome = launch(train, Layout.parse(layout).ranks, run, layout, True, backend=backend)[0]
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        outcome = launch(
+            train, Layout.parse(layout).ranks, run, layout, True, backend=backend
+        )[0]
+    used = [
+        resource.getrusage(who)
+        for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    ]
     return {
         "layout": layout, "parameters": run.shape.total, "steps": steps,
         "loss": outcome.loss, "validation": outcome.validation,
@@ -68,7 +77,9 @@ def trained(layout: str, steps: int, backend: str) -> dict[str, object]:
 
 def told(found: list[dict[str, object]]) -> int:
     """The table and the verdict."""
-    print("| layout | parameters | steps | validation loss, nats per byte | from one process |")
+    print(
+        "| layout | parameters | steps | validation loss, nats per byte | from one process |"
+    )
     print("|---|---|---|---|---|")
     first = next((one["validation"] for one in found if not one["layout"]), None)
     apart = 0.0

@@ -100,7 +100,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()
-    print(f"| {args.size} | ours, ms | by hand, ms | ratio (quartiles) |\n|---|--:|--:|--:|")
+    print(
+        f"| {args.size} | ours, ms | by hand, ms | ratio (quartiles) |\n|---|--:|--:|--:|"
+    )
     for name, calls in pairs(args.size).items():
         if args.only and name not in args.only:
             continue
@@ -111,7 +113,9 @@ def main() -> None:
             order = (0, 1) if number % 2 else (1, 0)
             found = {which: taken(calls[which], times) for which in order}
             rounds.append((found[0], found[1]))
-        ours, by_hand = (statistics.median(column) for column in zip(*rounds, strict=True))
+        ours, by_hand = (
+            statistics.median(column) for column in zip(*rounds, strict=True)
+        )
         low, middle, high = statistics.quantiles((a / b for a, b in rounds), n=4)
         ratio = f"{middle:.3f} ({low:.3f}-{high:.3f})"
         print(f"| {name} | {ours:.3f} | {by_hand:.3f} | {ratio} |", flush=True)

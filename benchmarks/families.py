@@ -43,7 +43,11 @@ FAMILIES: Mapping[str, dict[str, Any]] = {
     "exaone4": {"sliding_window": 5},
     "glm": _NARROW,
     "gpt_neox": {},
-    "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "attention_multiplier": 0.4},
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "attention_multiplier": 0.4,
+    },
     "nemotron": {},
     "olmo3": {"sliding_window": 6},
     "phi": {},
@@ -81,7 +85,9 @@ def load(name: str) -> Model:
             return load_model(f"hf:{folder}")
         except LayoutError as error:
             text = str(error).replace(f"{folder}/config.json: ", "")
-            raise LayoutError(text.removesuffix(": this model cannot be trained.")) from None
+            raise LayoutError(
+                text.removesuffix(": this model cannot be trained.")
+            ) from None
 
 
 def layouts_of(name: str, model: Model) -> tuple[Layout, ...]:
@@ -132,12 +138,17 @@ def written(page: str, trained: Mapping[str, str]) -> str:
     known = {name: described(name) for name in FAMILIES}
     lines = {
         "verified": [
-            row(n, text) + f" {trained[n]} |" for n, (fits, text) in known.items() if fits
+            row(n, text) + f" {trained[n]} |"
+            for n, (fits, text) in known.items()
+            if fits
         ],
         "refused": [row(n, text) for n, (fits, text) in known.items() if not fits],
     }
     for table, rows in lines.items():
-        start, end = f"<!-- {table}: written by benchmarks/families.py -->", f"<!-- end {table} -->"
+        start, end = (
+            f"<!-- {table}: written by benchmarks/families.py -->",
+            f"<!-- end {table} -->",
+        )
         before, _, rest = page.partition(start)
         old, _, after = rest.partition(end)
         head = "\n".join(old.strip("\n").splitlines()[:2])

@@ -110,7 +110,8 @@ def _json(output: str) -> Any:
 
 def tests(output: str) -> Finding:
     counts = {
-        word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|skipped|error)", output)
+        word: int(n)
+        for n, word in re.findall(r"(\d+) (passed|failed|skipped|error)", output)
     }
     text = ", ".join(f"{n} {word}" for word, n in counts.items()) or "no test ran"
     ran = {"passed", "skipped"} & {*counts}
@@ -123,7 +124,9 @@ def agreement(output: str) -> Finding:
     worst = max((one["max_rel_error"] or 0.0 for one in found["layouts"]), default=0.0)
     differ = [one["layout"] for one in found["layouts"] if not one["passed"]]
     text = f"{found['passed']} of {len(found['layouts'])} layouts agree, error at most {worst:.1e}"
-    return Finding(text + (f"; differ: {'; '.join(differ)}" if differ else ""), not differ)
+    return Finding(
+        text + (f"; differ: {'; '.join(differ)}" if differ else ""), not differ
+    )
 
 
 def products(goal: float) -> Callable[[str], Finding]:
@@ -155,12 +158,17 @@ def run(folder: Path, goal: float) -> Callable[[str], Finding]:
     """Of a run: the loss, MFU of the last steps, the most memory, state promised and held."""
 
     def read(output: str) -> Finding:
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line)
+            for line in (folder / "metrics.jsonl").read_text().splitlines()
+        ]
         steps = [line for line in lines if line["event"] == "step"]
         mfu = sorted(line["mfu"] for line in steps[len(steps) // 2 :])[len(steps) // 4]
         falls = steps[-1]["loss"] < steps[0]["loss"]
         peak = max(line["memory"] for line in steps)
-        text = f"MFU {mfu:.0%}, peak {peak / 2**30:.1f} GiB, loss {steps[0]['loss']:.2f}"
+        text = (
+            f"MFU {mfu:.0%}, peak {peak / 2**30:.1f} GiB, loss {steps[0]['loss']:.2f}"
+        )
         text += f" -> {steps[-1]['loss']:.2f}"
         for line in lines:
             if line["event"] == "memory":
@@ -198,13 +206,19 @@ def cases(device: str, gpus: int, folder: Path, *, small: bool = False) -> list[
         first,
         # torchtitan's 8B on eight H100 reaches 33 % eager and 39 % compiled (arXiv 2410.06511).
         made.training("four blocks of 8b, bf16", WIDE, "bf16", 0.40, limit=35.0),
-        made.training("four blocks of 8b, compiled", WIDE, "bf16 compile", 0.45, limit=70.0),
+        made.training(
+            "four blocks of 8b, compiled", WIDE, "bf16 compile", 0.45, limit=70.0
+        ),
         *others,
         made.verify("float64", THREADED, limit=40.0),
         made.verify("bfloat16", PACKED, "--packed", limit=35.0),
         made.training("four blocks of 8b, fp8", WIDE, "fp8 compile", 0.45, limit=70.0),
         made.training(
-            "1b, offload:activations", "1b", "bf16 offload:activations", 0.20, limit=35.0
+            "1b, offload:activations",
+            "1b",
+            "bf16 offload:activations",
+            0.20,
+            limit=35.0,
         ),
         made.overlap(),
         made.products(),
@@ -226,13 +240,29 @@ class _Cases:
         return Case("device tests", words, tests, "all pass", 60.0, ("pytest",))
 
     def verify(
-        self, dtype: str, layouts: str, *more: str, backend: str = "threads", limit: float = 30.0
+        self,
+        dtype: str,
+        layouts: str,
+        *more: str,
+        backend: str = "threads",
+        limit: float = 30.0,
     ) -> Case:
         if backend == "nccl" and self.device == "cpu":
             backend = "gloo"
-        words = ("verify", "--backend", backend, "--dtype", dtype, "--layouts", layouts, *more)
+        words = (
+            "verify",
+            "--backend",
+            backend,
+            "--dtype",
+            dtype,
+            "--layouts",
+            layouts,
+            *more,
+        )
         ranks = f", {layouts.split(';')[0]} and others"
-        name = f"verify over {backend}, {dtype}{''.join(more).replace('--', ', ')}{ranks}"
+        name = (
+            f"verify over {backend}, {dtype}{''.join(more).replace('--', ', ')}{ranks}"
+        )
         goal = "all agree with one process"
         return Case(name, self._phalanx(*words, "--json"), agreement, goal, limit)
 
@@ -240,7 +270,9 @@ class _Cases:
         """NCCL with several ranks on one GPU: slow, and it shows that the calls fit each other."""
         listed = [
             self.verify("float64", TWO_RANKS, backend="nccl", limit=45.0),
-            self.verify("float64", "ep2", "--model", "experts", backend="nccl", limit=25.0),
+            self.verify(
+                "float64", "ep2", "--model", "experts", backend="nccl", limit=25.0
+            ),
             self.verify("float64", FOUR_RANKS, backend="nccl", limit=45.0),
         ]
         shared = {"PHALANX_SHARE_GPUS": "1"}
@@ -254,11 +286,15 @@ class _Cases:
         both = f"dp{half} pp2 1f1b:4; dp{half}x2 zero3" if n > 2 else "dp2 zero1"
         return [
             self.verify("float64", over, backend="nccl", limit=45.0),
-            self.verify("float64", f"ep{n}", "--model", "experts", backend="nccl", limit=25.0),
+            self.verify(
+                "float64", f"ep{n}", "--model", "experts", backend="nccl", limit=25.0
+            ),
             self.verify("float64", both, backend="nccl", limit=45.0),
         ]
 
-    def training(self, name: str, model: str, layout: str, goal: float, *, limit: float) -> Case:
+    def training(
+        self, name: str, model: str, layout: str, goal: float, *, limit: float
+    ) -> Case:
         out = self.folder / re.sub(r"\W+", "-", name)
         size = () if self.small else ("batch=4", "sequence=4096")
         keys = (
@@ -271,18 +307,32 @@ class _Cases:
 
     def overlap(self) -> Case:
         sizes = ("--size", "256", "--copy", "1M", "--limit", "3") if self.small else ()
-        words = self._phalanx("bench", "overlap", *sizes, "--device", self.device, "--json")
+        words = self._phalanx(
+            "bench", "overlap", *sizes, "--device", self.device, "--json"
+        )
         goal = "it runs" if self.small else "more than half is hidden"
         return Case("overlap", words, ran if self.small else overlaps, goal, 20.0)
 
     def products(self) -> Case:
-        sizes = ("256", "--limit", "3") if self.small else ("2048:8192", "--limit", "10")
-        words = ("bench", "matmul", "--sizes", *sizes, "--device", self.device, "--json")
+        sizes = (
+            ("256", "--limit", "3") if self.small else ("2048:8192", "--limit", "10")
+        )
+        words = (
+            "bench",
+            "matmul",
+            "--sizes",
+            *sizes,
+            "--device",
+            self.device,
+            "--json",
+        )
         # An H100's fastest bf16 product that others found is 80 % of what its maker states
         # (github.com/stas00/ml-engineering, compute/accelerator).
         least = 0.0 if self.small else 0.70
         goal = f"bf16 HFU at least {least:.0%}"
-        return Case("matrix products", self._phalanx(*words), products(least), goal, 20.0)
+        return Case(
+            "matrix products", self._phalanx(*words), products(least), goal, 20.0
+        )
 
     def machine_file(self) -> Case:
         """What is left of the time goes into measuring the machine."""
@@ -330,7 +380,9 @@ def perform(case: Case, environment: Mapping[str, str], left: float = LIMIT) -> 
         text = f"exit code {process.returncode}, no result ({error!r})"
         return Row(case, text, False, seconds, output)
     if process.returncode:
-        return Row(case, f"exit code {process.returncode}; {text}", False, seconds, output)
+        return Row(
+            case, f"exit code {process.returncode}; {text}", False, seconds, output
+        )
     return Row(case, text, met, seconds, output)
 
 
@@ -360,7 +412,14 @@ def table(rows: Sequence[Row], about: Sequence[str]) -> str:
         lines.append(f"- {row.case.name}: `{' '.join(words)}`")
     for row in rows:
         if not row.met and row.last_lines:
-            lines += ["", f"## {row.case.name}, last lines", "", "```", row.last_lines, "```"]
+            lines += [
+                "",
+                f"## {row.case.name}, last lines",
+                "",
+                "```",
+                row.last_lines,
+                "```",
+            ]
     return "\n".join(lines) + "\n"
 
 
@@ -368,10 +427,18 @@ def environment_of(device: str) -> tuple[list[str], int]:
     """What the report says about the machine, and its number of GPUs."""
     import torch
 
-    about = [f"{date.today()}, torch {torch.__version__}, Python {sys.version.split()[0]}"]
-    gpus = torch.cuda.device_count() if device == "cuda" and torch.cuda.is_available() else 0
+    about = [
+        f"{date.today()}, torch {torch.__version__}, Python {sys.version.split()[0]}"
+    ]
+    gpus = (
+        torch.cuda.device_count()
+        if device == "cuda" and torch.cuda.is_available()
+        else 0
+    )
     if gpus:
-        about.append(f"{gpus} x {torch.cuda.get_device_name(0)}, CUDA {torch.version.cuda}")
+        about.append(
+            f"{gpus} x {torch.cuda.get_device_name(0)}, CUDA {torch.version.cuda}"
+        )
     about += [
         f"no module {name}: what only shows with it is left out"
         for name in ("rich", "safetensors", "xxhash", "numpy", "pytest")
@@ -381,14 +448,28 @@ def environment_of(device: str) -> tuple[list[str], int]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="All that only a GPU can show, case by case.")
+    parser = argparse.ArgumentParser(
+        description="All that only a GPU can show, case by case."
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--only", default="", metavar="WORD", help="cases whose name contains it")
-    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for all cases")
-    parser.add_argument("--case-limit", type=float, default=0.0, help="seconds for each case")
-    parser.add_argument("--small", action="store_true", help="sizes for a CPU, without goals")
-    parser.add_argument("--gpus", type=int, default=0, help="list the cases of so many GPUs")
-    parser.add_argument("--out", default=str(TREE / "benchmarks" / "gpu.md"), metavar="FILE")
+    parser.add_argument(
+        "--only", default="", metavar="WORD", help="cases whose name contains it"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=LIMIT, help="seconds for all cases"
+    )
+    parser.add_argument(
+        "--case-limit", type=float, default=0.0, help="seconds for each case"
+    )
+    parser.add_argument(
+        "--small", action="store_true", help="sizes for a CPU, without goals"
+    )
+    parser.add_argument(
+        "--gpus", type=int, default=0, help="list the cases of so many GPUs"
+    )
+    parser.add_argument(
+        "--out", default=str(TREE / "benchmarks" / "gpu.md"), metavar="FILE"
+    )
     args = parser.parse_args()
     about, gpus = environment_of(args.device)
     if args.device == "cuda" and not gpus:
@@ -396,7 +477,10 @@ def main() -> int:
         return 2
     sources = [str(TREE / "src"), str(TREE / "torch-shm" / "src")]
     path = os.pathsep.join([*sources, os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": path.rstrip(os.pathsep), "PYTHONUNBUFFERED": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": path.rstrip(os.pathsep),
+        "PYTHONUNBUFFERED": "1",
+    }
     out = Path(args.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
@@ -410,7 +494,10 @@ def main() -> int:
                 case = replace(case, limit=args.case_limit)
             row = perform(case, environment, until - time.monotonic())
             rows.append(row)
-            print(f"{case.name}: {row.result} ({'met' if row.met else 'NOT MET'})", flush=True)
+            print(
+                f"{case.name}: {row.result} ({'met' if row.met else 'NOT MET'})",
+                flush=True,
+            )
             # After each case, so that whoever stops this has what was found so far.
             out.write_text(table(rows, about))
             found = {"about": about, "cases": [row.to_json() for row in rows]}

@@ -29,7 +29,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, k, v = (
-            linear(x).unflatten(-1, (-1, self.size)).transpose(1, 2)  # (batch, heads, time, size)
+            # (batch, heads, time, size)
+            linear(x).unflatten(-1, (-1, self.size)).transpose(1, 2)
             for linear in (self.wq, self.wk, self.wv)
         )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
@@ -104,7 +105,9 @@ class HandModel(nn.Module):
     ) -> None:
         super().__init__()
         self.embed = Embed(vocab, hidden)
-        self.layers = nn.ModuleList(Block(hidden, heads, kv_heads, ffn) for _ in range(layers))
+        self.layers = nn.ModuleList(
+            Block(hidden, heads, kv_heads, ffn) for _ in range(layers)
+        )
         self.head = Head(hidden, vocab)
         size = hidden // heads
         frequency = THETA ** -(torch.arange(0, size, 2) / size)

@@ -32,7 +32,15 @@ SMALL = [
     "model={layers=3,hidden=32,heads=2,ffn=48,vocab=256}", "batch=4", "sequence=16", "steps=400",
     "validation.batches=0", f"hang.timeout={TIMEOUT}",
 ]  # fmt: skip
-LAYOUTS = ["dp2", "dp2 zero3", "tp2", "pp2 1f1b:2", "dp2 pp2 1f1b:2", "dp2 tp2 zero1", "dp4 zero2"]
+LAYOUTS = [
+    "dp2",
+    "dp2 zero3",
+    "tp2",
+    "pp2 1f1b:2",
+    "dp2 pp2 1f1b:2",
+    "dp2 tp2 zero1",
+    "dp4 zero2",
+]
 BACKENDS = ["gloo", "shm"]
 
 
@@ -91,14 +99,28 @@ KINDS: dict[str, tuple[Callable[[Path], None] | None, str]] = {
     "stopped": (stopped, r"stopped \(SIGSTOP\)"),
     "asleep": (sleeps, r"asleep in clock_nanosleep[^$]*in sleeps"),
     "busy": (computes_for_ever, r"computing[^$]*in computes_for_ever"),
-    "lock held": (holds_the_lock, r"holds the interpreter's lock[^$]*in holds_the_lock"),
-    "data": (reads_an_open_pipe, r"loading data[^$]*in read of \S*pipe[^$]*in reads_an_open_pipe"),
+    "lock held": (
+        holds_the_lock,
+        r"holds the interpreter's lock[^$]*in holds_the_lock",
+    ),
+    "data": (
+        reads_an_open_pipe,
+        r"loading data[^$]*in read of \S*pipe[^$]*in reads_an_open_pipe",
+    ),
     "disk": (blocked_in_the_kernel, r"waits for a disk or the kernel"),
     "locked": (locks_twice, r"asleep in futex \(a lock\)[^$]*in locks_twice"),
     "mismatch": (None, r"first that differs|disagree|has not made"),
 }
 # ---- what is only slow
-HEALTHY = ("save", "data", "validation", "compile", "operation", "straggler", "stop for a second")
+HEALTHY = (
+    "save",
+    "data",
+    "validation",
+    "compile",
+    "operation",
+    "straggler",
+    "stop for a second",
+)
 
 
 def train_with(world: Any, run: Any, layout: str, fault: dict[str, Any]) -> Any:
@@ -118,7 +140,9 @@ def train_with(world: Any, run: Any, layout: str, fault: dict[str, Any]) -> Any:
     def performed(self: Any, op: Any) -> None:
         at["operations"] += 1
         here = (
-            mine and at["step"] == step and at["operations"] == fault["place"] % len(self.row) + 1
+            mine
+            and at["step"] == step
+            and at["operations"] == fault["place"] % len(self.row) + 1
         )
         if fault["healthy"]:
             if here and kind == "operation":
@@ -132,7 +156,12 @@ def train_with(world: Any, run: Any, layout: str, fault: dict[str, Any]) -> Any:
         if here and KINDS[kind][0] is not None and kind != "data":
             begin(op)
             KINDS[kind][0](folder)
-        skips = kind == "mismatch" and mine and at["step"] == step and op.kind in fault["skips"]
+        skips = (
+            kind == "mismatch"
+            and mine
+            and at["step"] == step
+            and op.kind in fault["skips"]
+        )
         if skips and at.setdefault("skipped", op) is op:
             begin(op)
             self.under_way[op] = (executor.Work(), self.clock.moment())
@@ -148,7 +177,9 @@ def train_with(world: Any, run: Any, layout: str, fault: dict[str, Any]) -> Any:
                 begin("loading data")
                 KINDS["data"][0](folder)  # type: ignore[misc]
         if number == step and kind == "stop for a second" and mine:
-            os.system(f"(kill -STOP {os.getpid()}; sleep 1; kill -CONT {os.getpid()}) &")
+            os.system(
+                f"(kill -STOP {os.getpid()}; sleep 1; kill -CONT {os.getpid()}) &"
+            )
         return batch(self, number)
 
     executor.Executor._perform = performed  # type: ignore[method-assign]
@@ -189,7 +220,9 @@ def one(fault: dict[str, Any]) -> int:
     ranks = Layout.parse(fault["layout"]).ranks
     more = {"backend": fault["backend"], "timeout": call_timeout(run)}
     try:
-        launch(train_with, ranks, run, fault["layout"], {**fault, "skips": skips}, **more)
+        launch(
+            train_with, ranks, run, fault["layout"], {**fault, "skips": skips}, **more
+        )
     except RankFailed as error:
         print(error, file=sys.stderr)
         return 1
@@ -235,14 +268,20 @@ def carried_out(fault: dict[str, Any]) -> tuple[int, str, float, int]:
     time.sleep(1.0)
     os.close(pipe)
     left = [pid for pid in known if Path(f"/proc/{pid}/stat").exists()]
-    left = [p for p in left if Path(f"/proc/{p}/stat").read_text().rpartition(")")[2][1] != "Z"]
+    left = [
+        p
+        for p in left
+        if Path(f"/proc/{p}/stat").read_text().rpartition(")")[2][1] != "Z"
+    ]
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     reader.join(5)
     return process.wait(), "".join(lines), (seen or [0.0])[0], len(left)
 
 
-def judged(fault: dict[str, Any], text: str, seen: float, folder: Path) -> tuple[str, float, float]:
+def judged(
+    fault: dict[str, Any], text: str, seen: float, folder: Path
+) -> tuple[str, float, float]:
     """What is missing in the screen, and the seconds from the fault to it, and beyond the limit."""
     if not (folder / "begun").is_file():
         return "the fault never came", 0.0, 0.0
@@ -262,7 +301,9 @@ def judged(fault: dict[str, Any], text: str, seen: float, folder: Path) -> tuple
     return " and ".join(missing), seen - begun, seen - begun - limit
 
 
-def drawn(draw: random.Random, number: int, *, healthy: bool, folder: str) -> dict[str, Any]:
+def drawn(
+    draw: random.Random, number: int, *, healthy: bool, folder: str
+) -> dict[str, Any]:
     kind = (HEALTHY if healthy else tuple(KINDS))[
         number % (len(HEALTHY) if healthy else len(KINDS))
     ]
@@ -270,12 +311,21 @@ def drawn(draw: random.Random, number: int, *, healthy: bool, folder: str) -> di
     if kind == "mismatch" and "dp" not in layout:
         layout = LAYOUTS[0]  # nothing that is skipped there is a call to another rank
     ranks = (
-        4 if layout.count("2") > 1 and ("pp" in layout or "tp2" in layout) and "dp" in layout else 2
+        4
+        if layout.count("2") > 1
+        and ("pp" in layout or "tp2" in layout)
+        and "dp" in layout
+        else 2
     )
     ranks = 4 if layout.startswith("dp4") else ranks
     words = []
     if healthy:
-        words = ["steps=12", "checkpoint.every=6", "validation.every=6", "validation.batches=1"]
+        words = [
+            "steps=12",
+            "checkpoint.every=6",
+            "validation.every=6",
+            "validation.batches=1",
+        ]
     return {
         "kind": kind, "healthy": healthy, "layout": layout, "rank": draw.randrange(ranks),
         "backend": BACKENDS[number // len(KINDS) % 2], "step": draw.randint(3, 8),
@@ -299,7 +349,9 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="hangs-") as name:
             folder, healthy = Path(name), number >= args.hangs
             os.mkfifo(folder / "pipe")
-            fault = drawn(draw, number - args.hangs * healthy, healthy=healthy, folder=name)
+            fault = drawn(
+                draw, number - args.hangs * healthy, healthy=healthy, folder=name
+            )
             if args.kind and fault["kind"] != args.kind:
                 continue
             code, text, seen, left = carried_out(fault)
@@ -327,7 +379,9 @@ def main() -> int:
     print(dict(counts))
     if late:
         late.sort()
-        print(f"beyond the limit: median {late[len(late) // 2]:.2f} s, most {late[-1]:.2f} s")
+        print(
+            f"beyond the limit: median {late[len(late) // 2]:.2f} s, most {late[-1]:.2f} s"
+        )
     return 0
 
 

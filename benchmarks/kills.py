@@ -38,7 +38,13 @@ COURSES = [
     ("dp2 zero1", False, ""), ("pp2 1f1b:2", True, ""), ("tp2", False, "torchrun"),
     ("dp2 zero3", True, ""), ("dp2 zero2", True, "torchrun"), ("cp2", False, ""),
 ]  # fmt: skip
-AGENT = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
+AGENT = [
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node=2",
+    "--no-python",
+]
 SOAKED = [
     "model={layers=4,hidden=128,heads=4,ffn=352,vocab=256}", "batch=8", "sequence=128",
     "validation.batches=0", "steps=1000000", "checkpoint.every=20", "checkpoint.async=true",
@@ -92,24 +98,37 @@ def soak(seconds: float, between: float, seed: int) -> None:
         with Path(name, "log").open("ab") as log:
 
             def begin() -> subprocess.Popen[bytes]:
-                return subprocess.Popen(words, env=env, stdout=subprocess.DEVNULL, stderr=log)
+                return subprocess.Popen(
+                    words, env=env, stdout=subprocess.DEVNULL, stderr=log
+                )
 
             begun = time.time()
             process, at = begin(), begun + draw.expovariate(1 / between)
             while time.time() < begun + seconds:
                 time.sleep(0.05)
                 if process.poll() is not None:
-                    faults["commands that ended by themselves"] += process.returncode != -9
+                    faults["commands that ended by themselves"] += (
+                        process.returncode != -9
+                    )
                     process = begin()
                 if time.time() < at:
                     continue
                 at = time.time() + draw.expovariate(1 / between)
                 ranks = sorted(set(family(mark)) - {process.pid})
                 fault = draw.choices(
-                    ("rank killed", "rank stopped", "all ranks killed", "command killed"),
+                    (
+                        "rank killed",
+                        "rank stopped",
+                        "all ranks killed",
+                        "command killed",
+                    ),
                     (4, 3, 1, 2),
                 )[0]
-                victims = ranks if fault == "all ranks killed" else [draw.choice(ranks or [0])]
+                victims = (
+                    ranks
+                    if fault == "all ranks killed"
+                    else [draw.choice(ranks or [0])]
+                )
                 if fault == "command killed":
                     victims = [process.pid]
                 sent = signal.SIGSTOP if fault == "rank stopped" else signal.SIGKILL
@@ -138,7 +157,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kills", type=int, default=30)
-    parser.add_argument("--seed", type=int, default=0, help="of the first course of ten kills")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the first course of ten kills"
+    )
     parser.add_argument("--soak", type=float, default=0.0, metavar="SECONDS")
     parser.add_argument("--between", type=float, default=60.0, metavar="SECONDS")
     args = parser.parse_args()

@@ -41,7 +41,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--words", type=int, default=1 << 17)
     args = parser.parse_args()
-    print("| GiB of live storages | kept after forward | most in forward | most in backward |")
+    print(
+        "| GiB of live storages | kept after forward | most in forward | most in backward |"
+    )
     print("|---|--:|--:|--:|")
     with FakeTensorMode():
         for name, way in WAYS.items():
@@ -54,7 +56,10 @@ def main() -> None:
                 loss = way(x @ head, targets)
                 kept, forward, live.most = live.now, live.most, live.now
                 loss.backward()  # type: ignore[no-untyped-call]
-            print(f"| `{name}` |", *(f"{n / 2**30:.2f} |" for n in (kept, forward, live.most)))
+            print(
+                f"| `{name}` |",
+                *(f"{n / 2**30:.2f} |" for n in (kept, forward, live.most)),
+            )
 
 
 if __name__ == "__main__":

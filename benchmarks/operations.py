@@ -129,7 +129,9 @@ def main() -> None:
                 gradients = piece.backward(0, gradients)
             for unit in rank.part.local.units.values():
                 unit.reduce().wait()
-            norms = torch.cat([executor._norms(unit) for unit in rank.part.local.units.values()])
+            norms = torch.cat(
+                [executor._norms(unit) for unit in rank.part.local.units.values()]
+            )
             norm = norms.double().square_().sum().sqrt().view(1)
             for update in trainer.updates.values():
                 update(3e-4, Scale.of(norm, 1.0, 1.0))
@@ -163,7 +165,9 @@ def main() -> None:
     # Differences of turns that stood beside each other.
     pairs = {"step, more than loop": "loop", "of it the executor": "pieces"}
     low |= {
-        what: statistics.median(a - b for a, b in zip(times["step"], times[name], strict=True))
+        what: statistics.median(
+            a - b for a, b in zip(times["step"], times[name], strict=True)
+        )
         for what, name in pairs.items()
     }
     count = len(rank.part.trainer.row)

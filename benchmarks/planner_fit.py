@@ -35,7 +35,10 @@ def main() -> None:
 
 def tell(name: str, found: SoftwareProfile) -> None:
     print(f"[{name}]")
-    print("\n".join(f"{number} = {getattr(found, number):g}" for number in FITTED), flush=True)
+    print(
+        "\n".join(f"{number} = {getattr(found, number):g}" for number in FITTED),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -90,7 +90,9 @@ def collected(tables: Sequence[str]) -> Iterator[Run]:
         for chosen in (None, profile("default")):
             groups: dict[str, list[PublishedRun]] = defaultdict(list)
             rows = read_table(path, chosen)
-            named = {row.line: row.profile for row in read_table(path)} if chosen else {}
+            named = (
+                {row.line: row.profile for row in read_table(path)} if chosen else {}
+            )
             wanted = [
                 row
                 for row in rows
@@ -102,7 +104,9 @@ def collected(tables: Sequence[str]) -> Iterator[Run]:
                 groups[_group(run, chosen)].append(run)
             for group, runs in groups.items():
                 for run in spread_over(runs, _ROWS):
-                    if (one := _run(run, group, held if chosen is None else {})) is not None:
+                    if (
+                        one := _run(run, group, held if chosen is None else {})
+                    ) is not None:
                         yield one
 
 
@@ -114,7 +118,9 @@ def _group(run: PublishedRun, chosen: SoftwareProfile | None) -> str:
     return f"{row.family}, {kind}: {software}"
 
 
-def _run(run: PublishedRun, group: str, held: Mapping[tuple[str, str], float]) -> Run | None:
+def _run(
+    run: PublishedRun, group: str, held: Mapping[tuple[str, str], float]
+) -> Run | None:
     row, known = run.row, widths().devices
     try:
         choice = predict(run, row.profile)
@@ -132,7 +138,9 @@ def write_runs(runs: Sequence[Run]) -> None:
         lines.writerow(("family", "group", "run", "measured", "predicted", *CAUSES))
         for run in runs:
             numbers = (run.measured, run.predicted, *run.amounts)
-            lines.writerow((run.family, run.group, run.name, *(f"{x:.4g}" for x in numbers)))
+            lines.writerow(
+                (run.family, run.group, run.name, *(f"{x:.4g}" for x in numbers))
+            )
 
 
 def read_runs() -> list[Run]:
@@ -169,7 +177,11 @@ def fitted(runs: Sequence[Run]) -> Floats:
         mean = 0.9 * mean + 0.1 * slope
         spread = 0.999 * spread + 0.001 * slope**2
         step = _STEP * (1.0 if move < 0.7 * _MOVES else 0.2)
-        at -= step * (mean / (1 - 0.9**move)) / (np.sqrt(spread / (1 - 0.999**move)) + 1e-8)
+        at -= (
+            step
+            * (mean / (1 - 0.9**move))
+            / (np.sqrt(spread / (1 - 0.999**move)) + 1e-8)
+        )
     return np.exp(at)
 
 
@@ -235,7 +247,9 @@ def coverage(runs: Sequence[Run]) -> list[Coverage]:
             own = [run for run in runs if run.group == group]
             held, low, high = covered(own, without)
             inside, *_ = covered(own, everything)
-            found.append(Coverage(group, len(own), old_covered(own), inside, held, low, high))
+            found.append(
+                Coverage(group, len(own), old_covered(own), inside, held, low, high)
+            )
     return found
 
 
@@ -260,14 +274,20 @@ def toml_text(width: Floats, found: Sequence[Coverage]) -> str:
     ]
     for name, values in zip(("below", "above"), width, strict=True):
         lines += ["", f"[{name}]"]
-        lines += [f"{cause} = {value:.3f}" for cause, value in zip(CAUSES, values, strict=True)]
+        lines += [
+            f"{cause} = {value:.3f}"
+            for cause, value in zip(CAUSES, values, strict=True)
+        ]
     return "\n".join(lines) + "\n"
 
 
 def coverage_text(found: Sequence[Coverage]) -> str:
     """A table of groups, those whose software is named first, with means."""
     parts = []
-    for unknown, title in ((False, "Software as named"), (True, "The same runs, software unknown")):
+    for unknown, title in (
+        (False, "Software as named"),
+        (True, "The same runs, software unknown"),
+    ):
         own = [x for x in found if x.group.endswith(UNKNOWN) == unknown]
         rows = [
             (
@@ -292,7 +312,9 @@ _SHARES = ("old", "fitted", "held")
 def main(argv: Sequence[str]) -> int:
     parser = ArgumentParser("planner_intervals.py")
     parser.add_argument("tables", nargs="*", metavar="TABLE.csv")
-    parser.add_argument("--write", action="store_true", help="the widths into intervals.toml")
+    parser.add_argument(
+        "--write", action="store_true", help="the widths into intervals.toml"
+    )
     args = parser.parse_args(argv)
     if args.tables:
         write_runs(list(collected(args.tables)))

@@ -50,13 +50,28 @@ from phalanx.verify import batch_of
 
 MODELS = {
     "deep": Shape(
-        "deep", layers=6, hidden=256, heads=4, ffn=704, vocab=1024, sequence=128, batch=8
+        "deep",
+        layers=6,
+        hidden=256,
+        heads=4,
+        ffn=704,
+        vocab=1024,
+        sequence=128,
+        batch=8,
     ),
     "wide": Shape(
-        "wide", layers=2, hidden=448, heads=4, ffn=1216, vocab=1024, sequence=128, batch=8
+        "wide",
+        layers=2,
+        hidden=448,
+        heads=4,
+        ffn=1216,
+        vocab=1024,
+        sequence=128,
+        batch=8,
     ),
 }
-MOST = 60  # layouts of one world size; beyond it every second one is left out, pairs still covered
+# layouts of one world size; beyond it every second one is left out, pairs still covered
+MOST = 60
 WARM = 2  # steps of a layout before those that count
 
 
@@ -81,22 +96,35 @@ def layouts(shape: Shape, ranks: int) -> list[Layout]:
             enumerate(("none", "all")),
         )
         for (i, zero), (j, schedule), (k, again) in choices:
-            layout = Layout.parse(f"{mesh} zero{zero} {schedule} recompute:{again} fp32")
+            layout = Layout.parse(
+                f"{mesh} zero{zero} {schedule} recompute:{again} fp32"
+            )
             if not legal(layout, shape):
                 found.append((layout, (i + j + k) % 2 == 0))
-    return [x for x, _ in found] if len(found) <= MOST else [x for x, kept in found if kept]
+    return (
+        [x for x, _ in found]
+        if len(found) <= MOST
+        else [x for x, kept in found if kept]
+    )
 
 
 # ---- measured
 
 
-def steps_of(world: World, shape: Shape, text: str, number: int, count: int) -> list[float]:
+def steps_of(
+    world: World, shape: Shape, text: str, number: int, count: int
+) -> list[float]:
     """Seconds of `count` steps of one layout after those that warm up, in which memory is taken."""
     layout = Layout.parse(text)
     model = build_model(shape)
     program = program_of(model, layout, StepOptions(agree=False))
     held = build_local(
-        world, layout, model, program, precision=precision_of("fp32"), prefix=f"{number}/"
+        world,
+        layout,
+        model,
+        program,
+        precision=precision_of("fp32"),
+        prefix=f"{number}/",
     )
     performer = Executor(held, program, world.rank, AdamW())
     batch = batch_of(shape, 0, dtype=torch.float32)
@@ -141,7 +169,9 @@ def tau(predicted: Sequence[float], measured: Sequence[float]) -> float:
     return agree / total if total else 0.0
 
 
-def scored(name: str, runs: Sequence[CostedRun], profile: SoftwareProfile) -> dict[str, object]:
+def scored(
+    name: str, runs: Sequence[CostedRun], profile: SoftwareProfile
+) -> dict[str, object]:
     rows = [(run.step(profile), run.measured, run.run.name) for run in runs]
     pick, best = min(rows), min(rows, key=lambda row: row[1])
     return {
@@ -195,7 +225,11 @@ def main() -> None:
     add("--rounds", type=int, default=2)
     add("--steps", type=int, default=4, help="timed steps of a layout in each round")
     add("--calibrate", action="store_true")
-    add("--times", type=Path, help="measured times are kept here, and not measured again")
+    add(
+        "--times",
+        type=Path,
+        help="measured times are kept here, and not measured again",
+    )
     add("--all", action="store_true", help="print every layout")
     said = parser.parse_args()
     print(
@@ -206,7 +240,11 @@ def main() -> None:
         if said.machine
         else measure_machine(Path("machine.toml"), max(said.ranks))
     )
-    known = json.loads(said.times.read_text()) if said.times and said.times.is_file() else {}
+    known = (
+        json.loads(said.times.read_text())
+        if said.times and said.times.is_file()
+        else {}
+    )
     groups: dict[str, list[CostedRun]] = {}
     for name, ranks in itertools.product(said.models, said.ranks):
         shape, key = MODELS[name], f"{name}, {ranks}"
@@ -214,13 +252,17 @@ def main() -> None:
         hardware = hardware_of_machine(machine, ranks, "gloo")
         runs = [Measured(str(x), case_of(shape, x)) for x in asked]
         # Predicted before anything runs: what follows only writes the measured times beside it.
-        priced = costed(runs, hardware, partial(cached_costs, target="cpu"), local_profile("fp32"))
+        priced = costed(
+            runs, hardware, partial(cached_costs, target="cpu"), local_profile("fp32")
+        )
         if key not in known:
             known[key] = campaign(shape, ranks, asked, said.rounds, said.steps)
             if said.times:
                 said.times.write_text(json.dumps(known))
         # The least of a layout's steps: other work only ever makes one longer.
-        groups[key] = timed(priced, {name: min(times) for name, times in known[key].items()})
+        groups[key] = timed(
+            priced, {name: min(times) for name, times in known[key].items()}
+        )
         print(f"{key} ranks: {len(asked)} layouts", flush=True)
     report(groups, known, local_profile("fp32"), said)
 
@@ -240,12 +282,18 @@ def report(
     groups: dict[str, list[CostedRun]], known: dict[str, dict[str, list[float]]],
     profile: SoftwareProfile, said: argparse.Namespace,
 ) -> None:  # fmt: skip
-    print("\n" + table("As it comes", [scored(key, g, profile) for key, g in groups.items()]))
+    print(
+        "\n"
+        + table("As it comes", [scored(key, g, profile) for key, g in groups.items()])
+    )
     medians = {
         key: timed(g, {name: statistics.median(x) for name, x in known[key].items()})
         for key, g in groups.items()
     }
-    print("\n" + table("By medians", [scored(key, g, profile) for key, g in medians.items()]))
+    print(
+        "\n"
+        + table("By medians", [scored(key, g, profile) for key, g in medians.items()])
+    )
     agree = (f"{key} {rounds_agree(list(known[key].values())):.2f}" for key in groups)
     print(f"\ntau of the first half of the steps and the second: {'; '.join(agree)}")
     if said.calibrate:
@@ -262,7 +310,9 @@ def report(
         for run in sorted(g, key=lambda run: run.measured):
             found = run.choice(profile)
             parts = "  ".join(f"{n} {1e3 * x:.0f}" for n, x in found.parts.items())
-            print(f"{1e3 * run.measured:7.0f} {1e3 * found.step:7.0f}  {run.run.name}  {parts}")
+            print(
+                f"{1e3 * run.measured:7.0f} {1e3 * found.step:7.0f}  {run.run.name}  {parts}"
+            )
 
 
 if __name__ == "__main__":

@@ -28,7 +28,9 @@ def run(argv: Sequence[str]) -> int:
     """Read the tables, fit without each family, predict every row, print and write how far off."""
     parser = ArgumentParser("planner_score.py")
     parser.add_argument("tables", nargs="+", metavar="TABLE.csv")
-    parser.add_argument("--only", metavar="FAMILY,...", help="score these, held out of all tables")
+    parser.add_argument(
+        "--only", metavar="FAMILY,...", help="score these, held out of all tables"
+    )
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes")
     parser.add_argument(
         "--out", metavar="FILE.csv", help="what was measured and predicted of each run"
@@ -36,7 +38,11 @@ def run(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     rows = [row for path in args.tables for row in read_table(path)]
     published, refused = runs_of(rows, cached_costs)
-    only = args.only.split(",") if args.only else sorted({run.row.family for run in published})
+    only = (
+        args.only.split(",")
+        if args.only
+        else sorted({run.row.family for run in published})
+    )
     scores: list[FamilyScore] = []
     with ProcessPoolExecutor(args.jobs) as pool:
         each = partial(pool.map, chunksize=_CHUNK) if args.jobs > 1 else map
@@ -56,7 +62,16 @@ def _write(path: str, scores: Sequence[FamilyScore]) -> None:
     with open(path, "w", newline="", encoding="utf-8") as file:
         lines = csv.writer(file, lineterminator="\n")
         lines.writerow(
-            ("family", "run", "measured", "held", "fitted", "after", "gb", "predicted_gb")
+            (
+                "family",
+                "run",
+                "measured",
+                "held",
+                "fitted",
+                "after",
+                "gb",
+                "predicted_gb",
+            )
         )
         for each in scores:
             for run in each.runs:

@@ -45,7 +45,9 @@ def written(folder: Path, size: int) -> dict[str, Path]:
     whole = "".join(path.read_text(errors="ignore") for path in modules)[:size]
     texts = [whole[n : n + 2500] for n in range(0, len(whole), 2500)]
     (folder / "t.txt").write_text(whole)
-    (folder / "t.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (folder / "t.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    )
     parquet.write_table(pyarrow.table({"text": texts}), folder / "t.parquet")
     return {name: folder / f"t.{name}" for name in ("txt", "jsonl", "parquet")}
 
@@ -61,16 +63,23 @@ def compare_bytes(folder: Path, rounds: int, before: str) -> None:
         ["git", "archive", before, "src"], cwd=ROOT, capture_output=True, check=True
     )
     (folder / "before").mkdir()
-    subprocess.run(["tar", "-x", "-C", folder / "before"], input=archive.stdout, check=True)
+    subprocess.run(
+        ["tar", "-x", "-C", folder / "before"], input=archive.stdout, check=True
+    )
     sources = {"before": folder / "before" / "src", "now": ROOT / "src"}
-    print("| 24 MB of text | before, MB/s of a core | now | times as fast, median (quartiles) |")
+    print(
+        "| 24 MB of text | before, MB/s of a core | now | times as fast, median (quartiles) |"
+    )
     print("|---|--:|--:|--:|")
     for kind, file in files.items():
         seconds: dict[str, list[float]] = {name: [] for name in sources}
         for n in range(rounds):
             for name, source in sources.items():
                 out = folder / f"{kind}-{name}-{n}"
-                environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
+                environment = os.environ | {
+                    "PYTHONPATH": str(source),
+                    "OMP_NUM_THREADS": "1",
+                }
                 done = subprocess.run(
                     [sys.executable, "-c", TIMED, str(file), str(out)],
                     env=environment, capture_output=True, text=True, check=True,
@@ -88,7 +97,9 @@ def compare_tokenizer(folder: Path, rounds: int) -> None:
     from phalanx.train.data.vocabulary import open_vocabulary
 
     files = written(folder, 8_000_000)
-    texts = [json.loads(line)["text"] for line in files["jsonl"].read_text().splitlines()]
+    texts = [
+        json.loads(line)["text"] for line in files["jsonl"].read_text().splitlines()
+    ]
     words = tokenizers.Tokenizer(tokenizers.models.BPE())
     words.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=4000, show_progress=False)
@@ -112,15 +123,21 @@ def compare_tokenizer(folder: Path, rounds: int) -> None:
             prepare(file, folder / f"{kind}-{n}", vocabulary, share=0.05)
             spent.setdefault(f"prepare .{kind}", []).append(time.process_time() - begun)
     for name, seconds in spent.items():
-        ratios = [a / b for a, b in zip(spent["tokenizers alone"], seconds, strict=True)]
-        print(f"| {name} | {8 / statistics.median(seconds):.1f} | {quartiles(ratios)} |")
+        ratios = [
+            a / b for a, b in zip(spent["tokenizers alone"], seconds, strict=True)
+        ]
+        print(
+            f"| {name} | {8 / statistics.median(seconds):.1f} | {quartiles(ratios)} |"
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=("bytes", "tokenizer"))
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--before", default="cd537ad", help="the commit to compare with")
+    parser.add_argument(
+        "--before", default="cd537ad", help="the commit to compare with"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if args.what == "bytes":

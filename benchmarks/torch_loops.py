@@ -45,7 +45,13 @@ class Plain:
     whole_batch = False  # every rank takes all rows
 
     def __init__(
-        self, sizes: dict[str, int], keys: list[str], rank: int, accum: int, *, compiled: bool
+        self,
+        sizes: dict[str, int],
+        keys: list[str],
+        rank: int,
+        accum: int,
+        *,
+        compiled: bool,
     ) -> None:
         keep_freed_memory()
         self.rank, self.accum, self.numbers = rank, accum, count()
@@ -62,7 +68,9 @@ class Plain:
             {"params": [w for w in weights if w.dim() > 1], "weight_decay": 0.1},
             {"params": [w for w in weights if w.dim() < 2], "weight_decay": 0.0},
         ]
-        self.optimizer = torch.optim.AdamW(self.groups, lr=3e-4, betas=(0.9, 0.95), fused=True)
+        self.optimizer = torch.optim.AdamW(
+            self.groups, lr=3e-4, betas=(0.9, 0.95), fused=True
+        )
 
     def made(self, sizes: dict[str, int], sequence: int) -> Any:
         return Decoder(**sizes)  # type: ignore[arg-type]
@@ -78,7 +86,9 @@ class Plain:
         return self.model.parameters()
 
     def loss(self, own: dict[str, Tensor]) -> Tensor:
-        loss: Tensor = self.model(own["tokens"], own["targets"], positions=own["positions"])
+        loss: Tensor = self.model(
+            own["tokens"], own["targets"], positions=own["positions"]
+        )
         return loss
 
     def around(self, *, last: bool) -> AbstractContextManager[Any]:
@@ -100,7 +110,10 @@ class Plain:
         total = torch.zeros(())
         for part in range(self.accum):
             with self.around(last=part == self.accum - 1):
-                loss = self.loss({n: x.chunk(self.accum)[part] for n, x in mine.items()}) / valid
+                loss = (
+                    self.loss({n: x.chunk(self.accum)[part] for n, x in mine.items()})
+                    / valid
+                )
                 loss.backward()
             total = total + loss.detach()
         return total
@@ -137,7 +150,9 @@ class Ddp(Plain):
         self.ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
 
     def loss(self, own: dict[str, Tensor]) -> Tensor:
-        loss: Tensor = self.ddp(own["tokens"], own["targets"], positions=own["positions"])
+        loss: Tensor = self.ddp(
+            own["tokens"], own["targets"], positions=own["positions"]
+        )
         return loss
 
     def around(self, *, last: bool) -> AbstractContextManager[Any]:
@@ -200,7 +215,9 @@ class Dtensor(Plain):
             parallelize_module(block, mesh, plan)
         ends: dict[str, Any] = {
             "embed.tokens": RowwiseParallel(input_layouts=Replicate()),
-            "head.output": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+            "head.output": ColwiseParallel(
+                output_layouts=Shard(-1), use_local_output=False
+            ),
         }
         parallelize_module(self.model, mesh, ends)
 
@@ -209,7 +226,9 @@ class Dtensor(Plain):
         for block in self.model.layers:
             x = block(x, positions=own["positions"])
         logits = self.model.head.logits(x)
-        return F.cross_entropy(logits.flatten(0, 1), own["targets"].flatten(), reduction="sum")
+        return F.cross_entropy(
+            logits.flatten(0, 1), own["targets"].flatten(), reduction="sum"
+        )
 
     def around(self, *, last: bool) -> AbstractContextManager[Any]:
         return loss_parallel()  # type: ignore[no-any-return]
@@ -223,7 +242,9 @@ class Dtensor(Plain):
         # Matrices are DTensors and the norms' weights are not, which clip_grad_norm_ does not mix.
         both = [group["params"] for group in self.groups]
         cut: Any = get_total_norm([w.grad for w in both[0]])
-        norm = torch.stack([cut.full_tensor(), get_total_norm([w.grad for w in both[1]])]).norm()
+        norm = torch.stack(
+            [cut.full_tensor(), get_total_norm([w.grad for w in both[1]])]
+        ).norm()
         for weights in both:
             clip_grads_with_norm_(weights, 1.0, norm)
 
@@ -273,7 +294,10 @@ class GPipe(Plain):
         ]
         make = getattr(torch_schedules, self.schedule)
         self.order = make(
-            parts if self.chunks > 1 else parts[0], self.accum, loss_fn=self.of, scale_grads=False
+            parts if self.chunks > 1 else parts[0],
+            self.accum,
+            loss_fn=self.of,
+            scale_grads=False,
         )
 
     def weights(self) -> Any:

@@ -54,7 +54,9 @@ OTHER = "the other checkout"
 ALONE = ("plain", "hand")  # loops of one process
 
 
-def over(layouts: tuple[str, ...], backends: tuple[str, ...] = ("gloo", "shm")) -> dict[str, str]:
+def over(
+    layouts: tuple[str, ...], backends: tuple[str, ...] = ("gloo", "shm")
+) -> dict[str, str]:
     return {
         f"phalanx {layout}, {backend}": f"phalanx --ranks N --backend {backend} {layout}"
         for backend in backends for layout in layouts
@@ -111,7 +113,9 @@ def look_at_travels() -> None:
         ways = tuple(span for span in spans if span.op.kind in ops.EXCHANGES)
         # Beside nothing all that they cover is exposed.
         TRAVELS[:] = (
-            (Timeline(each).exposed(self.rank) for each in (ways, spans)) if ways else (0.0, 0.0)
+            (Timeline(each).exposed(self.rank) for each in (ways, spans))
+            if ways
+            else (0.0, 0.0)
         )
         return result
 
@@ -167,7 +171,8 @@ def phalanx(words: list[str], gate_of: Callable[[int], Any]) -> None:
     made, batch, line = Rank.__init__, Rank.batch, RunLog.step
 
     def making(self: Any, world: Any, *args: Any, **options: Any) -> None:
-        gates.append(gate_of(world.rank))  # here, as ranks are forked after this function
+        # here, as ranks are forked after this function
+        gates.append(gate_of(world.rank))
         made(self, world, *args, **options)
 
     def begin(self: Any, step: int) -> Any:
@@ -198,7 +203,11 @@ def run_contender(kind: str, args: argparse.Namespace) -> None:
         keys.append(
             "hang.timeout=0"
         )  # a rank stands still at its gate while the others take their turn
-        options = [*words[: words.index("--backend") + 2]] if "--backend" in words else words[:2]
+        options = (
+            [*words[: words.index("--backend") + 2]]
+            if "--backend" in words
+            else words[:2]
+        )
         layout = words[len(options) :]
         if layout and layout[0].startswith("pp"):
             layout[-1] += f":{args.accum}"
@@ -207,7 +216,9 @@ def run_contender(kind: str, args: argparse.Namespace) -> None:
         keys += ["steps=1000000", f"out={args.out}/run", "validation.batches=0"]
         if args.set_ == "experts":
             look_at_travels()
-        phalanx(["train", *keys, *options, "--layout", " ".join(layout) or "fp32"], gate_of)
+        phalanx(
+            ["train", *keys, *options, "--layout", " ".join(layout) or "fp32"], gate_of
+        )
         return
     gate = gate_of(int(os.environ["RANK"]))
     from torch_loops import LOOPS
@@ -242,12 +253,22 @@ class Contender:
             port = str(free.getsockname()[1])
         own = {"PYTHONPATH": str(source), "STEPS_SOCKET": path, "STEPS_MASKS": masks}
         own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, __file__, "--as", kind, "--size", args.size, "--set", args.set]
+        command = [
+            sys.executable,
+            __file__,
+            "--as",
+            kind,
+            "--size",
+            args.size,
+            "--set",
+            args.set,
+        ]
         command += ["--accum", str(args.accum), "--out", self.folder.name]
         command += ["--memory"] * args.memory
         command += ["--ranks", str(args.ranks)]
         alone = "--ranks 1" in kind or kind.split()[0] in ALONE
-        self.ranks, started = 1 if alone else args.ranks, 1  # phalanx starts its ranks itself
+        # phalanx starts its ranks itself
+        self.ranks, started = 1 if alone else args.ranks, 1
         if not kind.startswith("phalanx"):
             started = self.ranks
         self.log = Path(self.folder.name, "log")
@@ -293,7 +314,9 @@ class Contender:
 
 
 @contextmanager
-def contenders(kinds: dict[str, str], args: argparse.Namespace) -> Iterator[list[Contender]]:
+def contenders(
+    kinds: dict[str, str], args: argparse.Namespace
+) -> Iterator[list[Contender]]:
     made: list[Contender] = []
     try:
         for name, kind in kinds.items():
@@ -302,7 +325,9 @@ def contenders(kinds: dict[str, str], args: argparse.Namespace) -> Iterator[list
     except (OSError, ValueError):
         for each in made:
             if any(process.poll() is not None for process in each.processes):
-                print(f"--- {each.name}\n{each.log.read_text()[-2000:]}", file=sys.stderr)
+                print(
+                    f"--- {each.name}\n{each.log.read_text()[-2000:]}", file=sys.stderr
+                )
         raise
     finally:
         for each in made:
@@ -316,10 +341,17 @@ def measured(kinds: dict[str, str], args: argparse.Namespace) -> None:
         with contenders({name: kind}, args) as (one,):
             for process in one.processes:
                 process.wait()
-            most = [line for line in one.log.read_text().splitlines() if line.startswith("most ")]
+            most = [
+                line
+                for line in one.log.read_text().splitlines()
+                if line.startswith("most ")
+            ]
             if not most:
                 raise ValueError(f"{name} did not come to its end")
-            print(f"| {name} | {max(int(m.split()[1]) for m in most) / 1e6:.0f} |", flush=True)
+            print(
+                f"| {name} | {max(int(m.split()[1]) for m in most) / 1e6:.0f} |",
+                flush=True,
+            )
 
 
 def timed(kinds: dict[str, str], args: argparse.Namespace) -> None:
@@ -345,10 +377,14 @@ def timed(kinds: dict[str, str], args: argparse.Namespace) -> None:
         ratios = [a / b for a, b in zip(each, rounds[base], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
         wall, cpu = (statistics.median(x) * 1e3 for x in (each, worked[name]))
-        print(f"| {name} | {wall:.1f} | {middle:.3f} ({low:.3f}-{high:.3f}) | {cpu:.0f} |")
+        print(
+            f"| {name} | {wall:.1f} | {middle:.3f} ({low:.3f}-{high:.3f}) | {cpu:.0f} |"
+        )
     for one in every:
         if any(on_the_way for on_the_way, _ in one.travels):
-            ways, exposed = (statistics.median(x) * 1e3 for x in zip(*one.travels, strict=True))
+            ways, exposed = (
+                statistics.median(x) * 1e3 for x in zip(*one.travels, strict=True)
+            )
             shares = [1 - b / a for a, b in one.travels if a]
             print(
                 f"\n{one.name}: tokens on their way {ways:.1f} ms of a rank's step, {exposed:.1f} of them"
@@ -362,18 +398,30 @@ def main() -> None:
     )
     parser.add_argument("set", choices=SETS, nargs="?", default="one")
     parser.add_argument("--size", choices=SIZES, default="5m")
-    parser.add_argument("--accum", type=int, default=0, help="microbatches: 1, of pipelines 8")
+    parser.add_argument(
+        "--accum", type=int, default=0, help="microbatches: 1, of pipelines 8"
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=3, help="of each turn")
-    parser.add_argument("--only", nargs="+", default=(), metavar="PATTERN", help="those it matches")
-    parser.add_argument("--base", help="the contender that ratios are to")
-    parser.add_argument("--memory", action="store_true", help="count bytes, not seconds")
-    parser.add_argument("--beside", type=Path, metavar="SRC", help="another checkout's src too")
     parser.add_argument(
-        "--beside-masks", default="document_masks=false", help="its key for no document masks"
+        "--only", nargs="+", default=(), metavar="PATTERN", help="those it matches"
     )
-    parser.add_argument("--beside-backend", default="--backend", help="its option for the backend")
+    parser.add_argument("--base", help="the contender that ratios are to")
+    parser.add_argument(
+        "--memory", action="store_true", help="count bytes, not seconds"
+    )
+    parser.add_argument(
+        "--beside", type=Path, metavar="SRC", help="another checkout's src too"
+    )
+    parser.add_argument(
+        "--beside-masks",
+        default="document_masks=false",
+        help="its key for no document masks",
+    )
+    parser.add_argument(
+        "--beside-backend", default="--backend", help="its option for the backend"
+    )
     for hidden in ("--as", "--set", "--out"):
         parser.add_argument(hidden, dest=f"{hidden[2:]}_", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -32,7 +32,9 @@ def strips(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
 
 def main() -> None:
     torch.manual_seed(0)
-    print("| tokens, window | mask of all pairs, ms | strips, ms | ratio |\n|---|--:|--:|--:|")
+    print(
+        "| tokens, window | mask of all pairs, ms | strips, ms | ratio |\n|---|--:|--:|--:|"
+    )
     for length, window in ((1024, 512), (2048, 512), (4096, 512), (4096, 128)):
         shapes = [(1, length, heads, 64) for heads in (8, 2, 2)]
         qkv = [torch.randn(shape, requires_grad=True) for shape in shapes]
@@ -41,7 +43,9 @@ def main() -> None:
             for function in (masked, strips):
                 began = time.process_time()
                 function(*qkv, window).sum().backward()
-                spent.setdefault(function.__name__, []).append(time.process_time() - began)
+                spent.setdefault(function.__name__, []).append(
+                    time.process_time() - began
+                )
         all_pairs, own = (statistics.median(each) for each in spent.values())
         times = f"{1e3 * all_pairs:.0f} | {1e3 * own:.0f} | {own / all_pairs:.2f}"
         print(f"| {length:,}, {window} | {times} |")

@@ -23,7 +23,12 @@ class Core(nn.Module):
     """Softmax attention, causal; a document's tokens see only each other."""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, documents: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        documents: Tensor | None,
     ) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         mask = None
@@ -47,7 +52,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor, documents: Tensor | None) -> Tensor:
         # -1 and the head's size: a rank of tp holds fewer heads and need not know.
-        q, k, v = (w(x).unflatten(-1, (-1, SIZE)) for w in (self.query, self.key, self.value))
+        q, k, v = (
+            w(x).unflatten(-1, (-1, SIZE)) for w in (self.query, self.key, self.value)
+        )
         return self.out(self.core(q, k, v, positions, documents).flatten(2))
 
 
@@ -68,7 +75,9 @@ class Block(nn.Module):
         super().__init__()
         self.norm, self.attention, self.mlp = nn.LayerNorm(HIDDEN), Attention(), Mlp()
 
-    def forward(self, x: Tensor, *, positions: Tensor, documents: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, *, positions: Tensor, documents: Tensor | None = None
+    ) -> Tensor:
         y = self.norm(x)
         return x + self.attention(y, positions, documents) + self.mlp(y)
 
@@ -85,7 +94,9 @@ class Embed(nn.Module):
 
 class SummedLoss(nn.Module):
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
+        return F.cross_entropy(
+            logits.flatten(0, -2), targets.flatten(), reduction="sum"
+        )
 
 
 class Head(nn.Module):

@@ -86,7 +86,9 @@ def formulas(out: Path) -> Path:
     sources = [HERE / "formulas.py", HERE / "formula.py"]
     for package in ("models", "parallel", "cost", "layout", "program"):
         sources += sorted((SOURCE / package).glob("*.py"))
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+    digest = hashlib.sha256(
+        b"".join(path.read_bytes() for path in sources)
+    ).hexdigest()[:16]
     made = out.parent / f"costs-{digest}.json"
     if not made.exists():
         print("costs of pieces: five minutes on two cores, once")
@@ -106,14 +108,18 @@ def playground(out: Path, costs: Path) -> None:
     scripts.mkdir()
     for name, content in files.items():
         text = base64.b64encode(gzip.compress(content, 9, mtime=0)).decode()
-        (scripts / f"{name}.js").write_text(f'(self.FILES ??= {{}})["{name}"] = "{text}";\n')
+        (scripts / f"{name}.js").write_text(
+            f'(self.FILES ??= {{}})["{name}"] = "{text}";\n'
+        )
     loaded = "".join(f'<script src="files/{name}.js"></script>\n' for name in files)
     style = f"<style>\n{(HERE / 'playground.css').read_text()}</style>"
     script = f"<script>\n{(HERE / 'playground.js').read_text()}</script>"
     body = (style, navigation(), (HERE / "playground.html").read_text(), loaded, script)
     page = frame("phalanx playground", *body)
     policy = f'http-equiv="Content-Security-Policy" content="{_POLICY}"'
-    page, count = re.subn('http-equiv="Content-Security-Policy" content="[^"]*"', policy, page)
+    page, count = re.subn(
+        'http-equiv="Content-Security-Policy" content="[^"]*"', policy, page
+    )
     assert count == 1
     (out / "playground.html").write_text(page, encoding="utf-8")
 
@@ -123,7 +129,13 @@ def package() -> bytes:
     paths = {SOURCE / "__init__.py": "phalanx/__init__.py"}
     for name in PACKAGES:
         for path in sorted((SOURCE / name).rglob("*")):
-            if path.is_file() and path.suffix in (".py", ".toml", ".html", ".css", ".js"):
+            if path.is_file() and path.suffix in (
+                ".py",
+                ".toml",
+                ".html",
+                ".css",
+                ".js",
+            ):
                 paths[path] = f"phalanx/{path.relative_to(SOURCE)}"
     paths |= {HERE / name: name for name in ("formula.py", "play.py")}
     made = io.BytesIO()
@@ -143,7 +155,9 @@ def runtime() -> dict[str, bytes]:
         (packed,) = Path(folder).glob("*.tgz")
         content = packed.read_bytes()
     if hashlib.sha256(content).hexdigest() != SHA256:
-        raise SystemExit(f"pyodide {PYODIDE} from npm is not the one this was written for")
+        raise SystemExit(
+            f"pyodide {PYODIDE} from npm is not the one this was written for"
+        )
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:
         found = {name: archive.extractfile(f"package/{name}") for name in RUNTIME}
         return {name: file.read() for name, file in found.items() if file}
@@ -158,17 +172,23 @@ def navigation(up: str = "") -> Html:
         "lab.html": "lecture", "wall.html": "verification wall",
     }  # fmt: skip
     items = [tag("a", name, href=f"{up}{to}") for to, name in links.items()]
-    return tag("nav", *(part for item in items for part in (item, " ")), aria_label="Pages")
+    return tag(
+        "nav", *(part for item in items for part in (item, " ")), aria_label="Pages"
+    )
 
 
 def documents(out: Path) -> None:
     """README and every page of docs, from their Markdown."""
     render = MarkdownIt("commonmark", {"html": False}).enable("table")
     pages = {TREE / "README.md": "index.html"}
-    pages |= {path: f"docs/{path.stem}.html" for path in sorted((TREE / "docs").glob("*.md"))}
+    pages |= {
+        path: f"docs/{path.stem}.html" for path in sorted((TREE / "docs").glob("*.md"))
+    }
     pages[TREE / "torch-shm" / "README.md"] = "docs/torch-shm.html"
     (out / "docs").mkdir(exist_ok=True)
-    shutil.copytree(TREE / "docs" / "pictures", out / "docs" / "pictures", dirs_exist_ok=True)
+    shutil.copytree(
+        TREE / "docs" / "pictures", out / "docs" / "pictures", dirs_exist_ok=True
+    )
     listed = []
     for path, name in pages.items():
         depth = "../" * name.count("/")
@@ -178,11 +198,16 @@ def documents(out: Path) -> None:
         tokens = render.parse(text.removeprefix(title[0]))
         _name_headings(tokens)
         body = render.renderer.render(tokens, render.options, {})
-        body = _linked(body, path, pages).replace("<table>", '<div class="scroll"><table>')
-        body = body.replace("</table>", "</table></div>").replace("<th></th>", "<td></td>")
+        body = _linked(body, path, pages).replace(
+            "<table>", '<div class="scroll"><table>'
+        )
+        body = body.replace("</table>", "</table></div>").replace(
+            "<th></th>", "<td></td>"
+        )
         page = frame(title[1], _STYLE, navigation(depth), body)
         (out / name).write_text(
-            page.replace("img-src data:", "img-src 'self' file: data:"), encoding="utf-8"
+            page.replace("img-src data:", "img-src 'self' file: data:"),
+            encoding="utf-8",
         )
         listed.append((title[1], name))
     rows = [tag("li", tag("a", title, href=f"../{name}")) for title, name in listed]
@@ -222,7 +247,9 @@ def lecture(path: Path) -> None:
         check=True, stdout=subprocess.DEVNULL,
     )  # fmt: skip
     page = path.read_text(encoding="utf-8")
-    path.write_text(page.replace("<h1>", f"{_STYLE}{navigation()}<h1>", 1), encoding="utf-8")
+    path.write_text(
+        page.replace("<h1>", f"{_STYLE}{navigation()}<h1>", 1), encoding="utf-8"
+    )
 
 
 def verification_wall(out: Path) -> None:

@@ -31,17 +31,25 @@ def cut_key(shape: Shape, cut: Layout) -> str:
     """A name for all cuts that run the same operations: only the number of ranks of tp is a size."""
     few = "one head" if cut.cp > 1 and shape.heads == cut.tp else ""
     tensor = "seq" if cut.seq else "tp" if cut.tp > 1 else ""
-    context = ".".join(f"{part}{cut.mesh.of(f'cp.{part}')}" for part in ("ring", "ulysses"))
+    context = ".".join(
+        f"{part}{cut.mesh.of(f'cp.{part}')}" for part in ("ring", "ulysses")
+    )
     words = tensor, few, context, cut.schedule, cut.recompute, cut.precision, cut.matmul
     return " ".join(filter(None, words))
 
 
-def local(shape: Shape, cut: Layout, rows: float, sequence: int, numbers: int) -> dict[str, float]:
+def local(
+    shape: Shape, cut: Layout, rows: float, sequence: int, numbers: int
+) -> dict[str, float]:
     """The sizes that a rank has. The loss takes its logits in chunks of so many numbers."""
     tp, multiple = cut.tp, cut.cp * 2 * (cut.tp if cut.seq else 1)
     whole = -(-sequence // multiple) * multiple if cut.cp > 1 or cut.seq else sequence
     s, d = whole / cut.cp, shape.head_dim
-    groups, words, tokens = max(1, shape.kv_heads // tp), -(-shape.vocab // tp), rows * s
+    groups, words, tokens = (
+        max(1, shape.kv_heads // tp),
+        -(-shape.vocab // tp),
+        rows * s,
+    )
     chunk = min(tokens, max(1, numbers // words))
     return {
         "b": rows, "s": s, "u": s / tp, "h": shape.hidden, "f": shape.ffn / tp,
@@ -77,7 +85,11 @@ class NoFormula(ValueError):
 
 
 def costs_from(
-    table: Mapping[str, Any], model: Shape | str, layouts: Iterable[Layout], *, sequence: int = 0
+    table: Mapping[str, Any],
+    model: Shape | str,
+    layouts: Iterable[Layout],
+    *,
+    sequence: int = 0,
 ) -> dict[Layout, PieceKinds]:
     """What `phalanx.cost.cached_costs` gives, from a table of formulas."""
     assert isinstance(model, Shape)

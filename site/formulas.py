@@ -63,11 +63,15 @@ def cuts(family: str) -> Iterator[Layout]:
                     yield piece_layout(Layout.parse(" ".join(words.split())))
 
 
-def sample(facts: Mapping[str, Any], cut: Layout, rng: random.Random) -> tuple[Shape, Layout, int]:
+def sample(
+    facts: Mapping[str, Any], cut: Layout, rng: random.Random
+) -> tuple[Shape, Layout, int]:
     """A random shape and cut, and how many rows."""
     tp = rng.choice((2, 3, 4)) if cut.tp > 1 else 1
     if tp > 1:
-        axes = tuple(replace(a, parts=(tp,)) if a.name == "tp" else a for a in cut.mesh.axes)
+        axes = tuple(
+            replace(a, parts=(tp,)) if a.name == "tp" else a for a in cut.mesh.axes
+        )
         cut = replace(cut, mesh=replace(cut.mesh, axes=axes))
     groups = rng.randint(1, 3) * tp
     sequence = tp * cut.cp * 2 * rng.randint(5, 14)
@@ -97,7 +101,9 @@ class Moments:
                 live.moments = []  # type: ignore[attr-defined]
                 runs.append(live.moments)  # type: ignore[attr-defined]
             if size > 0:
-                on = next((name for name, page in live.pages.items() if page is live.page), "")
+                on = next(
+                    (name for name, page in live.pages.items() if page is live.page), ""
+                )
                 live.moments.append((on, float(live.now)))  # type: ignore[attr-defined]
 
         Live.count = count  # type: ignore[method-assign]
@@ -139,7 +145,9 @@ def fitted(job: tuple[str, Layout]) -> tuple[str, str, list[Any]]:
         with Moments() as runs, mock.patch.dict(loss.NUMBERS, meta=chunk):
             (costs,) = cost_kinds(build_model(shape), one, (batch,), target="cuda")
         assert len(costs) == len(runs) == 3
-        rows.append(features(local(shape, one, batch, shape.sequence, chunk), seq=cut.seq))
+        rows.append(
+            features(local(shape, one, batch, shape.sequence, chunk), seq=cut.seq)
+        )
         for n, (cost, moments) in enumerate(zip(costs, runs, strict=True)):
             out: list[float] = []
             template = flat(replace(cost, temporary=0.0), out)
@@ -180,10 +188,14 @@ def _solve(at: np.ndarray, wanted: np.ndarray) -> list[dict[str, Any]]:
     factors = np.round(factors * 96) / 96
     error = np.abs(at @ factors - wanted).max(axis=0)
     assert error.max() < 1e-3, f"no formula for {np.flatnonzero(error > 1e-3)}"
-    return [{"f": [[int(n), float(c[n])] for n in np.flatnonzero(c)]} for c in factors.T]
+    return [
+        {"f": [[int(n), float(c[n])] for n in np.flatnonzero(c)]} for c in factors.T
+    ]
 
 
-def _many(facts: Mapping[str, Any], cut: Layout, rng: random.Random) -> Iterator[list[float]]:
+def _many(
+    facts: Mapping[str, Any], cut: Layout, rng: random.Random
+) -> Iterator[list[float]]:
     """Sizes of many models, small and large."""
     for _ in range(MOST):
         x = {"b": float(rng.choice((1, 2, 4, 8)))}
@@ -204,7 +216,9 @@ def _many(facts: Mapping[str, Any], cut: Layout, rng: random.Random) -> Iterator
         yield features(x, seq=cut.seq)
 
 
-def _highest(moments: Sequence[dict[str, Any]], many: np.ndarray) -> list[dict[str, Any]]:
+def _highest(
+    moments: Sequence[dict[str, Any]], many: np.ndarray
+) -> list[dict[str, Any]]:
     """The moments that are the highest for any of these sizes."""
     factors = np.zeros((many.shape[1], len(moments)))
     for column, moment in enumerate(moments):
@@ -221,7 +235,9 @@ def main() -> None:
         for kind, cut, forms in pool.imap_unordered(fitted, jobs):
             table.setdefault(kind, {})[cut] = forms
     out.write_text(json.dumps(table, separators=(",", ":")))
-    print(f"{out}: {len(jobs)} cuts of {len(families)} families, {out.stat().st_size / 1e6:.1f} MB")
+    print(
+        f"{out}: {len(jobs)} cuts of {len(families)} families, {out.stat().st_size / 1e6:.1f} MB"
+    )
 
 
 if __name__ == "__main__":

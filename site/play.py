@@ -110,7 +110,9 @@ def _page(picture: Picture) -> str:
     return frame(picture.title, timeline(picture), narrow=False)
 
 
-def _unpriced(layout: Layout, shape: Shape, program: Program, why: NoFormula) -> dict[str, str]:
+def _unpriced(
+    layout: Layout, shape: Shape, program: Program, why: NoFormula
+) -> dict[str, str]:
     """A step as `phalanx draw` shows it without a cluster: in the time of a mean stage's forward."""
     picture = replace(step_of(layout, shape, {}), program=program).picture()
     words = [
@@ -119,7 +121,12 @@ def _unpriced(layout: Layout, shape: Shape, program: Program, why: NoFormula) ->
         " in pieces and units, not bytes.",
     ]
     picture = replace(picture, notes=(*picture.notes, *_notes(layout)))
-    return {"page": _page(picture), "summary": paragraphs(words), "memory": "", "step": ""}
+    return {
+        "page": _page(picture),
+        "summary": paragraphs(words),
+        "memory": "",
+        "step": "",
+    }
 
 
 def _shape(asked: Asked) -> Shape:
@@ -127,7 +134,9 @@ def _shape(asked: Asked) -> Shape:
         try:
             config = json.loads(asked.model)
         except json.JSONDecodeError as error:
-            raise ValueError(f"config.json: line {error.lineno} is no JSON: {error.msg}") from None
+            raise ValueError(
+                f"config.json: line {error.lineno} is no JSON: {error.msg}"
+            ) from None
         shape = shape_of(config, "config.json")
     else:
         shape = Shape.load(asked.model.strip())
@@ -138,10 +147,16 @@ def _shape(asked: Asked) -> Shape:
 
 def _layout(text: str) -> Layout:
     layout = Layout.parse(text)
-    return layout if "precision" in Layout.written(text) else replace(layout, precision=BF16)
+    return (
+        layout
+        if "precision" in Layout.written(text)
+        else replace(layout, precision=BF16)
+    )
 
 
-def _request(shape: Shape, device: str, ranks: int, costs: Mapping[str, Any]) -> Request:
+def _request(
+    shape: Shape, device: str, ranks: int, costs: Mapping[str, Any]
+) -> Request:
     hardware = hardware_of(cluster(f"{device}x{ranks}"))
     return Request(
         shape, hardware, profile_for(hardware, None, BF16), partial(costs_from, costs),
@@ -159,7 +174,9 @@ def _notes(layout: Layout) -> tuple[str, ...]:
     if layout.ranks == layout.pp:
         return ()
     each = layout.ranks // layout.pp
-    return (f"A row stands for {each} ranks, which do the same with other data or other parts.",)
+    return (
+        f"A row stands for {each} ranks, which do the same with other data or other parts.",
+    )
 
 
 def _memory(kinds: Mapping[str, float], room: float) -> Html:
@@ -229,11 +246,16 @@ def _changed(x: Layout, shape: Shape) -> Iterator[Layout]:
     for base in (x, *nearest(x, shape, most=_MESHES)):
         counts = [base.microbatches * 2**k for k in range(5)]
         zeros = [z for z in (0, 1, 3) if z >= base.zero] if base.dp > 1 else [base.zero]
-        changes = sorted(product(range(len(modes)), range(len(counts)), range(len(zeros))), key=sum)
+        changes = sorted(
+            product(range(len(modes)), range(len(counts)), range(len(zeros))), key=sum
+        )
         for mode, count, zero in changes:
             try:
                 made = replace(
-                    base, zero=zeros[zero], recompute=modes[mode], microbatches=counts[count]
+                    base,
+                    zero=zeros[zero],
+                    recompute=modes[mode],
+                    microbatches=counts[count],
                 )
             except LayoutError:
                 continue

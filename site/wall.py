@@ -48,7 +48,8 @@ MODELS = {
     "olmo": "OLMo style", "experts": "with experts", "latent": "DeepSeek style",
     "sinks": "gpt-oss style", "odd": "odd widths", "mlp": "MLP",
 }  # fmt: skip
-_FOUR = ("gqa", "gpt", "experts", "latent")  # over processes, which take seconds to start
+# over processes, which take seconds to start
+_FOUR = ("gqa", "gpt", "experts", "latent")
 _BF16 = "bfloat16"
 # Parts of the wall that compare layouts: their backend, dtype and models.
 COMPARISONS: dict[str, tuple[str, str, Iterable[str]]] = {
@@ -77,13 +78,20 @@ def compared(part: str) -> Data:
             if broken := legal(layout, shape):
                 cells[str(layout)][model] = {"none": broken[0].what}
         fit = [layout for layout in LAYOUTS if model not in cells[str(layout)]]
-        chosen = [x if dtype == _BF16 else replace(x, precision=COMPARED[dtype]) for x in fit]
+        chosen = [
+            x if dtype == _BF16 else replace(x, precision=COMPARED[dtype]) for x in fit
+        ]
         rows = {str(x): str(layout) for x, layout in zip(chosen, fit, strict=True)}
         for verdict in verify(shape, chosen, backend=backend, dtype=dtype):
             cells[rows[verdict.layout]][model] = _cell(verdict)
         print(part, model, flush=True)
     sizes = {model: sizes_of(SHAPES[model]) for model in models}
-    return _made() | {"backend": backend, "dtype": dtype, "models": sizes, "cells": cells}
+    return _made() | {
+        "backend": backend,
+        "dtype": dtype,
+        "models": sizes,
+        "cells": cells,
+    }
 
 
 def sizes_of(shape: Shape) -> str:
@@ -96,7 +104,9 @@ def sizes_of(shape: Shape) -> str:
             f"a vocabulary of {shape.vocab}",
         ]
     if shape.experts:
-        words.append(f"{shape.experts} experts of width {shape.expert_ffn}, {shape.top_k} a token")
+        words.append(
+            f"{shape.experts} experts of width {shape.expert_ffn}, {shape.top_k} a token"
+        )
     rows = f"{shape.batch} sequences of {shape.sequence} tokens"
     words.append(rows if shape.kind == "decoder" else f"{shape.batch} rows")
     return ", ".join(words)
@@ -123,12 +133,19 @@ def own_code() -> Data:
             if layout not in fit:
                 cells[str(layout)][name] = {"none": "refused for this family"}
         exact = {str(replace(x, precision=FP64)): str(x) for x in fit}
-        found = verify(shape, map(Layout.parse, exact), steps=2, make=partial(families.load, name))
+        found = verify(
+            shape, map(Layout.parse, exact), steps=2, make=partial(families.load, name)
+        )
         for verdict in found:
             cells[exact[verdict.layout]][name] = _cell(verdict)
         print(OWN_CODE, name, flush=True)
     dtype = DTYPES[FP64].torch
-    return _made() | {"backend": THREADS, "dtype": dtype, "models": sizes, "cells": cells}
+    return _made() | {
+        "backend": THREADS,
+        "dtype": dtype,
+        "models": sizes,
+        "cells": cells,
+    }
 
 
 def _cell(verdict: Any) -> Data:
@@ -147,8 +164,11 @@ def seeded_faults() -> Data:
         caught = catch(fault, fault.dtypes[0])
         with fault.patch():
             try:
-                sums = placement_faults(partial(build_model, SHAPES[fault.shape]), fault.layout)
-            except Exception as error:  # of code that cannot run without numbers: nothing is found
+                sums = placement_faults(
+                    partial(build_model, SHAPES[fault.shape]), fault.layout
+                )
+            # of code that cannot run without numbers: nothing is found
+            except Exception as error:
                 sums = (refusal_of(error),)
         rows.append(
             {
@@ -171,7 +191,9 @@ def changed_programs() -> Data:
         for old, new in mistake["edits"]:
             assert text.count(old) == 1, (mistake["fault"], old, text)
             text = text.replace(old, new)
-        rows.append(mistake | {"check": faults(Program.parse(text, mistake["fault"]))[:1]})
+        rows.append(
+            mistake | {"check": faults(Program.parse(text, mistake["fault"]))[:1]}
+        )
     return _made() | {"rows": rows}
 
 
@@ -196,14 +218,18 @@ def _made() -> dict[str, Any]:
 
 
 def _git(*words: str) -> str:
-    done = subprocess.run(["git", *words], cwd=HERE, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["git", *words], cwd=HERE, capture_output=True, text=True, check=True
+    )
     return done.stdout.strip()
 
 
 def commits_since(commit: str) -> int | None:
     """The commits that have changed the source since; None where git does not know that commit."""
     try:
-        return int(_git("rev-list", "--count", f"{commit.split()[0]}..HEAD", "--", str(SOURCE)))
+        return int(
+            _git("rev-list", "--count", f"{commit.split()[0]}..HEAD", "--", str(SOURCE))
+        )
     except (OSError, subprocess.CalledProcessError, IndexError, ValueError):
         return None
 
@@ -226,7 +252,11 @@ def page(data: Data, today: date, since: Since = commits_since) -> list[Html]:
     """The parts of the wall's page, as it is read on a day."""
     parts = [_verdict(data), paragraphs(_ABOUT)]
     for part, title in TITLES.items():
-        shown = _matrix(part, data[part], _age(data[part], today, since)) if part in data else _GAP
+        shown = (
+            _matrix(part, data[part], _age(data[part], today, since))
+            if part in data
+            else _GAP
+        )
         parts += [tag("h2", title), shown]
     programs, faulty = data.get("programs"), data.get("faults")
     if programs and faulty:
@@ -268,18 +298,24 @@ def red(data: Data) -> list[str]:
             continue
         for layout, row in data[part]["cells"].items():
             cells = [(model, row.get(model)) for model in data[part]["models"]]
-            wrong += [f"{part} {model} {layout}" for model, cell in cells if is_red(cell)]
+            wrong += [
+                f"{part} {model} {layout}" for model, cell in cells if is_red(cell)
+            ]
     for part, key in (("faults", "verify"), ("programs", "check")):
         if part not in data:
             wrong.append(f"{part} was not measured")
             continue
-        wrong += [f"{part} {row['fault']}" for row in data[part]["rows"] if not row[key]]
+        wrong += [
+            f"{part} {row['fault']}" for row in data[part]["rows"] if not row[key]
+        ]
     return wrong
 
 
 def is_red(cell: Data | None) -> bool:
     """True of a layout that differs from one process, and of one that was not measured."""
-    return cell is None or ("none" not in cell and ("differs" in cell or cell["allowed"] > 1))
+    return cell is None or (
+        "none" not in cell and ("differs" in cell or cell["allowed"] > 1)
+    )
 
 
 def _age(data: Data, today: date, since: Since) -> Html:
@@ -303,28 +339,41 @@ def command(part: str, data: Data, model: str, layouts: Iterable[str]) -> str:
 
 def _matrix(part: str, data: Data, age: Html) -> Html:
     sizes, cells = data["models"], data["cells"]
-    head = [tag("span", MODELS.get(model, model), title=sizes[model]) for model in sizes]
+    head = [
+        tag("span", MODELS.get(model, model), title=sizes[model]) for model in sizes
+    ]
     rows = []
     for layout, row in cells.items():
         shown = [_shown(part, data, layout, model, row.get(model)) for model in sizes]
         if any(cell != NONE for cell in shown):
             rows.append((tag("code", layout), *shown))
-    ran = {m: [x for x, row in cells.items() if "error" in row.get(m, ())] for m in sizes}
+    ran = {
+        m: [x for x, row in cells.items() if "error" in row.get(m, ())] for m in sizes
+    }
     lines = "\n".join(command(part, data, m, layouts) for m, layouts in ran.items())
-    again = tag("details", tag("summary", "Commands, one for each column"), tag("pre", lines))
-    listed = [(MODELS.get(model, model), tag("code", model), text) for model, text in sizes.items()]
+    again = tag(
+        "details", tag("summary", "Commands, one for each column"), tag("pre", lines)
+    )
+    listed = [
+        (MODELS.get(model, model), tag("code", model), text)
+        for model, text in sizes.items()
+    ]
     shapes = table(("column", "model", "sizes"), listed, left=True)
     return Html(tag("p", age) + table(("layout", *head), rows) + shapes + again)
 
 
-def _shown(part: str, data: Data, layout: str, model: str, cell: Data | None) -> Html | str:
+def _shown(
+    part: str, data: Data, layout: str, model: str, cell: Data | None
+) -> Html | str:
     if cell is None:
         return tag("span", "missing", title="not measured", cls="bad")
     if "none" in cell:
         return NONE
     again = command(part, data, model, [layout])
     if is_red(cell):
-        return tag("span", "differs", title=f"{cell.get('differs', '')}\n{again}", cls="bad")
+        return tag(
+            "span", "differs", title=f"{cell.get('differs', '')}\n{again}", cls="bad"
+        )
     value = f"{cell['allowed']:.2f}" if part == _BF16 else f"{cell['error']:.0e}"
     return tag("span", value, title=f"{data['date']}: {again}")
 
@@ -385,7 +434,9 @@ def _faults(data: Data, age: Html) -> Iterable[Html]:
         layout = tag("code", row["layout"] + dtype)
         loss = f"{row['loss'][0]:.0e}, {row['loss'][1]:.0e}"
         rows.append((row["fault"], layout, found, _first(row["sums"]) or NONE, loss))
-    caught, sums = (sum(bool(row[key]) for row in data["rows"]) for key in ("verify", "sums"))
+    caught, sums = (
+        sum(bool(row[key]) for row in data["rows"]) for key in ("verify", "sums")
+    )
     blind = sum(max(row["loss"]) < 1e-3 for row in data["rows"])
     yield tag("p", age)
     yield paragraphs(
@@ -396,7 +447,13 @@ def _faults(data: Data, age: Html) -> Iterable[Html]:
             "PYTHONPATH=tests python -m seeded 'WORDS OF ITS NAME' reproduces one, make faults all.",
         ]
     )
-    head = ("mistake", "layout", "verify says", "check --sums says", "loss off, 1 and 3 steps")
+    head = (
+        "mistake",
+        "layout",
+        "verify says",
+        "check --sums says",
+        "loss off, 1 and 3 steps",
+    )
     yield table(head, rows, left=True)
 
 

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))),
+    None,
 )
 needs_chromium = pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
 _QUIET = (
@@ -33,7 +34,12 @@ def opened(written: str, folder: Path) -> tuple[str, list[str]]:
     page = folder / "page.html"
     page.write_text(written)
     done = subprocess.run(
-        [str(CHROMIUM), *_FLAGS.split(), f"--user-data-dir={folder / 'profile'}", page.as_uri()],
+        [
+            str(CHROMIUM),
+            *_FLAGS.split(),
+            f"--user-data-dir={folder / 'profile'}",
+            page.as_uri(),
+        ],
         capture_output=True,
         text=True,
         timeout=120,
@@ -49,7 +55,8 @@ class Tab:
         self._said, self._heard, self._numbers = said, heard, itertools.count(1)
         self._session = ""
         self.console: list[str] = []
-        self.outside: list[str] = []  # requests to any host, of pages, frames and workers
+        # requests to any host, of pages, frames and workers
+        self.outside: list[str] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         found = self.call("Target.attachToTarget", targetId=target, flatten=True)
         self._session = found["sessionId"]
@@ -97,7 +104,9 @@ class Tab:
             parts += byte
         return bytes(parts)
 
-    def open(self, url: str, *, width: int = 1200, height: int = 900, dark: bool = False) -> None:
+    def open(
+        self, url: str, *, width: int = 1200, height: int = 900, dark: bool = False
+    ) -> None:
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width, height=height, deviceScaleFactor=1, mobile=width < 600,
@@ -109,7 +118,10 @@ class Tab:
 
     def js(self, expression: str) -> Any:
         found = self.call(
-            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+            "Runtime.evaluate",
+            expression=expression,
+            returnByValue=True,
+            awaitPromise=True,
         )
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
@@ -147,7 +159,11 @@ def browser(folder: Path) -> Iterator[Tab]:
         os.dup2(kept[0], 3)
         os.dup2(kept[1], 4)
 
-    flags = [*_QUIET.split(), "--host-resolver-rules=MAP * ~NOTFOUND", "--remote-debugging-pipe"]
+    flags = [
+        *_QUIET.split(),
+        "--host-resolver-rules=MAP * ~NOTFOUND",
+        "--remote-debugging-pipe",
+    ]
     flags.append(f"--user-data-dir={folder / 'profile'}")
     process = subprocess.Popen(
         [str(CHROMIUM), *flags], close_fds=False, preexec_fn=ends,
@@ -169,9 +185,13 @@ AXE = "4.14.1"
 def axe_source(folder: Path) -> str:
     """The script of axe-core, which looks for what people with disabilities cannot use; from npm."""
     words = ["npm", "pack", "--silent", f"axe-core@{AXE}"]
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        words, cwd=folder, capture_output=True, text=True, check=False
+    )
     if done.returncode:
-        pytest.skip("axe-core is not to be had from npm here, so that nothing can be said")
+        pytest.skip(
+            "axe-core is not to be had from npm here, so that nothing can be said"
+        )
     with tarfile.open(next(folder.glob("axe-core-*.tgz"))) as archive:
         script = archive.extractfile("package/axe.min.js")
         assert script

@@ -19,7 +19,11 @@ LONG = (
 
 # What every rank of a test would load again, up to a second for each: the process from which they are
 # forked has it beside what it loads itself.
-LOADED = ("phalanx.verify", "phalanx.train.loop", "torch.fx.experimental.symbolic_shapes")
+LOADED = (
+    "phalanx.verify",
+    "phalanx.train.loop",
+    "torch.fx.experimental.symbolic_shapes",
+)
 
 
 def pytest_configure() -> None:
@@ -36,7 +40,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     rest = [item for item in items if item.path.name not in SPREAD]
     rest.sort(key=lambda item: item.path.name not in LONG)
     share = -(-len(rest) // workers)
-    stretches = [longest[n::workers] + rest[n * share : (n + 1) * share] for n in range(workers)]
+    stretches = [
+        longest[n::workers] + rest[n * share : (n + 1) * share] for n in range(workers)
+    ]
     items[:] = [item for stretch in stretches for item in stretch]
 
 

@@ -130,7 +130,9 @@ def theirs(name: str, **more: Any) -> Any:
 
 def biases(model: Any) -> dict[str, Tensor]:
     """What is added to scores of experts for the choice alone, which are buffers of theirs."""
-    return {name: x for name, x in model.named_buffers() if name.endswith("correction_bias")}
+    return {
+        name: x for name, x in model.named_buffers() if name.endswith("correction_bias")
+    }
 
 
 def saved(model: Any, folder: Path) -> Path:

@@ -24,14 +24,19 @@ def _sorted(pieces: StagedPieces) -> StagedPieces:
     return replace(pieces, rows=tuple(map(in_order, pieces.rows)))
 
 
-def same_rows(shape: Shape, texts: Iterable[str] = LAYOUTS, model: Model | None = None) -> int:
+def same_rows(
+    shape: Shape, texts: Iterable[str] = LAYOUTS, model: Model | None = None
+) -> int:
     """Asserts that a shape and its model have equal rows; returns in how many of the layouts."""
     model = model or build_model(shape)
     compared = 0
     for layout in map(Layout.parse, texts):
         if legal(layout, shape):
             continue
-        ours, theirs = _sorted(staged_pieces(layout, shape)), _sorted(model_pieces(model, layout))
+        ours, theirs = (
+            _sorted(staged_pieces(layout, shape)),
+            _sorted(model_pieces(model, layout)),
+        )
         assert ours.stages == theirs.stages
         for mine, other in zip(ours.rows, theirs.rows, strict=True):
             assert mine == other

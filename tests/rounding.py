@@ -5,10 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-SINGLE = torch.finfo(torch.float32).eps / 2  # the largest relative error of one rounding to float32
+# the largest relative error of one rounding to float32
+SINGLE = torch.finfo(torch.float32).eps / 2
 
 
-def assert_rounded_once(result: Tensor, exact: Tensor, slack: Tensor | float = 0.0) -> None:
+def assert_rounded_once(
+    result: Tensor, exact: Tensor, slack: Tensor | float = 0.0
+) -> None:
     """Asserts that a 16-bit result is the exact one, in float64, rounded once to the result's dtype.
 
     `slack` bounds the error of the float32 arithmetic before that rounding. It is to be much smaller than

@@ -23,10 +23,17 @@ from phalanx.comm import RankFailed
 ROOT = Path(__file__).parents[1]
 
 
-def _fresh(code: str, *, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+def _fresh(
+    code: str, *, folder: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     """A program on standard input of a new interpreter, as a notebook's cells have no file either."""
     return subprocess.run(
-        [sys.executable, "-"], input=code, cwd=folder, capture_output=True, text=True, timeout=300
+        [sys.executable, "-"],
+        input=code,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
 
 
@@ -58,8 +65,11 @@ def test_help_of_every_function_names_each_keyword_that_it_takes() -> None:
         assert text.splitlines()[3].startswith(f"    phalanx.{name} - ")
         for parameter in signature.parameters:
             assert f"\n        {parameter}: " in text  # in the signature
-            assert f"\n    {parameter}: " in text or name not in explained  # and in words
-    assert {"model", "cluster", "batch_tokens"} <= set(inspect.signature(phalanx.plan).parameters)
+            # and in words
+            assert f"\n    {parameter}: " in text or name not in explained
+    assert {"model", "cluster", "batch_tokens"} <= set(
+        inspect.signature(phalanx.plan).parameters
+    )
     assert inspect.signature(phalanx.draw).bind("1f1b", stages=2, costs="F=1").arguments
     with pytest.raises(TypeError, match="stage"):
         inspect.signature(phalanx.simulate).bind("1f1b", stage=2)
@@ -122,7 +132,9 @@ def test_help_and_signatures_show_nothing_of_the_environment() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_check_and_draw_print_what_the_commands_print(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_and_draw_print_what_the_commands_print(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     layout, costs = "dp2 pp2 zero3 1f1b:4", "F=1,B=2,G=0.2"
     assert main(["check", "pp3 tp5", "--model", "8b"]) == 1
     refused = phalanx.check("pp3 tp5", "8b")
@@ -134,7 +146,9 @@ def test_check_and_draw_print_what_the_commands_print(capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == str(phalanx.draw(layout, "tiny", costs=costs))
 
 
-def test_a_picture_is_svg_in_a_notebook_and_a_file_by_its_suffix(tmp_path: Path) -> None:
+def test_a_picture_is_svg_in_a_notebook_and_a_file_by_its_suffix(
+    tmp_path: Path,
+) -> None:
     picture = phalanx.draw("1f1b", stages=2, microbatches=2)
     assert xml.fromstring(picture._repr_svg_()).tag.endswith("svg")
     assert xml.fromstring(phalanx.draw("mesh dp2 tp2")._repr_svg_()).tag.endswith("svg")
@@ -182,19 +196,39 @@ def test_a_model_of_standard_input_is_verified_and_its_processes_are_refused() -
     assert "Write backend='threads', or put it into a file" in done.stdout
 
 
-def test_a_checkpoint_is_a_mapping_of_whole_tensors_in_any_layout(tmp_path: Path) -> None:
-    words = ["steps=2", "batch=4", "sequence=8", "model={layers=2,hidden=16,heads=2,vocab=256}"]
-    run = phalanx.Run.parse("", "run", (*words, "layout=tp2 zero3", f"out={tmp_path / 'run'}"))
+def test_a_checkpoint_is_a_mapping_of_whole_tensors_in_any_layout(
+    tmp_path: Path,
+) -> None:
+    words = [
+        "steps=2",
+        "batch=4",
+        "sequence=8",
+        "model={layers=2,hidden=16,heads=2,vocab=256}",
+    ]
+    run = phalanx.Run.parse(
+        "", "run", (*words, "layout=tp2 zero3", f"out={tmp_path / 'run'}")
+    )
     phalanx.launch(phalanx.train, 2, run, backend="threads")
     weights = phalanx.load(tmp_path / "run")
-    assert main(["checkpoint", "export", str(tmp_path / "run"), "--to", str(tmp_path / "hf")]) == 0
+    assert (
+        main(
+            [
+                "checkpoint",
+                "export",
+                str(tmp_path / "run"),
+                "--to",
+                str(tmp_path / "hf"),
+            ]
+        )
+        == 0
+    )
     exported = load_file(next((tmp_path / "hf").glob("*.safetensors")))
     assert sorted(map(str, (tuple(x.shape) for x in weights.values()))) == sorted(
         map(str, (tuple(x.shape) for x in exported.values()))
     )
-    assert sum(float(x.double().square().sum()) for x in weights.values()) == pytest.approx(
-        sum(float(x.double().square().sum()) for x in exported.values())
-    )
+    assert sum(
+        float(x.double().square().sum()) for x in weights.values()
+    ) == pytest.approx(sum(float(x.double().square().sum()) for x in exported.values()))
     moments = phalanx.load(tmp_path / "run", kind="exp_avg")
     assert {name: x.shape for name, x in moments.items()} == {
         n: x.shape for n, x in weights.items()
@@ -204,7 +238,12 @@ def test_a_checkpoint_is_a_mapping_of_whole_tensors_in_any_layout(tmp_path: Path
 
 
 def test_ranks_log_what_they_did_and_why_they_ended(tmp_path: Path) -> None:
-    words = ["steps=1", "batch=4", "sequence=8", "model={layers=2,hidden=16,heads=2,vocab=256}"]
+    words = [
+        "steps=1",
+        "batch=4",
+        "sequence=8",
+        "model={layers=2,hidden=16,heads=2,vocab=256}",
+    ]
     run = phalanx.Run.parse("", "run", (*words, "layout=dp2", f"out={tmp_path}"))
     phalanx.launch(phalanx.train, 2, run, "dp2", True, backend="threads")
     other = [word.replace("hidden=16", "hidden=32") for word in words]
@@ -218,7 +257,9 @@ def test_ranks_log_what_they_did_and_why_they_ended(tmp_path: Path) -> None:
         assert "Traceback" in text
 
 
-def test_another_torch_than_was_tested_is_mentioned(caplog: pytest.LogCaptureFixture) -> None:
+def test_another_torch_than_was_tested_is_mentioned(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     from phalanx.comm import warn_of_torch
 
     warn_of_torch("2.13.0+cpu")

@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted(p.relative_to(ROOT) for p in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted(
+    p.relative_to(ROOT) for p in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+)
 QUICK = {"docs/api.md"}
 
 # What does not run: a page and a pattern of its commands.
@@ -52,7 +54,9 @@ PARTS = {
 
 
 def _blocks(page: Path, kinds: str) -> list[tuple[str, str]]:
-    return re.findall(rf"^```({kinds})\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
+    return re.findall(
+        rf"^```({kinds})\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S
+    )
 
 
 def _commands(page: Path) -> list[str]:
@@ -61,19 +65,28 @@ def _commands(page: Path) -> list[str]:
     for kind, block in _blocks(page, "sh|bash|shell|console"):
         for line in block.replace("\\\n", " ").splitlines():
             command = line.removeprefix("$ ").strip()
-            if (kind != "console" or line.startswith("$ ")) and command[:1] not in ("", "#"):
+            if (kind != "console" or line.startswith("$ ")) and command[:1] not in (
+                "",
+                "#",
+            ):
                 lines.append(command)
     return lines
 
 
 def _reason(page: Path, command: str) -> str:
-    reasons = (r for (p, x), r in NOT_RUN.items() if p in ("", str(page)) and re.search(x, command))
+    reasons = (
+        r
+        for (p, x), r in NOT_RUN.items()
+        if p in ("", str(page)) and re.search(x, command)
+    )
     return next(reasons, "")
 
 
 def _pages(runs: object) -> list[object]:
     return [
-        pytest.param(page, id=str(page), marks=[] if str(page) in QUICK else [pytest.mark.slow])
+        pytest.param(
+            page, id=str(page), marks=[] if str(page) in QUICK else [pytest.mark.slow]
+        )
         for page in PAGES
         if runs(page)  # type: ignore[operator]
     ]
@@ -91,7 +104,9 @@ def clone(tmp_path: Path) -> Path:
         command = tmp_path / ".venv" / "bin" / name
         command.write_text(f'#!/bin/sh\nexec "{sys.executable}" {words} "$@"\n')
         command.chmod(0o755)
-    (tmp_path / "run.toml").write_text('steps = 3\nbatch = 64\nsequence = 16\nlayout = "auto"\n')
+    (tmp_path / "run.toml").write_text(
+        'steps = 3\nbatch = 64\nsequence = 16\nlayout = "auto"\n'
+    )
     return tmp_path
 
 
@@ -111,7 +126,9 @@ def test_every_command_of_a_page_runs(page: Path, clone: Path) -> None:
             capture_output=True, text=True, timeout=900, check=False,
         )  # fmt: skip
         code = next((code for part, code in FAILS.items() if part in command), 0)
-        assert done.returncode == code, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        assert done.returncode == code, (
+            f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        )
 
 
 @pytest.mark.parametrize("page", _pages(lambda page: _blocks(page, "python")))
@@ -132,4 +149,6 @@ def test_every_reason_is_of_something_that_is_there() -> None:
         found = [c for p, c in commands if page in ("", p) and re.search(pattern, c)]
         assert found or page == "", f"{page} {pattern}: {reason}"
     assert [p for p in PARTS if not _blocks(Path(p), "python")] == []
-    assert [part for part in FAILS if not any(part in command for _, command in commands)] == []
+    assert [
+        part for part in FAILS if not any(part in command for _, command in commands)
+    ] == []

@@ -23,7 +23,11 @@ def _figures(capsys: Capture, *words: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("schedule", "microbatches", "used"),
-    [("naive", 1, Fraction(1, 4)), ("gpipe", 4, Fraction(16, 28)), ("gpipe", 9, Fraction(3, 4))],
+    [
+        ("naive", 1, Fraction(1, 4)),
+        ("gpipe", 4, Fraction(16, 28)),
+        ("gpipe", 9, Fraction(3, 4)),
+    ],
 )
 def test_stages_are_used_as_the_textbook_says(
     capsys: Capture, schedule: str, microbatches: int, used: Fraction
@@ -36,7 +40,12 @@ def test_stages_are_used_as_the_textbook_says(
 @pytest.mark.parametrize(
     ("zero", "paper", "tolerance"),
     # Whole gradients of two layers in flight; and no shard in 16 bits, which is 2/16 less.
-    [("", 120.0, 1e-9), ("zero1", 31.40625, 1e-9), ("zero2", 16.64, 0.01), ("zero3", 1.875, 0.13)],
+    [
+        ("", 120.0, 1e-9),
+        ("zero1", 31.40625, 1e-9),
+        ("zero2", 16.64, 0.01),
+        ("zero3", 1.875, 0.13),
+    ],
 )
 def test_zero_shards_what_its_paper_says(
     capsys: Capture, zero: str, paper: float, tolerance: float
@@ -82,7 +91,9 @@ def test_a_plan_of_that_run_is_near_it(capsys: Capture) -> None:
         "6291456",
     ]
     layout = "dp6 pp64 tp8 interleaved2:512 recompute:all fp16"
-    found = _figures(capsys, "plan", *words, "--profile", "megatron-2021", "--explain", layout)
+    found = _figures(
+        capsys, "plan", *words, "--profile", "megatron-2021", "--explain", layout
+    )
     assert found["step_time_s"] == pytest.approx(102.6, rel=0.05)
     assert found["hfu"] * 312e12 * 3072 / 1e15 == pytest.approx(502, rel=0.05)
 
@@ -105,6 +116,8 @@ def test_the_phases_of_llama_3_are_predicted(
         capsys, "plan", *words, "--batch-tokens", "16Mi", "--profile", "megatron-core",
         "--explain", f"{layout} {stages} bf16",
     )  # fmt: skip
-    assert found["model_flops_per_s_per_device"] / 1e12 == pytest.approx(published, rel=0.065)
+    assert found["model_flops_per_s_per_device"] / 1e12 == pytest.approx(
+        published, rel=0.065
+    )
     weights = found["memory_by_kind_gb"]["weights"]
     assert weights == pytest.approx(2 * 405.9 / (16 * 8), rel=0.01)

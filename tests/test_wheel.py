@@ -45,13 +45,20 @@ def test_a_wheel_in_a_new_environment_draws_plans_verifies_and_shows_the_lab(
     _run(python, "-m", "pip", "install", "--no-deps", *wheels, folder=tmp_path)
     # What it depends on is lent from here; its own files are the wheel's.
     purelib = _run(
-        python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])", folder=tmp_path
+        python,
+        "-c",
+        "import sysconfig; print(sysconfig.get_paths()['purelib'])",
+        folder=tmp_path,
     )
     lent = Path(purelib.strip()) / "lent.pth"
     lent.write_text(sysconfig.get_paths()["purelib"] + "\n")
-    where = _run(python, "-c", "import phalanx; print(phalanx.__file__)", folder=tmp_path)
+    where = _run(
+        python, "-c", "import phalanx; print(phalanx.__file__)", folder=tmp_path
+    )
     assert Path(where.strip()).is_relative_to(tmp_path / "new")
-    memory = _run(python, "-c", "import torch_shm; print(torch_shm.__file__)", folder=tmp_path)
+    memory = _run(
+        python, "-c", "import torch_shm; print(torch_shm.__file__)", folder=tmp_path
+    )
     assert Path(memory.strip()).is_relative_to(tmp_path / "new")
     phalanx = tmp_path / "new" / "bin" / "phalanx"
     assert "bubble" in _run(phalanx, "draw", "1f1b", folder=tmp_path)
@@ -60,4 +67,6 @@ def test_a_wheel_in_a_new_environment_draws_plans_verifies_and_shows_the_lab(
     _run(phalanx, "doctor", "clusters", "h100x64", folder=tmp_path)
     _run(phalanx, "plan", "--model", "tiny", "--cluster", "h100x2", folder=tmp_path)
     _run(phalanx, "verify", "--layouts", "dp2", "--steps", "1", folder=tmp_path)
-    _run(phalanx, "lab", "zero-1", "--width", "16", "--html", "lab.html", folder=tmp_path)
+    _run(
+        phalanx, "lab", "zero-1", "--width", "16", "--html", "lab.html", folder=tmp_path
+    )

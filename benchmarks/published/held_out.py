@@ -35,7 +35,9 @@ def shared(
     those others take up what they leave."""
     sizes = Counter(run.row.family for run in runs)
     weights = [1 / sizes[run.row.family] for run in runs]
-    return fit(base, runs, weights=weights, moves=80, met=met, each=each, physics=physics)
+    return fit(
+        base, runs, weights=weights, moves=80, met=met, each=each, physics=physics
+    )
 
 
 @uncollected()
@@ -45,7 +47,8 @@ def hold_out(
     """For each family the numbers of `default` as they are without it, and then with five rows."""
     met: dict[int, list[LongestPath]] = {}
     known = some(published)
-    shared(known, met, START, each)  # meets the paths of all runs, which have no number of a fit
+    # meets the paths of all runs, which have no number of a fit
+    shared(known, met, START, each)
     found = {}
     for family in families:
         others = [run for run in known if run.row.family != family]
@@ -62,7 +65,7 @@ def some(published: Sequence[PublishedRun]) -> list[PublishedRun]:
     kinds: dict[Any, list[PublishedRun]] = defaultdict(list)
     for run in published:
         if run.counts and run.row.case is not None:
-            kinds[run.row.family, run.row.profile.name, run.row.device, run.row.case.dtype].append(
-                run
-            )
+            kinds[
+                run.row.family, run.row.profile.name, run.row.device, run.row.case.dtype
+            ].append(run)
     return [run for those in kinds.values() for run in spread_over(those, _ROWS)]

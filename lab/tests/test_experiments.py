@@ -51,12 +51,18 @@ def test_every_claim_holds_on_threads(name: str, ranks: int) -> None:
 
 
 def test_every_claim_holds_in_an_odd_world() -> None:
-    wrong = {t.experiment.name: failed(t) for t in conduct(NAMES, Size(24, 24, 3, 1), ranks=3)}
+    wrong = {
+        t.experiment.name: failed(t)
+        for t in conduct(NAMES, Size(24, 24, 3, 1), ranks=3)
+    }
     assert not any(wrong.values()), wrong
 
 
 def test_every_claim_holds_among_four_processes() -> None:
-    wrong = {done.experiment.name: failed(done) for done in conduct(NAMES, SMALL, backend="gloo")}
+    wrong = {
+        done.experiment.name: failed(done)
+        for done in conduct(NAMES, SMALL, backend="gloo")
+    }
     assert list(wrong) == list(NAMES)
     assert not any(wrong.values()), wrong
 
@@ -92,9 +98,15 @@ MISTAKES = {
     "zero-2": ("reduce(gradient, owners[layer]", "reduce(gradient, owners[0]"),
     "zero-3": ("most = max(most, len(here))", "most = 9"),
     "hybrid-sharding": ('across.all_reduce(part, "average")', "pass"),
-    "tensor-parallel": ("g = scattered(lab.group, g.T.contiguous()).T", "g = g[:, columns]"),
+    "tensor-parallel": (
+        "g = scattered(lab.group, g.T.contiguous()).T",
+        "g = g[:, columns]",
+    ),
     "tensor-parallel-pair": ("group.all_reduce(g)", "pass"),
-    "ring-attention": ("out * (log_sum - total).exp()", "out * (total - log_sum).exp()"),
+    "ring-attention": (
+        "out * (log_sum - total).exp()",
+        "out * (total - log_sum).exp()",
+    ),
     "ulysses": ("out = masked(q @ k.mT", "out = (q @ k.mT"),
     "experts": ("x[order // CHOSEN]", "x[order % len(x)]"),
     "muon": ("owned = torch.stack([orthogonal(x) for x in owned])", "pass"),
@@ -104,21 +116,27 @@ MISTAKES = {
     ),
     "pipeline": ("loss_of(y.detach(), rows=self.size.batch)", "loss_of(y.detach())"),
     "pipeline-async": ("[source].pop(0)", "[source].pop(-(source > self.lab.rank))"),
-    "one-f-one-b": ("min(ranks - rank, microbatches)", "min(1 + ranks - rank, microbatches)"),
+    "one-f-one-b": (
+        "min(ranks - rank, microbatches)",
+        "min(1 + ranks - rank, microbatches)",
+    ),
     "recompute": ("forward(x, i, i + 1)", "forward(start, i, i + 1)"),
     "mixed-precision": ("gradient.double() / scale", "gradient.double()"),
     "swap": ("if layer != last:", "if layer > last:"),
     "grid": ("group.all_reduce(gradient)", "pass"),
     "arithmetic": ("[HALF] * 4", "[HALF] * 5"),
     "collectives": ("group.all_to_all(out, x)", "out.copy_(x)"),
-    "objects": ("torch.tensor([each", "torch.tensor([2 * each"),
+    "objects": ('[each["gradient"]', '[2 * each["gradient"]'),
     "one-process": (
         "quiet = TallyWorld(lab.rank, lab.n,",
         "quiet = TallyWorld(lab.rank, lab.n + 1,",
     ),
     "all-reduce": ("if hop < n - 1 else arrived", "if hop < n else arrived"),
     "bandwidth": ('group.all_reduce(x, "average")', "group.all_reduce(x)"),
-    "overlap": ('all_reduce(gradient, "average", wait=False)', "all_reduce(gradient, wait=False)"),
+    "overlap": (
+        'all_reduce(gradient, "average", wait=False)',
+        "all_reduce(gradient, wait=False)",
+    ),
     "hardware": ("_ = lab.rows(0) @", "_ = torch.cat([lab.rows(0)] * 2) @"),
     "context-parallel": ("own.start, lambda", "0, lambda"),
     "asynchronous-launch": ("done = work.done()", "done = True"),
@@ -136,7 +154,10 @@ def test_a_mistake_in_an_experiment_is_found_by_its_check(
     # What the mistaken source defines takes the place of what stands there, and goes again.
     before = dict(vars(module))
     try:
-        exec(compile(found.source.replace(right, wrong), f"{name}, mistaken", "exec"), vars(module))
+        exec(
+            compile(found.source.replace(right, wrong), f"{name}, mistaken", "exec"),
+            vars(module),
+        )
         try:
             # Two groups of two are the least that have a group across.
             ranks = 4 if name == "hybrid-sharding" else 2
@@ -152,21 +173,31 @@ def test_a_mistake_in_an_experiment_is_found_by_its_check(
 def code_lines(function: ast.FunctionDef) -> int:
     """Lines that are neither empty nor docstring."""
     _, *body = (
-        ast.unparse(function).replace(ast.get_docstring(function, False) or "", "").split("\n")
+        ast.unparse(function)
+        .replace(ast.get_docstring(function, False) or "", "")
+        .split("\n")
     )
     return sum(bool(line.strip()) for line in body)
 
 
 def test_every_public_function_of_a_file_is_an_experiment_or_used_by_one() -> None:
-    used = {name for each in NAMES for name in re.findall(r"\w+", experiment(each).source)}
+    used = {
+        name for each in NAMES for name in re.findall(r"\w+", experiment(each).source)
+    }
     for path in sorted(FILES.glob("*.py")):
-        functions = [x for x in ast.parse(path.read_text()).body if isinstance(x, ast.FunctionDef)]
+        functions = [
+            x
+            for x in ast.parse(path.read_text()).body
+            if isinstance(x, ast.FunctionDef)
+        ]
         assert {x.name for x in functions} <= used
         assert max(map(code_lines, functions), default=0) <= 60, path
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_experiment_has_a_story_and_shows_values_before_and_after(name: str) -> None:
+def test_every_experiment_has_a_story_and_shows_values_before_and_after(
+    name: str,
+) -> None:
     found, done = experiment(name), trial(name, 2)
     assert found.title.endswith(".")
     assert found.source.count(f"def {name.replace('-', '_')}(") == 1
@@ -181,7 +212,10 @@ def test_every_experiment_has_a_story_and_shows_values_before_and_after(name: st
 
 
 def test_with_more_ranks_than_heads_ulysses_becomes_the_ring() -> None:
-    steps = {ranks: [title for title, _ in trial("ulysses", ranks).steps()] for ranks in (4, 8)}
+    steps = {
+        ranks: [title for title, _ in trial("ulysses", ranks).steps()]
+        for ranks in (4, 8)
+    }
     assert not failed(trial("ulysses", 8))
     assert "forward: n rounds" in steps[8]
     assert "forward: to heads, attention, back to tokens" in steps[4]
@@ -197,13 +231,17 @@ def test_the_reasons_of_a_refusal_reach_whoever_asked() -> None:
 
 
 def test_the_numbers_of_one_f_one_b_and_hybrid_sharding_are_the_known_ones() -> None:
-    steps = [step for record in trial("one-f-one-b", 4).records for step in record.steps]
+    steps = [
+        step for record in trial("one-f-one-b", 4).records for step in record.steps
+    ]
     notes = [note for step in steps for note in step.notes]
     assert notes == [
         "The whole batch at once uses 1/4 of the cells. Counted here: 32 of 56, 16/28."
     ]
     whole = 8 * SMALL.layers * SMALL.width**2
     inside, across = 3 * whole * 1 / 2, 2 * 1 / 2 * whole / 2
-    steps = [step for step in trial("hybrid-sharding", 4).records[0].steps if step.tables]
+    steps = [
+        step for step in trial("hybrid-sharding", 4).records[0].steps if step.tables
+    ]
     ((_, _, rows),) = steps[0].tables
     assert [row[1] for row in rows] == [f"{inside:,.0f}", f"{across:,.0f}"]

@@ -21,7 +21,18 @@ from phalanx_lab.show import lab_page, lab_text
 from phalanx_lab.trial import LabTrial, conduct
 
 SMALL = Size(batch=8, width=16, layers=4, steps=2)
-FLAGS = ["--ranks", "2", "--batch", "8", "--width", "16", "--layers", "4", "--steps", "2"]
+FLAGS = [
+    "--ranks",
+    "2",
+    "--batch",
+    "8",
+    "--width",
+    "16",
+    "--layers",
+    "4",
+    "--steps",
+    "2",
+]
 
 
 @pytest.fixture(scope="module")
@@ -78,11 +89,18 @@ def with_false_claim(trial: LabTrial) -> LabTrial:
 def test_the_page_is_one_file_that_asks_for_nothing(trials: list[LabTrial]) -> None:
     reader = read(lab_page(trials))
     assert not reader.tags & {"script", "img", "iframe", "object", "embed"}
-    papers = {link for link in reader.links if link.startswith("https://")}  # asked for by a click
-    assert papers == {PAPERS[name] for t in trials for name in t.experiment.chapter.papers}
-    assert {link for link in reader.links if not link.startswith("#")} - papers == {"data:,"}
+    # asked for by a click
+    papers = {link for link in reader.links if link.startswith("https://")}
+    assert papers == {
+        PAPERS[name] for t in trials for name in t.experiment.chapter.papers
+    }
+    assert {link for link in reader.links if not link.startswith("#")} - papers == {
+        "data:,"
+    }
     assert reader.ids == ["contents", *NAMES, "strategies"]
-    assert {link[1:] for link in reader.links if link.startswith("#")} == set(reader.ids)
+    assert {link[1:] for link in reader.links if link.startswith("#")} == set(
+        reader.ids
+    )
     assert "url(" not in lab_page(trials)
 
 
@@ -94,7 +112,9 @@ def test_the_page_shows_the_source_values_and_pictures_of_every_experiment(
         words = "".join(read(written).words)
         for line in trial.experiment.source.splitlines():
             assert line.strip() in words
-        assert all(re.sub("\n\n|`", "", cell.prose) in words for cell in trial.experiment.cells)
+        assert all(
+            re.sub("\n\n|`", "", cell.prose) in words for cell in trial.experiment.cells
+        )
         for title, steps in trial.steps():
             assert title in words
             for _, step in steps:
@@ -114,9 +134,16 @@ def test_what_is_told_cannot_become_a_tag(trials: list[LabTrial]) -> None:
     shown = (evil, [evil], [[evil]])
     span = Interval("compute", evil, first.start, first.start + 1)
     step = replace(
-        first, title=evil, values=[(evil, value)], notes=[evil], tables=[shown], spans=[span]
+        first,
+        title=evil,
+        values=[(evil, value)],
+        notes=[evil],
+        tables=[shown],
+        spans=[span],
     )
-    hostile = replace(trials[0], experiment=file, records=(replace(record, steps=[step]),))
+    hostile = replace(
+        trials[0], experiment=file, records=(replace(record, steps=[step]),)
+    )
     reader = read(lab_page([hostile]))
     assert "script" not in reader.tags
     assert "".join(reader.words).count(evil) >= 12
@@ -141,10 +168,14 @@ def test_text_shows_the_values_of_every_rank_and_ends_with_one_line_about_the_cl
     assert "FAIL two is three 2, not 3" in "".join(read(lab_page([wrong])).words)
 
 
-def test_every_step_is_shown_below_the_code_that_recorded_it(trials: list[LabTrial]) -> None:
+def test_every_step_is_shown_below_the_code_that_recorded_it(
+    trials: list[LabTrial],
+) -> None:
     for trial in trials:
         shown = [step for _, steps in trial.blocks() for step in steps]
-        assert sorted(title for title, _ in shown) == sorted(title for title, _ in trial.steps())
+        assert sorted(title for title, _ in shown) == sorted(
+            title for title, _ in trial.steps()
+        )
         code = "\n".join(line for cell, _ in trial.blocks() for line in cell.lines)
         assert code + "\n" == trial.experiment.source
     collectives = next(t for t in trials if t.experiment.name == "collectives")
@@ -154,7 +185,9 @@ def test_every_step_is_shown_below_the_code_that_recorded_it(trials: list[LabTri
                 assert f'show("{title}"' in "\n".join(cell.lines)
 
 
-def test_without_a_name_the_verb_lists_every_experiment(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_name_the_verb_lists_every_experiment(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert verb.run([]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(NAMES)
@@ -175,7 +208,9 @@ def test_a_run_prints_before_after_and_the_check_and_exits_with_0(
     assert "before" in out
     assert "after" in out
     assert "claims hold" in out
-    assert verb.run(["grid", "zero-1", *FLAGS, "--html", str(tmp_path / "lab.html")]) == 0
+    assert (
+        verb.run(["grid", "zero-1", *FLAGS, "--html", str(tmp_path / "lab.html")]) == 0
+    )
     assert len(capsys.readouterr().out.splitlines()) == 2
     written = read((tmp_path / "lab.html").read_text())
     assert written.ids == ["contents", "grid", "zero-1", "strategies"]
@@ -187,7 +222,9 @@ def test_a_run_prints_before_after_and_the_check_and_exits_with_0(
 
 
 def test_a_claim_that_fails_is_exit_code_1(
-    monkeypatch: pytest.MonkeyPatch, trials: list[LabTrial], capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
+    trials: list[LabTrial],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def false(*_: Any, **__: Any) -> Iterator[LabTrial]:
         yield with_false_claim(trials[0])
@@ -223,6 +260,8 @@ def test_in_a_browser_the_page_opens_without_a_complaint_and_may_not_ask_for_any
     assert console == []
     assert dom.count("<section") == len(NAMES) + 1
     # The page forbids itself every request, so one of its own would be seen on the console.
-    asking = lab_page(trials[:1]).replace("</body>", '<img src="http://127.0.0.1:9/x"></body>')
+    asking = lab_page(trials[:1]).replace(
+        "</body>", '<img src="http://127.0.0.1:9/x"></body>'
+    )
     _, console = opened(asking, tmp_path)
     assert [line for line in console if "Content Security Policy" in line]

@@ -16,7 +16,15 @@ from phalanx.comm import World, launch
 from phalanx.models import DeepMlp
 from phalanx_lab.catalogue import Size
 from phalanx_lab.lab import Lab, LiveOverTime
-from phalanx_lab.mlp import backward, batch, draw, forward, gradients_of, one_process, start
+from phalanx_lab.mlp import (
+    backward,
+    batch,
+    draw,
+    forward,
+    gradients_of,
+    one_process,
+    start,
+)
 from phalanx_lab.record import compared, value_of
 from phalanx_lab.trial import backend_for
 
@@ -36,7 +44,11 @@ def test_one_process_is_the_model_of_the_house_trained_by_autograd() -> None:
 
 
 def test_a_layers_backward_by_hand_is_autograds() -> None:
-    x, w, g = draw(1, 5, 4).requires_grad_(), draw(2, 4, 4).requires_grad_(), draw(3, 5, 4)
+    x, w, g = (
+        draw(1, 5, 4).requires_grad_(),
+        draw(2, 4, 4).requires_grad_(),
+        draw(3, 5, 4),
+    )
     want = torch.autograd.grad(F.gelu(x @ w), (x, w), g)
     _, kept = forward(x.detach(), w.detach())
     for got, wanted in zip(backward(g, kept, w.detach()), want, strict=True):
@@ -56,15 +68,22 @@ def every_collective(world: World) -> tuple[Counter[str], Counter[str], float, f
     lab = Lab(world, SMALL)
     group = lab.group
     n, rank = world.size, world.rank
-    x, big = torch.zeros(8, dtype=torch.float64), torch.zeros(8 * n, dtype=torch.float64)
+    x, big = (
+        torch.zeros(8, dtype=torch.float64),
+        torch.zeros(8 * n, dtype=torch.float64),
+    )
     group.all_reduce(x)
     group.reduce(x, root=1)
     group.broadcast(x, root=1)
     group.all_gather(big, x)
     group.reduce_scatter(x, big)
     group.all_to_all(torch.zeros_like(big), big)
-    group.gather([torch.zeros_like(x) for _ in range(n)] if rank == 2 else None, x, root=2)
-    group.scatter(x, [torch.zeros_like(x) for _ in range(n)] if rank == 2 else None, root=2)
+    group.gather(
+        [torch.zeros_like(x) for _ in range(n)] if rank == 2 else None, x, root=2
+    )
+    group.scatter(
+        x, [torch.zeros_like(x) for _ in range(n)] if rank == 2 else None, root=2
+    )
     group.barrier()
     group.send(x, to=(rank + 1) % n)
     work = group.receive(x, source=(rank - 1) % n, wait=False)

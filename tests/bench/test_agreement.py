@@ -47,7 +47,9 @@ def test_curves_predict_sizes_that_they_have_not_seen() -> None:
     ops = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "send")
     sizes = tuple(1 << i for i in range(10, 26))
     with workers(2, backend="gloo", threads_per_rank=1) as run:
-        found: list[Sample] = run(measure_collectives, Sweep(ops, sizes, ((2, 1),), repeats=15))[0]
+        found: list[Sample] = run(
+            measure_collectives, Sweep(ops, sizes, ((2, 1),), repeats=15)
+        )[0]
     off = []
     for op in ops:
         mine = [s for s in found if s.op == op]

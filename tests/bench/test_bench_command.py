@@ -24,7 +24,9 @@ def said(capsys: Capture, run: object, words: str) -> str:
 
 def test_collectives_as_table_json_and_picture(capsys: Capture, tmp_path: Path) -> None:
     picture = tmp_path / "c.svg"
-    words = "collectives --ranks 2 --backend threads --sizes 1K:4K --limit 0.01 --repeats 1"
+    words = (
+        "collectives --ranks 2 --backend threads --sizes 1K:4K --limit 0.01 --repeats 1"
+    )
     out = said(capsys, bench.run, f"{words} --ops all_reduce,send --out {picture}")
     assert out.count("right") == 4
     assert "fitted" in out
@@ -44,7 +46,9 @@ def test_products_steps_and_overlap(capsys: Capture, tmp_path: Path) -> None:
     assert len(json.loads(said(capsys, bench.run, f"{words} --json"))["products"]) == 8
     words = "mfu --device cpu --layers 2 --width 16 --model tiny --seq 8 --limit 0.05"
     assert "forward x 3" in said(capsys, bench.run, words)
-    assert len(json.loads(said(capsys, bench.run, f"{words} --json"))["iterations"]) == 2
+    assert (
+        len(json.loads(said(capsys, bench.run, f"{words} --json"))["iterations"]) == 2
+    )
     words = "overlap --device cpu --size 16 --copy 4K --backend threads --limit 0.05"
     assert "copying thread" in said(capsys, bench.run, words)
     assert len(json.loads(said(capsys, bench.run, f"{words} --json"))["overlaps"]) == 2
@@ -52,7 +56,9 @@ def test_products_steps_and_overlap(capsys: Capture, tmp_path: Path) -> None:
 
 def test_a_machine_file_is_written_and_read(capsys: Capture, tmp_path: Path) -> None:
     place = tmp_path / "machine.toml"
-    words = f"--device cpu --out {place} --limit 2 --ranks 4 --backend threads --model tiny"
+    words = (
+        f"--device cpu --out {place} --limit 2 --ranks 4 --backend threads --model tiny"
+    )
     out = said(capsys, doctor.run, words)
     assert f"wrote {place}" in out
     machine = Machine.load(place)
@@ -69,21 +75,35 @@ def test_a_machine_file_is_written_and_read(capsys: Capture, tmp_path: Path) -> 
     assert "all_reduce of 2 over threads" in out
 
 
-def test_doctor_tells_this_machine_and_the_catalogue(capsys: Capture, tmp_path: Path) -> None:
+def test_doctor_tells_this_machine_and_the_catalogue(
+    capsys: Capture, tmp_path: Path
+) -> None:
     assert "memory, copy" in said(capsys, doctor.run, "--device cpu")
     assert "PHB" in said(capsys, doctor.run, f"topology {RECORDED}")
     told = json.loads(said(capsys, doctor.run, f"topology {RECORDED} --json"))
     assert told["groups"]["PIX"][0] == ["GPU0", "GPU1"]
     assert "mi325x" in said(capsys, doctor.run, "devices")
-    assert "132 x 4096 x 1.83 GHz = 989.4 TFLOP/s" in said(capsys, doctor.run, "devices h100")
+    assert "132 x 4096 x 1.83 GHz = 989.4 TFLOP/s" in said(
+        capsys, doctor.run, "devices h100"
+    )
     assert "242 GB/s" in said(capsys, doctor.run, "links")
     llama = said(capsys, doctor.run, "clusters llama3")
-    for number in ("24,576", "415M cores", "13M matrix cores", "1.875 PiB", "24.3 EFLOP/s"):
+    for number in (
+        "24,576",
+        "415M cores",
+        "13M matrix cores",
+        "1.875 PiB",
+        "24.3 EFLOP/s",
+    ):
         assert number in llama
-    assert "h100: NVIDIA H100 SXM 80 GB, 8 x ..." in said(capsys, doctor.run, "clusters")
+    assert "h100: NVIDIA H100 SXM 80 GB, 8 x ..." in said(
+        capsys, doctor.run, "clusters"
+    )
     picture = tmp_path / "h.svg"
     out = said(capsys, doctor.run, f"hierarchy h100 --out {picture}")
-    assert all(word in out for word in ("registers", "L1 / shared", "L2", "HBM3", "NVLink 4"))
+    assert all(
+        word in out for word in ("registers", "L1 / shared", "L2", "HBM3", "NVLink 4")
+    )
     assert "3352 GB/s" in "".join(ET.fromstring(picture.read_text()).itertext())
 
 

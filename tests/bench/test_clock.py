@@ -36,7 +36,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
     return pretend
 
 
-def test_what_is_short_is_repeated_until_a_reading_is_long_enough(pretend: Pretend) -> None:
+def test_what_is_short_is_repeated_until_a_reading_is_long_enough(
+    pretend: Pretend,
+) -> None:
     done: list[float] = []
     (timing,) = Clock().measure(pretend.work(1e-4, done), repeats=5, warm_up=2)  # type: ignore[arg-type]
     assert timing.calls == 10
@@ -56,7 +58,9 @@ def test_works_are_read_in_turn(pretend: Pretend) -> None:
 
 def test_what_is_long_is_read_once_and_not_warmed_up_again(pretend: Pretend) -> None:
     done: list[float] = []
-    (timing,) = Clock().measure(pretend.work(30.0, done), repeats=7, warm_up=3, limit=5.0)  # type: ignore[arg-type]
+    (timing,) = Clock().measure(
+        pretend.work(30.0, done), repeats=7, warm_up=3, limit=5.0
+    )  # type: ignore[arg-type]
     assert (len(timing.readings), timing.calls, timing.warm_up) == (1, 1, 1)
     assert len(done) == 2
 

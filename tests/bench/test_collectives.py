@@ -21,7 +21,10 @@ EVERY = tuple(OPERATIONS)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_every_operation_is_right_over_threads(ranks: int) -> None:
     found = launch(
-        measure_collectives, ranks, QUICK(EVERY, (1, 6000), ((ranks, 1),)), backend="threads"
+        measure_collectives,
+        ranks,
+        QUICK(EVERY, (1, 6000), ((ranks, 1),)),
+        backend="threads",
     )
     assert all(each == found[0] for each in found), "every rank is told the same"
     assert [s.op for s in found[0]] == [*EVERY, *EVERY]
@@ -36,7 +39,9 @@ def test_every_operation_is_right_over_threads(ranks: int) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
 def test_every_dtype_is_checked_exactly(dtype: str) -> None:
     ask = QUICK(EVERY, (4096,), ((4, 1),), dtype)
-    assert all(s.correct for s in launch(measure_collectives, 4, ask, backend="threads")[0])
+    assert all(
+        s.correct for s in launch(measure_collectives, 4, ask, backend="threads")[0]
+    )
 
 
 def test_every_operation_is_right_over_gloo_and_in_groups() -> None:
@@ -83,7 +88,8 @@ def broken(world: World, kind: str) -> list[Sample]:
     "kind, hit",
     [
         ("all_reduce", {"all_reduce"}),
-        ("all_gather", {"all_gather", "all_reduce"}),  # the second half of an all-reduce
+        # the second half of an all-reduce
+        ("all_gather", {"all_gather", "all_reduce"}),
         ("reduce_scatter", {"reduce_scatter", "all_reduce"}),
         ("all_to_all", {"all_to_all"}),
         ("broadcast", {"broadcast"}),
@@ -103,7 +109,9 @@ def test_no_larger_size_is_begun_once_the_time_is_over() -> None:
 
 
 def test_what_is_told_names_s_the_factor_and_both_bandwidths() -> None:
-    sample = Sample("all_reduce", 4, 1, 400 << 20, 0.00227, 0.0022, 0.0024, 7, True, 0.0025)
+    sample = Sample(
+        "all_reduce", 4, 1, 400 << 20, 0.00227, 0.0022, 0.0024, 7, True, 0.0025
+    )
     text = collectives_text([sample], "nccl", ())
     # 400 MiB over four ranks in 2.27 ms: the factor of 2 (n-1)/n makes 277 GB/s of it.
     assert "1.500" in text

@@ -18,18 +18,24 @@ def samples(curve: Curve, sizes: list[int] = SIZES, noise: float = 0.0) -> list[
     found = []
     for size in sizes:
         time = curve.seconds(size) * (1 + noise * draw.uniform(-1, 1))
-        found.append(Sample(curve.op, curve.ranks, curve.apart, size, time, time, time, 1, True))
+        found.append(
+            Sample(curve.op, curve.ranks, curve.apart, size, time, time, time, 1, True)
+        )
     return found
 
 
 def curve(op: str, ranks: int, form: str, **more: float) -> Curve:
     known = {"latency": 2e-5, "bandwidth": 3e9} | more
-    return Curve(op, "gloo", ranks, form, error=0.0, least=SIZES[0], most=SIZES[-1], **known)  # type: ignore[arg-type]
+    return Curve(
+        op, "gloo", ranks, form, error=0.0, least=SIZES[0], most=SIZES[-1], **known
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("op", OPERATIONS)
 @pytest.mark.parametrize("form", ["ring", "tree"])
-def test_a_fit_finds_the_latency_and_bandwidth_that_made_the_times(op: str, form: str) -> None:
+def test_a_fit_finds_the_latency_and_bandwidth_that_made_the_times(
+    op: str, form: str
+) -> None:
     known = curve(op, 4, form)
     found = fit(samples(known), "gloo", form)
     assert found.latency == pytest.approx(known.latency, rel=1e-9)
@@ -40,7 +46,11 @@ def test_a_fit_finds_the_latency_and_bandwidth_that_made_the_times(op: str, form
 
 def test_growth_with_the_ranks_tells_ring_from_tree() -> None:
     for form, other in (("ring", "tree"), ("tree", "ring")):
-        known = [s for n in (2, 4, 8, 16) for s in samples(curve("all_reduce", n, form), noise=0.1)]
+        known = [
+            s
+            for n in (2, 4, 8, 16)
+            for s in samples(curve("all_reduce", n, form), noise=0.1)
+        ]
         (growth,) = growths(known)
         assert growth.better == form
         assert growth.ranks == (2, 4, 8, 16)
@@ -75,5 +85,8 @@ def test_flat_and_few_times_still_give_a_finite_curve() -> None:
     assert found.seconds(SIZES[-1]) > found.seconds(SIZES[0])
     one = fit(flat[:1], "gloo")
     assert one.seconds(SIZES[0]) == pytest.approx(1e-4)
-    falling = [Sample("send", 2, 1, n, 1e-3 / (i + 1), 0, 0, 1, True) for i, n in enumerate(SIZES)]
+    falling = [
+        Sample("send", 2, 1, n, 1e-3 / (i + 1), 0, 0, 1, True)
+        for i, n in enumerate(SIZES)
+    ]
     assert 0 < fit(falling, "gloo").bandwidth < float("inf")

@@ -38,7 +38,14 @@ from phalanx.plan import MachineError, device
 
 CPU = local_device("cpu")
 H100 = LocalDevice(
-    "NVIDIA H100 80GB HBM3", "cuda", 1, 16, 80 << 30, 80 << 30, device("h100"), ("nccl",)
+    "NVIDIA H100 80GB HBM3",
+    "cuda",
+    1,
+    16,
+    80 << 30,
+    80 << 30,
+    device("h100"),
+    ("nccl",),
 )
 
 
@@ -75,8 +82,9 @@ def test_the_products_of_a_decoder_are_its_weights() -> None:
 
 def test_more_than_all_of_a_peak_shows_that_the_peak_is_wrong() -> None:
     fast = MatrixProduct("square", "bf16", 8192, 8192, 8192, seconds=1e-3, claimed=1e-5)
-    assert "111% of the catalogue's peak: more than all, so that peak is wrong" in products_summary(
-        [fast], H100, 1
+    assert (
+        "111% of the catalogue's peak: more than all, so that peak is wrong"
+        in products_summary([fast], H100, 1)
     )
     assert of_peak(500e12, 1000e12) == "50% of the catalogue's peak"
     step = Iteration("step", "bf16", 1e15, 1e15, 0.5, 0.1, 3)
@@ -110,7 +118,9 @@ def test_a_block_s_flops_are_those_torch_counts() -> None:
     x = torch.randn(2, 32, 64)
     plain = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
     with plain, FlopCounterMode(display=False) as counter:
-        decoder_of(shape, layers=1).layers[0](x, positions=torch.arange(32).expand(2, -1))
+        decoder_of(shape, layers=1).layers[0](
+            x, positions=torch.arange(32).expand(2, -1)
+        )
     assert found.flops_full == 3 * counter.get_total_flops()
     attention = 3 * 2 * 2 * (2 * 32 * 32 * 64)
     assert found.flops_full - found.flops == attention / 2
@@ -133,14 +143,18 @@ def test_overlap_tells_the_part_of_the_shorter_that_is_hidden() -> None:
 
 def test_copies_and_messages_are_measured_beside_products() -> None:
     (copy,) = measure_copies(CPU, size=32, copied=1 << 16, dtype="fp32", limit=0.05)
-    (message,) = launch(measure_messages, 2, 32, 1 << 12, "fp32", 0.05, backend="threads")[0]
+    (message,) = launch(
+        measure_messages, 2, 32, 1 << 12, "fp32", 0.05, backend="threads"
+    )[0]
     for x in (copy, message):
         assert min(x.first, x.second, x.after, x.together) > 0
         assert x.as_hidden().part == pytest.approx(min(1.0, x.hidden), abs=1e-4)
 
 
 def test_memory_is_read_and_written() -> None:
-    stores = {s.name: s.bandwidth for s in measure_stores(CPU, size=1 << 20, limit=0.05)}
+    stores = {
+        s.name: s.bandwidth for s in measure_stores(CPU, size=1 << 20, limit=0.05)
+    }
     assert list(stores) == ["copy", "read", "write"]
     assert min(stores.values()) > 0
 
@@ -162,6 +176,8 @@ def test_a_gpu_is_measured_alike() -> None:
     gpu = local_device("cuda")
     products = square_products(["bf16", "fp16", "tf32", "fp32"], [256])
     assert len(list(measure_products(gpu, products, repeats=1))) == 4
-    assert len(measure_copies(gpu, size=256, copied=1 << 20, dtype="bf16", limit=1.0)) == 2
+    assert (
+        len(measure_copies(gpu, size=256, copied=1 << 20, dtype="bf16", limit=1.0)) == 2
+    )
     assert len(measure_stores(gpu, size=1 << 20, limit=1.0)) == 6
     assert measure_mlp(gpu, WideMlp(2, 256, 256), "bf16", limit=1.0).seconds > 0

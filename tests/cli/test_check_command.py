@@ -18,7 +18,11 @@ Capture = pytest.CaptureFixture[str]
 def test_all_reasons_and_the_nearest_that_fit_are_named(capsys: Capture) -> None:
     assert main(["check", "dp2 pp3 tp3 1f1b:80", "--model", "tiny"]) == 1
     out = capsys.readouterr().out
-    for reason in ("tp=3 does not divide heads=4", "tp=3 does not divide ffn=128", "a batch of 16"):
+    for reason in (
+        "tp=3 does not divide heads=4",
+        "tp=3 does not divide ffn=128",
+        "a batch of 16",
+    ):
         assert reason in out
     near = out.rsplit("Nearest that fit: ", 1)[1].strip().rstrip(".")
     for layout in Layout.parse_many(near):
@@ -40,7 +44,9 @@ def test_a_legal_layout_says_what_its_ranks_hold(capsys: Capture) -> None:
     assert (args["ranks"], args["parameters"]) == (16, shape.total)
     assert [s["held_microbatches"] for s in args["stages"]] == [4, 3, 2, 1]
     assert sum(s["parameters"] for s in args["stages"]) == shape.total
-    assert sorted(p for s in args["stages"] for p in s["pieces"]) == list(range(shape.pieces))
+    assert sorted(p for s in args["stages"] for p in s["pieces"]) == list(
+        range(shape.pieces)
+    )
     assert sorted(r for s in args["stages"] for r in s["ranks"]) == list(range(16))
     assert main(["check", "dp2 pp4 tp2 1f1b:8", "--model", "8b"]) == 0
     out = capsys.readouterr().out
@@ -55,7 +61,15 @@ def test_the_fullest_rank_holds_what_a_plan_says_and_what_adam_needs_of_its_weig
     layout = "dp2 pp4 tp2 1f1b:8"
     assert main(["check", layout, *asked, "--batch", "16", "--cluster", "h100x64"]) == 0
     told = json.loads(capsys.readouterr().out)
-    plan = ["plan", "--cluster", "h100x16", "--batch-tokens", str(16 * 8192), "--explain", layout]
+    plan = [
+        "plan",
+        "--cluster",
+        "h100x16",
+        "--batch-tokens",
+        str(16 * 8192),
+        "--explain",
+        layout,
+    ]
     assert main([*plan, *asked]) == 0
     explained = json.loads(capsys.readouterr().out)
     for key in ("memory_gb", "memory_range_gb", "memory_by_kind_gb"):
@@ -78,15 +92,21 @@ def test_a_layout_that_is_legal_may_not_fit_in_a_device(capsys: Capture) -> None
     assert "it needs 50.5 GB on the fullest rank" in " ".join(told.split())
     assert "fit" not in told
     assert main([*asked, "--device", "h100"]) == 0
-    assert "It fits on h100-sxmx16, which has 85.9 GB: 48.6 to " in capsys.readouterr().out
+    assert (
+        "It fits on h100-sxmx16, which has 85.9 GB: 48.6 to " in capsys.readouterr().out
+    )
     assert main([*asked, "--device", "rtx-4090"]) == 1
-    assert "It does not fit on rtx-4090x16, which has 25.8 GB" in capsys.readouterr().out
+    assert (
+        "It does not fit on rtx-4090x16, which has 25.8 GB" in capsys.readouterr().out
+    )
     assert main([*asked, "--device", "h100", "--cluster", "h100x16"]) == 2
     assert main([*asked, "--cluster", "h100x8"]) == 2
     assert "16 ranks, and h100x8 has 8 devices" in capsys.readouterr().err
 
 
-def test_zero3_over_several_microbatches_names_the_lower_stage_that_fits(capsys: Capture) -> None:
+def test_zero3_over_several_microbatches_names_the_lower_stage_that_fits(
+    capsys: Capture,
+) -> None:
     """8b holds 2 bytes of weights for each parameter, so ZeRO-2 fits in 80 GiB; 4 of gradients, and
     ZeRO-1 does not."""
     asked = ["check", "dp64 zero3 accum:8 bf16", "--model", "8b", "--batch", "512"]
@@ -108,15 +128,32 @@ def test_zero3_over_several_microbatches_names_the_lower_stage_that_fits(capsys:
     assert all(each["fits"] for each in lower)
     assert "zero1" in figures["less_sent"]
     # A small device: neither fits. Nothing to say of a layout that sends once a step.
-    for layout, device in ("dp64 zero3 accum:8 bf16", "rtx-4090"), ("dp64 zero1 bf16", "h200"):
-        main(["check", layout, "--model", "8b", "--batch", "512", "--device", device, "--json"])
+    for layout, device in (
+        ("dp64 zero3 accum:8 bf16", "rtx-4090"),
+        ("dp64 zero1 bf16", "h200"),
+    ):
+        main(
+            [
+                "check",
+                layout,
+                "--model",
+                "8b",
+                "--batch",
+                "512",
+                "--device",
+                device,
+                "--json",
+            ]
+        )
         assert not json.loads(capsys.readouterr().out).get("less_sent")
 
 
 @pytest.mark.parametrize(
     ("memory", "words"), [(47e9, "does not fit"), (50e9, "may not fit"), (60e9, "fits")]
 )
-def test_only_what_no_allocator_could_hold_is_refused(memory: float, words: str) -> None:
+def test_only_what_no_allocator_could_hold_is_refused(
+    memory: float, words: str
+) -> None:
     assert verdict(48.8e9, 58.2e9, memory) == words
 
 
@@ -139,7 +176,21 @@ def test_zero3_holds_few_gathered_units(capsys: Capture) -> None:
 
 def test_a_program_file_is_checked_too(capsys: Capture, tmp_path: Path) -> None:
     place = tmp_path / "step.txt"
-    assert main(["draw", "1f1b", "--stages", "2", "--microbatches", "2", "--out", str(place)]) == 0
+    assert (
+        main(
+            [
+                "draw",
+                "1f1b",
+                "--stages",
+                "2",
+                "--microbatches",
+                "2",
+                "--out",
+                str(place),
+            ]
+        )
+        == 0
+    )
     assert main(["check", str(place)]) == 0
     assert "is sound: 2 ranks" in capsys.readouterr().out
     place.write_text(place.read_text().replace(" 1F1<0", ""))
@@ -154,12 +205,16 @@ def test_any_number_of_ranks_is_estimated_where_nobody_named_a_cluster() -> None
     for ranks in (*range(1, 71), 97, 127, 251):
         checked = check(f"dp{ranks}", "tiny", batch=2 * ranks)
         assert checked.figures["ranks"] == ranks
-        assert checked.memory == pytest.approx(check("", "tiny", batch=2).memory, rel=0.01)
+        assert checked.memory == pytest.approx(
+            check("", "tiny", batch=2).memory, rel=0.01
+        )
         named = check(f"dp{ranks}", "tiny", batch=2 * ranks, device="h100")
         assert named.figures["device"] == f"h100-sxmx{ranks}"
 
 
-def test_a_cluster_that_was_named_and_has_no_such_size_is_refused(capsys: Capture) -> None:
+def test_a_cluster_that_was_named_and_has_no_such_size_is_refused(
+    capsys: Capture,
+) -> None:
     argv = ["check", "dp12", "--model", "tiny", "--batch", "24", "--cluster", "h100x12"]
     assert main(argv) == 2
     assert "12 do not fill levels of 8" in capsys.readouterr().err

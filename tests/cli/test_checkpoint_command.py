@@ -60,12 +60,16 @@ def test_a_run_its_saves_and_one_save_are_all_exported_and_a_run_begins_with_the
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _said(capsys, "export", source, "--to", tmp_path / "hub")
-    assert json.loads((tmp_path / "hub" / "config.json").read_text())["hidden_size"] == 16
+    assert (
+        json.loads((tmp_path / "hub" / "config.json").read_text())["hidden_size"] == 16
+    )
     second = tmp_path / "second"
     _said(capsys, "import", tmp_path / "hub", "--out", second)
     assert _said(capsys, "show", second)["step"] == 0
     assert train_verb.run([*SMALL, f"out={second}", "steps=1"]) == 0
-    resumed = [json.loads(x) for x in (second / "metrics.jsonl").read_text().splitlines()]
+    resumed = [
+        json.loads(x) for x in (second / "metrics.jsonl").read_text().splitlines()
+    ]
     assert "step-00000000" in next(r["text"] for r in resumed if r["event"] == "resume")
 
 

@@ -401,12 +401,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def _socket(path: Path) -> None:
     here = os.open(path.parent, os.O_RDONLY)
     with socket.socket(socket.AF_UNIX) as door:
-        door.bind(f"/proc/self/fd/{here}/{path.name}")  # a path of a socket is at most 107 long
+        # a path of a socket is at most 107 long
+        door.bind(f"/proc/self/fd/{here}/{path.name}")
     os.close(here)
 
 
 def _name(row: tuple[list[str], tuple[str, ...]]) -> str:
-    return ascii(" ".join(word if len(word) < 50 else word[:47] + "..." for word in row[0]))
+    return ascii(
+        " ".join(word if len(word) < 50 else word[:47] + "..." for word in row[0])
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -444,7 +447,17 @@ def test_a_mistake_is_one_sentence_with_the_place_and_a_way_out(
 
 
 def test_all_arguments_that_are_wrong_are_refused_at_once(capsys: Capture) -> None:
-    argv = ["bench", "matmul", "--threads", "x", "--dtype", "bf17", "--limt=3", "--limit", "-1"]
+    argv = [
+        "bench",
+        "matmul",
+        "--threads",
+        "x",
+        "--dtype",
+        "bf17",
+        "--limt=3",
+        "--limit",
+        "-1",
+    ]
     assert main(argv) == 2
     head, *wrong, end = capsys.readouterr().err.splitlines()
     assert head == "UsageError: 4 arguments are wrong:"
@@ -497,13 +510,19 @@ def _run(*argv: str, **more: object) -> subprocess.CompletedProcess[str]:
     ],
     ids=" ".join,
 )  # fmt: skip
-def test_a_mistake_is_told_before_torch_is_loaded(argv: list[str], folder: Path) -> None:
+def test_a_mistake_is_told_before_torch_is_loaded(
+    argv: list[str], folder: Path
+) -> None:
     code = (
         "import sys\nfrom phalanx.cli import main\ncode = main(sys.argv[1:])\n"
         "print('torch' in sys.modules, code)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, *argv], capture_output=True, text=True, timeout=120, cwd=folder
+        [sys.executable, "-c", code, *argv],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=folder,
     )
     assert done.stdout.split() == ["False", "2"]
     _is_clean(done.stderr)
@@ -516,7 +535,9 @@ def test_torchrun_starts_the_package_as_a_module(tmp_path: Path) -> None:
         "model={layers=1,hidden=16,heads=2,ffn=16,vocab=256}", "batch=2", "sequence=8", "steps=2",
         "validation.batches=0", "layout=dp2", f"out={tmp_path / 'run'}", "--backend", "gloo",
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     (start,) = [r for r in map(json.loads, lines) if r["event"] == "start"]
@@ -541,7 +562,9 @@ def _manifest(tensors: int, parts: int, dims: int = 1, seed: int = 0) -> str:
         "files": [{"name": "a.safetensors", "size": 1024, "chunks": ["0" * 64]}],
     }  # fmt: skip
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
-    return json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "body": body})
+    return json.dumps(
+        {"sha256": hashlib.sha256(text.encode()).hexdigest(), "body": body}
+    )
 
 
 def test_a_manifest_of_many_parts_is_read(tmp_path: Path, capsys: Capture) -> None:
@@ -554,7 +577,9 @@ def test_a_manifest_of_many_parts_is_read(tmp_path: Path, capsys: Capture) -> No
     assert "40" in shown
 
 
-def test_what_a_manifest_names_cannot_steer_the_terminal(tmp_path: Path, capsys: Capture) -> None:
+def test_what_a_manifest_names_cannot_steer_the_terminal(
+    tmp_path: Path, capsys: Capture
+) -> None:
     step = tmp_path / f"step-{1:08}"
     step.mkdir()
     (step / "manifest.json").write_text(_manifest(1, 2))
@@ -573,7 +598,9 @@ def test_a_tensor_of_nine_dims_is_refused(tmp_path: Path, capsys: Capture) -> No
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "socket"])
-def test_a_rank_file_that_is_none_is_damage(kind: str, tmp_path: Path, capsys: Capture) -> None:
+def test_a_rank_file_that_is_none_is_damage(
+    kind: str, tmp_path: Path, capsys: Capture
+) -> None:
     (tmp_path / "manifest.json").write_text(_manifest(1, 2))
     file = tmp_path / "a.safetensors"
     if kind == "pipe":
@@ -586,12 +613,26 @@ def test_a_rank_file_that_is_none_is_damage(kind: str, tmp_path: Path, capsys: C
     assert "a.safetensors" in capsys.readouterr().out
 
 
-def test_the_report_of_a_folder_from_elsewhere_is_a_page(tmp_path: Path, capsys: Capture) -> None:
+def test_the_report_of_a_folder_from_elsewhere_is_a_page(
+    tmp_path: Path, capsys: Capture
+) -> None:
     """Pipes, sparse files, ranks beyond any picture, numbers beyond any float, names with escapes."""
     run = tmp_path / ESC.replace("/", "")
     run.mkdir()
-    start = {"event": "start", "step": 0, "layout": "dp200000", "model": {"name": ESC}, "data": ESC}
-    step = {"event": "step", "step": 1, "loss": 10**400, "seconds": 1, "tokens_per_second": 1}
+    start = {
+        "event": "start",
+        "step": 0,
+        "layout": "dp200000",
+        "model": {"name": ESC},
+        "data": ESC,
+    }
+    step = {
+        "event": "step",
+        "step": 1,
+        "loss": 10**400,
+        "seconds": 1,
+        "tokens_per_second": 1,
+    }
     lines = [json.dumps(each) + "\n" for each in (start, step)]
     (run / "metrics.jsonl").write_text("".join(lines))
     with (run / "timeline.json").open("wb") as file:
@@ -612,7 +653,9 @@ def test_the_report_of_a_folder_from_elsewhere_is_a_page(tmp_path: Path, capsys:
     assert "a named pipe" in told
 
 
-@pytest.mark.parametrize("verb", ["verify", "train", "plan", "doctor", "report", "checkpoint"])
+@pytest.mark.parametrize(
+    "verb", ["verify", "train", "plan", "doctor", "report", "checkpoint"]
+)
 def test_the_prose_of_help_is_as_wide_as_the_terminal(
     verb: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
@@ -623,7 +666,9 @@ def test_the_prose_of_help_is_as_wide_as_the_terminal(
     assert not [line for line in lines if len(line) > 60 and not line.startswith("  ")]
 
 
-def test_the_package_runs_as_a_module_with_the_command_s_exit_codes(folder: Path) -> None:
+def test_the_package_runs_as_a_module_with_the_command_s_exit_codes(
+    folder: Path,
+) -> None:
     for argv, code in (
         (["--version"], 0),
         (["check", "dp2", "--model", "tiny"], 0),
@@ -644,7 +689,9 @@ def test_standard_output_that_is_full_or_closed_is_no_traceback(folder: Path) ->
     args = "phalanx: cannot write to standard output: No space left on device.\n"
     assert (done.returncode, done.stderr) == (1, args)
     script = '"$0" -m phalanx draw 1f1b >&-'
-    closed = subprocess.run(["sh", "-c", script, sys.executable], capture_output=True, timeout=120)
+    closed = subprocess.run(
+        ["sh", "-c", script, sys.executable], capture_output=True, timeout=120
+    )
     assert (closed.returncode, closed.stdout, closed.stderr) == (0, b"", b"")
 
 
@@ -654,7 +701,9 @@ def test_a_reader_of_a_run_s_lines_may_stop_and_the_run_goes_on(tmp_path: Path) 
         "steps=4", "validation.batches=0", f"out={tmp_path / 'run'}", "--ranks", "1",
     ]  # fmt: skip
     command = [sys.executable, "-m", "phalanx", *words]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as running:
         assert running.stdout is not None
         assert running.stderr is not None
         running.stdout.readline()
@@ -662,7 +711,12 @@ def test_a_reader_of_a_run_s_lines_may_stop_and_the_run_goes_on(tmp_path: Path) 
         assert running.stderr.read() == b""
         assert running.wait(120) == 0
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert [r["step"] for r in map(json.loads, lines) if r["event"] == "step"] == [1, 2, 3, 4]
+    assert [r["step"] for r in map(json.loads, lines) if r["event"] == "step"] == [
+        1,
+        2,
+        3,
+        4,
+    ]
 
 
 def test_a_run_replaces_a_link_in_place_of_its_run_file(tmp_path: Path) -> None:
@@ -684,7 +738,9 @@ def test_names_of_published_models_are_known_in_any_case(capsys: Capture) -> Non
         assert "is legal for 8b" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("scale", [[], ["x", 1], [0, 1], [-1.0, 1], [1.0, -1], [1e300, 1], "x", 3])
+@pytest.mark.parametrize(
+    "scale", [[], ["x", 1], [0, 1], [-1.0, 1], [1.0, -1], [1e300, 1], "x", 3]
+)
 def test_a_loss_scale_that_is_none_is_refused_with_its_manifest(scale: object) -> None:
     from phalanx.train.checkpoint_format import CheckpointError, Manifest
 

@@ -32,7 +32,10 @@ words=(phalanx {words}); CURRENT={current}; _phalanx
     [
         (["ver"], ["verify"]),
         (["train", "--backend", ""], sorted(BACKENDS)),
-        (["check", "dp2", "--model", "1"], [n for n in Shape.names() if n.startswith("1")]),
+        (
+            ["check", "dp2", "--model", "1"],
+            [n for n in Shape.names() if n.startswith("1")],
+        ),
         (["plan", "c"], ["calibrate", "cost"]),
         (["plan", "cost", "--pri"], ["--price"]),
         (["checkpoint", "export", "--fam"], ["--family"]),
@@ -41,7 +44,9 @@ words=(phalanx {words}); CURRENT={current}; _phalanx
         (["check", "--batch", ""], []),
     ],
 )
-def test_words_are_those_that_the_parser_takes(words: list[str], found: list[str]) -> None:
+def test_words_are_those_that_the_parser_takes(
+    words: list[str], found: list[str]
+) -> None:
     assert candidates(words) == found
 
 

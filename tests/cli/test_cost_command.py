@@ -24,7 +24,13 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     "argv",
     [
         ["--model", "8b", "tp4 seq bf16"],
-        ["--model", "405b", "tp8 cp4:2x2 seq pp4 zb-h1:4 recompute:selective bf16", "--rows", "2"],
+        [
+            "--model",
+            "405b",
+            "tp8 cp4:2x2 seq pp4 zb-h1:4 recompute:selective bf16",
+            "--rows",
+            "2",
+        ],
         ["--model", STRANGER, "tp2"],
         ["--model", "mlp"],
     ],
@@ -37,15 +43,29 @@ def test_the_table_fits_eighty_columns(argv: list[str], capsys: Capture) -> None
 
 
 def test_json_holds_every_operation(capsys: Capture) -> None:
-    argv = ["cost", "--model", "tiny", "tp2", "--rows", "3", "--sequence", "16", "--json"]
+    argv = [
+        "cost",
+        "--model",
+        "tiny",
+        "tp2",
+        "--rows",
+        "3",
+        "--sequence",
+        "16",
+        "--json",
+    ]
     assert main(argv) == 0
     args = json.loads(capsys.readouterr().out)
     shape = Shape.load("tiny")
     numbers = [n for kind in args["pieces"] for n in kind["pieces"]]
     assert numbers == list(range(shape.pieces))
-    found = sum(len(k["pieces"]) * k["operations"]["F"]["flops_full"] for k in args["pieces"])
+    found = sum(
+        len(k["pieces"]) * k["operations"]["F"]["flops_full"] for k in args["pieces"]
+    )
     assert 2 * found == sum(op.full for op in forward_flops(shape, 3, 16))
-    assert {m["axis"] for k in args["pieces"] for m in k["operations"]["B"]["messages"]} == {"tp"}
+    assert {
+        m["axis"] for k in args["pieces"] for m in k["operations"]["B"]["messages"]
+    } == {"tp"}
 
 
 @pytest.mark.parametrize(
@@ -59,6 +79,8 @@ def test_json_holds_every_operation(capsys: Capture) -> None:
         (["--target", "tpu"], "--target: invalid choice: 'tpu'"),
     ],
 )
-def test_what_is_wrong_is_said_in_a_sentence(argv: list[str], why: str, capsys: Capture) -> None:
+def test_what_is_wrong_is_said_in_a_sentence(
+    argv: list[str], why: str, capsys: Capture
+) -> None:
     assert main(["cost", *argv]) == 2
     assert why in capsys.readouterr().err

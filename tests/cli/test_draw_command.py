@@ -23,9 +23,13 @@ def figures(capsys: Capture, *words: str) -> dict[str, object]:
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("p, m", [(1, 1), (2, 2), (4, 1), (4, 4), (4, 8), (6, 16)])
-def test_the_bubble_is_that_of_the_textbook(capsys: Capture, name: str, p: int, m: int) -> None:
+def test_the_bubble_is_that_of_the_textbook(
+    capsys: Capture, name: str, p: int, m: int
+) -> None:
     # Huang et al. 2019, Narayanan et al. 2019: (P - 1) / (m + P - 1).
-    f = figures(capsys, name, "--stages", str(p), "--microbatches", str(m), "--costs", "F=1,B=2")
+    f = figures(
+        capsys, name, "--stages", str(p), "--microbatches", str(m), "--costs", "F=1,B=2"
+    )
     assert (f["stages"], f["microbatches"], f["chunks"], f["steps"]) == (p, m, 1, 1)
     assert f["makespan"] == pytest.approx(3 * (m + p - 1))
     assert f["ideal"] == pytest.approx(3 * m)
@@ -76,7 +80,17 @@ def test_searched_loses_to_nothing_under_the_same_limit(capsys: Capture) -> None
 
 
 def test_recompute_to_fit_recomputes_more_on_earlier_stages(capsys: Capture) -> None:
-    words = ["1f1b", "--stages", "4", "--layers", "16", "--recompute", "fit", "--memory-limit", "6"]
+    words = [
+        "1f1b",
+        "--stages",
+        "4",
+        "--layers",
+        "16",
+        "--recompute",
+        "fit",
+        "--memory-limit",
+        "6",
+    ]
     rows = Program.parse(str(figures(capsys, *words)["program"])).rows
     again = [len({op.piece for op in row if op.kind == "R"}) for row in rows]
     assert again == sorted(again, reverse=True)
@@ -84,7 +98,9 @@ def test_recompute_to_fit_recomputes_more_on_earlier_stages(capsys: Capture) -> 
     assert again[-1] == 0
 
 
-def test_a_layout_is_drawn_from_its_model_and_zero3_shows_its_gathers(capsys: Capture) -> None:
+def test_a_layout_is_drawn_from_its_model_and_zero3_shows_its_gathers(
+    capsys: Capture,
+) -> None:
     costs = ["--costs", "F=1,B=2,G=0.5,S=0.5"]
     assert main(["draw", "dp2 pp2 zero3 1f1b:4", "--model", "tiny", *costs]) == 0
     out = capsys.readouterr().out
@@ -129,7 +145,9 @@ def test_the_suffix_names_the_format(capsys: Capture, tmp_path: Path) -> None:
     Program.parse((tmp_path / "step.txt").read_text())
 
 
-def test_somebodys_own_schedule_is_drawn_from_its_file(capsys: Capture, tmp_path: Path) -> None:
+def test_somebodys_own_schedule_is_drawn_from_its_file(
+    capsys: Capture, tmp_path: Path
+) -> None:
     place = tmp_path / "mine.py"
     place.write_text(
         "from phalanx.program import Op\n"
@@ -140,7 +158,9 @@ def test_somebodys_own_schedule_is_drawn_from_its_file(capsys: Capture, tmp_path
     assert f["makespan"] == pytest.approx(2 * 2 * 3)
 
 
-def test_the_table_of_recomputation_is_what_the_literature_says(capsys: Capture) -> None:
+def test_the_table_of_recomputation_is_what_the_literature_says(
+    capsys: Capture,
+) -> None:
     # Chen et al. 2016: at most one extra forward, N/C inputs and C pieces, least at sqrt N.
     f = figures(capsys, "recompute", "--layers", "16")
     lines = {line["recompute"]: line for line in f["table"]}  # type: ignore[attr-defined]

@@ -37,7 +37,9 @@ _SAME = re.compile(r"\.venv/bin/phalanx (draw|check) |cat |sed |grep ")
     ],
     ids=["plain", "packed"],
 )
-def test_a_stranger_s_model_agrees_with_one_process_over_every_axis(argv: list[str]) -> None:
+def test_a_stranger_s_model_agrees_with_one_process_over_every_axis(
+    argv: list[str],
+) -> None:
     model = f"{STRANGER}:Stranger"
     assert main(["verify", "--model", model, "--steps", "2", "--layouts", *argv]) == 0
 
@@ -48,7 +50,9 @@ def test_a_stranger_s_weight_without_a_rule_is_refused(
     file = tmp_path / "short.py"
     file.write_text(STRANGER.read_text().replace("blocks.*.mlp.up.bias : ffn\n", ""))
     model = load_model(f"{file}:Stranger")
-    with pytest.raises(LayoutError, match=r"no rule names the parameter blocks\.0\.mlp\.up\.bias"):
+    with pytest.raises(
+        LayoutError, match=r"no rule names the parameter blocks\.0\.mlp\.up\.bias"
+    ):
         model.rules.dims("blocks.0.mlp.up.bias", 1)
     assert main(["verify", "--model", f"{file}:Stranger", "--layouts", "tp2"]) in (1, 2)
     args = capsys.readouterr()
@@ -60,7 +64,20 @@ def test_a_stranger_s_loss_that_is_a_mean_is_found(
 ) -> None:
     file = tmp_path / "mean.py"
     file.write_text(STRANGER.read_text().replace('reduction="sum"', 'reduction="mean"'))
-    assert main(["verify", "--model", f"{file}:Stranger", "--layouts", "dp2", "--steps", "1"]) == 2
+    assert (
+        main(
+            [
+                "verify",
+                "--model",
+                f"{file}:Stranger",
+                "--layouts",
+                "dp2",
+                "--steps",
+                "1",
+            ]
+        )
+        == 2
+    )
     assert "it is no sum over the tokens" in capsys.readouterr().err
 
 
@@ -69,7 +86,9 @@ def test_the_example_schedule_hides_messages_and_holds_more_than_1f1b() -> None:
     for stages in range(2, 6):
         plain, early = (schedule(name, stages, 2 * stages) for name in ("1f1b", EARLY))
         assert simulate(early).makespan == simulate(plain).makespan
-        layouts = [Layout.parse(f"pp{stages} {name}:{2 * stages}") for name in ("1f1b", EARLY)]
+        layouts = [
+            Layout.parse(f"pp{stages} {name}:{2 * stages}") for name in ("1f1b", EARLY)
+        ]
         times = [_time(layout, slow) for layout in layouts]
         assert times[1] < times[0]
         assert check(_step(layouts[1])).held == tuple(
@@ -81,7 +100,9 @@ def _step(layout: Layout):  # type: ignore[no-untyped-def]
     from phalanx.program import build
 
     return build(
-        layout, plain_pieces([range(s, s + 1) for s in range(layout.pp)]), StepOptions(agree=False)
+        layout,
+        plain_pieces([range(s, s + 1) for s in range(layout.pp)]),
+        StepOptions(agree=False),
     )
 
 
@@ -136,10 +157,19 @@ def test_what_a_page_shows_is_what_its_commands_print(page: Path, folder: Path) 
         if not _SAME.match(command):
             continue
         done = subprocess.run(
-            ["bash", "-c", command], cwd=folder, capture_output=True, text=True, check=False
+            ["bash", "-c", command],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=False,
         )
-        printed = [line.rstrip() for line in (done.stdout + done.stderr).rstrip("\n").split("\n")]
-        assert _fits(lines, printed if printed != [""] else []), "\n".join([command, *printed])
+        printed = [
+            line.rstrip()
+            for line in (done.stdout + done.stderr).rstrip("\n").split("\n")
+        ]
+        assert _fits(lines, printed if printed != [""] else []), "\n".join(
+            [command, *printed]
+        )
         checked += 1
     assert checked or page.stem == "bring-your-model"
 

@@ -96,10 +96,17 @@ while True:
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl and /proc")
 @pytest.mark.parametrize(
     "end, code",
-    [("os.kill(parent, signal.SIGUSR2)", 7), ("os.kill(parent, signal.SIGTERM)", 128 + 15)],
+    [
+        ("os.kill(parent, signal.SIGUSR2)", 7),
+        ("os.kill(parent, signal.SIGTERM)", 128 + 15),
+    ],
 )
-def test_the_first_process_collects_orphans_and_passes_signals_on(end: str, code: int) -> None:
-    done = subprocess.run([sys.executable, "-c", SERVES.replace("{end}", end)], timeout=60)
+def test_the_first_process_collects_orphans_and_passes_signals_on(
+    end: str, code: int
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SERVES.replace("{end}", end)], timeout=60
+    )
     assert done.returncode == code
 
 
@@ -122,7 +129,9 @@ def _only_child(pid: int) -> int:
 
 
 @pytest.mark.skipif(not _namespaces(), reason="needs a namespace of processes")
-def test_process_1_is_stopped_by_a_signal_that_comes_while_it_starts(tmp_path: Path) -> None:
+def test_process_1_is_stopped_by_a_signal_that_comes_while_it_starts(
+    tmp_path: Path,
+) -> None:
     out = tmp_path / "run"
     words = [*SMALL, f"out={out}", "steps=1000000", "checkpoint.every=0", "layout=dp2"]
     command = [sys.executable, "-c", CODE, "train", *words]

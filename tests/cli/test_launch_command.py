@@ -14,7 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.cli.launch import SYSTEMS, _python_text, _time_limit, _yaml_quoted, _yaml_text
+from phalanx.cli.launch import (
+    SYSTEMS,
+    _python_text,
+    _time_limit,
+    _yaml_quoted,
+    _yaml_text,
+)
 from phalanx.cli.launch import run as launch
 from phalanx.cli.usage import UsageError
 from phalanx.layout.run import Run
@@ -44,15 +50,26 @@ def printed(
 
 
 def _bash(text: str) -> None:
-    done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, timeout=20)
+    done = subprocess.run(
+        ["bash", "-n"], input=text, text=True, capture_output=True, timeout=20
+    )
     assert done.returncode == 0, done.stderr
 
 
-def test_a_batch_script_saves_before_its_limit_and_goes_on_after_it(printed: Any) -> None:
+def test_a_batch_script_saves_before_its_limit_and_goes_on_after_it(
+    printed: Any,
+) -> None:
     text = printed("slurm", "--gpus", "2", "--time", "1:00:00", "optimizer.lr=1e-3")
     _bash(text)
-    options = [line.split()[1] for line in text.splitlines() if line.startswith("#SBATCH")]
-    assert {"--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", "--time=1:00:00"} <= {*options}
+    options = [
+        line.split()[1] for line in text.splitlines() if line.startswith("#SBATCH")
+    ]
+    assert {
+        "--nodes=2",
+        "--ntasks-per-node=2",
+        "--gpus-per-node=2",
+        "--time=1:00:00",
+    } <= {*options}
     assert {"--signal=TERM@120", "--requeue", "--open-mode=append"} <= {*options}
     assert "srun --kill-on-bad-exit=1" in text
     assert "phalanx train small.toml optimizer.lr=1e-3" in text
@@ -76,13 +93,19 @@ _POD = {
                     "args": {"type": "array", "items": {"type": "string"}},
                     "workingDir": {"type": "string"},
                     "resources": {"type": "object"},
-                    "volumeMounts": {"type": "array", "items": {"required": ["name", "mountPath"]}},
+                    "volumeMounts": {
+                        "type": "array",
+                        "items": {"required": ["name", "mountPath"]},
+                    },
                     "env": {
                         "type": "array",
                         "items": {
                             "required": ["name"],
                             "properties": {"value": {"type": "string"}},
-                            "oneOf": [{"required": ["value"]}, {"required": ["valueFrom"]}],
+                            "oneOf": [
+                                {"required": ["value"]},
+                                {"required": ["valueFrom"]},
+                            ],
                         },
                     },
                 },
@@ -104,7 +127,9 @@ JOB_SET = {
                             "spec": {
                                 "required": ["parallelism", "completions", "template"],
                                 "properties": {
-                                    "completionMode": {"enum": ["Indexed", "NonIndexed"]},
+                                    "completionMode": {
+                                        "enum": ["Indexed", "NonIndexed"]
+                                    },
                                     "template": {"properties": {"spec": _POD}},
                                 },
                             }
@@ -149,9 +174,16 @@ SKY = {
 
 
 @pytest.mark.parametrize("gpus", ["2", "0"])
-def test_manifests_of_kubernetes_are_what_their_types_ask_for(printed: Any, gpus: str) -> None:
-    for system, kind, schema in (("k8s", "JobSet", JOB_SET), ("kubeflow", "TrainJob", TRAIN_JOB)):
-        text = printed(system, "--gpus", gpus, "--image", "here/phalanx:1", "--volume", "team")
+def test_manifests_of_kubernetes_are_what_their_types_ask_for(
+    printed: Any, gpus: str
+) -> None:
+    for system, kind, schema in (
+        ("k8s", "JobSet", JOB_SET),
+        ("kubeflow", "TrainJob", TRAIN_JOB),
+    ):
+        text = printed(
+            system, "--gpus", gpus, "--image", "here/phalanx:1", "--volume", "team"
+        )
         settings, job = yaml.safe_load_all(text)
         assert settings["data"]["run.toml"] == RUN
         assert (job["kind"], job["metadata"]["name"]) == (kind, "small")
@@ -190,8 +222,14 @@ def test_torchrun_may_begin_with_as_few_nodes_as_a_fallback_needs(printed: Any) 
 def test_a_script_for_ray_has_a_worker_for_each_rank(printed: Any) -> None:
     tree = ast.parse(printed("ray", "--gpus", "2"))
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    words = {k.arg: ast.unparse(k.value) for call in calls for k in call.keywords if k.arg}
-    assert (words["num_workers"], words["use_gpu"], words["max_failures"]) == ("4", "True", "2")
+    words = {
+        k.arg: ast.unparse(k.value) for call in calls for k in call.keywords if k.arg
+    }
+    assert (words["num_workers"], words["use_gpu"], words["max_failures"]) == (
+        "4",
+        "True",
+        "2",
+    )
 
 
 def test_what_is_submitted_is_what_is_printed(
@@ -212,7 +250,9 @@ def test_what_is_submitted_is_what_is_printed(
 
 
 def test_a_layout_for_other_ranks_is_refused(printed: Any) -> None:
-    with pytest.raises(UsageError, match=r"is for 4 ranks; --nodes 2 with --gpus 8 are 16"):
+    with pytest.raises(
+        UsageError, match=r"is for 4 ranks; --nodes 2 with --gpus 8 are 16"
+    ):
         printed("slurm")
 
 
@@ -263,11 +303,15 @@ def test_a_text_carries_any_run_file_unchanged(
     assert Run.parse(carried, "small") == plain
 
 
-LINES = st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\n\r\0")))
+LINES = st.lists(
+    st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\n\r\0"))
+)
 
 
 @given(LINES)
-def test_lines_of_any_characters_are_the_same_in_yaml_and_python(lines: list[str]) -> None:
+def test_lines_of_any_characters_are_the_same_in_yaml_and_python(
+    lines: list[str],
+) -> None:
     text = "\n".join([*lines, "end"]) + "\n"
     block = f"data:\n  run.toml: {_yaml_text(text, margin=4)}\nlast: 1\n"
     assert yaml.safe_load(block) == {"data": {"run.toml": text}, "last": 1}
@@ -279,20 +323,26 @@ def test_lines_of_any_characters_are_the_same_in_yaml_and_python(lines: list[str
 def test_a_plain_run_file_stays_readable(printed: Any) -> None:
     for system in ("k8s", "kubeflow", "ray"):
         text = printed(system, "--gpus", "2")
-        assert all(line in map(str.strip, text.splitlines()) for line in RUN.splitlines())
+        assert all(
+            line in map(str.strip, text.splitlines()) for line in RUN.splitlines()
+        )
 
 
 WORDS = ["lora.targets=['wq', 'wk']", 'optimizer.name="sgd"', "lora.r=4"]
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_quotes_and_spaces_of_words_reach_the_command_whole(system: str, printed: Any) -> None:
+def test_quotes_and_spaces_of_words_reach_the_command_whole(
+    system: str, printed: Any
+) -> None:
     text = printed(system, "--gpus", "2", *WORDS)
     if system in ("k8s", "kubeflow"):
         _, job = yaml.safe_load_all(text)
         trainer = job["spec"].get("trainer")
         if trainer is None:
-            pod = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+            pod = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"][
+                "spec"
+            ]
             trainer = pod["containers"][0]
         assert trainer["args"][1:-1] == WORDS
     elif system == "ray":
@@ -310,28 +360,42 @@ def test_quotes_and_spaces_of_words_reach_the_command_whole(system: str, printed
         # The shell itself says which words it reads.
         listing = command[0].replace("phalanx train", "printf '%s\\n'")
         read = subprocess.run(
-            ["bash", "-c", listing], capture_output=True, text=True, timeout=20, check=True
+            ["bash", "-c", listing],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
         )
         assert read.stdout.splitlines() == ["small.toml", *WORDS]
 
 
-@pytest.mark.parametrize("name", ["no", "on", "123", "2024-01-01", "1e5", "0x1f", "---", "x" * 200])
-def test_a_job_s_name_is_text_that_every_system_accepts(name: str, printed: Any) -> None:
+@pytest.mark.parametrize(
+    "name", ["no", "on", "123", "2024-01-01", "1e5", "0x1f", "---", "x" * 200]
+)
+def test_a_job_s_name_is_text_that_every_system_accepts(
+    name: str, printed: Any
+) -> None:
     settings, job = yaml.safe_load_all(printed("k8s", "--gpus", "2", f"--name={name}"))
     (made,) = {settings["metadata"]["name"], job["metadata"]["name"]}
     # A label of RFC 1035, with room for -node-0-16383 in 63 characters.
     assert re.fullmatch(r"[a-z]([a-z0-9-]{0,48}[a-z0-9])?", made)
-    assert yaml.safe_load(printed("sky", "--gpus", "2", f"--name={name}"))["name"] == made
+    assert (
+        yaml.safe_load(printed("sky", "--gpus", "2", f"--name={name}"))["name"] == made
+    )
 
 
-@pytest.mark.parametrize("image", ["10.0.0.1:5000/phalanx", "12:30", "true", "here/x@sha256:0a"])
+@pytest.mark.parametrize(
+    "image", ["10.0.0.1:5000/phalanx", "12:30", "true", "here/x@sha256:0a"]
+)
 def test_an_image_that_looks_like_a_number_is_text(image: str, printed: Any) -> None:
     _, job = yaml.safe_load_all(printed("kubeflow", "--gpus", "2", "--image", image))
     assert job["spec"]["trainer"]["image"] == image
 
 
 @pytest.mark.parametrize("flag", ["--image", "--volume", "--accelerator", "--master"])
-@pytest.mark.parametrize("value", ["a b", "a;b", "$(id)", "a\nb", "", "{a", "a,b", "-x", "#"])
+@pytest.mark.parametrize(
+    "value", ["a b", "a;b", "$(id)", "a\nb", "", "{a", "a,b", "-x", "#"]
+)
 def test_an_option_that_would_be_read_as_more_than_a_word_is_refused(
     flag: str, value: str, printed: Any
 ) -> None:
@@ -345,22 +409,45 @@ def test_an_out_that_would_leave_its_comment_is_refused(printed: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "limit", ["90", "30:00", "24:00:00", "7-0", "2-12:30", "1-00:00:00", "0", "UNLIMITED"]
+    "limit",
+    ["90", "30:00", "24:00:00", "7-0", "2-12:30", "1-00:00:00", "0", "UNLIMITED"],
 )
 def test_a_time_limit_of_slurm_is_passed_on(limit: str, printed: Any) -> None:
-    assert f"#SBATCH --time={limit}\n" in printed("slurm", "--gpus", "2", "--time", limit)
+    assert f"#SBATCH --time={limit}\n" in printed(
+        "slurm", "--gpus", "2", "--time", limit
+    )
 
 
 @pytest.mark.parametrize(
     "limit",
-    ["soon", "", "1h", "24:00:00:00", "-1", "1-", "1-2-3", "1.5", "1:00:00 --x", "10\n", "٣"],
+    [
+        "soon",
+        "",
+        "1h",
+        "24:00:00:00",
+        "-1",
+        "1-",
+        "1-2-3",
+        "1.5",
+        "1:00:00 --x",
+        "10\n",
+        "٣",
+    ],
 )
-def test_a_time_limit_that_sbatch_would_refuse_is_refused(limit: str, printed: Any) -> None:
+def test_a_time_limit_that_sbatch_would_refuse_is_refused(
+    limit: str, printed: Any
+) -> None:
     with pytest.raises(UsageError, match=r"--time is .*write minutes"):
         printed("slurm", "--gpus", "2", f"--time={limit}")
 
 
-@pytest.mark.parametrize("limit, seconds", [("2", 120), ("0:30", 30), ("0:01:30", 90), ("0-0", 0)])
-def test_a_time_limit_without_time_to_train_is_refused(limit: str, seconds: int) -> None:
-    with pytest.raises(UsageError, match=rf"{seconds} s; a run is asked to save 120 s before"):
+@pytest.mark.parametrize(
+    "limit, seconds", [("2", 120), ("0:30", 30), ("0:01:30", 90), ("0-0", 0)]
+)
+def test_a_time_limit_without_time_to_train_is_refused(
+    limit: str, seconds: int
+) -> None:
+    with pytest.raises(
+        UsageError, match=rf"{seconds} s; a run is asked to save 120 s before"
+    ):
         _time_limit(limit)

@@ -53,7 +53,9 @@ def rows() -> list[str]:
 
 
 def test_the_page_of_limits_states_those_of_the_code() -> None:
-    stated = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")][1:]
+    stated = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")][
+        1:
+    ]
     assert stated == rows()
 
 

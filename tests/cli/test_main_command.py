@@ -79,7 +79,9 @@ def test_bad_input_gets_a_sentence_with_the_place_and_exit_code_2(
     assert "Traceback" not in args.err
 
 
-def test_a_typo_in_a_program_file_is_named_with_its_line(capsys: Capture, tmp_path: Path) -> None:
+def test_a_typo_in_a_program_file_is_named_with_its_line(
+    capsys: Capture, tmp_path: Path
+) -> None:
     place = tmp_path / "step.txt"
     place.write_text("mesh pp1\nranks 0: 0F0 0X0\n")
     for verb in (["draw", "program"], ["check"]):
@@ -108,7 +110,10 @@ GROUPS = {
     "checkpoint": "show verify export import",
     "doctor": "topology devices links clusters hierarchy",
 }
-COMMANDS = [*VERBS, *(f"{verb} {word}" for verb, words in GROUPS.items() for word in words.split())]
+COMMANDS = [
+    *VERBS,
+    *(f"{verb} {word}" for verb, words in GROUPS.items() for word in words.split()),
+]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -119,9 +124,17 @@ def test_every_command_explains_itself_in_eighty_columns(
     assert main([*command.split(), "--help"]) == 0
     out = capsys.readouterr().out
     assert f"usage: phalanx {command}" in out
-    assert "--json" in out or command in ("bench", "data", "chat", "checkpoint", "completion")
+    assert "--json" in out or command in (
+        "bench",
+        "data",
+        "chat",
+        "checkpoint",
+        "completion",
+    )
     # An example stands on one line, so that it can be copied.
-    assert not [x for x in out.splitlines() if len(x) > 80 and not x.startswith("  phalanx ")]
+    assert not [
+        x for x in out.splitlines() if len(x) > 80 and not x.startswith("  phalanx ")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +146,9 @@ def test_every_command_explains_itself_in_eighty_columns(
         ("weigh", "It is now cost"),
     ],
 )
-def test_an_old_spelling_is_refused_with_the_new_one(capsys: Capture, words: str, now: str) -> None:
+def test_an_old_spelling_is_refused_with_the_new_one(
+    capsys: Capture, words: str, now: str
+) -> None:
     assert main(words.split()) == 2
     assert now in capsys.readouterr().err
 
@@ -142,10 +157,16 @@ def test_what_the_overview_proposes_runs(capsys: Capture, tmp_path: Path) -> Non
     import shlex
 
     assert main([]) == 0
-    lines = [x.strip() for x in capsys.readouterr().out.splitlines() if x.startswith("  phalanx ")]
+    lines = [
+        x.strip()
+        for x in capsys.readouterr().out.splitlines()
+        if x.startswith("  phalanx ")
+    ]
     assert len(lines) >= 4
     for line in lines:
-        words = [w if w != "step.html" else str(tmp_path / w) for w in shlex.split(line)[1:]]
+        words = [
+            w if w != "step.html" else str(tmp_path / w) for w in shlex.split(line)[1:]
+        ]
         assert main(words) == 0, line
 
 
@@ -160,7 +181,9 @@ def test_our_own_mistakes_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) 
         main(["draw", "1f1b"])
 
 
-def test_drawing_and_checking_load_no_torch_but_where_a_model_is_costed(tmp_path: Path) -> None:
+def test_drawing_and_checking_load_no_torch_but_where_a_model_is_costed(
+    tmp_path: Path,
+) -> None:
     step = str(tmp_path / "step.txt")
     layout = ["check", "dp2", "--model", "tiny"]
     assert main(layout) == 0  # its costs are cached now
@@ -169,14 +192,18 @@ def test_drawing_and_checking_load_no_torch_but_where_a_model_is_costed(tmp_path
         f"assert main(['check', {step!r}]) == 0; assert main({layout!r}) == 0;"
         "print(sorted(m for m in ('torch', 'numpy', 'safetensors') if m in sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", asked], capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_a_reader_that_stops_early_is_no_error() -> None:
     words = ["draw", "1f1b", "--stages", "8", "--microbatches", "64", "--json"]
     with subprocess.Popen(
-        [sys.executable, "-c", START, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-c", START, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     ) as running:
         assert running.stdout is not None
         assert running.stderr is not None
@@ -210,7 +237,9 @@ def on_a_terminal(*words: str, **environment: str) -> str:
     """What a command writes where standard output is a terminal."""
     ours, theirs = pty.openpty()
     env = {k: v for k, v in os.environ.items() if k != "NO_COLOR"} | environment
-    with subprocess.Popen([sys.executable, "-c", START, *words], stdout=theirs, env=env) as running:
+    with subprocess.Popen(
+        [sys.executable, "-c", START, *words], stdout=theirs, env=env
+    ) as running:
         os.close(theirs)
         out = b""
         while True:
@@ -233,7 +262,11 @@ def test_a_terminal_gets_colour_unless_no_color_is_set() -> None:
 
 
 def test_json_is_one_document(capsys: Capture) -> None:
-    for words in (["draw", "1f1b"], ["draw", "mesh", "dp2"], ["check", "dp2", "--model", "tiny"]):
+    for words in (
+        ["draw", "1f1b"],
+        ["draw", "mesh", "dp2"],
+        ["check", "dp2", "--model", "tiny"],
+    ):
         assert main([*words, "--json"]) == 0
         json.loads(capsys.readouterr().out)
 
@@ -241,7 +274,9 @@ def test_json_is_one_document(capsys: Capture) -> None:
 def test_the_verb_of_a_package_that_is_not_installed_says_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "phalanx_lab"]:
+    for name in [
+        name for name in sys.modules if name.partition(".")[0] == "phalanx_lab"
+    ]:
         monkeypatch.delitem(sys.modules, name)
     elsewhere = [path for path in sys.path if "lab" not in Path(path).parts]
     monkeypatch.setattr(sys, "path", elsewhere)

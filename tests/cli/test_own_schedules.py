@@ -40,7 +40,11 @@ def mutants(rows: Rows) -> Iterator[Rows]:
             rest = row[:i] + row[i + 1 :]
             yield replaced(number, rest)
             yield replaced(number, [*row[: i + 1], *row[i:]])
-            for changed in ((kind, 1 - piece, m), (kind, piece, 1 - m), (kind, piece, m + 2)):
+            for changed in (
+                (kind, 1 - piece, m),
+                (kind, piece, 1 - m),
+                (kind, piece, m + 2),
+            ):
                 yield replaced(number, [*row[:i], changed, *row[i + 1 :]])
             yield replaced(number, [*row[:i], ("G", piece, 0), *row[i + 1 :]])
             moved = replaced(number, rest)
@@ -61,7 +65,9 @@ def trains(rows: Rows) -> bool:
 
     def ready(kind: str, piece: int, m: int) -> bool:
         forward = ("F", piece, m) in done
-        above = piece == STAGES - 1 or bool({("B", piece + 1, m), ("I", piece + 1, m)} & done)
+        above = piece == STAGES - 1 or bool(
+            {("B", piece + 1, m), ("I", piece + 1, m)} & done
+        )
         if kind == "F":
             return not forward and (piece == 0 or ("F", piece - 1, m) in done)
         if kind == "W":
@@ -84,7 +90,11 @@ def trains(rows: Rows) -> bool:
     )
     held = [{piece for _, piece, _ in row} for row in rows]
     one_home = not held[0] & held[1] and all(held) and held[0] | held[1] == {0, 1}
-    return whole and one_home and all(i == len(row) for i, row in zip(at, rows, strict=True))
+    return (
+        whole
+        and one_home
+        and all(i == len(row) for i, row in zip(at, rows, strict=True))
+    )
 
 
 def written(rows: Rows, name: str) -> str:
@@ -119,7 +129,9 @@ def test_every_change_of_a_schedule_is_a_training_step_or_refused_alike_everywhe
             commands.append(["plan", "--model", "tiny", *explain])
         if not trains(rows):
             layout = f"layout=pp2 {name}:2"
-            commands.append(["train", MODEL, "batch=4", "sequence=8", "steps=1", layout])
+            commands.append(
+                ["train", MODEL, "batch=4", "sequence=8", "steps=1", layout]
+            )
             commands += [["verify", "--layouts", f"pp2 {name}:2"]] * (number % 5 == 0)
         codes = [main(command) for command in commands]
         shown = capfd.readouterr().err
@@ -136,11 +148,14 @@ def test_every_change_of_a_schedule_is_a_training_step_or_refused_alike_everywhe
     assert 10 < len(legal) < 40
     # They compute what one process computes.
     some = [legal[0], *legal[1::3]]
-    assert main(["verify", "--layouts", "; ".join(some), "--steps", "1"]) == 0, capfd.readouterr()
+    assert main(["verify", "--layouts", "; ".join(some), "--steps", "1"]) == 0, (
+        capfd.readouterr()
+    )
 
 
 @pytest.mark.parametrize(
-    "returned", ["None", "[]", "[[], [], []]", "[1, 2]", "['F', 'B']", "[[('F', 0, 0)], []]", "{}"]
+    "returned",
+    ["None", "[]", "[[], [], []]", "[1, 2]", "['F', 'B']", "[[('F', 0, 0)], []]", "{}"],
 )
 def test_what_is_no_list_of_operations_is_refused(
     returned: str,

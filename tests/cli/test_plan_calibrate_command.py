@@ -21,7 +21,14 @@ from phalanx.plan.search import judge
 from phalanx.plan.step import Request
 
 SHAPE = Shape(
-    name="small", layers=4, hidden=256, heads=4, ffn=1024, vocab=1024, sequence=256, batch=16
+    name="small",
+    layers=4,
+    hidden=256,
+    heads=4,
+    ffn=1024,
+    vocab=1024,
+    sequence=256,
+    batch=16,
 )
 MACHINE = Machine(
     name="small", date="2026-01-31", method="by hand", device="some CPU", kind="cpu", count=1,
@@ -47,7 +54,9 @@ def seconds(text: str, under: SoftwareProfile) -> float:
     layout = Layout.parse(text)
     hardware = hardware_of_machine(MACHINE, layout.ranks)
     costs = partial(cached_costs, target="cpu")
-    request = Request(SHAPE, hardware, under, costs, SHAPE.sequence, SHAPE.batch, "fp32")
+    request = Request(
+        SHAPE, hardware, under, costs, SHAPE.sequence, SHAPE.batch, "fp32"
+    )
     (choice,) = judge(request, [layout])
     return choice.step
 
@@ -56,7 +65,10 @@ def run_of(folder: Path, text: str, times: Sequence[float]) -> str:
     """The journal of a run whose first step warmed up."""
     folder.mkdir()
     start = {"event": "start", "step": 0, "layout": text, "model": asdict(SHAPE)}
-    steps = [{"event": "step", "step": n, "steps": 1, "seconds": s} for n, s in enumerate(times)]
+    steps = [
+        {"event": "step", "step": n, "steps": 1, "seconds": s}
+        for n, s in enumerate(times)
+    ]
     lines = "".join(json.dumps(record) + "\n" for record in (start, *steps))
     (folder / "metrics.jsonl").write_text(lines)
     return str(folder)
@@ -116,12 +128,22 @@ def test_with_rows_the_other_runs_tell_how_far_off_it_is(
         run_of(tmp_path / str(n), text, [9.0, *[seconds(text, TRUTH)] * 2])
         for n, text in enumerate(LAYOUTS)
     ]
-    words = ["plan", "calibrate", *runs, "--machine", machine_of(tmp_path), "--rows", "2"]
+    words = [
+        "plan",
+        "calibrate",
+        *runs,
+        "--machine",
+        machine_of(tmp_path),
+        "--rows",
+        "2",
+    ]
     assert main([*words, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["runs"]
     assert sum(row["used"] for row in rows) == 2
     unseen = [row for row in rows if not row["used"]]
-    before, after = (median(abs(row[when]) for row in unseen) for when in ("before", "after"))
+    before, after = (
+        median(abs(row[when]) for row in unseen) for when in ("before", "after")
+    )
     assert after < before / 2
     assert main(words) == 0
     told = capsys.readouterr().out
@@ -139,9 +161,15 @@ def test_what_is_no_run_or_no_machine_is_refused_in_a_sentence(
     for words, args in (
         ([good, str(tmp_path), "--machine", machine], "cannot read the run"),
         ([good, short, "--machine", machine], "1 lines of steps"),
-        ([good, "--machine", str(tmp_path / "nowhere.toml")], "there is no machine file"),
+        (
+            [good, "--machine", str(tmp_path / "nowhere.toml")],
+            "there is no machine file",
+        ),
         ([good, "--machine", machine, "--cluster", "h100x8"], "name one"),
-        ([good, "--machine", machine, "--profile", "phalamx"], "Did you mean 'phalanx'"),
+        (
+            [good, "--machine", machine, "--profile", "phalamx"],
+            "Did you mean 'phalanx'",
+        ),
         ([good, "--machine", machine, "--out", "profile.json"], "suffix"),
     ):
         assert main(["plan", "calibrate", *words]) == 2

@@ -41,7 +41,9 @@ def args(capsys: Capture, *argv: str) -> dict[str, object]:
     return found
 
 
-def test_the_table_fits_eighty_columns_and_names_rules_and_reasons(capsys: Capture) -> None:
+def test_the_table_fits_eighty_columns_and_names_rules_and_reasons(
+    capsys: Capture,
+) -> None:
     assert main(SMALL) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
@@ -49,7 +51,9 @@ def test_the_table_fits_eighty_columns_and_names_rules_and_reasons(capsys: Captu
     assert "Why the others lost:" in out
 
 
-def test_json_holds_legal_layouts_best_first_with_all_that_is_promised(capsys: Capture) -> None:
+def test_json_holds_legal_layouts_best_first_with_all_that_is_promised(
+    capsys: Capture,
+) -> None:
     found = args(capsys)
     shape, layouts = Shape.load("124m"), found["layouts"]
     assert isinstance(layouts, list)
@@ -62,7 +66,9 @@ def test_json_holds_legal_layouts_best_first_with_all_that_is_promised(capsys: C
         assert sum(one["breakdown"].values()) == pytest.approx(one["step_time_s"])
         assert sum(one["memory_by_kind_gb"].values()) == pytest.approx(one["memory_gb"])
         assert one["error_range"][0] < one["step_time_s"] < one["error_range"][1]
-        assert one["tokens_per_s_per_device"] * one["step_time_s"] * 8 == pytest.approx(65536)
+        assert one["tokens_per_s_per_device"] * one["step_time_s"] * 8 == pytest.approx(
+            65536
+        )
         assert 0 < one["mfu"] < one["mfu_attention_in_full"] < 1
         assert one["mfu"] <= one["hfu"] < 1
     assert found["refused"]
@@ -72,7 +78,9 @@ def test_json_holds_legal_layouts_best_first_with_all_that_is_promised(capsys: C
 def test_mfu_is_the_model_s_flops_over_time_and_peak(capsys: Capture) -> None:
     best = args(capsys, "--top", "1")["layouts"][0]  # type: ignore[index]
     flops = step_flops(Shape.load("124m"), 64, 1024).model
-    assert best["mfu"] == pytest.approx(flops / best["step_time_s"] / 8 / 989.4e12, rel=1e-3)
+    assert best["mfu"] == pytest.approx(
+        flops / best["step_time_s"] / 8 / 989.4e12, rel=1e-3
+    )
 
 
 def test_explaining_a_pick_gives_its_numbers_and_its_timeline(capsys: Capture) -> None:
@@ -106,7 +114,9 @@ def test_the_run_file_and_the_page_are_written(capsys: Capture, tmp_path: Path) 
     assert made.precision == "bf16"
     html = page.read_text()
     assert best["layout"] in html
-    assert not re.search(r"""(src|href)="(?!data:,")|https?://(?!www\.w3\.org/2000/svg)""", html)
+    assert not re.search(
+        r"""(src|href)="(?!data:,")|https?://(?!www\.w3\.org/2000/svg)""", html
+    )
 
 
 def test_the_picture_of_a_search_names_each_layout_and_is_no_worse_than_it_is_simulated(
@@ -121,16 +131,21 @@ def test_the_picture_of_a_search_names_each_layout_and_is_no_worse_than_it_is_si
         drawn,
     )
     chosen = [m for m in marks if m[2] and m[4].startswith("best: number")]
-    assert marks[-len(best) :] == chosen  # the best are drawn last, on top of all others
+    # the best are drawn last, on top of all others
+    assert marks[-len(best) :] == chosen
     for one, (*_, more, words) in zip(best, chosen, strict=True):
         assert words.endswith(f": {one['layout']}")
         rate = 65536 / 8 / one["step_time_s"]
         assert f", {rate:,.0f} tokens/s, {one['memory_gb']:.3g} GB: " in words
         assert f"compute {one['breakdown']['compute'] / one['step_time_s']:.1%}" in more
     # An axis of doublings: where a mark stands is its number.
-    numbers = [float(m[4].split(" tokens/s")[0].split()[-1].replace(",", "")) for m in marks]
+    numbers = [
+        float(m[4].split(" tokens/s")[0].split()[-1].replace(",", "")) for m in marks
+    ]
     low, high = (f(range(len(marks)), key=numbers.__getitem__) for f in (min, max))
-    wide = (float(marks[high][0]) - float(marks[low][0])) / math.log2(numbers[high] / numbers[low])
+    wide = (float(marks[high][0]) - float(marks[low][0])) / math.log2(
+        numbers[high] / numbers[low]
+    )
     for mark, number in zip(marks, numbers, strict=True):
         right = float(marks[low][0]) + wide * math.log2(number / numbers[low])
         assert float(mark[0]) == pytest.approx(right, abs=1)
@@ -138,10 +153,13 @@ def test_the_picture_of_a_search_names_each_layout_and_is_no_worse_than_it_is_si
     assert len(bounds) > 30
     for words in bounds:
         found = re.match(
-            r"(fits|does not fit): (.*), at most [\d,]+ tokens/s, at least ([\d.]+)", words
+            r"(fits|does not fit): (.*), at most [\d,]+ tokens/s, at least ([\d.]+)",
+            words,
         )
         assert found
-        assert not legal(Layout.parse(found[2]), Shape.load("124m"), batch=64, sequence=1024)
+        assert not legal(
+            Layout.parse(found[2]), Shape.load("124m"), batch=64, sequence=1024
+        )
         assert (float(found[3]) <= 73.1) == (found[1] == "fits")
 
 
@@ -150,14 +168,26 @@ def test_a_run_file_under_a_published_name_says_that_its_weights_are_random(
     capsys: Capture, tmp_path: Path, name: str
 ) -> None:
     file = tmp_path / "run.toml"
-    argv = ["plan", "--model", name, "--cluster", "h100x1", "--batch-tokens", "8Ki", "--top", "1"]
+    argv = [
+        "plan",
+        "--model",
+        name,
+        "--cluster",
+        "h100x1",
+        "--batch-tokens",
+        "8Ki",
+        "--top",
+        "1",
+    ]
     assert main([*argv, "--out", str(file)]) == 0
     capsys.readouterr()
     assert file.read_text().count("# weights are random") == (name == "gpt2")
     made = Run.load(str(file))
     assert made.weights == ("random" if name == "gpt2" else "")
     refuse_random_by_name(made)
-    assert main([*argv[:2], str(file), *argv[3:], "--out", str(tmp_path / "b.toml")]) == 0
+    assert (
+        main([*argv[:2], str(file), *argv[3:], "--out", str(tmp_path / "b.toml")]) == 0
+    )
     refuse_random_by_name(Run.load(str(tmp_path / "b.toml")))
 
 
@@ -197,7 +227,12 @@ def test_a_batch_in_tokens_means_the_same_number_at_every_length(
 
 @pytest.mark.parametrize("sequence", [256, 1000, 1024, 2048, 4096, 5000, 8192])
 def test_a_letter_alone_is_decimal_whether_it_divides_or_not(sequence: int) -> None:
-    for text, tokens in (("512K", 512_000), ("4M", 4_000_000), ("512Ki", 2**19), ("4Mi", 2**22)):
+    for text, tokens in (
+        ("512K", 512_000),
+        ("4M", 4_000_000),
+        ("512Ki", 2**19),
+        ("4Mi", 2**22),
+    ):
         if tokens % sequence:
             with pytest.raises(UsageError, match=f"is {tokens:,} tokens"):
                 request("8b", "h100x8", batch_tokens=text, sequence=sequence)
@@ -217,7 +252,10 @@ def test_a_letter_alone_is_decimal_whether_it_divides_or_not(sequence: int) -> N
             ["--batch-tokens", "65000"],
             "63.48 sequences of 1,024. Write 64512 (63 sequences) or 65536 (64 sequences)",
         ),
-        (["--batch-tokens", "1M"], "Write 1Mi (1,024 sequences), 999424 (976 sequences)"),
+        (
+            ["--batch-tokens", "1M"],
+            "Write 1Mi (1,024 sequences), 999424 (976 sequences)",
+        ),
         (["--batch-tokens", "1.5M"], "1464.84 sequences of 1,024. Write 1499136"),
         (["--seq", "1k"], "--seq is '1k'; write 1000 or 1024 (1Ki)"),
         (["--batch-tokens", "lots"], "write a number such as 4M"),
@@ -234,7 +272,11 @@ def test_a_letter_alone_is_decimal_whether_it_divides_or_not(sequence: int) -> N
     ],
 )
 def test_what_means_nothing_is_told_with_the_way_out(
-    argv: list[str], why: str, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    argv: list[str],
+    why: str,
+    capsys: Capture,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main([*SMALL, *argv]) == 2
@@ -248,7 +290,9 @@ def test_where_every_program_holds_more_than_was_said_the_plan_says_so(
 
     def full(pricer: Pricer, layout: Layout, _: float) -> Choice:
         choice = chosen(pricer, layout)
-        return replace(choice, memory={kind: 1e3 * held for kind, held in choice.memory.items()})
+        return replace(
+            choice, memory={kind: 1e3 * held for kind, held in choice.memory.items()}
+        )
 
     monkeypatch.setattr(Pricer, "choose", full)
     monkeypatch.setattr("phalanx.plan.search._MISSES", 2_000)
@@ -285,7 +329,9 @@ def test_a_plan_from_cached_costs_never_loads_torch(capsys: Capture) -> None:
         "import sys; from phalanx.cli.main import main;"
         f" assert main({[*SMALL, '--json']!r}) == 0; assert 'torch' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -297,15 +343,23 @@ def test_cost_is_hours_times_devices_times_price(capsys: Capture) -> None:
     assert main([*argv, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["money"] == pytest.approx(found["hours"] * 8 * 2.5)
-    assert found["hours"] == pytest.approx(found["computing"] + found["lost"] + found["saving"])
-    assert found["computing"] * 3600 == pytest.approx(found["steps"] * found["step_time_s"])
+    assert found["hours"] == pytest.approx(
+        found["computing"] + found["lost"] + found["saving"]
+    )
+    assert found["computing"] * 3600 == pytest.approx(
+        found["steps"] * found["step_time_s"]
+    )
     assert main(argv) == 0
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
     assert main([*argv, "--mtbf", "0"]) == 2
 
 
-@pytest.mark.parametrize("saving, between", [(10.0, 3600.0), (60.0, 11000.0), (300.0, 7200.0)])
-def test_the_interval_is_the_one_that_loses_least(saving: float, between: float) -> None:
+@pytest.mark.parametrize(
+    "saving, between", [(10.0, 3600.0), (60.0, 11000.0), (300.0, 7200.0)]
+)
+def test_the_interval_is_the_one_that_loses_least(
+    saving: float, between: float
+) -> None:
     """Against a fine search of Daly's complete model, M e^(R/M) (e^((t+d)/M) - 1) / t."""
     from math import exp
 
@@ -319,7 +373,13 @@ def test_the_interval_is_the_one_that_loses_least(saving: float, between: float)
 def test_more_devices_fail_more_often_and_save_more_often() -> None:
     few, many = (
         spending(
-            tokens=1e12, batch_tokens=4e6, step=5.0, devices=n, price=1.0, saving=30, restart=600
+            tokens=1e12,
+            batch_tokens=4e6,
+            step=5.0,
+            devices=n,
+            price=1.0,
+            saving=30,
+            restart=600,
         )
         for n in (64, 16384)
     )

@@ -17,7 +17,9 @@ from phalanx.layout import Layout, Shape, plain_pieces, staged_pieces
 from phalanx.plan import Curve, Machine, Rate, Store
 from phalanx.program import Costs, Recorded, StepOptions, build, simulate
 
-SHAPE = Shape(name="small", layers=2, hidden=32, heads=2, ffn=64, vocab=256, sequence=16, batch=4)
+SHAPE = Shape(
+    name="small", layers=2, hidden=32, heads=2, ffn=64, vocab=256, sequence=16, batch=4
+)
 MACHINE = Machine(
     name="small", date="2026-01-31", method="by hand", device="some CPU", kind="cpu", count=1,
     cores=4, memory=8e9, launch=1e-6, stores=(Store("copy", 1e10),),
@@ -30,7 +32,9 @@ MACHINE = Machine(
 
 
 # A step of one rank that took no time.
-PROGRAM = str(build(Layout.parse(""), plain_pieces([range(1)]), StepOptions(agree=False)))
+PROGRAM = str(
+    build(Layout.parse(""), plain_pieces([range(1)]), StepOptions(agree=False))
+)
 SPANS = [[0, "compute", "0F0", 0.0, 0.0]]
 STEP = json.dumps({"phalanx run": 1, "program": PROGRAM, "spans": SPANS})
 
@@ -40,7 +44,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def run_of(folder: Path, text: str = "dp2 zero1", device: str = "CPU", own: str = "") -> Path:
+def run_of(
+    folder: Path, text: str = "dp2 zero1", device: str = "CPU", own: str = ""
+) -> Path:
     """What a run leaves, with a step of which every forward took 2 ms and every backward 3."""
     layout = Layout.parse(text)
     folder.mkdir()
@@ -119,7 +125,9 @@ def test_a_stack_that_is_half_as_fast_predicts_longer_computing(
     times = []
     for speed in (0.9, 0.45):
         (tmp_path / "profile.toml").write_text(f"speed = {speed}\nhost = 0.0\n")
-        assert report_verb.run([*words, "--profile", str(tmp_path / "profile.toml")]) == 0
+        assert (
+            report_verb.run([*words, "--profile", str(tmp_path / "profile.toml")]) == 0
+        )
         args = json.loads(capsys.readouterr().out)["compared"]
         times.append(next(r["predicted"] for r in args["rows"] if r["kind"] == "F"))
     assert times[0] < times[1] < 2 * times[0]
@@ -141,7 +149,9 @@ def test_what_cannot_be_compared_is_refused_in_a_sentence(
     gpu = str(run_of(tmp_path / "gpu", device="NVIDIA H200"))
     missing = _refused(capsys, run, "--machine", "nowhere.toml")
     assert "there is no machine file nowhere.toml" in missing
-    assert "was on CPU, and h100x8 is h100-sxm" in _refused(capsys, run, "--cluster", "h100x8")
+    assert "was on CPU, and h100x8 is h100-sxm" in _refused(
+        capsys, run, "--cluster", "h100x8"
+    )
     assert "was on NVIDIA H200" in _refused(capsys, gpu, "--machine", machine)
     assert "goes with --machine" in _refused(capsys, run, "--profile", "phalanx")
     both = _refused(capsys, run, "--machine", machine, "--cluster", "h100x8")
@@ -161,11 +171,19 @@ def test_what_cannot_be_compared_is_refused_in_a_sentence(
         ("timeline.json", STEP, "its layout and its step"),
         ("timeline.json", STEP[:-1] + ', "step": 3, "layout": "dp2"}', "no operation"),
         ("timeline.json", "\x00", "cannot be read"),
-        ("metrics.jsonl", '{"event": "start", "step": 9}', "no start as dp2 zero1 before step 3"),
+        (
+            "metrics.jsonl",
+            '{"event": "start", "step": 9}',
+            "no start as dp2 zero1 before step 3",
+        ),
     ],
 )
 def test_a_folder_that_lacks_its_step_is_refused_in_a_sentence(
-    name: str, text: str | None, args: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str,
+    text: str | None,
+    args: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = run_of(tmp_path / "run")
     if text is None:
@@ -179,7 +197,9 @@ def test_a_folder_that_lacks_its_step_is_refused_in_a_sentence(
 def test_a_model_of_ones_own_is_run_only_when_the_command_names_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Mine: pass\n")
+    (tmp_path / "mine.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Mine: pass\n"
+    )
     own = f"{tmp_path / 'mine.py'}:Mine"
     run = run_of(tmp_path / "run", own=own)
     words = [str(run), "--machine", machine_of(tmp_path)]
@@ -192,10 +212,21 @@ def test_a_real_run_is_compared_operation_by_operation(
 ) -> None:
     out = tmp_path / "run"
     model = "model={layers=2,hidden=16,heads=2,ffn=24,vocab=256}"
-    words = [model, "batch=4", "sequence=12", "validation.batches=0", f"out={out}", "steps=5"]
+    words = [
+        model,
+        "batch=4",
+        "sequence=12",
+        "validation.batches=0",
+        f"out={out}",
+        "steps=5",
+    ]
     assert train_verb.run([*words, "layout=accum:2", "--ranks", "1", "--json"]) == 0
     capsys.readouterr()
     assert report_verb.run([str(out), "--machine", machine_of(tmp_path), "--json"]) == 0
-    rows = {r["kind"]: r for r in json.loads(capsys.readouterr().out)["compared"]["rows"]}
+    rows = {
+        r["kind"]: r for r in json.loads(capsys.readouterr().out)["compared"]["rows"]
+    }
     assert (rows["F"]["count"], rows["B"]["count"], rows["U"]["count"]) == (8, 8, 4)
-    assert all(rows[kind]["predicted"] > 0 and rows[kind]["measured"] > 0 for kind in "FBU")
+    assert all(
+        rows[kind]["predicted"] > 0 and rows[kind]["measured"] > 0 for kind in "FBU"
+    )

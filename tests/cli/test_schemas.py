@@ -147,10 +147,15 @@ def _merged(values: list[Any], *, record: bool = True) -> dict[str, Any]:
     kinds = []
     if objects := [v for v in values if isinstance(v, dict)]:
         keys = list(dict.fromkeys(key for v in objects for key in v))
-        each = {key: _merged([v[key] for v in objects if key in v], record=False) for key in keys}
+        each = {
+            key: _merged([v[key] for v in objects if key in v], record=False)
+            for key in keys
+        }
         alike = len({json.dumps(s, sort_keys=True) for s in each.values()}) == 1
         if alike and not record:
-            kinds.append({"type": "object", "additionalProperties": next(iter(each.values()))})
+            kinds.append(
+                {"type": "object", "additionalProperties": next(iter(each.values()))}
+            )
         else:
             required = [key for key in keys if all(key in v for v in objects)]
             kinds.append({"type": "object", "properties": each, "required": required})
@@ -164,14 +169,22 @@ def _merged(values: list[Any], *, record: bool = True) -> dict[str, Any]:
     return kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
 
 
-_TYPES = {bool: "boolean", int: "number", float: "number", str: "string", type(None): "null"}
+_TYPES = {
+    bool: "boolean",
+    int: "number",
+    float: "number",
+    str: "string",
+    type(None): "null",
+}
 
 
 def _write() -> None:
     FOLDER.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         _files()
-        for name, commands in ({**QUICK, **SLOW} if "--all" in sys.argv else QUICK).items():
+        for name, commands in (
+            {**QUICK, **SLOW} if "--all" in sys.argv else QUICK
+        ).items():
             head = {
                 "$schema": "https://json-schema.org/draft/2020-12/schema",
                 "$id": f"phalanx/{name}/1",

@@ -43,7 +43,9 @@ def shown(capsys: Capture, *words: str) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_a_run_that_has_ended_is_shown_by_its_log(tmp_path: Path, capsys: Capture) -> None:
+def test_a_run_that_has_ended_is_shown_by_its_log(
+    tmp_path: Path, capsys: Capture
+) -> None:
     run = run_of(tmp_path / "run", record("end", 1020.0, step=5, spent={}))
     lines = shown(capsys, str(run))
     assert lines[:4] == [
@@ -68,7 +70,18 @@ def test_hosts_that_share_the_folder_answer(tmp_path: Path, capsys: Capture) -> 
     assert max(map(len, lines)) <= 40
 
     there = RankState(
-        7, "node1", 11, 4, "in a step", "", "1B0 (backward of 1)", 3.0, 1.0, 0, "R", memory=2**30
+        7,
+        "node1",
+        11,
+        4,
+        "in a step",
+        "",
+        "1B0 (backward of 1)",
+        3.0,
+        1.0,
+        0,
+        "R",
+        memory=2**30,
     )
     asked = (run / FOLDER / ASKED).stat().st_mtime_ns
     answer = {"asked": asked, "start": "", **pack([there])}

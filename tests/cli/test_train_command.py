@@ -38,7 +38,9 @@ SMALL = [
 ]  # fmt: skip
 
 
-def test_the_printed_file_reads_back_as_the_same_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_printed_file_reads_back_as_the_same_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert train_verb.run(["--print-config", "steps=7", "--layout", "dp2 zero1"]) == 0
     run = Run.parse(capsys.readouterr().out, "run.toml")
     assert (run.steps, run.layout) == (7, "dp2 zero1")
@@ -85,7 +87,9 @@ def test_ranks_that_find_no_checkpoint_elsewhere_draw_no_weights_under_a_publish
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    small = Shape(name="small", layers=1, hidden=16, heads=2, vocab=256, sequence=8, batch=2)
+    small = Shape(
+        name="small", layers=1, hidden=16, heads=2, vocab=256, sequence=8, batch=2
+    )
     monkeypatch.setattr(Shape, "load", classmethod(lambda cls, name: small))
     remote = Checkpoints(remote=f"file://{tmp_path}/remote")
     run = Run(model="gpt2", steps=1, layout="", out="run", checkpoint=remote)
@@ -104,10 +108,19 @@ def test_bytes_under_a_larger_vocabulary_are_told_in_one_line(
     sizes = "layers=1,hidden=16,heads=2"
     for vocab, lines in ((50257, 1), (256, 0)):
         model = f"model={{{sizes},vocab={vocab}}}"
-        words = [model, "batch=2", "sequence=8", "steps=1", "layout=", f"out=run-{vocab}"]
+        words = [
+            model,
+            "batch=2",
+            "sequence=8",
+            "steps=1",
+            "layout=",
+            f"out=run-{vocab}",
+        ]
         assert train_verb.run(words) == 0
         said = capsys.readouterr()
-        text = "data: text of Python's library as bytes, 256 of the model's 50,257 tokens"
+        text = (
+            "data: text of Python's library as bytes, 256 of the model's 50,257 tokens"
+        )
         assert (said.out + said.err).count(text) == lines
 
 
@@ -143,7 +156,9 @@ def test_a_run_on_one_process_ends_in_the_terminal_s_words_and_a_page(
     assert "wrote" in capfd.readouterr().out
     assert (out / "report.html").stat().st_size > 5000
     # The same command again has nothing to do, and says where it is.
-    assert train_verb.run([*SMALL, f"out={out}", "steps=3", "--ranks", "1", "--json"]) == 0
+    assert (
+        train_verb.run([*SMALL, f"out={out}", "steps=3", "--ranks", "1", "--json"]) == 0
+    )
     assert json.loads(capfd.readouterr().out)["step"] == 3
 
 
@@ -159,14 +174,20 @@ def test_a_run_begins_with_its_memory_and_refuses_what_a_rank_has_not(
     assert f"optimizer {8 * numbers / 1e3:.3g} kB" in told
     assert train_verb.run([*argv, f"out={tmp_path / 'sgd'}", "optimizer.name=sgd"]) == 0
     assert "optimizer" not in capfd.readouterr().out.partition("; each has ")[0]
-    monkeypatch.setattr("phalanx.cli.memory.device_memory", lambda gpus, ranks: 4.0 * numbers)
-    with pytest.raises(UsageError, match=r"on the fullest rank: .* Each of 1 ranks has .*--force"):
+    monkeypatch.setattr(
+        "phalanx.cli.memory.device_memory", lambda gpus, ranks: 4.0 * numbers
+    )
+    with pytest.raises(
+        UsageError, match=r"on the fullest rank: .* Each of 1 ranks has .*--force"
+    ):
         train_verb.run(argv)
     assert train_verb.run([*argv, "--force", "steps=2"]) == 0
     assert f"; each has {4 * numbers / 1e3:.3g} kB" in capfd.readouterr().out
 
 
-def test_on_gpus_what_no_tensor_holds_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_gpus_what_no_tensor_holds_counts_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     run = Run.parse("", "run", (*SMALL[:3], "layout=dp2 bf16"))
     monkeypatch.setattr("phalanx.cli.memory.device_memory", lambda gpus, ranks: 1.6e9)
     asked = (run, run.shape, Layout.parse("dp2 bf16"), 2)
@@ -183,19 +204,27 @@ def test_a_run_says_which_zero_stage_would_send_less_and_fit(
     run = Run.parse("", "run", (*SMALL[:3], "layout=dp2 zero3 accum:2"))
     layout = Layout.parse("dp2 zero3 accum:2")
     enough = estimated(run, run.shape, layout, 0, force=False)
-    assert "\nfaster: dp2 zero1 accum:2 gathers weights and sums gradients once a step" in enough
+    assert (
+        "\nfaster: dp2 zero1 accum:2 gathers weights and sums gradients once a step"
+        in enough
+    )
     held = float(run.shape.total)
     monkeypatch.setattr("phalanx.cli.memory.device_memory", lambda gpus, ranks: held)
     assert "faster" not in estimated(run, run.shape, layout, 0, force=True)
 
 
-def test_auto_says_which_zero_stage_it_chose_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_says_which_zero_stage_it_chose_and_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     shape = Shape.load("8b")
     run = Run.parse("", "run", ("model='8b'", "batch=32", "layout=auto"))
-    whole = 4 + 4 + 8 / 8  # bytes a parameter in float32, of which ZeRO-1 shards Adam's averages
+    # bytes a parameter in float32, of which ZeRO-1 shards Adam's averages
+    whole = 4 + 4 + 8 / 8
     for stage, part in (1, 1.001), (2, 0.999):
         memory = 2 * whole * shape.total * part
-        monkeypatch.setattr("phalanx.cli.memory.device_memory", lambda gpus, ranks, m=memory: m)
+        monkeypatch.setattr(
+            "phalanx.cli.memory.device_memory", lambda gpus, ranks, m=memory: m
+        )
         layout, why = auto(run, replace(shape, batch=32), 8, 0)
         assert layout.zero == stage
         assert f"; zero{stage}: weights" in why
@@ -205,7 +234,9 @@ def test_a_plan_says_why_its_zero_stage_and_what_others_need() -> None:
     hardware = hardware_of(cluster("h100x64"), 64)
     request = request_for(Shape.load("8b"), hardware, batch=512)
     told = sharding_text(request, Layout.parse("dp64 zero3 accum:8 bf16"))
-    assert told == "zero3, as 73 GB may be used: zero1 needs 102 GB, zero2 needs 74.9 GB"
+    assert (
+        told == "zero3, as 73 GB may be used: zero1 needs 102 GB, zero2 needs 74.9 GB"
+    )
     told = sharding_text(request, Layout.parse("dp64 zero3 accum:8 recompute:all bf16"))
     assert told.count("and is no faster") == 2
     assert sharding_text(request, Layout.parse("dp64 bf16")) == ""
@@ -213,9 +244,13 @@ def test_a_plan_says_why_its_zero_stage_and_what_others_need() -> None:
 
 def test_any_number_of_ranks_begins_with_its_memory() -> None:
     for ranks in range(1, 71):
-        run = Run.parse("", "run", (*SMALL[:3], f"batch={2 * ranks}", f"layout=dp{ranks} fp32"))
+        run = Run.parse(
+            "", "run", (*SMALL[:3], f"batch={2 * ranks}", f"layout=dp{ranks} fp32")
+        )
         layout = Layout.parse(f"dp{ranks} fp32")
-        assert "on the fullest rank" in estimated(run, run.shape, layout, 0, force=False)
+        assert "on the fullest rank" in estimated(
+            run, run.shape, layout, 0, force=False
+        )
 
 
 def test_nine_ranks_train_on_a_cpu(tmp_path: Path) -> None:
@@ -244,7 +279,9 @@ def _begun(out: Path, *argv: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("whom", ["the command", "one rank"])
-def test_sigterm_ends_the_step_saves_and_leaves_with_75(whom: str, tmp_path: Path) -> None:
+def test_sigterm_ends_the_step_saves_and_leaves_with_75(
+    whom: str, tmp_path: Path
+) -> None:
     process = _begun(tmp_path / "run", "--ranks", "2")
     told = process.pid if whom == "the command" else max(_descendants(process.pid))
     os.kill(told, signal.SIGTERM)
@@ -253,7 +290,9 @@ def test_sigterm_ends_the_step_saves_and_leaves_with_75(whom: str, tmp_path: Pat
     records = read_journal(tmp_path / "run" / "metrics.jsonl")
     last = [r for r in records if r["event"] == "step"][-1]["step"]
     assert records[-1]["event"] == "stop"
-    assert (tmp_path / "run" / "checkpoints" / f"step-{last:08}" / "manifest.json").is_file()
+    assert (
+        tmp_path / "run" / "checkpoints" / f"step-{last:08}" / "manifest.json"
+    ).is_file()
 
 
 def test_a_rank_that_is_killed_ends_the_run_with_1_and_its_name(tmp_path: Path) -> None:
@@ -272,7 +311,12 @@ def test_a_rank_that_fails_by_itself_gives_up_what_waits_for_the_others(
     """Kernels of NCCL would keep its process alive. Here over gloo, as far as torch's own call."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    names = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    names = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+    }
     for name, value in {**names, "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, value)
     aborted = []
@@ -283,7 +327,9 @@ def test_a_rank_that_fails_by_itself_gives_up_what_waits_for_the_others(
         raise CommError("rank 1 is lost")
 
     monkeypatch.setattr("phalanx.train.loop.train", lost)
-    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: aborted.append(1))
+    monkeypatch.setattr(
+        dist.distributed_c10d, "_abort_process_group", lambda: aborted.append(1)
+    )
     try:
         with pytest.raises(CommError, match="rank 1 is lost"):
             train_verb.run([*SMALL, f"out={tmp_path}", "layout=accum:2"])
@@ -298,7 +344,11 @@ def test_a_rank_that_fails_by_itself_gives_up_what_waits_for_the_others(
         # Steps that each start does before it fails.
         ([8, 7, 7, 3, 9, 9, 2, 1, 1, 4], 10, ""),
         ([5, 7, 7, 7, 8], 4, "the last 3 starts all failed after step 7"),
-        ([4, 0, 0, 0, 8], 4, "the last 3 starts all failed before their first step was done"),
+        (
+            [4, 0, 0, 0, 8],
+            4,
+            "the last 3 starts all failed before their first step was done",
+        ),
     ],
 )
 def test_ranks_that_fail_at_one_step_three_times_are_not_started_again(
@@ -331,11 +381,17 @@ def test_ranks_that_fail_at_one_step_three_times_are_not_started_again(
     assert not list(tmp_path.glob(".run.steps"))
 
 
-def test_tasks_of_a_slurm_step_find_each_other_and_train_as_one_run(tmp_path: Path) -> None:
+def test_tasks_of_a_slurm_step_find_each_other_and_train_as_one_run(
+    tmp_path: Path,
+) -> None:
     out = tmp_path / "run"
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    plain = {name: x for name, x in os.environ.items() if not name.startswith(("SLURM", "MASTER"))}
+    plain = {
+        name: x
+        for name, x in os.environ.items()
+        if not name.startswith(("SLURM", "MASTER"))
+    }
     step = {
         "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "70001",
         "SLURM_JOB_NODELIST": "127.0.0.1", "MASTER_PORT": str(port),
@@ -354,7 +410,9 @@ def test_tasks_of_a_slurm_step_find_each_other_and_train_as_one_run(tmp_path: Pa
     assert [task.returncode for task in tasks] == [0, 0], args
     assert json.loads(args[0][0])["step"] == 2
     assert args[1][0] == ""  # one speaks
-    start = next(r for r in read_journal(out / "metrics.jsonl") if r["event"] == "start")
+    start = next(
+        r for r in read_journal(out / "metrics.jsonl") if r["event"] == "start"
+    )
     assert (start["ranks"], start["layout"]) == (2, "dp2 zero3")
     assert (out / "checkpoints" / "step-00000002" / "rank-00001.safetensors").is_file()
 

@@ -74,7 +74,9 @@ def two_hosts() -> Iterator[Hosts]:
         yield Hosts(names)
     finally:
         for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+            subprocess.run(
+                ["ip", "netns", "del", name], capture_output=True, check=False
+            )
             shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)
 
 

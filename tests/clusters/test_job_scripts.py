@@ -30,8 +30,14 @@ def _ended(folder: Path, *ends: tuple[int, dict[str, object]]) -> tuple[int, lis
     """The exit code of the job, and the calls that it made, if its starts end so."""
     lines = [f"{code} {json.dumps(record)}" for code, record in ends]
     (folder / "ends").write_text("\n".join(lines) + "\n")
-    env = {**os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-    done = subprocess.run(["bash", "job.sh"], cwd=folder, env=env, timeout=60, check=False)
+    env = {
+        **os.environ,
+        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "7",
+    }
+    done = subprocess.run(
+        ["bash", "job.sh"], cwd=folder, env=env, timeout=60, check=False
+    )
     calls = (folder / "calls").read_text().splitlines()
     (folder / "calls").unlink()
     return done.returncode, calls

@@ -34,7 +34,9 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     """The losses of two local ranks over gloo."""
     out = tmp_path_factory.mktemp("local") / "run"
     words = [*TRAIN, *SAME, f"out={out}", "layout=dp2 zero1", "--backend", "gloo"]
-    subprocess.run(words, check=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    subprocess.run(
+        words, check=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     return losses(out)
 
 
@@ -46,7 +48,9 @@ def hosts() -> Iterator[Hosts]:
         yield made
 
 
-def _wait(what: Callable[[], object], why: Callable[[], str], seconds: float = 240.0) -> None:
+def _wait(
+    what: Callable[[], object], why: Callable[[], str], seconds: float = 240.0
+) -> None:
     end = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < end, why()
@@ -62,7 +66,14 @@ AGENT = [
 
 def _agent(hosts: Hosts, host: int, out: Path, *words: str) -> subprocess.Popen[bytes]:
     """One host's agent, as `phalanx launch torchrun` prints it."""
-    command = [*AGENT, *TRAIN, *words, f"out={out}", "layout=dp2 zero1", "train.fallback=tp1"]
+    command = [
+        *AGENT,
+        *TRAIN,
+        *words,
+        f"out={out}",
+        "layout=dp2 zero1",
+        "train.fallback=tp1",
+    ]
     waits = "last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=3"
     command[3:3] = [
         f"--local-addr={ADDRESSES[host]}",
@@ -95,7 +106,9 @@ def test_two_hosts_give_the_losses_of_local_ranks(
     assert losses(out) == local
 
 
-def test_a_lost_host_is_gone_on_without_and_with_again(hosts: Hosts, tmp_path: Path) -> None:
+def test_a_lost_host_is_gone_on_without_and_with_again(
+    hosts: Hosts, tmp_path: Path
+) -> None:
     """One of two hosts is lost; the other goes on in the fallback layout, and with a new host in the
     first layout again. In float64 the layouts' losses agree to rounding."""
     out = tmp_path / "run"
@@ -104,12 +117,22 @@ def test_a_lost_host_is_gone_on_without_and_with_again(hosts: Hosts, tmp_path: P
     agents = [_agent(hosts, host, out, *more) for host in (0, 1)]
 
     def logs() -> str:
-        return "".join((tmp_path / f"{host}.log").read_text()[-6000:] for host in (0, 1))
+        return "".join(
+            (tmp_path / f"{host}.log").read_text()[-6000:] for host in (0, 1)
+        )
 
     try:
-        _wait(lambda: len(losses(out)) > 7 if (out / "metrics.jsonl").exists() else False, logs)
+        _wait(
+            lambda: len(losses(out)) > 7 if (out / "metrics.jsonl").exists() else False,
+            logs,
+        )
         _end(agents[1])
-        _wait(lambda: len(_starts(out)) > 1 and max(losses(out)) > _starts(out)[-1][0] + 7, logs)
+        _wait(
+            lambda: (
+                len(_starts(out)) > 1 and max(losses(out)) > _starts(out)[-1][0] + 7
+            ),
+            logs,
+        )
         assert "fp64" in _starts(out)[-1][1]
         assert "dp2" not in _starts(out)[-1][1]
         agents[1] = _agent(hosts, 1, out, *more)
@@ -122,8 +145,18 @@ def test_a_lost_host_is_gone_on_without_and_with_again(hosts: Hosts, tmp_path: P
     kept = losses(out)
     alone = tmp_path / "alone"
     last = max(kept)
-    words = [*TRAIN, *more, f"steps={last}", f"out={alone}", "layout=fp64", "--ranks", "1"]
-    subprocess.run(words, check=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    words = [
+        *TRAIN,
+        *more,
+        f"steps={last}",
+        f"out={alone}",
+        "layout=fp64",
+        "--ranks",
+        "1",
+    ]
+    subprocess.run(
+        words, check=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     want = {step: float.fromhex(x) for step, x in losses(alone).items()}
     got = {step: float.fromhex(x) for step, x in kept.items()}
     assert got == pytest.approx(want, rel=1e-8)
@@ -148,13 +181,29 @@ def test_a_script_for_ray_gives_the_losses_of_local_ranks(
     pytest.importorskip("ray")
     run = [word for word in TRAIN if "=" in word]
     (tmp_path / "ray.toml").write_text("layout = 'dp2 zero1'\n")
-    command = [sys.executable, "-m", "phalanx", "launch", "ray", "ray.toml", *run, *SAME]
+    command = [
+        sys.executable,
+        "-m",
+        "phalanx",
+        "launch",
+        "ray",
+        "ray.toml",
+        *run,
+        *SAME,
+    ]
     text = subprocess.run(
-        [*command, "--nodes", "2", "--gpus", "0"], cwd=tmp_path, check=True, capture_output=True
+        [*command, "--nodes", "2", "--gpus", "0"],
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
     ).stdout
     (tmp_path / "script.py").write_bytes(text)
     (tmp_path / "cluster.py").write_text(RAY)
-    env: dict[str, Any] = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_TRAIN_V2_ENABLED": "1"}
+    env: dict[str, Any] = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "RAY_TRAIN_V2_ENABLED": "1",
+    }
     done = subprocess.run(
         [sys.executable, "cluster.py", "script.py"],
         cwd=tmp_path, timeout=500, env=env, capture_output=True, text=True,

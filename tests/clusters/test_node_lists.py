@@ -14,7 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.layout.environment import EnvironmentMistake, first_node, node_command, rendezvous
+from phalanx.layout.environment import (
+    EnvironmentMistake,
+    first_node,
+    node_command,
+    rendezvous,
+)
 
 FIRST = {
     "node1": "node1",
@@ -45,7 +50,20 @@ def test_the_first_node_of_a_list_is_the_one_that_slurm_expands_first(
 
 @pytest.mark.parametrize(
     "nodes",
-    ["", ",a", "a[", "a[1-2", "a]", "a[]", "a[x-y]", "a b", " a", "[a]", "a[[1-2]]", "[[1]]"],
+    [
+        "",
+        ",a",
+        "a[",
+        "a[1-2",
+        "a]",
+        "a[]",
+        "a[x-y]",
+        "a b",
+        " a",
+        "[a]",
+        "a[[1-2]]",
+        "[[1]]",
+    ],
 )
 def test_text_that_is_no_list_has_no_first_node(nodes: str) -> None:
     assert first_node(nodes) == ""
@@ -87,7 +105,9 @@ def ranges(draw: st.DrawFn) -> str:
     return f"{begin}-{first + more}" if more else begin
 
 
-BRACKET = st.lists(ranges(), min_size=1, max_size=3).map(lambda each: f"[{','.join(each)}]")
+BRACKET = st.lists(ranges(), min_size=1, max_size=3).map(
+    lambda each: f"[{','.join(each)}]"
+)
 ITEM = st.lists(TEXT | BRACKET, min_size=1, max_size=4).map("".join)
 
 
@@ -134,7 +154,12 @@ def test_steps_of_one_job_that_run_beside_each_other_have_other_ports() -> None:
     assert len(ports) == 8
 
 
-TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "head", "MASTER_PORT": "29500"}
+TORCHRUN = {
+    "RANK": "0",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "head",
+    "MASTER_PORT": "29500",
+}
 SKY = {
     "SKYPILOT_NUM_NODES": "2",
     "SKYPILOT_NODE_RANK": "0",
@@ -142,8 +167,14 @@ SKY = {
     "SKYPILOT_NUM_GPUS_PER_NODE": "8",
 }
 NUMBERS = [
-    *((TORCHRUN, n) for n in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")),
-    *((SLURM, n) for n in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_ID", "MASTER_PORT")),
+    *(
+        (TORCHRUN, n)
+        for n in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+    ),
+    *(
+        (SLURM, n)
+        for n in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_ID", "MASTER_PORT")
+    ),
     *((SKY, n) for n in SKY if n != "SKYPILOT_NODE_IPS"),
 ]
 

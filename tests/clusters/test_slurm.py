@@ -66,7 +66,8 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     env["PATH"] = f"{command.parent}:{env['PATH']}"
     Path("/run/munge").mkdir(mode=0o755, exist_ok=True)
     shutil.chown("/run/munge", "munge")
-    subprocess.run(["su", "-s", "/bin/sh", "munge", "-c", "munged"], check=False)  # may run already
+    # may run already
+    subprocess.run(["su", "-s", "/bin/sh", "munge", "-c", "munged"], check=False)
     for daemon in ("slurmctld", "slurmd"):
         subprocess.run([daemon, "-f", str(conf)], check=True, env=env, timeout=30)
     try:
@@ -95,7 +96,11 @@ def _wait(what: str, env: dict[str, str], job: str, seconds: float = 300.0) -> N
         assert time.monotonic() < end, text
         time.sleep(0.5)
         text = subprocess.run(
-            ["scontrol", "show", "job", job], env=env, capture_output=True, text=True, check=True
+            ["scontrol", "show", "job", job],
+            env=env,
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout
 
 

@@ -64,7 +64,9 @@ class ConnectingGroup(TorchGroup):
             connect(self._group, "collectives")
         return super()._begin(call)
 
-    def _transfer(self, begin: Callable[..., Any], call: Call, x: torch.Tensor) -> Pending:
+    def _transfer(
+        self, begin: Callable[..., Any], call: Call, x: torch.Tensor
+    ) -> Pending:
         connect(self._communicator(call), "peers")
         return super()._transfer(begin, call, x)
 
@@ -75,8 +77,12 @@ def split_group(
     """In place of torch's, which is for NCCL only: the groups part all ranks; this rank's own."""
     members = sorted(rank for ranks in split_ranks for rank in ranks)
     assert members == list(range(dist.get_world_size())), split_ranks
-    made = [dist.new_group(ranks, timeout, group_desc=group_desc) for ranks in split_ranks]
-    return next(group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER)
+    made = [
+        dist.new_group(ranks, timeout, group_desc=group_desc) for ranks in split_ranks
+    ]
+    return next(
+        group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER
+    )
 
 
 def as_nccl(world: ProcessWorld, fn: Callable[..., Any], *args: Any) -> Any:
@@ -107,13 +113,22 @@ def use_every_group(world: World, texts: list[str]) -> list[int]:
         groups = open_groups(world, layout, model, program)
         counts.append(0)
         units = [
-            group for unit in groups.units for group in (*vars(unit).values(), *unit.also.values())
+            group
+            for unit in groups.units
+            for group in (*vars(unit).values(), *unit.also.values())
         ]
-        every = [group for group in (*vars(groups).values(), *units) if isinstance(group, Group)]
+        every = [
+            group
+            for group in (*vars(groups).values(), *units)
+            if isinstance(group, Group)
+        ]
         for group in dict.fromkeys(every):
             x = torch.tensor([1.0 + world.rank])
             group.all_reduce(x)
-            assert x.item() == sum(1.0 + rank for rank in group.ranks), (text, group.name)
+            assert x.item() == sum(1.0 + rank for rank in group.ranks), (
+                text,
+                group.name,
+            )
             counts[-1] += group.size > 1
         sends = [op for row in program.rows for op in row if op.kind == ">"]
         for group, forward in ((groups.activations, True), (groups.gradients, False)):

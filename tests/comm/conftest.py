@@ -28,7 +28,9 @@ def kept():
                     if over_threads
                     else stack.enter_context(
                         workers(
-                            int(size), backend="auto" if kind == "alone" else kind, timeout=30.0
+                            int(size),
+                            backend="auto" if kind == "alone" else kind,
+                            timeout=30.0,
                         )
                     )
                 )

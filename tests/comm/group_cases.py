@@ -82,7 +82,9 @@ def begin(group, step, x):
         return group.gather(outs, rows[0].clone(), root, wait=wait), out
     if step.kind == "scatter":
         out = torch.zeros_like(rows[0])
-        return group.scatter(out, list(rows) if me == root else None, root, wait=wait), out
+        return group.scatter(
+            out, list(rows) if me == root else None, root, wait=wait
+        ), out
     if step.kind == "barrier":
         return group.barrier(wait=wait), x
     # Everyone sends first and receives then.
@@ -93,7 +95,8 @@ def begin(group, step, x):
 
 def one_process(parts: list[Tensor], op: str) -> Tensor:
     wide = [
-        part.float() if part.dtype in (torch.bfloat16, torch.float16) else part for part in parts
+        part.float() if part.dtype in (torch.bfloat16, torch.float16) else part
+        for part in parts
     ]
     total = wide[0]
     for part in wide[1:]:
@@ -126,7 +129,10 @@ def expected(step: Step, xs: list[Tensor]) -> list[Tensor]:
         return [torch.cat([rows[j][i] for j in range(n)]) for i in range(n)]
     if step.kind == "gather":
         none = torch.zeros_like(rows[0])
-        return [torch.stack([row[0] for row in rows]) if i == root else none for i in range(n)]
+        return [
+            torch.stack([row[0] for row in rows]) if i == root else none
+            for i in range(n)
+        ]
     if step.kind == "scatter":
         return list(rows[root])
     if step.kind == "barrier":
@@ -190,7 +196,13 @@ def nans(world: World) -> list[Tensor]:
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         for op in ("min", "max"):
             # One NaN that only the last rank holds, infinities, and both zeros.
-            values = [float("inf"), float("-inf"), -0.0, float(world.rank), -1.5 - world.rank]
+            values = [
+                float("inf"),
+                float("-inf"),
+                -0.0,
+                float(world.rank),
+                -1.5 - world.rank,
+            ]
             values[0] = float("nan") if world.rank == world.size - 1 else values[0]
             x = torch.tensor(values, dtype=dtype)
             group.all_reduce(x, op)
@@ -254,7 +266,9 @@ def closed_and_held(world: World) -> tuple[int, int, int]:
     gc.disable()
     try:
         counts.append(len(os.listdir("/proc/self/task")))
-        groups = [world.split(f"held{i}", (tuple(range(world.size)),)) for i in range(4)]
+        groups = [
+            world.split(f"held{i}", (tuple(range(world.size)),)) for i in range(4)
+        ]
         for group in groups:
             group.all_reduce(torch.ones(4))
         counts.append(len(os.listdir("/proc/self/task")))
@@ -278,7 +292,9 @@ def listening(world: World) -> list[str]:
     for table in ("tcp", "tcp6"):
         with open(f"/proc/self/net/{table}") as lines:
             rows = [line.split() for line in lines][1:]
-        found += [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine]
+        found += [
+            row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine
+        ]
     return found
 
 

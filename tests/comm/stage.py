@@ -56,7 +56,9 @@ class Stage:
                     self._left.discard(rank)
                     self._next()
 
-        threads = [threading.Thread(target=play, args=(rank,)) for rank in range(self.size)]
+        threads = [
+            threading.Thread(target=play, args=(rank,)) for rank in range(self.size)
+        ]
         for thread in threads:
             thread.start()
         with self._changed:
@@ -99,7 +101,9 @@ class Stage:
         if able:
             self._runs = able[0]
         elif self._left:
-            self.error = self.error or Stuck(f"members {sorted(self._left)} wait for ever")
+            self.error = self.error or Stuck(
+                f"members {sorted(self._left)} wait for ever"
+            )
         self._changed.notify_all()
 
 
@@ -107,7 +111,12 @@ class Words:
     """An arena's words; who writes one that others wait for hands the baton on."""
 
     def __init__(self, words, stage, rank, headers):
-        self._words, self._stage, self._rank, self._headers = words, stage, rank, headers
+        self._words, self._stage, self._rank, self._headers = (
+            words,
+            stage,
+            rank,
+            headers,
+        )
 
     def __getitem__(self, at):
         return self._words[at]
@@ -148,7 +157,9 @@ class Shared(SharedWorld):
         self.arena = Arena(reserved.path, reserved.extent, rank)
         self.arena.words = Words(self.arena.words, stage, rank, _headers(self.arena))
         self.watch = _Watch(stage, rank)
-        self._everyone = Collectives(self.arena, 0, "the world", tuple(range(self.size)), 0)
+        self._everyone = Collectives(
+            self.arena, 0, "the world", tuple(range(self.size)), 0
+        )
         self._lines, self._segments, self._splits = {}, {}, 0
         # The baton is handed on while calls are moved.
         self._lock = contextlib.nullcontext()

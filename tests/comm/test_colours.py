@@ -61,10 +61,15 @@ def test_groups_of_different_colours_take_one_round() -> None:
 
 
 @given(st.integers(0, 10**6), st.integers(2, 40), st.integers(1, 6))
-def test_rounds_are_safe_where_many_colours_are_alike(seed: int, world: int, size: int) -> None:
+def test_rounds_are_safe_where_many_colours_are_alike(
+    seed: int, world: int, size: int
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_MODULUS", 61)  # so few colours that every split has collisions
-        assert_safe([ranks for ranks in partition(seed, world, size) if len(ranks) > 1], world)
+        # so few colours that every split has collisions
+        patch.setattr(module, "_MODULUS", 61)
+        assert_safe(
+            [ranks for ranks in partition(seed, world, size) if len(ranks) > 1], world
+        )
 
 
 def splits_of(mesh: Mesh) -> list[list[Ranks]]:
@@ -80,7 +85,13 @@ def splits_of(mesh: Mesh) -> list[list[Ranks]]:
 
 
 # As the planner proposes them for large clusters; the first has collisions in its pipeline's pairs.
-LARGE = ["dp32 pp8 tp8", "dp128 pp2 tp8", "dp1024 tp2", "dp512 cp2 tp2", "dp1024 pp16 tp8"]
+LARGE = [
+    "dp32 pp8 tp8",
+    "dp128 pp2 tp8",
+    "dp1024 tp2",
+    "dp512 cp2 tp2",
+    "dp1024 pp16 tp8",
+]
 SLOW = [
     f"dp{ranks // (pp * tp * cp)} pp{pp} cp{cp} tp{tp}"
     for ranks in (2048, 4096, 8192, 16384, 32768, 65536, 131072)
@@ -88,7 +99,9 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize("text", [*LARGE, *(pytest.param(t, marks=pytest.mark.slow) for t in SLOW)])
+@pytest.mark.parametrize(
+    "text", [*LARGE, *(pytest.param(t, marks=pytest.mark.slow) for t in SLOW)]
+)
 def test_no_split_of_a_large_layout_confuses_two_groups(text: str) -> None:
     mesh = Layout.parse(text).mesh
     for split in splits_of(mesh):

@@ -44,7 +44,9 @@ def failure(run, fn):
 def test_a_rank_that_raises_frees_the_other_threads_and_comes_first():
     error = failure(threads_of(4), one_raises)
     assert error.rank == 1
-    assert str(error).startswith("rank 1 failed: KeyError: 'the second rank stumbles'\nTraceback")
+    assert str(error).startswith(
+        "rank 1 failed: KeyError: 'the second rank stumbles'\nTraceback"
+    )
     assert "in one_raises" in str(error)
     assert isinstance(error.__cause__, KeyError)
     assert {report.rank for report in error.reports} == {0, 1, 2, 3}
@@ -153,7 +155,9 @@ BACKEND = "no backend is named 'ether'; there are auto, threads, shm, gloo, nccl
 def test_an_unknown_group_and_a_world_of_nobody_are_refused_in_a_sentence():
     with pytest.raises(CommMisuse, match=BACKEND):
         launch(process, 2, backend="ether")
-    with pytest.raises(CommMisuse, match="named 'shared'; it is now called shm; there are auto"):
+    with pytest.raises(
+        CommMisuse, match="named 'shared'; it is now called shm; there are auto"
+    ):
         launch(process, 2, backend="shared")
     with pytest.raises(CommMisuse, match="at least 1 rank, not 0"):
         launch(process, 0)
@@ -162,7 +166,8 @@ def test_an_unknown_group_and_a_world_of_nobody_are_refused_in_a_sentence():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here nccl may well be used")
 def test_nccl_without_gpus_is_refused_before_any_process_starts():
     with pytest.raises(
-        CommMisuse, match=r"backend nccl cannot be used: .*; use backend gloo or threads"
+        CommMisuse,
+        match=r"backend nccl cannot be used: .*; use backend gloo or threads",
     ):
         launch(process, 2, backend="nccl")
 
@@ -176,7 +181,9 @@ MISUSES = {
     "sum of torch.bool is not defined": lambda w: w.all_reduce(torch.ones(1).bool()),
     "there is no rank 1 in a group of 1": lambda w: w.broadcast(torch.zeros(1), 1),
     "there is no rank -1 in a group of 1": lambda w: w.send(torch.zeros(1), -1),
-    "out has 2 elements, 3 are needed": lambda w: w.all_gather(torch.zeros(2), torch.zeros(3)),
+    "out has 2 elements, 3 are needed": lambda w: w.all_gather(
+        torch.zeros(2), torch.zeros(3)
+    ),
     "torch.float64 and torch.float32 in one": lambda w: w.all_gather(
         torch.zeros(3).double(), torch.zeros(3)
     ),
@@ -184,7 +191,9 @@ MISUSES = {
         torch.zeros(3), torch.zeros(3), None, [2]
     ),
     "the root passes 1 tensors": lambda w: w.scatter(torch.zeros(1), None, 0),
-    "part 0 has 2 elements, the others 1": lambda w: w.gather([torch.zeros(2)], torch.zeros(1), 0),
+    "part 0 has 2 elements, the others 1": lambda w: w.gather(
+        [torch.zeros(2)], torch.zeros(1), 0
+    ),
 }
 
 
@@ -220,7 +229,9 @@ def waits_for_a_file(world, ready, answer):
     return answer.exists()
 
 
-def test_a_signal_that_another_thread_gets_is_noticed_while_ranks_are_waited_for(tmp_path):
+def test_a_signal_that_another_thread_gets_is_noticed_while_ranks_are_waited_for(
+    tmp_path,
+):
     """The system gives signals to any thread that takes them, and Python calls handlers in the main one."""
     ready, answer = tmp_path / "ready", tmp_path / "answer"
 

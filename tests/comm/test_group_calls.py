@@ -33,7 +33,12 @@ from rank_threads import threads_of
 from phalanx.comm import OPS
 
 # Over gloo a ring adds in another order than the ranks': a few roundings of the dtype summed in.
-LOOSE = {torch.float64: 1e-14, torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+LOOSE = {
+    torch.float64: 1e-14,
+    torch.float32: 1e-5,
+    torch.bfloat16: 2**-7,
+    torch.float16: 2**-10,
+}
 
 
 def assert_like_one_process(run, size, steps, exact):
@@ -114,13 +119,17 @@ def test_nothing_is_reduced_to_nothing(world, dtype):
 def test_integers_are_summed_as_integers_on_every_root(world):
     run, size, _ = world
     due = sum(2**40 + 1 + rank for rank in range(size))
-    assert [[int(x) for x in mine] for mine in run(large_numbers)] == [[due, due]] * size
+    assert [[int(x) for x in mine] for mine in run(large_numbers)] == [
+        [due, due]
+    ] * size
 
 
 def test_all_to_all_takes_parts_of_any_size_and_of_none(world):
     run, size, _ = world
     for me, (out,) in enumerate(run(uneven)):
-        wanted = torch.cat([torch.full((i + me, 2), float(10 * i + me)) for i in range(size)])
+        wanted = torch.cat(
+            [torch.full((i + me, 2), float(10 * i + me)) for i in range(size)]
+        )
         assert torch.equal(out, wanted)
 
 
@@ -156,9 +165,12 @@ def test_what_was_sent_may_be_overwritten_before_the_receive_is_posted(world):
 
 
 @pytest.mark.parametrize(
-    "name", ["threads-2", "threads-4", "threads-8", "shm-4", "shm-8", "gloo-2", "gloo-4"]
+    "name",
+    ["threads-2", "threads-4", "threads-8", "shm-4", "shm-8", "gloo-2", "gloo-4"],
 )
-def test_each_rank_gets_the_group_of_its_own_group_and_names_are_free_after_clear(name, kept):
+def test_each_rank_gets_the_group_of_its_own_group_and_names_are_free_after_clear(
+    name, kept
+):
     run, n = kept(name)
     half = n // 2
     for rank, (ranks, place, a, b, c) in enumerate(run(grid)):

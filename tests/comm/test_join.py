@@ -11,7 +11,12 @@ import pytest
 import phalanx
 import torch_shm
 from phalanx.comm import CommMisuse, join
-from phalanx.layout.environment import EnvironmentMistake, Rendezvous, node_command, rendezvous
+from phalanx.layout.environment import (
+    EnvironmentMistake,
+    Rendezvous,
+    node_command,
+    rendezvous,
+)
 
 TORCHRUN = {
     "RANK": "3",
@@ -42,7 +47,9 @@ def test_a_process_that_nothing_started_is_alone():
 def test_a_tree_that_is_not_installed_joins_and_knows_its_version():
     """Its only way to phalanx is PYTHONPATH, as on a machine where nothing may be installed."""
     packages = (phalanx, torch_shm)
-    source = os.pathsep.join(str(Path(package.__file__).parents[1]) for package in packages)
+    source = os.pathsep.join(
+        str(Path(package.__file__).parents[1]) for package in packages
+    )
     code = (
         "import importlib.metadata as m\n"
         "def missing(name): raise m.PackageNotFoundError(name)\n"
@@ -56,16 +63,29 @@ def test_a_tree_that_is_not_installed_joins_and_knows_its_version():
         capture_output=True,
         text=True,
     )
-    assert (done.returncode, done.stdout.strip()) == (0, phalanx.__version__), done.stderr
+    assert (done.returncode, done.stdout.strip()) == (0, phalanx.__version__), (
+        done.stderr
+    )
 
 
 def test_torchrun_and_slurm_say_the_same_in_their_own_words():
     torchrun = Rendezvous(
-        3, 4, 1, "10.0.0.1", 29500, True, 2, False, "RANK and WORLD_SIZE of torchrun", True
+        3,
+        4,
+        1,
+        "10.0.0.1",
+        29500,
+        True,
+        2,
+        False,
+        "RANK and WORLD_SIZE of torchrun",
+        True,
     )
     assert rendezvous(TORCHRUN) == torchrun
     port = 20000 + 70001 % 20000
-    slurm = Rendezvous(3, 4, 1, "gpu003", port, source="SLURM_PROCID and SLURM_NTASKS of Slurm")
+    slurm = Rendezvous(
+        3, 4, 1, "gpu003", port, source="SLURM_PROCID and SLURM_NTASKS of Slurm"
+    )
     assert rendezvous(SLURM) == slurm
     assert str(slurm) == "rank 3 of 4, from SLURM_PROCID and SLURM_NTASKS of Slurm"
     assert rendezvous(SLURM | {"SLURM_JOB_NODELIST": "io1,io2"}).host == "io1"
@@ -86,8 +106,13 @@ def test_one_process_on_each_node_becomes_torchrun_there():
         "--master-addr=10.0.0.1",
         "--master-port=29500",
     ]
-    assert "--nproc-per-node=3" in node_command(sky | {"SKYPILOT_NUM_GPUS_PER_NODE": "0"}, 6)
-    assert node_command({"PET_NNODES": "2"}, None)[1:] == ["-m", "torch.distributed.run"]
+    assert "--nproc-per-node=3" in node_command(
+        sky | {"SKYPILOT_NUM_GPUS_PER_NODE": "0"}, 6
+    )
+    assert node_command({"PET_NNODES": "2"}, None)[1:] == [
+        "-m",
+        "torch.distributed.run",
+    ]
     # Ranks that torchrun has started there have both.
     assert node_command(sky | TORCHRUN, None) is None
     assert node_command(sky | {"SKYPILOT_NUM_NODES": "1"}, None) is None
@@ -112,7 +137,9 @@ def test_a_world_of_another_size_than_the_run_needs_is_refused():
         CommMisuse, match=r"needs 8 ranks and the launcher has started 4 .*; start 8"
     ):
         join(8, environment=TORCHRUN)
-    with pytest.raises(CommMisuse, match="needs 8 ranks and nothing has started this process"):
+    with pytest.raises(
+        CommMisuse, match="needs 8 ranks and nothing has started this process"
+    ):
         join(8, environment={})
 
 
@@ -126,7 +153,9 @@ def test_a_port_in_use_is_refused_before_anybody_waits():
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-        with pytest.raises(CommMisuse, match=rf"127.0.0.1:{port} .*choose another MASTER_PORT"):
+        with pytest.raises(
+            CommMisuse, match=rf"127.0.0.1:{port} .*choose another MASTER_PORT"
+        ):
             join(environment=environment)
 
 
@@ -145,7 +174,13 @@ world.close()
 def test_two_processes_of_torchrun_join_one_world(tmp_path):
     script = tmp_path / "joined.py"
     script.write_text(JOINED)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+    ]
     done = subprocess.run(
         [*command, str(script)],
         capture_output=True,

@@ -85,9 +85,18 @@ def never_waits(world):
     "fn, named",
     [
         (writes_what_is_sent, "rank 0 in send on all: a tensor that the call reads"),
-        (writes_what_is_scattered, "rank 1 in reduce_scatter on all: a tensor that the call reads"),
-        (writes_into_a_sum, "rank 1 in all_reduce on all: the result has been written to"),
-        (writes_what_stands_still, "rank 0 in all_gather on all: a tensor that the call reads"),
+        (
+            writes_what_is_scattered,
+            "rank 1 in reduce_scatter on all: a tensor that the call reads",
+        ),
+        (
+            writes_into_a_sum,
+            "rank 1 in all_reduce on all: the result has been written to",
+        ),
+        (
+            writes_what_stands_still,
+            "rank 0 in all_gather on all: a tensor that the call reads",
+        ),
         (never_waits, "in all_reduce on all: the group is closed before the wait"),
     ],
 )
@@ -100,7 +109,9 @@ def part_of_the_whole(world):
     """Parts that lie in their place of the result, and a result that lies in what is reduced."""
     group = everyone(world)
     whole = torch.arange(4.0) * (world.rank + 1)
-    group.all_gather(whole, whole[2 * world.rank : 2 * world.rank + 2], wait=False).wait()
+    group.all_gather(
+        whole, whole[2 * world.rank : 2 * world.rank + 2], wait=False
+    ).wait()
     x = torch.ones(4) * (world.rank + 1)
     group.reduce_scatter(x[:2], x, wait=False).wait()
     return whole.tolist(), x[:2].tolist()

@@ -53,7 +53,10 @@ class Machine(Devices):
 
 
 def test_what_is_set_in_the_environment_is_left_and_the_rest_is_set() -> None:
-    own = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
+    own = {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "PYTORCH_CUDA_ALLOC_CONF": "backend:native",
+    }
     environment = dict(own)
     set_up(environment)
     assert environment == own | {
@@ -91,7 +94,11 @@ def test_the_command_sets_the_environment_before_torch_is_imported():
     )
     environment = {k: v for k, v in os.environ.items() if k not in SETTINGS}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout.splitlines()[-1] == "32 False"
 
@@ -106,7 +113,9 @@ def test_communicators_have_high_priority_and_flows_few_blocks(monkeypatch):
     nccl = SimpleNamespace(Options=FakeOptions)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
     asked = []
-    monkeypatch.setattr(dist, "split_group", lambda **terms: asked.append(terms["pg_options"]))
+    monkeypatch.setattr(
+        dist, "split_group", lambda **terms: asked.append(terms["pg_options"])
+    )
     world = Counting(2)
     world._timeout = timedelta(seconds=1)
     for blocks in (0, FLOW_BLOCKS):
@@ -124,7 +133,9 @@ def test_an_accelerator_that_is_not_used_is_named(capsys):
     machine = Machine()
     machine.unused = "xpu"
     join(environment={}, devices=machine)
-    assert "'xpu'; phalanx computes on NVIDIA and AMD GPUs only" in capsys.readouterr().err
+    assert (
+        "'xpu'; phalanx computes on NVIDIA and AMD GPUs only" in capsys.readouterr().err
+    )
     machine.unused = ""
     join(environment={}, devices=machine)
     assert capsys.readouterr().err == ""
@@ -146,13 +157,17 @@ def test_an_accelerator_that_is_not_used_is_named(capsys):
         (Machine("a", "b", nccl=False), 2, "auto", "threads", 2),
     ],
 )
-def test_local_ranks_compute_on_gpus_where_there_are_any(machine, ranks, backend, kind, gpus):
+def test_local_ranks_compute_on_gpus_where_there_are_any(
+    machine, ranks, backend, kind, gpus
+):
     assert choose(backend, ranks, machine) == kind
     assert used_gpus(kind, ranks, machine) == gpus
 
 
 def test_nccl_for_more_ranks_than_gpus_is_refused():
-    with pytest.raises(CommMisuse, match="2 ranks need 2 GPUs and there are 1; use backend gloo"):
+    with pytest.raises(
+        CommMisuse, match="2 ranks need 2 GPUs and there are 1; use backend gloo"
+    ):
         choose("nccl", 2, Machine("a"))
 
 
@@ -180,7 +195,10 @@ def met(machines, groups=None, stores=None):
         except CommMisuse as error:
             ends[rank] = str(error)
 
-    threads = [threading.Thread(target=rank_thread, args=(r,), daemon=True) for r in range(size)]
+    threads = [
+        threading.Thread(target=rank_thread, args=(r,), daemon=True)
+        for r in range(size)
+    ]
     for thread in reversed(threads):  # rank 0 comes last
         thread.start()
     for thread in threads:
@@ -266,7 +284,9 @@ SLOW = pytest.mark.slow
 
 
 # 5 stands for 7: the mesh of a prime number of ranks has one axis.
-@pytest.mark.parametrize("ranks", [4, 5, *(pytest.param(each, marks=SLOW) for each in (6, 7, 8))])
+@pytest.mark.parametrize(
+    "ranks", [4, 5, *(pytest.param(each, marks=SLOW) for each in (6, 7, 8))]
+)
 def test_nccl_groups_and_flows_of_every_layout_open_and_carry(ranks):
     layouts = layouts_of(ranks)
     assert any(x.pp > 1 for x in layouts) or ranks > 4
@@ -299,7 +319,9 @@ class Counting(ProcessWorld):
     "text, least",
     [("dp8", 1), ("dp2 pp2 tp2", 3), ("dp4x2 pp2 tp4", 3), ("dp16 pp8 tp8 1f1b:16", 3)],
 )
-def test_groups_take_as_many_splits_of_the_communicator_at_any_number_of_ranks(text, least):
+def test_groups_take_as_many_splits_of_the_communicator_at_any_number_of_ranks(
+    text, least
+):
     # A `new_group` for each group and flow was 20, 45, 313 and 4,801 of them.
     layout = Layout.parse(text)
     shape = replace(SHAPES["gpt"], layers=8, heads=8, kv_heads=8)

@@ -36,7 +36,9 @@ def run(folder, *args):
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the arena is a small file")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="elsewhere the arena is a small file"
+)
 @pytest.mark.parametrize("limit, size, way_out", LIMITS)
 def test_auto_takes_gloo_with_one_line_of_notice(tmp_path, limit, size, way_out):
     end = run(tmp_path, limit, size, "auto")
@@ -47,9 +49,13 @@ def test_auto_takes_gloo_with_one_line_of_notice(tmp_path, limit, size, way_out)
     assert "Traceback" not in end.stderr
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the arena is a small file")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="elsewhere the arena is a small file"
+)
 @pytest.mark.parametrize("limit, size, way_out", LIMITS)
-def test_shared_is_refused_with_one_sentence_and_a_way_out(tmp_path, limit, size, way_out):
+def test_shared_is_refused_with_one_sentence_and_a_way_out(
+    tmp_path, limit, size, way_out
+):
     end = run(tmp_path, limit, size, "shm")
     (line,) = end.stdout.splitlines()
     assert line.startswith("refused: shared memory needs ")

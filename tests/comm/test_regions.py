@@ -56,7 +56,9 @@ def one_process():
 def assert_like_one_process(results):
     n = len(results)
     for me, got in enumerate(results):
-        for (y, dx, da, db), (wy, wdx, wda, wdb) in zip(got, one_process(), strict=True):
+        for (y, dx, da, db), (wy, wdx, wda, wdb) in zip(
+            got, one_process(), strict=True
+        ):
             wanted = (wy, wdx, wda.chunk(n, 1)[me], wdb.chunk(n, 0)[me])
             for value, want in zip((y, dx, da, db), wanted, strict=True):
                 torch.testing.assert_close(value, want, rtol=1e-13, atol=1e-13)
@@ -102,14 +104,20 @@ def exchanges(world):
     for split, join in DIMS:
         x = whole(4, 8, 4).chunk(world.size, join)[world.rank].clone().requires_grad_()
         y = regions.exchange(x, group, split, join)
-        (y * whole(4, 8, 4, seed=1).chunk(world.size, split)[world.rank]).sum().backward()
+        (
+            y * whole(4, 8, 4, seed=1).chunk(world.size, split)[world.rank]
+        ).sum().backward()
         results.append((y.detach(), x.grad))
     world.clear()
     return results
 
 
-@pytest.mark.parametrize("name", ["alone-1", "threads-2", "threads-4", "shm-4", "gloo-2", "gloo-4"])
-def test_exchange_moves_the_cut_from_one_dim_to_another_and_its_gradient_back(name, kept):
+@pytest.mark.parametrize(
+    "name", ["alone-1", "threads-2", "threads-4", "shm-4", "gloo-2", "gloo-4"]
+)
+def test_exchange_moves_the_cut_from_one_dim_to_another_and_its_gradient_back(
+    name, kept
+):
     run, n = kept(name)
     for me, pairs in enumerate(run(exchanges)):
         for (split, join), (y, dx) in zip(DIMS, pairs, strict=True):
@@ -128,7 +136,9 @@ def inner_products(world):
             out = region(x, group, dim)
             y = whole(*out.shape, seed=20 + me)
             out.backward(y)
-            results.append(((out.detach() * y).sum().item(), (x.detach() * x.grad).sum().item()))
+            results.append(
+                ((out.detach() * y).sum().item(), (x.detach() * x.grad).sum().item())
+            )
     world.clear()
     return results
 
@@ -151,7 +161,9 @@ def test_on_a_group_of_one_every_region_returns_its_very_input():
 
 def test_a_dim_that_does_not_divide_is_refused_with_the_size_to_pad_to():
     group = TallyWorld(1, 4).split("tp", [range(4)])
-    with pytest.raises(CommMisuse, match="dim 1 of 6 does not divide by 4 ranks; pad it to 8"):
+    with pytest.raises(
+        CommMisuse, match="dim 1 of 6 does not divide by 4 ranks; pad it to 8"
+    ):
         regions.scatter_sum(torch.zeros(2, 6, device="meta"), group, -1)
 
 

@@ -45,7 +45,13 @@ def call_of(group, world, draw, seed):
     made = world.empty if draw.random() < 0.4 else torch.empty
     n, me, root = group.size, group.rank, step.root % group.size
     return _begin(
-        group, step, root, size, lambda k, s: fill(made(k, dtype=step.dtype), s + me), n, seed
+        group,
+        step,
+        root,
+        size,
+        lambda k, s: fill(made(k, dtype=step.dtype), s + me),
+        n,
+        seed,
     )
 
 
@@ -58,7 +64,9 @@ def _begin(group, step, root, m, tensor, n, seed):
         return getattr(group, step.kind)(x, *at, *op, wait=wait), [x]
     if step.kind == "reduce_scatter":
         out = tensor(m, mine)
-        return group.reduce_scatter(out, tensor(m * n, mine + 100), step.op, wait=wait), [out]
+        return group.reduce_scatter(
+            out, tensor(m * n, mine + 100), step.op, wait=wait
+        ), [out]
     if step.kind == "all_gather":
         out = tensor(m * n, mine)
         # Sometimes in place: a rank's part stands where it belongs.
@@ -67,7 +75,8 @@ def _begin(group, step, root, m, tensor, n, seed):
         return group.all_gather(out, x, still=step.root % 2 == 0, wait=wait), [out, x]
     if step.kind == "all_to_all":
         counts = [
-            [random.Random(f"{seed} {i} {j}").randrange(4) for j in range(n)] for i in range(n)
+            [random.Random(f"{seed} {i} {j}").randrange(4) for j in range(n)]
+            for i in range(n)
         ]
         takes, sends = [counts[i][me] for i in range(n)], counts[me]
         out = tensor(sum(takes) * m, mine).view(sum(takes), m)
@@ -75,9 +84,14 @@ def _begin(group, step, root, m, tensor, n, seed):
         return group.all_to_all(out, x, takes, sends, wait=wait), [out]
     if step.kind in ("gather", "scatter"):
         x = tensor(m, mine)
-        parts = [tensor(m, mine + 100 * (i + 1)) for i in range(n)] if me == root else None
+        parts = (
+            [tensor(m, mine + 100 * (i + 1)) for i in range(n)] if me == root else None
+        )
         first, second = (parts, x) if step.kind == "gather" else (x, parts)
-        return getattr(group, step.kind)(first, second, root, wait=wait), [x, *(parts or ())]
+        return getattr(group, step.kind)(first, second, root, wait=wait), [
+            x,
+            *(parts or ()),
+        ]
     if step.kind == "barrier":
         return group.barrier(wait=wait), []
     x, out = tensor(m, mine), tensor(m, mine + 100)
@@ -105,7 +119,8 @@ def dance(world, first, last):
             for k in range(draw.randrange(1, 7))
         ]
         order = list(calls)
-        random.Random(world.rank).shuffle(order)  # each rank waits in an order of its own
+        # each rank waits in an order of its own
+        random.Random(world.rank).shuffle(order)
         for work, _ in order:
             work.wait()
         digest = hashlib.sha256()
@@ -119,9 +134,13 @@ def dance(world, first, last):
 
 def assert_like_threads(run, size, first, last):
     wanted = threads_of(size, timeout=60.0)(dance, first, last)
-    for rank, (got, want) in enumerate(zip(run(dance, first, last), wanted, strict=True)):
+    for rank, (got, want) in enumerate(
+        zip(run(dance, first, last), wanted, strict=True)
+    ):
         differing = [
-            first + k for k, pair in enumerate(zip(got, want, strict=True)) if pair[0] != pair[1]
+            first + k
+            for k, pair in enumerate(zip(got, want, strict=True))
+            if pair[0] != pair[1]
         ]
         assert not differing, f"rank {rank}, seeds {differing}"
 
@@ -146,7 +165,10 @@ def large(world, numel, dtype):
     n, results = world.size, []
     for way in (ordinary, copied, shared):
         made = way(world)
-        x, part = fill(made(numel * n, dtype=dtype), world.rank), made(numel, dtype=dtype)
+        x, part = (
+            fill(made(numel * n, dtype=dtype), world.rank),
+            made(numel, dtype=dtype),
+        )
         group.reduce_scatter(part, x)
         results.append(part.clone())
         group.all_gather(x, part, still=way is shared)
@@ -161,7 +183,9 @@ def large(world, numel, dtype):
 
 @pytest.mark.parametrize("name", ["shm-2", "shm-3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_calls_of_many_chunks_give_the_same_in_and_outside_of_shared_memory(name, dtype, kept):
+def test_calls_of_many_chunks_give_the_same_in_and_outside_of_shared_memory(
+    name, dtype, kept
+):
     run, size = kept(name)
     numel = 2 * arena.CHUNK // dtype.itemsize + 5
     for got, want in zip(
@@ -196,7 +220,9 @@ def idle(world):
     group.barrier()
     now, seconds = resource.getrusage(resource.RUSAGE_SELF), time.monotonic() - start
     world.clear()
-    return (now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime) / max(seconds, 1.5)
+    return (now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime) / max(
+        seconds, 1.5
+    )
 
 
 def test_waiting_ranks_leave_the_cores_to_others():
@@ -209,7 +235,9 @@ def test_without_room_for_shared_memory_the_size_needed_is_said(monkeypatch, tmp
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(CommMisuse, match=r"needs 5 MiB of shared memory .* \(No space left"):
+    with pytest.raises(
+        CommMisuse, match=r"needs 5 MiB of shared memory .* \(No space left"
+    ):
         arena.filled_file(5 << 20, (str(tmp_path),))
     assert os.listdir(tmp_path) == []
 
@@ -231,7 +259,9 @@ def in_a_filled_file(world):
     return out.sum().item(), left
 
 
-def test_where_memory_without_a_name_cannot_be_had_ranks_meet_in_a_file_that_goes(monkeypatch):
+def test_where_memory_without_a_name_cannot_be_had_ranks_meet_in_a_file_that_goes(
+    monkeypatch,
+):
     monkeypatch.delattr(os, "memfd_create")
     with workers(2, backend="shm") as run:
         # It has lost its name while they still use it.
@@ -242,7 +272,10 @@ def laid_down(world, kind, made):
     """How many bytes of this rank's slots a call of more than a chunk has written to."""
     group = world.split("all", [range(world.size)])
     numel = arena.CHUNK // 4 + 64
-    part, whole = made(world)(numel, torch.float32), made(world)(2 * numel, torch.float32)
+    part, whole = (
+        made(world)(numel, torch.float32),
+        made(world)(2 * numel, torch.float32),
+    )
     part.fill_(1.0), whole.fill_(1.0)
     if kind == "all_reduce":
         group.all_reduce(whole)
@@ -254,7 +287,8 @@ def laid_down(world, kind, made):
         group.all_gather(whole, part, still=kind == "still")
     group.barrier()
     slots = [
-        group._shared._collectives.view(group.rank, turn, 0, 100, torch.float32) for turn in (0, 1)
+        group._shared._collectives.view(group.rank, turn, 0, 100, torch.float32)
+        for turn in (0, 1)
     ]
     return int(sum(slot.count_nonzero() for slot in slots))
 
@@ -329,7 +363,9 @@ def uneven_stretches(world, made):
 
 @pytest.mark.parametrize("made", [ordinary, copied, shared])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_an_all_to_all_of_long_uneven_stretches_is_that_of_the_threads_group(made, ranks):
+def test_an_all_to_all_of_long_uneven_stretches_is_that_of_the_threads_group(
+    made, ranks
+):
     due = launch(uneven_stretches, ranks, ordinary, backend="threads")
     came = launch(uneven_stretches, ranks, made, backend="shm")
     assert all(torch.equal(x, y) for x, y in zip(came, due, strict=True))

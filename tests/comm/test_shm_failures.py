@@ -24,7 +24,9 @@ from phalanx.comm import RankFailed, workers
 
 def of_shared_memory():
     """What of ours lies where nameless memory would not."""
-    return {name for name in os.listdir("/dev/shm") if "phalanx" in name or "psm_" in name}
+    return {
+        name for name in os.listdir("/dev/shm") if "phalanx" in name or "psm_" in name
+    }
 
 
 def left_since(before):
@@ -64,14 +66,20 @@ def lost_in_a_call(world, signal_number):
     tp.all_reduce(torch.ones(3))
 
 
-@pytest.mark.parametrize("number, how", [(9, "is lost, its process"), (19, "does not answer")])
-def test_a_rank_that_is_killed_or_stopped_is_named_by_all_with_the_call_each_was_in(number, how):
+@pytest.mark.parametrize(
+    "number, how", [(9, "is lost, its process"), (19, "does not answer")]
+)
+def test_a_rank_that_is_killed_or_stopped_is_named_by_all_with_the_call_each_was_in(
+    number, how
+):
     before = of_shared_memory()
     with workers(3, backend="shm", timeout=3600.0) as run:
         error = failure(run, lost_in_a_call, number)
     said = [each for rank, each in told(error).items() if rank != 1]
     if number == 9:
-        assert str(error).startswith("rank 1 failed: the process was killed by signal 9")
+        assert str(error).startswith(
+            "rank 1 failed: the process was killed by signal 9"
+        )
     else:
         said.append(error.reports[0].error)
     assert len(said) == 2
@@ -90,7 +98,10 @@ def test_a_rank_that_raises_comes_first_and_the_others_say_where_they_were():
     assert "in one_raises" in str(error)
     assert sorted(told(error)) == [0, 2]
     for sentence in told(error).values():
-        assert "rank 1 raised KeyError: 'the second rank stumbles'; rank 0 was in" in sentence
+        assert (
+            "rank 1 raised KeyError: 'the second rank stumbles'; rank 0 was in"
+            in sentence
+        )
 
 
 @pytest.mark.parametrize(
@@ -100,7 +111,10 @@ def test_a_rank_that_raises_comes_first_and_the_others_say_where_they_were():
         (other_order, "is in barrier"),
         (other_splits, "sends [1, 1], takes [1, 1] rows"),
         (other_letter, "send/receive of 4 float32"),
-        (one_returns, "rank 0 is in barrier, rank 1 is in all_reduce(sum) of 3 float32"),
+        (
+            one_returns,
+            "rank 0 is in barrier, rank 1 is in all_reduce(sum) of 3 float32",
+        ),
     ],
 )
 def test_ranks_that_disagree_end_at_once_with_both_sides_of_it(fn, said):
@@ -177,7 +191,9 @@ def kill_something(seed):
 def assert_all_are_down(seed):
     before = of_shared_memory()
     pids, victims, said, seconds = kill_something(seed)
-    assert not [pid for pid in pids if alive(pid)], f"seed {seed}, killed {victims} of {pids}"
+    assert not [pid for pid in pids if alive(pid)], (
+        f"seed {seed}, killed {victims} of {pids}"
+    )
     assert not left_since(before)
     print(f"{seconds:.2f} s after {len(victims)} of {len(pids)} were killed")
     if len(victims) == 1 and victims != pids[:1]:

@@ -73,9 +73,13 @@ def wanted(kind, k, me, size, n, root, dtype=F):
         return one_process([rows[me] for rows in wide], "sum")
     if kind in ("all_to_all", "in_place"):
         return torch.cat([rows[me] for rows in wide])
-    if kind == "uneven":  # rank i sends (i + 1) parts' worth of every row to each, in rows of n
+    # rank i sends (i + 1) parts' worth of every row to each, in rows of n
+    if kind == "uneven":
         return torch.cat(
-            [numbers(k, i, n * (i + 1) * size, dtype).view(size, -1)[me] for i in range(size)]
+            [
+                numbers(k, i, n * (i + 1) * size, dtype).view(size, -1)[me]
+                for i in range(size)
+            ]
         )
     return xs[me - 1] if kind == "ring" else None
 
@@ -98,11 +102,16 @@ def brought(world, kind, k, size, n, made, dtype=F):
     if kind in ("in_place", "into_own", "into_other"):
         x = tensor(n * size, numbers(k, me, n * size, dtype))
         rows = x.view(size, n)
-        return x, {"in_place": x, "into_own": rows[me], "into_other": rows[me - 1]}[kind]
+        return x, {"in_place": x, "into_own": rows[me], "into_other": rows[me - 1]}[
+            kind
+        ]
     if kind == "uneven":
         sent = n * (me + 1) * size
-        return tensor(sent, numbers(k, me, sent, dtype)), tensor(n * size * (size + 1) // 2)
-    if kind == "inside":  # x is a part of what is filled, and not the one that it goes to
+        return tensor(sent, numbers(k, me, sent, dtype)), tensor(
+            n * size * (size + 1) // 2
+        )
+    # x is a part of what is filled, and not the one that it goes to
+    if kind == "inside":
         out = tensor(n * size)
         return out[n // 2 : n // 2 + n].copy_(numbers(k, me, n, dtype)), out
     x = tensor(n, numbers(k, me, n, dtype))
@@ -211,7 +220,9 @@ def pairs():
 
 @pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize("first", [0, 1])
-def test_every_call_after_every_other_is_right_when_one_member_is_always_late(first, reads):
+def test_every_call_after_every_other_is_right_when_one_member_is_always_late(
+    first, reads
+):
     order = [first, 1 - first]
     assert perform(calls, 2, lambda step: order, pairs(), reads=reads) == [None] * 2
 
@@ -227,22 +238,43 @@ def around(size, itemsize):
     """Numbers of elements at, below and above every threshold: no elements for some ranks, small sums, a
     rank's share of a chunk, a chunk, and several of each."""
     chunk = CHUNK // itemsize
-    edges = [SMALL // itemsize, chunk // size, chunk, 2 * chunk, 2 * chunk + chunk // size]
-    return [0, 1, size - 1, size + 1, *(edge + more for edge in edges for more in (-1, 0, 1))]
+    edges = [
+        SMALL // itemsize,
+        chunk // size,
+        chunk,
+        2 * chunk,
+        2 * chunk + chunk // size,
+    ]
+    return [
+        0,
+        1,
+        size - 1,
+        size + 1,
+        *(edge + more for edge in edges for more in (-1, 0, 1)),
+    ]
 
 
 @pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize(("size", "dtype"), [(2, torch.uint8), (3, torch.float64)])
-def test_every_call_is_right_at_and_around_every_size_where_its_way_changes(size, dtype, reads):
+def test_every_call_is_right_at_and_around_every_size_where_its_way_changes(
+    size, dtype, reads
+):
     kinds = [kind for kind in KINDS if kind != "barrier"]
-    plan = [(kind, n, False, True) for kind in kinds for n in around(size, dtype.itemsize)]
+    plan = [
+        (kind, n, False, True) for kind in kinds for n in around(size, dtype.itemsize)
+    ]
     # In shared memory runs of 1 << 16 elements are reduced at once.
     long = [(size << 16) + more for more in (-1, 0, 1)]
-    plan += [(kind, n, True, True) for kind in ("all_reduce", "reduce_scatter") for n in long]
+    plan += [
+        (kind, n, True, True) for kind in ("all_reduce", "reduce_scatter") for n in long
+    ]
     plan = [(*each[:2], n % 3 == 0 or each[2], True) for n, each in enumerate(plan)]
     random.Random(size).shuffle(plan)
     order = list(range(size))[:: 1 if reads else -1]
-    assert perform(calls, size, lambda step: order, plan, dtype, reads=reads) == [None] * size
+    assert (
+        perform(calls, size, lambda step: order, plan, dtype, reads=reads)
+        == [None] * size
+    )
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -17,7 +17,9 @@ from phalanx.program import CostedPiece
 
 TINY = Shape.load("tiny")
 STRANGER = str(Path(__file__).parents[2] / "examples" / "stranger.py") + ":Stranger"
-LAYOUTS = Layout.parse_many("dp2 tp2 seq bf16; pp2 tp2 zero1 seq bf16 1f1b:4; cp2; pp2 zb-h1:4")
+LAYOUTS = Layout.parse_many(
+    "dp2 tp2 seq bf16; pp2 tp2 zero1 seq bf16 1f1b:4; cp2; pp2 zb-h1:4"
+)
 
 
 def test_a_cut_is_what_a_piece_can_feel() -> None:
@@ -59,13 +61,19 @@ print("torch" in sys.modules, sum(p[1](3).forward.flops for p in found.values())
 
 def _ask(*argv: str) -> list[str]:
     done = subprocess.run(
-        [sys.executable, "-c", CODE, *argv], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", CODE, *argv],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
     )
     return done.stdout.split()
 
 
 @pytest.mark.parametrize("model", [TINY, STRANGER], ids=["shape", "file"])
-def test_what_is_cached_is_found_without_torch(model: Shape | str, tmp_path: Path) -> None:
+def test_what_is_cached_is_found_without_torch(
+    model: Shape | str, tmp_path: Path
+) -> None:
     layouts = "tp2; dp2 cp2"
     found = cached_costs(model, Layout.parse_many(layouts), place=tmp_path)
     work = sum(p[1](3).forward.flops for p in found.values())
@@ -80,15 +88,21 @@ def test_a_changed_module_behind_a_model_s_file_is_costed_again(tmp_path: Path) 
     (tmp_path / "mine.py").write_text(f"{source}\n{find}")
     (tmp_path / "costed_part.py").write_text("")
     for _ in range(2):
-        cached_costs(f"{tmp_path}/mine.py:Stranger", [Layout()], place=tmp_path / "costs")
+        cached_costs(
+            f"{tmp_path}/mine.py:Stranger", [Layout()], place=tmp_path / "costs"
+        )
         assert len([*(tmp_path / "costs").iterdir()]) == 1
     (tmp_path / "costed_part.py").write_text("# changed")
     cached_costs(f"{tmp_path}/mine.py:Stranger", [Layout()], place=tmp_path / "costs")
     assert len([*(tmp_path / "costs").iterdir()]) == 2
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", '{"tp2": 3}', '{"tp2": {"costs": [[1, 2]]}}'])
-def test_a_damaged_file_is_weighed_again_and_written_whole(damage: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "damage", ["", "{", "[]", '{"tp2": 3}', '{"tp2": {"costs": [[1, 2]]}}']
+)
+def test_a_damaged_file_is_weighed_again_and_written_whole(
+    damage: str, tmp_path: Path
+) -> None:
     layouts = [Layout.parse("tp2")]
     good = cached_costs(TINY, layouts, place=tmp_path)
     (file,) = tmp_path.iterdir()
@@ -126,7 +140,10 @@ def _blocks(place: Path, layout: str, **sizes: object) -> list[CostedPiece]:
 def test_each_block_costs_what_its_own_window_makes_of_it(tmp_path: Path) -> None:
     narrow, wide = (_blocks(tmp_path, "cp2", windows=(each,))[0](2) for each in (4, 0))
     assert narrow.forward.attention[0].flops < wide.forward.attention[0].flops
-    for windows, wanted in (((4, 0), [narrow, wide]), ((0, 4, 4), [wide, narrow, narrow])):
+    for windows, wanted in (
+        ((4, 0), [narrow, wide]),
+        ((0, 4, 4), [wide, narrow, narrow]),
+    ):
         blocks = _blocks(tmp_path, "cp2", layers=3, windows=windows)
         assert [block(2) for block in blocks] == (wanted * 2)[:3]
 
@@ -134,7 +151,9 @@ def test_each_block_costs_what_its_own_window_makes_of_it(tmp_path: Path) -> Non
 EXPERTS = {"experts": 4, "top_k": 2, "gated": True, "expert_ffn": 16}
 
 
-def test_first_blocks_without_experts_cost_what_a_dense_block_costs(tmp_path: Path) -> None:
+def test_first_blocks_without_experts_cost_what_a_dense_block_costs(
+    tmp_path: Path,
+) -> None:
     for layout in ("", "ep2", "tp2 seq"):
         dense, sparse = (
             _blocks(tmp_path, layout, gated=True)[0],
@@ -142,7 +161,12 @@ def test_first_blocks_without_experts_cost_what_a_dense_block_costs(tmp_path: Pa
         )
         blocks = _blocks(tmp_path, layout, **EXPERTS, dense_layers=3)
         assert [block(2) for block in blocks] == [*[dense(2)] * 3, sparse(2)]
-        assert [len(block.parts) for block in blocks] == [1, 1, 1, 3 if layout == "ep2" else 1]
+        assert [len(block.parts) for block in blocks] == [
+            1,
+            1,
+            1,
+            3 if layout == "ep2" else 1,
+        ]
 
 
 def test_a_frozen_block_costs_no_gradient_of_its_weights(tmp_path: Path) -> None:
@@ -150,7 +174,9 @@ def test_a_frozen_block_costs_no_gradient_of_its_weights(tmp_path: Path) -> None
     trained, frozen = blocks[0](2), blocks[1](2)
     assert [block(2) for block in blocks] == [trained, frozen, frozen, trained]
     assert frozen.forward == trained.forward
-    products = [sum(p.flops for p in cost.backward.products) for cost in (trained, frozen)]
+    products = [
+        sum(p.flops for p in cost.backward.products) for cost in (trained, frozen)
+    ]
     assert products[1] == products[0] / 2
     assert frozen.frozen == frozen.weights == trained.weights
 

@@ -19,7 +19,13 @@ TINY = Shape.load("tiny")
 SHAPES = {
     "grouped": TINY,
     "learned, tied, not gated": replace(
-        TINY, positions="learned", tied=True, gated=False, norm="layer", bias="all", kv_heads=4
+        TINY,
+        positions="learned",
+        tied=True,
+        gated=False,
+        norm="layer",
+        bias="all",
+        kv_heads=4,
     ),
     "wide heads": replace(TINY, head_dim=24, heads=6, kv_heads=3, layers=3),
     "adapters": replace(TINY, lora_r=3, lora_targets=("wq", "down")),
@@ -45,17 +51,28 @@ def test_a_forward_counts_what_torch_counts_on_the_model(name: str) -> None:
 def test_a_block_of_the_8b_counts_as_by_hand() -> None:
     """Llama 3 8B: 4096 wide, 32 heads of 128, 8 of k and v, 14336 inside, 128256 words."""
     shape, t = Shape.load("8b"), 8192
-    ops = {op.name: op for op in forward_flops(shape, 1, t) if op.piece in (1, shape.pieces - 1)}
+    ops = {
+        op.name: op
+        for op in forward_flops(shape, 1, t)
+        if op.piece in (1, shape.pieces - 1)
+    }
     assert ops["wq"].causal == ops["wo"].causal == 2 * t * 4096 * 4096
     assert ops["wk"].causal == ops["wv"].causal == 2 * t * 4096 * 1024
-    assert ops["gate"].causal == ops["up"].causal == ops["down"].causal == 2 * t * 4096 * 14336
+    assert (
+        ops["gate"].causal
+        == ops["up"].causal
+        == ops["down"].causal
+        == 2 * t * 4096 * 14336
+    )
     assert ops["attention"].full == 2 * (2 * t * t * 4096)
     assert ops["attention"].causal == 2 * (2 * 4096 * (t * (t + 1) // 2))
     assert ops["output"].causal == 2 * t * 4096 * 128256
 
 
 @pytest.mark.parametrize("name", ["8b", "124m", "25m"])
-def test_without_attention_a_step_is_6nd_of_the_weights_that_multiply(name: str) -> None:
+def test_without_attention_a_step_is_6nd_of_the_weights_that_multiply(
+    name: str,
+) -> None:
     shape, batch, t = Shape.load(name), 2, 512
     products = shape.total - shape.rows[0].numel
     if shape.tied:
@@ -77,11 +94,15 @@ def test_the_mlp_counts_its_square_weights() -> None:
     "recompute, again",
     [("none", set()), ("all", {0, 1, 2, 3, 4}), ("every=2", {0, 1, 2, 3})],
 )
-def test_the_hardware_does_also_what_is_recomputed(recompute: str, again: set[int]) -> None:
+def test_the_hardware_does_also_what_is_recomputed(
+    recompute: str, again: set[int]
+) -> None:
     """What stands right before its own backward is still there and is not done twice."""
     layout = Layout.parse(f"accum:2 recompute:{recompute}")
     program = build(
-        layout, plain_pieces(model_stages(build_model(TINY), layout)), StepOptions(agree=False)
+        layout,
+        plain_pieces(model_stages(build_model(TINY), layout)),
+        StepOptions(agree=False),
     )
     repeated = {op.piece for row in program.rows for op in row if op.kind == "R"}
     ops = forward_flops(TINY, 4, 64)
@@ -99,8 +120,14 @@ def test_half_of_the_pairs_are_causal_and_the_rest_is_the_same() -> None:
 
 def test_a_window_counts_the_pairs_that_it_sees() -> None:
     """Of 7 tokens with a window of 3: 1, 2 and 3, then 3 for each of the last four."""
-    plain = Shape("w", layers=3, hidden=8, heads=2, vocab=10, sequence=7, windows=(3, 0))
+    plain = Shape(
+        "w", layers=3, hidden=8, heads=2, vocab=10, sequence=7, windows=(3, 0)
+    )
     attention = [op for op in forward_flops(plain, 1, 7) if op.attends]
     per_pair = 4 * 4 * 2
-    assert [op.causal for op in attention] == [18 * per_pair, 28 * per_pair, 18 * per_pair]
+    assert [op.causal for op in attention] == [
+        18 * per_pair,
+        28 * per_pair,
+        18 * per_pair,
+    ]
     assert [op.full for op in attention] == [49 * per_pair] * 3

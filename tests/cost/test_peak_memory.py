@@ -24,7 +24,15 @@ from phalanx.train.program import program_of
 from phalanx.verify import batch_of
 
 SHAPE = Shape(
-    "deep", layers=8, hidden=64, heads=4, kv_heads=2, ffn=128, vocab=64, sequence=64, batch=8
+    "deep",
+    layers=8,
+    hidden=64,
+    heads=4,
+    kv_heads=2,
+    ffn=128,
+    vocab=64,
+    sequence=64,
+    batch=8,
 )
 BATCH = batch_of(SHAPE, 0, dtype=torch.float32)
 FLAT = ("gathered", "gradients")
@@ -118,7 +126,9 @@ def measured(world: World, layout: Layout) -> Held:
 
 
 def _state(update: Any) -> int:
-    tensors = [x for s in update.state.values() for x in s.values() if torch.is_tensor(x)]
+    tensors = [
+        x for s in update.state.values() for x in s.values() if torch.is_tensor(x)
+    ]
     return sum(x.numel() * x.itemsize for x in tensors if x.numel() > 1)
 
 
@@ -137,7 +147,9 @@ def promised(program: Program, sizes: Sizes, row: int) -> Held:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_peak_memory_is_what_was_promised_within_five_percent_by_kind(text: str) -> None:
+def test_peak_memory_is_what_was_promised_within_five_percent_by_kind(
+    text: str,
+) -> None:
     layout = Layout.parse(text)
     program = program_of(build_model(SHAPE), layout)
     sizes = sizes_of(partial(build_model, SHAPE), layout, program, BATCH, Precision())
@@ -156,6 +168,8 @@ def test_over_gloo_what_was_sent_stays_until_the_step_ends() -> None:
     without = sizes_of(make, layout, program, BATCH, Precision())
     found = launch(measured, layout.ranks, layout, backend="gloo")
     for row, real in enumerate(found):
-        assert real.passing == pytest.approx(promised(program, sizes, row).passing, rel=0.05)
+        assert real.passing == pytest.approx(
+            promised(program, sizes, row).passing, rel=0.05
+        )
         assert peaks(program, sizes)[row].kinds["messages"] >= 8 * sizes.edge[0]
         assert peaks(program, without)[row].kinds["messages"] < 3 * sizes.edge[0]

@@ -31,7 +31,9 @@ GPT = Shape(
 STRANGER = str(Path(__file__).parents[2] / "examples" / "stranger.py") + ":Stranger"
 
 
-def costed(shape: Shape, text: str, rows: int = 1, **more: Any) -> tuple[PieceCost, ...]:
+def costed(
+    shape: Shape, text: str, rows: int = 1, **more: Any
+) -> tuple[PieceCost, ...]:
     return piece_costs(build_model(shape), Layout.parse(text), rows, **more)
 
 
@@ -75,8 +77,12 @@ def test_flops_are_those_of_the_closed_form_and_backward_has_twice_as_many(
     assert total == 6 * multiplied * rows * 32  # 6ND
 
 
-@pytest.mark.parametrize("cut, parts", [("cp4", 4), ("cp4:ulysses", 4), ("cp4:2x2 tp2 seq", 8)])
-def test_context_and_tensor_parallel_share_the_work_evenly(cut: str, parts: int) -> None:
+@pytest.mark.parametrize(
+    "cut, parts", [("cp4", 4), ("cp4:ulysses", 4), ("cp4:2x2 tp2 seq", 8)]
+)
+def test_context_and_tensor_parallel_share_the_work_evenly(
+    cut: str, parts: int
+) -> None:
     whole, part = costed(TINY, "", sequence=64)[1], costed(TINY, cut, sequence=64)[1]
     assert products(part.forward) * parts == products(whole.forward)
     # A diagonal counts as half a square, so that blocks add up to the half square of the whole.
@@ -87,7 +93,9 @@ def test_context_and_tensor_parallel_share_the_work_evenly(cut: str, parts: int)
 
 def test_a_ring_of_four_meets_every_block_with_its_own_queries_and_keys() -> None:
     core = costed(TINY, "cp4", sequence=64)[1].forward.attention
-    assert [(a.queries, a.keys, a.causal) for a in core] == [(16, 16, 1)] + [(16, 8, 0)] * 3
+    assert [(a.queries, a.keys, a.causal) for a in core] == [(16, 16, 1)] + [
+        (16, 8, 0)
+    ] * 3
     found = messages(costed(TINY, "cp4", sequence=64)[1].forward)
     block = 2 * 16 * TINY.kv_heads * TINY.head_dim * 4
     assert found == {("cp.ring", "send", block): 3}
@@ -110,7 +118,9 @@ def test_a_block_of_tensor_parallel_sends_what_megatron_says() -> None:
 
 
 def test_selective_recomputation_repeats_no_product_and_no_sum() -> None:
-    selective, plain = (costed(TINY, f"tp2 {x} bf16") for x in ("recompute:selective", ""))
+    selective, plain = (
+        costed(TINY, f"tp2 {x} bf16") for x in ("recompute:selective", "")
+    )
     block = selective[1]
     assert not block.again.products
     assert not block.again.attention
@@ -124,7 +134,9 @@ def test_selective_recomputation_repeats_no_product_and_no_sum() -> None:
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_kept_bytes_are_korthikantis_without_dropout_and_without_scores(tp: int) -> None:
+def test_kept_bytes_are_korthikantis_without_dropout_and_without_scores(
+    tp: int,
+) -> None:
     """Korthikanti et al. 2022, table 2, a GPT block in half precision: s b h (34 + 5 a s / h).
 
     Of the 34 two are masks of dropout, which we have not, and the scores stay in the kernel, which
@@ -166,17 +178,23 @@ def test_states_are_zeros_bytes(zero: int) -> None:
 
 @pytest.mark.parametrize("shape", [TINY, GPT], ids=lambda s: s.name)
 @pytest.mark.parametrize("text", ["", "zb-h1:1"])
-def test_kept_bytes_are_those_that_the_cpus_kernels_save(shape: Shape, text: str) -> None:
+def test_kept_bytes_are_those_that_the_cpus_kernels_save(
+    shape: Shape, text: str
+) -> None:
     layout = Layout.parse(text)
     model = build_model(shape)
     world = AloneWorld()
     try:
         program = build(
-            piece_layout(layout), plain_pieces((range(shape.pieces),)), StepOptions(agree=False)
+            piece_layout(layout),
+            plain_pieces((range(shape.pieces),)),
+            StepOptions(agree=False),
         )
         held = build_local(world, layout, model, program)
         saved: dict[int, int] = {}
-        weights = {storage_of(p) for u in held.units.values() for p in u.parameters.values()}
+        weights = {
+            storage_of(p) for u in held.units.values() for p in u.parameters.values()
+        }
 
         def note(x: Tensor) -> Tensor:
             if storage_of(x) not in weights:
@@ -215,9 +233,15 @@ def test_one_row_and_two_tell_any_number(shape: Shape, text: str) -> None:
         for rows, real in ((3, c), (7, d)):
             for field in fields(real):
                 if field.name != "temporary":
-                    assert getattr(line(rows), field.name) == getattr(real, field.name), field.name
+                    assert getattr(line(rows), field.name) == getattr(
+                        real, field.name
+                    ), field.name
         # The peak is the highest of several lines.
-        assert line(3).temporary <= c.temporary <= b.temporary + (d.temporary - b.temporary) / 5
+        assert (
+            line(3).temporary
+            <= c.temporary
+            <= b.temporary + (d.temporary - b.temporary) / 5
+        )
 
 
 def test_pieces_that_are_alike_are_weighed_once_and_others_are_not() -> None:
@@ -237,15 +261,21 @@ def test_a_user_s_own_model_is_weighed() -> None:
     assert len(whole) == len(model.pieces)
     assert len(set(map(id, whole))) == 3
     for a, b in zip(whole, half, strict=True):
-        assert b.forward.flops == pytest.approx(a.forward.flops / 2, rel=0.02)  # 53 words, padded
+        # 53 words, padded
+        assert b.forward.flops == pytest.approx(a.forward.flops / 2, rel=0.02)
     block = half[1]
     # Two row regions: attention's and the MLP's, side by side.
     assert messages(block.forward) == {("tp", "all_reduce", 2.0 * 12 * 32 * 4): 2}
-    assert block.weights == sum(p.numel() for p in model.pieces[1][1].parameters()) / 2 + 2 * 32
+    assert (
+        block.weights
+        == sum(p.numel() for p in model.pieces[1][1].parameters()) / 2 + 2 * 32
+    )
 
 
 class _NothingReal(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         for x in tree_iter(out):
             if isinstance(x, Tensor) and not x.is_meta:
@@ -287,18 +317,32 @@ def test_a_compiled_chain_reads_what_it_did_not_make_and_writes_what_is_asked_fo
 
 
 def test_compiling_changes_what_is_moved_and_started_and_nothing_else() -> None:
-    for eager, compiled in zip(costed(TINY, "bf16"), costed(TINY, "bf16 compile"), strict=True):
-        loads = [(getattr(eager, n), getattr(compiled, n)) for n in ("forward", "input_gradient")]
+    for eager, compiled in zip(
+        costed(TINY, "bf16"), costed(TINY, "bf16 compile"), strict=True
+    ):
+        loads = [
+            (getattr(eager, n), getattr(compiled, n))
+            for n in ("forward", "input_gradient")
+        ]
         for plain, fused in loads:
-            assert replace(plain, moved=0, launches=0) == replace(fused, moved=0, launches=0)
+            assert replace(plain, moved=0, launches=0) == replace(
+                fused, moved=0, launches=0
+            )
         assert eager.kept == compiled.kept
-    block, fused = costed(TINY, "bf16")[1].forward, costed(TINY, "bf16 compile")[1].forward
+    block, fused = (
+        costed(TINY, "bf16")[1].forward,
+        costed(TINY, "bf16 compile")[1].forward,
+    )
     assert fused.moved < block.moved
     assert fused.launches < block.launches
 
 
 def test_a_compiled_selective_backward_holds_what_is_computed_again() -> None:
-    eager, compiled = (costed(TINY, f"recompute:selective{c}")[1] for c in ("", " compile"))
+    eager, compiled = (
+        costed(TINY, f"recompute:selective{c}")[1] for c in ("", " compile")
+    )
     assert compiled.kept == eager.selected
     assert compiled.selected == 0
-    assert products(compiled.input_gradient) == products(eager.again + eager.input_gradient)
+    assert products(compiled.input_gradient) == products(
+        eager.again + eager.input_gradient
+    )

@@ -21,7 +21,15 @@ from phalanx.train.program import program_of
 from phalanx.verify import batch_of
 
 SHAPE = Shape(
-    "deep", layers=8, hidden=64, heads=4, kv_heads=2, ffn=128, vocab=64, sequence=64, batch=8
+    "deep",
+    layers=8,
+    hidden=64,
+    heads=4,
+    kv_heads=2,
+    ffn=128,
+    vocab=64,
+    sequence=64,
+    batch=8,
 )
 BATCH = batch_of(SHAPE, 0, dtype=torch.float32)
 
@@ -30,7 +38,9 @@ def test_recomputing_keeps_less_and_selective_lies_between() -> None:
     def peak(text: str) -> float:
         layout = Layout.parse(text)
         program = program_of(build_model(SHAPE), layout)
-        sizes = sizes_of(partial(build_model, SHAPE), layout, program, BATCH, Precision())
+        sizes = sizes_of(
+            partial(build_model, SHAPE), layout, program, BATCH, Precision()
+        )
         return peaks(program, sizes)[0].kinds["activations"]
 
     assert peak("recompute:all") < peak("recompute:selective") < peak("recompute:none")

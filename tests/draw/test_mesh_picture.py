@@ -23,7 +23,9 @@ MESHES = [
 
 
 def test_eight_ranks_look_like_this() -> None:
-    assert mesh_text(MeshPicture.parse("dp2 pp2 tp2 zero3", "kv=1024/128 embed=64")) == (
+    assert mesh_text(
+        MeshPicture.parse("dp2 pp2 tp2 zero3", "kv=1024/128 embed=64")
+    ) == (
         "mesh dp2 pp2 tp2 zero3: 8 ranks\n"
         "\n"
         "dp=0               dp=1\n"
@@ -53,10 +55,15 @@ def test_eight_ranks_look_like_this() -> None:
 
 
 @pytest.mark.parametrize("layout", MESHES)
-def test_every_rank_sits_in_one_place_and_in_one_group_of_each_axis(layout: str) -> None:
+def test_every_rank_sits_in_one_place_and_in_one_group_of_each_axis(
+    layout: str,
+) -> None:
     picture = MeshPicture.parse(layout)
     everyone = list(range(picture.mesh.size))
-    assert sorted(rank for _, grid in picture.panels for row in grid for rank in row) == everyone
+    assert (
+        sorted(rank for _, grid in picture.panels for row in grid for rank in row)
+        == everyone
+    )
     drawn = mesh_text(picture, width=10_000)
     for axis in picture.axes:
         line = re.search(rf"^  {re.escape(axis)} +(\{{.*)$", drawn, re.M)
@@ -72,14 +79,18 @@ def test_no_line_is_wider_than_asked(layout: str, width: int) -> None:
     assert max(map(len, drawn.splitlines())) <= width
 
 
-@pytest.mark.parametrize("layout", [m for m in MESHES if "zero3" in m] + ["dp3 tp2 zero3"])
+@pytest.mark.parametrize(
+    "layout", [m for m in MESHES if "zero3" in m] + ["dp3 tp2 zero3"]
+)
 def test_the_parts_of_all_ranks_are_the_weight(layout: str) -> None:
     picture = MeshPicture.parse(layout, "heads=20/5 embed=3")
     held: dict[tuple[int, int], int] = {}
     for rank in range(picture.mesh.size):
         (heads, embed), shard = picture.part(rank)
         cells = list(
-            itertools.product(range(heads.start, heads.stop), range(embed.start, embed.stop))
+            itertools.product(
+                range(heads.start, heads.stop), range(embed.start, embed.stop)
+            )
         )
         assert shard is not None
         for cell in cells[shard.start : shard.stop]:
@@ -92,13 +103,26 @@ def test_the_parts_of_all_ranks_are_the_weight(layout: str) -> None:
 def test_the_svg_shows_each_rank_once_and_then_once_for_each_axis(layout: str) -> None:
     picture = MeshPicture.parse(layout, "ffn=64 embed=8")
     drawn = xml.fromstring(mesh_svg(picture))
-    squares = [e for e in drawn.iter("{http://www.w3.org/2000/svg}rect") if e.get("class") == "op"]
+    squares = [
+        e
+        for e in drawn.iter("{http://www.w3.org/2000/svg}rect")
+        if e.get("class") == "op"
+    ]
     assert len(squares) == picture.mesh.size * (1 + len(picture.axes))
 
 
 @pytest.mark.parametrize(
     "weight",
-    ["heads", "heads=", "heads=x", "heads=0", "heads=8/0", "hats=8", "heads=-8", "heads=8/x"],
+    [
+        "heads",
+        "heads=",
+        "heads=x",
+        "heads=0",
+        "heads=8/0",
+        "hats=8",
+        "heads=-8",
+        "heads=8/x",
+    ],
 )
 def test_a_dim_that_is_none_is_refused_by_name(weight: str) -> None:
     with pytest.raises(LayoutError, match=re.escape(repr(weight))):

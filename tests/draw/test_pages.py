@@ -14,29 +14,48 @@ import phalanx.draw
 from browser import needs_chromium, opened
 from phalanx.draw import Picture, chrome, page, svg, tag
 from phalanx.layout import Layout, plain_pieces
-from phalanx.program import Costs, Op, Sizes, Span, StepOptions, Timeline, build, simulate
+from phalanx.program import (
+    Costs,
+    Op,
+    Sizes,
+    Span,
+    StepOptions,
+    Timeline,
+    build,
+    simulate,
+)
 
 SVG = "{http://www.w3.org/2000/svg}"
-HOSTILE = """</script><script>alert("1")</script> <img src=x onerror='a()'> & "q" {{data}}"""
+HOSTILE = (
+    """</script><script>alert("1")</script> <img src=x onerror='a()'> & "q" {{data}}"""
+)
 
 
 def timeline(speed: float = 1.0) -> Timeline:
     layout = Layout.parse("dp2 pp2 zero3 1f1b:3")
     pieces = [range(2), range(2, 4)]
     kinds = {"F": 1, "B": 2, "send": 0.5, "G": 1, "S": 1, "U": 0.25}
-    costs = Costs({k: v * speed for k, v in kinds.items()}, share=dict.fromkeys(range(4), 0.5))
+    costs = Costs(
+        {k: v * speed for k, v in kinds.items()}, share=dict.fromkeys(range(4), 0.5)
+    )
     return simulate(
-        build(layout, plain_pieces(pieces), StepOptions(agree=False)), costs, Sizes.counts(4)
+        build(layout, plain_pieces(pieces), StepOptions(agree=False)),
+        costs,
+        Sizes.counts(4),
     )
 
 
-PICTURE = Picture("one & <two>", timeline(), held=(2, 1), notes=("a <note>",), unit="pieces")
+PICTURE = Picture(
+    "one & <two>", timeline(), held=(2, 1), notes=("a <note>",), unit="pieces"
+)
 BOTH = Picture("both", timeline(), timeline(1.5), names=("predicted", HOSTILE))
 SEEN = [s for s in timeline().spans if s.end > s.start and s.op.kind != "<"]
 
 
 def squares(drawn: str) -> list[xml.Element]:
-    return [e for e in xml.fromstring(drawn).iter(f"{SVG}rect") if e.get("class") == "op"]
+    return [
+        e for e in xml.fromstring(drawn).iter(f"{SVG}rect") if e.get("class") == "op"
+    ]
 
 
 def test_every_operation_that_takes_time_is_one_rectangle_as_wide_as_its_time() -> None:
@@ -44,7 +63,8 @@ def test_every_operation_that_takes_time_is_one_rectangle_as_wide_as_its_time() 
     for square in squares(svg(PICTURE)):
         title = square.findtext(f"{SVG}title") or ""
         rank = int(re.search(r"rank (\d+)", title)[1])  # type: ignore[index]
-        found[rank, title.split(":")[0]] = float(square.get("width", 0)) + 1  # a gap of one pixel
+        # a gap of one pixel
+        found[rank, title.split(":")[0]] = float(square.get("width", 0)) + 1
     assert len(found) == len(SEEN)
     scales = {found[s.rank, str(s.op)] / (s.end - s.start) for s in SEEN}
     assert max(scales) == pytest.approx(min(scales), rel=1e-2)
@@ -79,7 +99,9 @@ def test_whatever_is_said_is_escaped(where: str) -> None:
     changed = {
         "title": Picture(HOSTILE, Timeline(spans)),
         "notes": Picture("", Timeline(spans), notes=(HOSTILE,)),
-        "names": Picture("", Timeline(spans), Timeline(spans), names=(HOSTILE, HOSTILE)),
+        "names": Picture(
+            "", Timeline(spans), Timeline(spans), names=(HOSTILE, HOSTILE)
+        ),
         "labels": Picture("", Timeline(spans), labels={0: HOSTILE}),
         "lane": Picture("", Timeline(spans)),
     }[where]
@@ -100,16 +122,24 @@ def test_a_trace_holds_every_span_on_the_track_of_its_rank_and_lane() -> None:
         if e["name"] in ("process_name", "thread_name")
     }
     found = sorted(
-        (names[e["pid"], e["tid"]], names[e["pid"], None], e["name"], e["ts"], e["ts"] + e["dur"])
+        (
+            names[e["pid"], e["tid"]],
+            names[e["pid"], None],
+            e["name"],
+            e["ts"],
+            e["ts"] + e["dur"],
+        )
         for e in said["traceEvents"]
         if e["ph"] == "X"
     )
     wanted = sorted(
-        (s.lane, f"rank {s.rank}", str(s.op), s.start * 1e3, s.end * 1e3) for s in timeline().spans
+        (s.lane, f"rank {s.rank}", str(s.op), s.start * 1e3, s.end * 1e3)
+        for s in timeline().spans
     )
     assert [f[:3] for f in found] == [w[:3] for w in wanted]
     assert [f[3:] for f in found] == [pytest.approx(w[3:]) for w in wanted]
-    assert {e["ph"] for e in said["traceEvents"]} == {"M", "X", "C"}  # C: memory over time
+    # C: memory over time
+    assert {e["ph"] for e in said["traceEvents"]} == {"M", "X", "C"}
 
 
 def test_messages_in_flight_at_once_cover_each_other_nowhere() -> None:
@@ -123,7 +153,9 @@ def test_messages_in_flight_at_once_cover_each_other_nowhere() -> None:
         for lane, op, time in zip(lanes, sends, [(0.0, 1.0), *times], strict=True)
     )
     picture = Picture("", Timeline(spans))
-    boxes = [[float(e.get(k, 0)) for k in ("y", "x", "width")] for e in squares(svg(picture))]
+    boxes = [
+        [float(e.get(k, 0)) for k in ("y", "x", "width")] for e in squares(svg(picture))
+    ]
     assert len(boxes) == 5
     for (y, left, wide), (y2, left2, _) in pairwise(sorted(boxes)):
         assert y != y2 or left2 >= left + wide - 0.01
@@ -169,7 +201,9 @@ def test_the_page_holds_every_operation_and_what_each_rank_holds() -> None:
 def test_no_other_file_writes_markup() -> None:
     """There were six writers of SVG and four frames of a page, each with its own escaping."""
     source = Path(phalanx.draw.__file__).parents[1]
-    tags = "svg|rect|text|line|table|tr|td|th|div|span|p|h[1-6]|pre|style|body|html|canvas"
+    tags = (
+        "svg|rect|text|line|table|tr|td|th|div|span|p|h[1-6]|pre|style|body|html|canvas"
+    )
     wrong = [
         str(path.relative_to(source))
         for path in source.rglob("*.py")
@@ -186,7 +220,9 @@ for (const key of ["n", "n", "ArrowDown", "+", "ArrowRight", "0", "Escape", "n",
 
 
 @needs_chromium
-def test_the_page_runs_in_a_browser_without_a_complaint_and_answers_keys(tmp_path: Path) -> None:
+def test_the_page_runs_in_a_browser_without_a_complaint_and_answers_keys(
+    tmp_path: Path,
+) -> None:
     dom, console = opened(page(BOTH).replace("</body>", KEYS + "</body>"), tmp_path)
     assert console == []
     said = re.search(r'id="details"[^>]*>(.*?)</p>', dom, re.S)

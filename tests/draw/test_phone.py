@@ -40,15 +40,26 @@ def timeline() -> Picture:
     return Picture(
         "step",
         simulate(
-            build(layout, plain_pieces([range(2), range(2, 4)]), StepOptions(agree=False)),
+            build(
+                layout, plain_pieces([range(2), range(2, 4)]), StepOptions(agree=False)
+            ),
             Costs({"F": 1, "B": 2}),
         ),
     )
 
 
 def of_a_run(folder: Path) -> str:
-    start = {"event": "start", "step": 0, "layout": "dp2 pp2", "model": {"name": "m"}, "time": 0}
-    steps = [{"event": "step", "step": n, "loss": 5 - n / 9, "seconds": 0.1} for n in range(1, 9)]
+    start = {
+        "event": "start",
+        "step": 0,
+        "layout": "dp2 pp2",
+        "model": {"name": "m"},
+        "time": 0,
+    }
+    steps = [
+        {"event": "step", "step": n, "loss": 5 - n / 9, "seconds": 0.1}
+        for n in range(1, 9)
+    ]
     text = "".join(json.dumps(record) + "\n" for record in [start, *steps])
     (folder / "metrics.jsonl").write_text(text)
     program = build(
@@ -75,7 +86,9 @@ def of_the_lab() -> str:
 
 @needs_chromium
 @pytest.mark.parametrize("which", ["draw", "report", "plan", "lab"])
-def test_a_page_fits_a_screen_of_400_pixels_with_legible_charts(which: str, tmp_path: Path) -> None:
+def test_a_page_fits_a_screen_of_400_pixels_with_legible_charts(
+    which: str, tmp_path: Path
+) -> None:
     written = {
         "draw": lambda: page(timeline()),
         "report": lambda: of_a_run(tmp_path),

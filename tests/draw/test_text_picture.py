@@ -17,7 +17,10 @@ def timeline(
     name: str, stages: int, microbatches: int, chunks: int = 0, **kinds: float
 ) -> Timeline:
     layout = Layout(
-        mesh=Mesh.parse(f"pp{stages}"), schedule=name, microbatches=microbatches, chunks=chunks
+        mesh=Mesh.parse(f"pp{stages}"),
+        schedule=name,
+        microbatches=microbatches,
+        chunks=chunks,
     )
     pieces = [range(s, s + 1) for s in range(layout.virtual_stages)]
     share = dict.fromkeys(range(len(pieces)), 1 / layout.chunks)
@@ -55,11 +58,15 @@ def test_1f1b_of_two_stages_looks_like_this() -> None:
 
 def test_zero3_of_four_layers_reduces_computes_and_gathers_side_by_side() -> None:
     layout = Layout.parse("dp2 zero3")
-    costs = Costs({"F": 4, "B": 8, "G": 4, "S": 4, "U": 4}, share=dict.fromkeys(range(4), 0.25))
+    costs = Costs(
+        {"F": 4, "B": 8, "G": 4, "S": 4, "U": 4}, share=dict.fromkeys(range(4), 0.25)
+    )
     drawn = text(
         Picture(
             "zero3",
-            simulate(build(layout, plain_pieces([range(4)]), StepOptions(agree=False)), costs),
+            simulate(
+                build(layout, plain_pieces([range(4)]), StepOptions(agree=False)), costs
+            ),
         )
     )
     # 1S has waited for 3S, so 3U follows it; the last updates have nothing left to compute beside.
@@ -84,7 +91,9 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("width", [24, 80, 131])
-def test_no_line_is_wider_than_asked_and_the_rows_of_all_ranks_are_as_long(case, width) -> None:  # type: ignore[no-untyped-def]
+def test_no_line_is_wider_than_asked_and_the_rows_of_all_ranks_are_as_long(
+    case, width
+) -> None:  # type: ignore[no-untyped-def]
     name, stages, microbatches, chunks, costs = case
     picture = Picture("x " * 100, timeline(name, stages, microbatches, chunks, **costs))
     drawn = text(picture, width=width)
@@ -100,8 +109,13 @@ def test_every_computation_is_named_exactly_once(case) -> None:  # type: ignore[
     t = timeline(name, stages, microbatches, chunks, **costs)
     drawn = rows(text(Picture("", t), width=100))
     for rank in t.ranks:
-        said = re.findall(r"\d*[FBIW]\d+", re.sub("[─·]", " ", drawn[f"rank {rank} "[:7]]))
-        names = [str(s.op) if chunks else f"{s.op.kind}{s.op.index}" for s in t.computing[rank]]
+        said = re.findall(
+            r"\d*[FBIW]\d+", re.sub("[─·]", " ", drawn[f"rank {rank} "[:7]])
+        )
+        names = [
+            str(s.op) if chunks else f"{s.op.kind}{s.op.index}"
+            for s in t.computing[rank]
+        ]
         assert said == names
 
 
@@ -111,7 +125,11 @@ def test_narrow_cells_say_less_and_never_another_name(microbatches: int) -> None
     drawn = rows(text(Picture("", t)))
     for rank in t.ranks:
         said = set(re.findall(r"\d*[FB]\d+", drawn[f"rank {rank} "[:7]]))
-        names = {n for s in t.computing[rank] for n in (str(s.op), f"{s.op.kind}{s.op.index}")}
+        names = {
+            n
+            for s in t.computing[rank]
+            for n in (str(s.op), f"{s.op.kind}{s.op.index}")
+        }
         assert said <= names
 
 
@@ -119,7 +137,8 @@ def test_idle_columns_are_the_bubble() -> None:
     t = timeline("gpipe", 4, 4)
     drawn = rows(text(Picture("", t), width=200))
     idle = sum(row.count("·") for row in drawn.values())
-    assert t.bubble_fraction == pytest.approx(12 / 28)  # 16 of 28 cells are used: P = m = 4
+    # 16 of 28 cells are used: P = m = 4
+    assert t.bubble_fraction == pytest.approx(12 / 28)
     assert idle / sum(len(row) - 1 for row in drawn.values()) == 12 / 28
 
 
@@ -128,13 +147,21 @@ def test_colour_changes_no_character() -> None:
     plain, coloured = text(picture), text(picture, colour=True)
     assert "\x1b" not in plain
     assert "\x1b" in coloured
-    assert [x.rstrip() for x in ANSI.sub("", coloured).splitlines()] == plain.splitlines()
+    assert [
+        x.rstrip() for x in ANSI.sub("", coloured).splitlines()
+    ] == plain.splitlines()
 
 
-def test_a_measurement_stands_under_its_prediction_with_the_difference_by_kind() -> None:
+def test_a_measurement_stands_under_its_prediction_with_the_difference_by_kind() -> (
+    None
+):
     predicted, measured = timeline("gpipe", 2, 2), timeline("gpipe", 2, 2, F=1.5, B=2)
     drawn = text(Picture("both", predicted, measured))
-    labels = [line.split()[0] for line in drawn.splitlines() if line.startswith(("rank", "  meas"))]
+    labels = [
+        line.split()[0]
+        for line in drawn.splitlines()
+        if line.startswith(("rank", "  meas"))
+    ]
     assert labels == ["rank", "measured"] * 2
     # Of the 9 that both ranks take: 2 of 18, and 1 of 18 more in which they wait.
     assert re.search(r"forward +4 +6 +\+11\.1 %", drawn)

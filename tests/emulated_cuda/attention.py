@@ -10,7 +10,12 @@ from torch import Tensor
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    causal: bool,
+    scale: float | None,
 ) -> tuple[Tensor, Tensor]:
     """The result (B, heads, rows, size) and the log-sum-exp (B, heads, rows) in float32."""
     scores = _scores(q, k, bias, causal, scale)
@@ -25,7 +30,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     factor = scale or 1 / math.sqrt(q.shape[-1])
     scores = _scores(q, k, bias, causal, scale)
-    weights = (scores - lse.unsqueeze(-1)).exp().nan_to_num(0.0)  # (B, heads, rows, keys)
+    # (B, heads, rows, keys)
+    weights = (scores - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
     wide = g.to(scores.dtype)
     into_v = _grouped(weights.mT @ wide, v)
     slope = weights * (wide @ _wide(v, q).mT - (wide * out).sum(-1, keepdim=True))
@@ -34,7 +40,9 @@ def backward(
     return into_q.to(q.dtype), into_k.to(k.dtype), into_v.to(v.dtype)
 
 
-def _scores(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float | None) -> Tensor:
+def _scores(
+    q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float | None
+) -> Tensor:
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     scores = q.to(wide) @ _wide(k, q).mT * (scale or 1 / math.sqrt(q.shape[-1]))
     if bias is not None:
@@ -71,7 +79,17 @@ def flash(
     _refuse(q, dropout)
     out, lse = forward(q, k, v, None, causal, scale)
     empty = _empty(q)
-    return out, lse, empty, empty, q.shape[2], k.shape[2], empty, empty, _empty(q, q.dtype)
+    return (
+        out,
+        lse,
+        empty,
+        empty,
+        q.shape[2],
+        k.shape[2],
+        empty,
+        empty,
+        _empty(q, q.dtype),
+    )
 
 
 def flash_backward(
@@ -151,10 +169,13 @@ def _refuse(q: Tensor, dropout: float, *, halves: bool = True) -> None:
     assert not dropout
 
 
-def _parts(cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> list[tuple[slice, slice]]:
+def _parts(
+    cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int
+) -> list[tuple[slice, slice]]:
     ends, far = cu_q.tolist(), cu_k.tolist()
     parts = [
-        (slice(a, b), slice(c, d)) for a, b, c, d in zip(ends, ends[1:], far, far[1:], strict=False)
+        (slice(a, b), slice(c, d))
+        for a, b, c, d in zip(ends, ends[1:], far, far[1:], strict=False)
     ]
     assert max(rows.stop - rows.start for rows, _ in parts) <= max_q
     assert max(keys.stop - keys.start for _, keys in parts) <= max_k
@@ -165,7 +186,9 @@ def _heads_first(x: Tensor) -> Tensor:
     return x.transpose(0, 1).unsqueeze(0)
 
 
-def _band(q: Tensor, k: Tensor, causal: bool, left: int | None, right: int | None) -> Tensor | None:
+def _band(
+    q: Tensor, k: Tensor, causal: bool, left: int | None, right: int | None
+) -> Tensor | None:
     """What is added to the scores of a sequence: rows see `left` keys before them and `right` after.
     The last row and the last key have the same place."""
     rows, keys = q.shape[2], k.shape[2]

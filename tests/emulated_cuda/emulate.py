@@ -119,7 +119,9 @@ CUDA: dict[str, Any] = {
     "mem_get_info": free_and_whole,
     "memory_allocated": held,
     "memory_reserved": held,
-    "max_memory_allocated": lambda device=None: int(torch.ops.emulated.held_bytes(True)),
+    "max_memory_allocated": lambda device=None: int(
+        torch.ops.emulated.held_bytes(True)
+    ),
     "max_memory_reserved": lambda device=None: int(torch.ops.emulated.held_bytes(True)),
     "reset_peak_memory_stats": lambda device=None: torch.ops.emulated.forget_most(),
     "memory_stats": lambda device=None: {},
@@ -151,7 +153,9 @@ def over_gloo(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
         kwargs.pop("device_ids", None)
-        return function(*map(on_host, args), **{k: on_host(v) for k, v in kwargs.items()})
+        return function(
+            *map(on_host, args), **{k: on_host(v) for k, v in kwargs.items()}
+        )
 
     return called
 
@@ -200,7 +204,9 @@ def emulate_nccl() -> None:
         pg_options: Any = None, group_desc: Any = None,
     ) -> Any:  # fmt: skip
         made = [new(ranks, timeout, group_desc=group_desc) for ranks in split_ranks]
-        own = [group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER]
+        own = [
+            group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER
+        ]
         return own[0] if own else None
 
     def batch_isend_irecv(listed: list[Any]) -> list[Any]:

@@ -21,7 +21,17 @@ from phalanx.layout import Layout, Rules, plain_pieces, rules
 from phalanx.parallel import Model, Precision, microbatches, start
 from phalanx.parallel.local import build_local
 from phalanx.parallel.works import Together
-from phalanx.program import Costs, Kind, Op, Program, ProgramError, build, check, ops, simulate
+from phalanx.program import (
+    Costs,
+    Kind,
+    Op,
+    Program,
+    ProgramError,
+    build,
+    check,
+    ops,
+    simulate,
+)
 from phalanx.train.executor import Executor
 from phalanx.train.optimizer import AdamW
 
@@ -71,7 +81,10 @@ class Experts(nn.Module):
 
     def forward(self, slots: Tensor, which: Tensor) -> dict[str, Tensor]:
         of = [which == e for e in range(len(self.weight))]
-        parts = [F.gelu(slots @ w) * m.unsqueeze(-1) for w, m in zip(self.weight, of, strict=True)]
+        parts = [
+            F.gelu(slots @ w) * m.unsqueeze(-1)
+            for w, m in zip(self.weight, of, strict=True)
+        ]
         return {"slots": torch.stack(parts).sum(0)}
 
 
@@ -86,7 +99,9 @@ class Head(nn.Module):
         self.out = nn.Linear(WIDTH, WORDS)
 
     def forward(self, x: Tensor, balance: Tensor, targets: Tensor) -> Tensor:
-        loss = F.cross_entropy(self.out(x).flatten(0, 1), targets.flatten(), reduction="sum")
+        loss = F.cross_entropy(
+            self.out(x).flatten(0, 1), targets.flatten(), reduction="sum"
+        )
         return loss + 0.01 * balance
 
 
@@ -145,7 +160,9 @@ def exchanges(program: Program, into: tuple[int, ...] = (2, 3)) -> Program:
         if op.kind in ops.PROPAGATES and op.piece in into:
             yield Op(GRADIENTS.letter, op.piece, op.index)
 
-    return program.with_rows([x for op in row for x in around(row, op)] for row in program.rows)
+    return program.with_rows(
+        [x for op in row for x in around(row, op)] for row in program.rows
+    )
 
 
 class ExpertExecutor(Executor):
@@ -154,7 +171,10 @@ class ExpertExecutor(Executor):
     def __init__(self, *args: Any, experts: Group, **options: Any) -> None:
         super().__init__(*args, **options)
         self.experts = experts
-        self.handlers |= {TOKENS.letter: self._tokens, GRADIENTS.letter: self._token_gradients}
+        self.handlers |= {
+            TOKENS.letter: self._tokens,
+            GRADIENTS.letter: self._token_gradients,
+        }
 
     def _tokens(self, op: Op) -> Work:
         names = ("slots", "which") if op.piece == 2 else ("slots",)
@@ -164,7 +184,9 @@ class ExpertExecutor(Executor):
         key = op.piece - 1, op.index
         if key[0] in self.local.pieces:
             return self._exchange(self.gradients, key, ("slots",))
-        return self._exchange(self.outgoing, (ops.BACKWARD, op.piece, op.index), ("slots",))
+        return self._exchange(
+            self.outgoing, (ops.BACKWARD, op.piece, op.index), ("slots",)
+        )
 
     def _exchange(self, bundles: Any, key: Any, names: tuple[str, ...]) -> Work:
         old = {name: bundles[key][name].contiguous() for name in names}
@@ -210,7 +232,10 @@ def trained(
     for unit in local.units.values():
         unit.gather().wait()
         for weight in unit.order:
-            weights[weight.name] = weight.box, unit.parameters[weight.name].detach().clone()
+            weights[weight.name] = (
+                weight.box,
+                unit.parameters[weight.name].detach().clone(),
+            )
     world.clear()
     return told, weights
 
@@ -245,8 +270,12 @@ def one_process() -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
         ]
         assert len(chosen.unique()) > EXPERTS // RANKS  # some on either rank
         y = head.out(x + torch.stack(rows).view(x.shape))
-        loss = F.cross_entropy(y.flatten(0, 1), batch["targets"].flatten(), reduction="sum")
-        loss = (loss + 0.01 * scores.logsumexp(-1).square().sum()) / batch["targets"].numel()
+        loss = F.cross_entropy(
+            y.flatten(0, 1), batch["targets"].flatten(), reduction="sum"
+        )
+        loss = (loss + 0.01 * scores.logsumexp(-1).square().sum()) / batch[
+            "targets"
+        ].numel()
         optimizer.zero_grad()
         loss.backward()
         norm = nn.utils.clip_grad_norm_(named.values(), 1.0)
@@ -288,7 +317,8 @@ def test_exchanges_are_operations_like_any_other() -> None:
     assert simulate(program, Costs({**costs, "c": 0.5, "x": 0.5})).makespan > plain
     moved = Op("c", 3, 1)
     late = program.with_rows(
-        [*(op for op in row if op != moved), *[moved] * (moved in row)] for row in program.rows
+        [*(op for op in row if op != moved), *[moved] * (moved in row)]
+        for row in program.rows
     )
     with pytest.raises(ProgramError, match="3F1 stands before 3c1, which it needs"):
         check(late)

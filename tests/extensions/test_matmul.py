@@ -79,7 +79,9 @@ def trained(world: World, layout: Layout, multiply: Multiply) -> dict[str, Tenso
         unit.gather().wait()
         weights |= {name: p.detach().clone() for name, p in unit.parameters.items()}
     world.clear()
-    return {name: start(model, name, 0, torch.float64) - w for name, w in weights.items()}
+    return {
+        name: start(model, name, 0, torch.float64) - w for name, w in weights.items()
+    }
 
 
 def one_process(multiply: Multiply, rows: int) -> dict[str, Tensor]:
@@ -114,7 +116,9 @@ def one_process(multiply: Multiply, rows: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("multiply", [narrow, float8])
-@pytest.mark.parametrize("text", ["", "dp2 zero3", "pp2 zb-h1:2", "recompute:selective accum:2"])
+@pytest.mark.parametrize(
+    "text", ["", "dp2 zero3", "pp2 zb-h1:2", "recompute:selective accum:2"]
+)
 def test_products_of_another_kind_give_the_gradients_of_plain_torch(
     text: str, multiply: Multiply
 ) -> None:
@@ -138,7 +142,10 @@ def test_a_forward_alone_multiplies_so_too() -> None:
         calls.append(a.shape)
         return narrow(a, b)
 
-    x, w = torch.randn(3, 4, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)
+    x, w = (
+        torch.randn(3, 4, dtype=torch.float64),
+        torch.randn(5, 4, dtype=torch.float64),
+    )
     torch.testing.assert_close(counting(x, w.T), F.linear(x, w), rtol=1e-5, atol=1e-6)
     launch(trained, 1, Layout(), counting, backend="threads")
     linears = 7 * GQA.layers

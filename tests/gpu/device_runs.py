@@ -39,7 +39,11 @@ def losses(
             module = importlib.import_module("phalanx.comm.launch")
             patch.setattr(module, "used_gpus", lambda *_: 0)
         launch(train, Layout.parse(layout).ranks, run, layout, True, backend="threads")
-    return [float(r["loss"]) for r in read_journal(out / "metrics.jsonl") if r["event"] == "step"]
+    return [
+        float(r["loss"])
+        for r in read_journal(out / "metrics.jsonl")
+        if r["event"] == "step"
+    ]
 
 
 def attention_operators(call: Callable[[], Any]) -> set[str]:
@@ -53,5 +57,7 @@ def attention_operators(call: Callable[[], Any]) -> set[str]:
             torch.cuda.synchronize()
     names = {str(event.key) for event in trace.key_averages()}
     return {
-        name.removeprefix("aten::") for name in names if "attention" in name and "aten::" in name
+        name.removeprefix("aten::")
+        for name in names
+        if "attention" in name and "aten::" in name
     }

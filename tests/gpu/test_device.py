@@ -54,9 +54,15 @@ def test_a_run_resumes_on_a_cpu_from_the_checkpoint_of_a_gpu(
 def test_attention_takes_no_scores_to_memory(
     documents: bool, dtype: torch.dtype, kernel: str
 ) -> None:
-    q, k, v = (torch.randn(2, 256, n, 64, device="cuda", dtype=dtype) for n in (8, 2, 2))
+    q, k, v = (
+        torch.randn(2, 256, n, 64, device="cuda", dtype=dtype) for n in (8, 2, 2)
+    )
     positions = torch.arange(256, device="cuda").expand(2, -1)
-    ids = torch.arange(256).div(100, rounding_mode="floor").expand(2, -1) if documents else None
+    ids = (
+        torch.arange(256).div(100, rounding_mode="floor").expand(2, -1)
+        if documents
+        else None
+    )
     seen = attention_operators(lambda: Core()(q, k, v, positions, ids))
     # cuDNN's own flash kernel may be the choice of newer versions.
     assert seen & {kernel, "_scaled_dot_product_cudnn_attention"}, seen
@@ -64,7 +70,8 @@ def test_attention_takes_no_scores_to_memory(
 
 @pytest.mark.parametrize("packed, window", [(True, 0), (True, 20), (False, 20)])
 @pytest.mark.parametrize(
-    "dtype, bound", [(torch.bfloat16, 2e-2), (torch.float32, 1e-3), (torch.float64, 1e-12)]
+    "dtype, bound",
+    [(torch.bfloat16, 2e-2), (torch.float32, 1e-3), (torch.float64, 1e-12)],
 )
 def test_documents_windows_and_their_gradients_are_those_of_a_cpu(
     dtype: torch.dtype, bound: float, packed: bool, window: int

@@ -26,24 +26,43 @@ NOT_EMULATED = "four blocks of 8b, fp8"
 
 def emulated(gpus: int, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *words], env=environment(gpus), cwd=TREE, capture_output=True, text=True
+        [sys.executable, *words],
+        env=environment(gpus),
+        cwd=TREE,
+        capture_output=True,
+        text=True,
     )
 
 
 @pytest.mark.parametrize("gpus", [1, 4])
 def test_the_list_of_make_gpu_runs_to_its_end(gpus: int, tmp_path: Path) -> None:
     out = tmp_path / "gpu.md"
-    words = ["benchmarks/gpu.py", "--small", "--limit=3000", "--case-limit=600", f"--out={out}"]
+    words = [
+        "benchmarks/gpu.py",
+        "--small",
+        "--limit=3000",
+        "--case-limit=600",
+        f"--out={out}",
+    ]
     done = emulated(gpus, *words)
     found = json.loads(out.with_suffix(".json").read_text())["cases"]
-    assert len(found) == len(cases("cuda", gpus, tmp_path, small=True)), done.stderr[-2000:]
-    assert {row["case"] for row in found if not row["met"]} <= {NOT_EMULATED}, done.stdout
+    assert len(found) == len(cases("cuda", gpus, tmp_path, small=True)), done.stderr[
+        -2000:
+    ]
+    assert {row["case"] for row in found if not row["met"]} <= {NOT_EMULATED}, (
+        done.stdout
+    )
 
 
 @pytest.mark.parametrize("backend", ["threads", "nccl"])
 def test_layouts_on_the_device_agree_with_one_process(backend: str) -> None:
     layouts = "dp2 zero1 offload:optimizer; dp2 zero3 offload:activations; cp2 recompute:selective"
-    words = ["verify", "--dtype=float64", f"--backend={backend}", f"--layouts={layouts}"]
+    words = [
+        "verify",
+        "--dtype=float64",
+        f"--backend={backend}",
+        f"--layouts={layouts}",
+    ]
     done = emulated(2, "-m", "phalanx", *words)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -53,7 +53,9 @@ def test_a_case_that_fails_or_hangs_is_reported_with_what_it_printed() -> None:
 
 
 def test_a_case_never_outlasts_what_is_left_of_the_whole() -> None:
-    long = Case("long", (PYTHON, "-c", "import time; time.sleep(60)"), finding, limit=50.0)
+    long = Case(
+        "long", (PYTHON, "-c", "import time; time.sleep(60)"), finding, limit=50.0
+    )
     row = perform(long, os.environ, left=1.5)
     assert row.result == "stopped after 2 s"
     assert row.seconds < 20.0
@@ -72,7 +74,9 @@ def argument(case: Case, option: str) -> str:
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 3, 4, 8])
-def test_every_layout_to_verify_fits_its_model_and_the_gpus(gpus: int, tmp_path: Path) -> None:
+def test_every_layout_to_verify_fits_its_model_and_the_gpus(
+    gpus: int, tmp_path: Path
+) -> None:
     seen = 0
     for case in cases("cuda", gpus, tmp_path):
         if "verify" not in case.words:
@@ -90,8 +94,14 @@ def test_every_layout_to_verify_fits_its_model_and_the_gpus(gpus: int, tmp_path:
 @pytest.mark.parametrize("gpus", [1, 2, 4, 8])
 def test_nccl_carries_every_axis(gpus: int, tmp_path: Path) -> None:
     """With one GPU its ranks share it; NCCL took no layout at all there."""
-    over = [case for case in cases("cuda", gpus, tmp_path) if argument(case, "--backend") == "nccl"]
-    layouts = [x for case in over for x in Layout.parse_many(argument(case, "--layouts"))]
+    over = [
+        case
+        for case in cases("cuda", gpus, tmp_path)
+        if argument(case, "--backend") == "nccl"
+    ]
+    layouts = [
+        x for case in over for x in Layout.parse_many(argument(case, "--layouts"))
+    ]
     for axis in ("dp", "tp", "cp", "ep", "pp"):
         assert any(layout.mesh.of(axis) > 1 for layout in layouts), axis
     assert any(layout.zero == 3 for layout in layouts)
@@ -117,7 +127,15 @@ def test_a_case_runs_from_the_tree_and_its_results_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "new" / "gpu.md"
-    words = ["gpu.py", "--device", "cpu", "--out", str(out), "--only", "1b, offload:activations"]
+    words = [
+        "gpu.py",
+        "--device",
+        "cpu",
+        "--out",
+        str(out),
+        "--only",
+        "1b, offload:activations",
+    ]
     monkeypatch.setattr(sys, "argv", words)
     assert main() == 0, capsys.readouterr().out
     assert "GiB promised" in out.read_text()
@@ -129,7 +147,10 @@ def test_a_case_runs_from_the_tree_and_its_results_are_written(
 @pytest.mark.slow
 @pytest.mark.parametrize("gpus", [1, 4])
 def test_the_whole_list_runs_to_its_end_on_a_cpu(
-    gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    gpus: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The same list as on a GPU, with small sizes and gloo. It waits for no time: a CPU may be slow."""
     out = tmp_path / "gpu.md"
@@ -138,7 +159,9 @@ def test_the_whole_list_runs_to_its_end_on_a_cpu(
                                       "--limit=3000"])  # fmt: skip
     code = main()
     found = json.loads(out.with_suffix(".json").read_text())["cases"]
-    assert [row["case"] for row in found if not row["met"]] == [], capsys.readouterr().out
+    assert [row["case"] for row in found if not row["met"]] == [], (
+        capsys.readouterr().out
+    )
     assert code == 0
     assert len(found) == len(cases("cpu", gpus, tmp_path))
 

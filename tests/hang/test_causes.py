@@ -24,18 +24,25 @@ def message(number: int, peer: int, nth: int, *, sends: bool) -> Made:
     return Made(number, ("pp", (0, 1), 0), "8 float32", "3F0", peer, sends, nth)
 
 
-def test_ranks_that_stand_in_the_same_call_blame_the_network_between_their_hosts() -> None:
+def test_ranks_that_stand_in_the_same_call_blame_the_network_between_their_hosts() -> (
+    None
+):
     # Packets between two hosts are dropped: ranks 0 and 2 stand in the same call of three.
     first = [waiting(n, made(1, 0)) for n in range(2)]
     found = diagnose([*on("alpha", *first), *on("beta", waiting(2, made(1, 0)))], 60.0)
     assert found.hangs
     assert found.ranks == ()
     assert DIFFERENT not in found.text
-    assert "ranks 0-2 have all made all_reduce(sum) of 8 float32 on tp of 7F3" in found.text
+    assert (
+        "ranks 0-2 have all made all_reduce(sum) of 8 float32 on tp of 7F3"
+        in found.text
+    )
     assert "between alpha (ranks 0-1), beta (rank 2): look at the network" in found.text
 
 
-def test_a_rank_that_got_past_the_call_waits_elsewhere_and_the_network_is_blamed_still() -> None:
+def test_a_rank_that_got_past_the_call_waits_elsewhere_and_the_network_is_blamed_still() -> (
+    None
+):
     # The data of call 0 has come to rank 1, which waits for the others in another group.
     other = Made(2, ("dp", (0, 1, 2), 0), "barrier", "", -1, False, 0)
     past = replace(waiting(1, made(1, 0), other), host="beta")
@@ -62,11 +69,14 @@ def test_ranks_of_one_host_are_not_told_to_look_at_a_network() -> None:
     assert "which are all on a (ranks 0-2)" in found.text
 
 
-def test_calls_that_differ_are_the_programs_fault_also_where_their_sizes_are_the_same() -> None:
+def test_calls_that_differ_are_the_programs_fault_also_where_their_sizes_are_the_same() -> (
+    None
+):
     # Rank 2 has left out the reduction of layer 4: its calls are one behind.
     def calls(*layers: int) -> list[Made]:
         return [
-            made(n, n, op=f"{layer}S (reduce layer {layer})") for n, layer in enumerate(layers, 1)
+            made(n, n, op=f"{layer}S (reduce layer {layer})")
+            for n, layer in enumerate(layers, 1)
         ]
 
     agree = Made(9, ("everyone", (0, 1, 2), 0), "all_reduce", "A", -1, False, 0)
@@ -80,18 +90,23 @@ def test_calls_that_differ_are_the_programs_fault_also_where_their_sizes_are_the
 
 def test_a_call_counts_as_made_when_so_many_later_ones_pushed_it_out() -> None:
     ahead = replace(
-        waiting(1, Made(5000, ("dp", (0, 1), 0), "barrier", "", -1, False, 0)), made=((GROUP, 1),)
+        waiting(1, Made(5000, ("dp", (0, 1), 0), "barrier", "", -1, False, 0)),
+        made=((GROUP, 1),),
     )
     others = [waiting(0, made(1, 0)), waiting(2, made(1, 0))]
     assert "has not made" not in diagnose([*others, ahead], 60.0).text
 
 
 def test_messages_in_the_wrong_order_are_the_programs_fault() -> None:
-    sides = [waiting(0, message(1, 1, 0, sends=False)), waiting(1, message(1, 0, 0, sends=False))]
+    sides = [
+        waiting(0, message(1, 1, 0, sends=False)),
+        waiting(1, message(1, 0, 0, sends=False)),
+    ]
     found = diagnose(sides, 60.0)
     assert DIFFERENT in found.text
     assert (
-        "rank 1 has not made 8 float32 from rank 1 on pp of 3F0, where rank 0 waits" in found.text
+        "rank 1 has not made 8 float32 from rank 1 on pp of 3F0, where rank 0 waits"
+        in found.text
     )
 
 
@@ -104,8 +119,13 @@ def test_a_run_is_not_ended_while_a_debugger_is_at_a_rank(state: str) -> None:
     others = [waiting(n, made(1, 0), still=600.0) for n in (0, 2)]
     found = diagnose([*others, traced], 60.0)
     assert not found.hangs
-    assert "rank 1 is traced by gdb (process 12); the run is not ended while it is" in found.text
-    assert diagnose([*others, replace(traced, state="S", traced="")], 60.0).ranks == (1,)
+    assert (
+        "rank 1 is traced by gdb (process 12); the run is not ended while it is"
+        in found.text
+    )
+    assert diagnose([*others, replace(traced, state="S", traced="")], 60.0).ranks == (
+        1,
+    )
 
 
 def test_a_single_rank_that_somebody_stopped_is_left_alone() -> None:
@@ -115,7 +135,9 @@ def test_a_single_rank_that_somebody_stopped_is_left_alone() -> None:
 def test_a_tracer_is_known_by_its_name() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1)
     # Attaches to the child as a debugger does, until its own input ends.
-    attach = f"import ctypes; assert not ctypes.CDLL(None).ptrace(0x4206, {child.pid}, 0, 0)"
+    attach = (
+        f"import ctypes; assert not ctypes.CDLL(None).ptrace(0x4206, {child.pid}, 0, 0)"
+    )
     code = f"{attach}; print(1, flush=True); input()"
     tracer = subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1)
     assert tracer.stdout is not None

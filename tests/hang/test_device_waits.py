@@ -62,7 +62,9 @@ DEFAULT = Hangs().timeout
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("state", "RSD")
-def test_by_default_nothing_that_takes_under_ten_minutes_is_ended(phase: str, state: str) -> None:
+def test_by_default_nothing_that_takes_under_ten_minutes_is_ended(
+    phase: str, state: str
+) -> None:
     # A slow disk (D), a step of four minutes on the device after short ones, a computation.
     short = {"longest": 0.1, "device_longest": 0.1, "device_waits": 1000}
     host = [rank(n, 599.0, phase=phase, state=state, op="", **short) for n in range(3)]
@@ -103,7 +105,9 @@ def test_a_wait_for_a_gpu_that_ended_was_a_healthy_one() -> None:
     positions.close("ended")
 
 
-def test_progress_of_a_gpu_is_progress_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_of_a_gpu_is_progress_of_its_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(positions_module, "BEATS", 0.001)
     passed = [0]
     positions = Positions(0)
@@ -137,7 +141,12 @@ def until(true: Callable[[], object]) -> None:
 
 def test_a_host_that_queues_no_more_is_named_before_its_peers_gpus() -> None:
     loads = rank(
-        2, 61.0, phase="loading data", note="tokens.bin", op="", made=(((made(1, 0).group), 0),)
+        2,
+        61.0,
+        phase="loading data",
+        note="tokens.bin",
+        op="",
+        made=(((made(1, 0).group), 0),),
     )
     others = [on_gpu(n, 61.0, made=((made(1, 0).group, 1),)) for n in (0, 1)]
     found = diagnose([*others, loads], 60.0)
@@ -172,12 +181,16 @@ def test_a_gpu_in_work_of_its_own_is_named_with_the_operation() -> None:
 
 def test_gpus_that_stand_in_the_same_call_blame_the_network_and_the_gpus() -> None:
     hosts = {0: "alpha", 1: "alpha", 2: "beta"}
-    states = [replace(on_gpu(n, 200.0, device_op=REDUCE), host=host) for n, host in hosts.items()]
+    states = [
+        replace(on_gpu(n, 200.0, device_op=REDUCE), host=host)
+        for n, host in hosts.items()
+    ]
     found = diagnose(states, 60.0)
     assert found.ranks == ()
     assert "look at the GPUs, or the network between alpha, beta" in found.text
     assert (
-        f"the GPUs of ranks 0-2 are at all_reduce(sum) of 8 float32 on tp of {REDUCE}" in found.text
+        f"the GPUs of ranks 0-2 are at all_reduce(sum) of 8 float32 on tp of {REDUCE}"
+        in found.text
     )
     assert "they do not make the same calls" not in found.text
 
@@ -219,7 +232,8 @@ def test_a_device_is_at_the_first_event_that_it_has_not_passed() -> None:
     for place, event in zip((5, 5, 6, 7), events, strict=True):
         progress.add(place, event)
     assert progress.look() == (5, 0)
-    events[0].done = events[2].done = True  # an event is not passed before those that were first
+    # an event is not passed before those that were first
+    events[0].done = events[2].done = True
     assert progress.look() == (5, 1)
     events[1].done = True
     assert progress.look() == (7, 3)
@@ -302,7 +316,8 @@ def test_what_is_no_record_of_nccl_is_none(raw: bytes) -> None:
 
 
 def test_the_record_that_torch_keeps_can_be_read() -> None:
-    assert isinstance(parse_flights(flight_record()), tuple)  # nothing was recorded here
+    # nothing was recorded here
+    assert isinstance(parse_flights(flight_record()), tuple)
 
 
 def test_a_machine_that_was_asleep_has_not_hung(

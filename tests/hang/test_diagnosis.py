@@ -47,7 +47,9 @@ def test_the_rank_that_all_wait_for_is_named_with_the_call_it_should_be_in() -> 
         doing="waits for a disk or the kernel in read of /data/tokens.bin",
         stack=('File "batches.py", line 88 in rows',),
     )  # fmt: skip
-    found = diagnose([waiting(0, made(1, 0), made(2, 1)), waiting(1, made(2, 1)), late], 60.0)
+    found = diagnose(
+        [waiting(0, made(1, 0), made(2, 1)), waiting(1, made(2, 1)), late], 60.0
+    )
     assert found.hangs
     assert found.ranks == (2,)
     assert (
@@ -56,17 +58,24 @@ def test_the_rank_that_all_wait_for_is_named_with_the_call_it_should_be_in() -> 
     )
     assert "read of /data/tokens.bin" in found.text
     assert "batches.py" in found.text
-    assert "ranks 0-1 wait for rank 2, in all_reduce(sum) of 8 float32 on tp of 7F3" in found.text
+    assert (
+        "ranks 0-1 wait for rank 2, in all_reduce(sum) of 8 float32 on tp of 7F3"
+        in found.text
+    )
     assert len(found.lines) <= 24
 
 
-def test_nothing_hangs_before_the_timeout_and_the_longest_operation_have_passed() -> None:
+def test_nothing_hangs_before_the_timeout_and_the_longest_operation_have_passed() -> (
+    None
+):
     late = rank(2, 60.1)
     assert not diagnose([waiting(0, made(1, 0)), late], 60.0).hangs
     assert diagnose([waiting(0, made(1, 0)), replace(late, still=60.3)], 60.0).hangs
 
 
-@pytest.mark.parametrize("phase", ["saving", "compiling", "starting", "reading a checkpoint"])
+@pytest.mark.parametrize(
+    "phase", ["saving", "compiling", "starting", "reading a checkpoint"]
+)
 def test_who_saves_or_compiles_is_mentioned_and_left_alone(phase: str) -> None:
     others = [waiting(0, made(1, 0), still=300.0), waiting(1, made(1, 0), still=300.0)]
     found = diagnose([*others, rank(2, 300.0, phase=phase, op="")], 60.0)
@@ -75,7 +84,9 @@ def test_who_saves_or_compiles_is_mentioned_and_left_alone(phase: str) -> None:
     assert diagnose([*others, rank(2, 5000.0, phase=phase, op="")], 60.0).hangs
 
 
-def test_a_rank_that_was_stopped_alone_is_told_at_once_and_all_of_them_are_left() -> None:
+def test_a_rank_that_was_stopped_alone_is_told_at_once_and_all_of_them_are_left() -> (
+    None
+):
     stopped = [rank(n, 0.0, state="T", held=4.0) for n in range(3)]
     assert not diagnose(stopped, 60.0).hangs  # as after Ctrl-Z
     found = diagnose([waiting(0, made(1, 0), still=4.0), stopped[1]], 60.0)
@@ -100,7 +111,9 @@ def test_a_rank_that_waits_for_its_gpu_waits_for_those_that_do_not() -> None:
 
 
 def test_a_rank_that_has_ended_or_was_killed_is_named_when_others_wait_for_it() -> None:
-    found = diagnose([waiting(0, made(1, 0)), rank(1, state="X"), rank(2, phase="ended")], 60.0)
+    found = diagnose(
+        [waiting(0, made(1, 0)), rank(1, state="X"), rank(2, phase="ended")], 60.0
+    )
     assert found.ranks == (1, 2)
     assert "its process 101 has ended" in found.text
     assert not diagnose([rank(0, 1.0), rank(1, phase="ended")], 60.0).hangs
@@ -136,8 +149,18 @@ def test_another_reader_sees_operations_calls_phases_and_the_stack() -> None:
         assert reader.mark() != before
         assert (reader.operation, reader.phase) == ("1F0", "starting")
         assert reader.calls()[-2:] == [
-            Made(3, ("tp", (4, 5, 6), 0), "all_reduce of 4 float32", "1F0", -1, False, 2),
-            Made(message, ("tp", (4, 5, 6), 0), "all_reduce of 4 float32", "1F0", 6, True, 0),
+            Made(
+                3, ("tp", (4, 5, 6), 0), "all_reduce of 4 float32", "1F0", -1, False, 2
+            ),
+            Made(
+                message,
+                ("tp", (4, 5, 6), 0),
+                "all_reduce of 4 float32",
+                "1F0",
+                6,
+                True,
+                0,
+            ),
         ]
         with positions.phase("loading data", "tokens.bin"):
             assert (reader.phase, reader.note, reader.operation) == (
@@ -149,7 +172,9 @@ def test_another_reader_sees_operations_calls_phases_and_the_stack() -> None:
         begin = reader.ask_for_stacks()  # answered here, in this very function
         # Python's handler prints the newest 100 threads, and other tests leave some behind.
         if threading.active_count() < 100:
-            assert any("test_another_reader_sees" in frame for frame in reader.stack(begin))
+            assert any(
+                "test_another_reader_sees" in frame for frame in reader.stack(begin)
+            )
         for _ in range(3000):  # more than are kept
             positions.call(group, text)
         assert len(reader.calls()) == 1024
@@ -160,7 +185,12 @@ def test_another_reader_sees_operations_calls_phases_and_the_stack() -> None:
 
 
 def test_what_is_no_memory_of_a_rank_is_refused(tmp_path: object) -> None:
-    for path in (f"{tmp_path}/file", "/proc/self/fd/0", f"/proc/{os.getpid()}/fd/0", "/dev/zero"):
+    for path in (
+        f"{tmp_path}/file",
+        "/proc/self/fd/0",
+        f"/proc/{os.getpid()}/fd/0",
+        "/dev/zero",
+    ):
         with pytest.raises(
             OSError, match=re.compile("memory of a rank|No such file|not a file of")
         ):

@@ -34,7 +34,11 @@ Work = Callable[[float], tuple[float, int, int]]
 
 
 def still_after(
-    positions: Positions, phase: str, seconds: float, work: Work, monkeypatch: pytest.MonkeyPatch
+    positions: Positions,
+    phase: str,
+    seconds: float,
+    work: Work,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> tuple[float, bool]:
     """Seconds without progress after so many in a phase, and whether the run is then taken to hang.
     `work`: seconds computed, bytes moved and calls of the rank's own thread, after so many seconds."""
@@ -42,7 +46,9 @@ def still_after(
     with positions.phase(phase):
         seen = WatchedRank(entry, "a")
         begun = seen.since
-        monkeypatch.setattr(Effort, "_sample", lambda _, now: _Sample(now, *work(now - begun)))
+        monkeypatch.setattr(
+            Effort, "_sample", lambda _, now: _Sample(now, *work(now - begun))
+        )
         seen.effort.begin(begun)
         step = LIMIT / 10
         for n in range(int(seconds / step) + 1):
@@ -79,7 +85,10 @@ def test_who_does_nothing_is_ended_after_30_times_the_timeout(
     phase: str, work: Work, positions: Positions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     most = PATIENCE * LIMIT
-    assert still_after(positions, phase, most - 1, work, monkeypatch) == (most - 1, False)
+    assert still_after(positions, phase, most - 1, work, monkeypatch) == (
+        most - 1,
+        False,
+    )
     assert still_after(positions, phase, most + 2, work, monkeypatch)[1]
 
 
@@ -113,7 +122,11 @@ def test_who_only_computes_is_left_alone_for_long_and_not_for_ever(
      ("validating", computing, True), ("between steps", own_bytes, True)],
 )  # fmt: skip
 def test_outside_of_saves_only_some_work_counts(
-    phase: str, work: Work, hangs: bool, positions: Positions, monkeypatch: pytest.MonkeyPatch
+    phase: str,
+    work: Work,
+    hangs: bool,
+    positions: Positions,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert phase in PHASES
     assert still_after(positions, phase, 5 * LIMIT, work, monkeypatch)[1] == hangs
@@ -146,7 +159,11 @@ with positions.phase("saving"):
 
 def test_a_real_deadlock_in_a_save_beats_and_does_not_work() -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", LOCKS], stdin=-1, stdout=-1, text=True, cwd=Path(__file__).parents[2]
+        [sys.executable, "-c", LOCKS],
+        stdin=-1,
+        stdout=-1,
+        text=True,
+        cwd=Path(__file__).parents[2],
     )
     assert process.stdout is not None
     files = tuple(process.stdout.readline().split())
@@ -156,7 +173,10 @@ def test_a_real_deadlock_in_a_save_beats_and_does_not_work() -> None:
     seen = WatchedRank(RankProcess(0, process.pid, started_at(process.pid), files), "a")
     waits = threading.Event()
     beat = seen.beat
-    while seen.state(seen.since).doing != "asleep in futex (a lock)" or seen.beat < beat + 2:
+    while (
+        seen.state(seen.since).doing != "asleep in futex (a lock)"
+        or seen.beat < beat + 2
+    ):
         waits.wait(0.01)
         seen.look(seen.since)
     begun = seen.since

@@ -63,7 +63,9 @@ def signals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(pid))
     monkeypatch.setattr(os, "killpg", lambda pid, number: sent.append(-pid))
     monkeypatch.setattr(
-        signal, "pidfd_send_signal", lambda descriptor, number, *_: sent.append(numbers[descriptor])
+        signal,
+        "pidfd_send_signal",
+        lambda descriptor, number, *_: sent.append(numbers[descriptor]),
     )
     return sent
 
@@ -72,7 +74,9 @@ def entry_of(positions: Positions) -> RankProcess:
     return RankProcess(0, ME, started_at(ME), tuple(positions.paths))
 
 
-def hosted_in(folder: Path, *ranks: RankProcess, hosts: tuple[str, ...] = ("a",)) -> Hosted:
+def hosted_in(
+    folder: Path, *ranks: RankProcess, hosts: tuple[str, ...] = ("a",)
+) -> Hosted:
     """A run's folder in which host a names these ranks."""
     hosted = Hosted("a", str(folder), hosts, 60.0, ranks)
     hosted.folder.make()
@@ -93,7 +97,8 @@ def test_a_rank_that_the_kernel_confirms_is_seen_and_asked(
     ("pid", "started"),
     [(-1, 0), (-1, 1), (0, 0), (0, 1), (1, 0), (1, started_at(1)), (-ME, 0), (ME, 0), (ME, 1), (1 << 22, 0),
      (True, 0), (None, 0), ("1", 0), (1.0, 0), (1 << 70, 0), ([], {})],
-    ids=[str(place) for place in range(16)],  # not the numbers: workers would collect other tests
+    # not the numbers: workers would collect other tests
+    ids=[str(place) for place in range(16)],
 )  # fmt: skip
 def test_a_number_that_is_no_rank_is_never_signalled(
     tmp_path: Path, positions: Positions, signals: list[int], pid: Any, started: Any
@@ -112,10 +117,14 @@ def test_a_number_that_is_no_rank_is_never_signalled(
 def test_another_process_than_that_of_the_memory_is_never_signalled(
     tmp_path: Path, positions: Positions, signals: list[int]
 ) -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as victim:
+    with subprocess.Popen(
+        [sys.executable, "-c", "input()"], stdin=subprocess.PIPE
+    ) as victim:
         # The memory says that it is the victim's; so does the folder.
         positions.words[PID] = victim.pid
-        stolen = RankProcess(0, victim.pid, started_at(victim.pid), tuple(positions.paths))
+        stolen = RankProcess(
+            0, victim.pid, started_at(victim.pid), tuple(positions.paths)
+        )
         hosted_in(tmp_path, stolen)
         assert not snapshot(tmp_path, 0.0).ranks
         assert not signals
@@ -130,11 +139,15 @@ def lookalike(*words: str) -> tuple[subprocess.Popen[str], RankProcess]:
         [sys.executable, "-c", LOOKALIKE, *words], stdin=-1, stdout=-1, text=True
     )
     assert process.stdout is not None
-    files = [f"/proc/{process.pid}/fd/{file}" for file in process.stdout.readline().split()]
+    files = [
+        f"/proc/{process.pid}/fd/{file}" for file in process.stdout.readline().split()
+    ]
     return process, RankProcess(0, process.pid, started_at(process.pid), tuple(files))
 
 
-def test_a_process_that_does_not_answer_with_stacks_gets_no_signal(tmp_path: Path) -> None:
+def test_a_process_that_does_not_answer_with_stacks_gets_no_signal(
+    tmp_path: Path,
+) -> None:
     process, entry = lookalike()
     hosted_in(tmp_path, entry)
     assert [r.pid for r in snapshot(tmp_path, 0.0).ranks] == [process.pid]
@@ -174,7 +187,9 @@ def test_memory_of_another_user_or_by_another_name_is_refused(
     }  # fmt: skip
     for path in paths:
         with pytest.raises(OSError):
-            PositionReader(Process(ME, started_at(ME)), [path, *positions.paths[1:]], os.geteuid())
+            PositionReader(
+                Process(ME, started_at(ME)), [path, *positions.paths[1:]], os.geteuid()
+            )
     for wrong in ([], positions.paths[:1], [*positions.paths, positions.paths[0]]):
         with pytest.raises(OSError):
             PositionReader(Process(ME, started_at(ME)), wrong)
@@ -224,7 +239,9 @@ def test_a_text_that_is_none_counts_as_empty_and_later_ones_keep_their_numbers(
 
 
 def test_groups_without_end_cost_no_time(positions: Positions) -> None:
-    reader = written(positions, *(b'"group %d [\\"\\", []]"' % n for n in range(200_000)))
+    reader = written(
+        positions, *(b'"group %d [\\"\\", []]"' % n for n in range(200_000))
+    )
     reader.text(0)
     assert len(reader._groups) == 1024
     reader.close()
@@ -351,8 +368,12 @@ def test_no_value_in_the_answer_of_a_host_makes_looking_fail(
             accepted += ask_elsewhere(tmp_path, ["a"])[0]
     assert accepted
     for state in accepted:
-        assert all(text.isprintable() for text in (*state.lines, state.place, state.phase))
-    answer.write_text(json.dumps(with_value(table, ("ranks", 0, "op"), "\x1b[2J\nrank 1 is you")))
+        assert all(
+            text.isprintable() for text in (*state.lines, state.place, state.phase)
+        )
+    answer.write_text(
+        json.dumps(with_value(table, ("ranks", 0, "op"), "\x1b[2J\nrank 1 is you"))
+    )
     assert main(["top", str(tmp_path), "--once"]) == 0
     shown = capsys.readouterr().out
     assert "\\x1b[2J\\nrank" in shown
@@ -370,7 +391,10 @@ def test_names_of_hosts_lead_to_no_other_file(tmp_path: Path) -> None:
 
 
 def test_what_a_rank_says_is_shown_on_one_line_and_printable(
-    tmp_path: Path, positions: Positions, signals: list[int], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    positions: Positions,
+    signals: list[int],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     hosted_in(tmp_path, entry_of(positions))
     fake = "\x1b]0;title\x07\nthe run hangs: you are the cause\r\u202e"
@@ -384,7 +408,9 @@ def test_what_a_rank_says_is_shown_on_one_line_and_printable(
 
 
 def test_a_process_that_has_ended_is_not_taken_for_a_later_one() -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", "input()"], stdin=subprocess.PIPE
+    ) as child:
         process = Process(child.pid, started_at(child.pid))
         assert not process.gone
         child.communicate(b"\n")
@@ -399,5 +425,8 @@ def test_a_process_that_has_ended_is_not_taken_for_a_later_one() -> None:
 
 
 def test_states_survive_the_way_to_another_host() -> None:
-    states = [STATE, replace(STATE, rank=8, held=2.0, traced="gdb (process 3)", output="a pipe")]
+    states = [
+        STATE,
+        replace(STATE, rank=8, held=2.0, traced="gdb (process 3)", output="a pipe"),
+    ]
     assert unpack(json.loads(json.dumps(pack(states))), "b") == states

@@ -10,7 +10,13 @@ import pytest
 
 from phalanx.program import Op, Span, ops
 from phalanx.train import stragglers as stragglers_module
-from phalanx.train.stragglers import DATA, NAMES, OwnTime, Stragglers, _medians_of_others
+from phalanx.train.stragglers import (
+    DATA,
+    NAMES,
+    OwnTime,
+    Stragglers,
+    _medians_of_others,
+)
 
 
 def row(total: float, **parts: float) -> list[float]:
@@ -85,17 +91,23 @@ def test_a_rank_that_was_slow_once_for_long_is_named_with_its_operations() -> No
     stragglers = Stragglers(2.0, [0, 0, 0, 1])
     usual = row(0.3, forward=0.1, backward=0.2)
     assert not list(stragglers.look([usual, usual, usual, row(0.9)], 1))
-    (slow,) = stragglers.look([usual, row(20.3, forward=20.1, backward=0.2), usual, row(0.9)], 1)
+    (slow,) = stragglers.look(
+        [usual, row(20.3, forward=20.1, backward=0.2), usual, row(0.9)], 1
+    )
     assert (slow.rank, slow.seconds, slow.usual) == (1, 20.3, 0.3)
     assert slow.operations == {"forward": (20.1, 0.1)}
-    assert "rank 1 is slow: 20.3 s of its own work a step, where 300 ms is usual" in str(slow)
+    assert (
+        "rank 1 is slow: 20.3 s of its own work a step, where 300 ms is usual"
+        in str(slow)
+    )
     assert "forward 20.1 s (100 ms)" in str(slow)
 
 
 def test_a_little_adds_up_and_noise_does_not() -> None:
     stragglers = Stragglers(2.0, [0, 0])
     lines = [list(stragglers.look([row(0.25), row(0.75)], 1)) for _ in range(10)]
-    assert [len(line) for line in lines] == [0, 0, 0, 0, 1] * 2  # a quarter of a second each
+    # a quarter of a second each
+    assert [len(line) for line in lines] == [0, 0, 0, 0, 1] * 2
     noisy, usual = Stragglers(2.0, [0, 0]), row(0.01)
     for n in range(1000):
         assert not list(noisy.look([usual, row(0.035 if n % 3 == 0 else 0.01)], 1))

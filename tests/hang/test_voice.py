@@ -41,7 +41,9 @@ def full_pipe() -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("blocks", [True, False])
-def test_a_voice_that_nobody_hears_blocks_nobody_and_is_heard_later(blocks: bool) -> None:
+def test_a_voice_that_nobody_hears_blocks_nobody_and_is_heard_later(
+    blocks: bool,
+) -> None:
     reads, writes = full_pipe()
     os.set_blocking(writes, blocks)
     voice = Voice(writes)
@@ -75,7 +77,10 @@ def test_a_voice_into_a_closed_pipe_is_silent() -> None:
 def sleeping() -> Iterator[tuple[subprocess.Popen[str], RankProcess]]:
     """A process that is a rank and does nothing."""
     process = subprocess.Popen(
-        [sys.executable, "-c", SLEEPS], stdout=-1, text=True, cwd=Path(__file__).parents[2]
+        [sys.executable, "-c", SLEEPS],
+        stdout=-1,
+        text=True,
+        cwd=Path(__file__).parents[2],
     )
     assert process.stdout is not None
     files = tuple(process.stdout.readline().split())
@@ -140,10 +145,13 @@ def until(true: Callable[[], object]) -> None:
 def test_a_process_whose_output_nobody_reads_is_known(
     what: str, stream: str, hidden: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    process = subprocess.Popen([sys.executable, "-c", WRITES, what], stdout=-1, stderr=-1)
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITES, what], stdout=-1, stderr=-1
+    )
     seen = processes.system_call_of
     write = lambda: any(  # noqa: E731
-        seen(process.pid, thread)[0] == "write" for thread in processes._threads(process.pid)
+        seen(process.pid, thread)[0] == "write"
+        for thread in processes._threads(process.pid)
     )
     until(write)
     if hidden:  # as by Yama on Ubuntu
@@ -158,14 +166,20 @@ def test_a_process_whose_output_nobody_reads_is_known(
     process.communicate()
 
 
-def test_who_waits_for_somebody_to_read_its_output_is_mentioned_and_left_alone() -> None:
+def test_who_waits_for_somebody_to_read_its_output_is_mentioned_and_left_alone() -> (
+    None
+):
     held = rank(0, 70.0, held=600.0, output="standard output, a pipe")
     others = [waiting(n, made(1, 0), still=600.0) for n in (1, 2)]
     found = diagnose([held, *others], 60.0)
     assert not found.hangs
-    assert "rank 0 has waited 600 s for somebody to read its output (standard output" in found.text
+    assert (
+        "rank 0 has waited 600 s for somebody to read its output (standard output"
+        in found.text
+    )
     late = replace(rank(2), still=600.0)
-    assert diagnose([held, others[0], late], 60.0).ranks == (2,)  # another that really hangs
+    # another that really hangs
+    assert diagnose([held, others[0], late], 60.0).ranks == (2,)
 
 
 def test_time_in_which_output_is_not_read_counts_for_no_operation(

@@ -122,7 +122,9 @@ def test_a_watcher_that_does_not_look_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(watcher_process, "_SILENT", 0.2)
-    monkeypatch.setattr(watcher_process, "_START", "import time; time.sleep(1e6) # {!r}")
+    monkeypatch.setattr(
+        watcher_process, "_START", "import time; time.sleep(1e6) # {!r}"
+    )
     start(hosted_by(positions, tmp_path))
     until(lambda: positions.notices)
     assert "has not looked at the ranks" in positions.notices[0]

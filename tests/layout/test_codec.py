@@ -84,17 +84,23 @@ MISTAKES = {  # by the line of WRONG that they are on
 def test_every_mistake_of_a_file_is_reported_at_once_with_its_line() -> None:
     with pytest.raises(FileError) as caught:
         parse(Car, WRONG, "car.toml", FileError)
-    by_line = {int(m.place.removeprefix("car.toml line ")): m for m in caught.value.mistakes}
+    by_line = {
+        int(m.place.removeprefix("car.toml line ")): m for m in caught.value.mistakes
+    }
     assert sorted(by_line) == sorted(MISTAKES)
     for line, (what, way_out) in MISTAKES.items():
         assert by_line[line].what == what
         assert way_out in by_line[line].way_out
-    assert str(caught.value).startswith("car.toml has 11 mistakes.\n- car.toml line 1: name = 5")
+    assert str(caught.value).startswith(
+        "car.toml has 11 mistakes.\n- car.toml line 1: name = 5"
+    )
 
 
 def test_of_very_many_mistakes_the_first_are_reported_and_the_rest_counted() -> None:
     with pytest.raises(FileError) as caught:
-        parse(Car, 'name = ""\n' + "[[wheels]]\nsize = 0\n" * 500, "car.toml", FileError)
+        parse(
+            Car, 'name = ""\n' + "[[wheels]]\nsize = 0\n" * 500, "car.toml", FileError
+        )
     assert len(caught.value.mistakes) == 21
     assert "480 more mistakes" in str(caught.value)
 
@@ -153,12 +159,16 @@ def _holds(value: Any, rules: Mapping[str, Any]) -> bool:
     named = rules.get("type", [])
     allowed = [named] if isinstance(named, str) else named
     fits = [
-        isinstance(value, types[t]) and isinstance(value, bool) == (t == "boolean") for t in allowed
+        isinstance(value, types[t]) and isinstance(value, bool) == (t == "boolean")
+        for t in allowed
     ]
     if allowed and not any(fits):
         return False
     if isinstance(value, dict):
-        known, more = rules.get("properties", {}), rules.get("additionalProperties", True)
+        known, more = (
+            rules.get("properties", {}),
+            rules.get("additionalProperties", True),
+        )
         return set(rules.get("required", [])) <= set(value) and all(
             _holds(item, known[name]) if name in known
             else _holds(item, more) if isinstance(more, dict) else bool(more)

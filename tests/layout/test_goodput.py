@@ -12,10 +12,19 @@ from phalanx.layout.goodput import PARTS, Goodput
 Record = dict[str, Any]
 
 
-def record(event: str, clock: float, began: float, *, boot: str = "a", **values: Any) -> Record:
+def record(
+    event: str, clock: float, began: float, *, boot: str = "a", **values: Any
+) -> Record:
     """Of a machine that was started at second 1000 of the calendar."""
     time = 1000 + clock
-    return {"event": event, "time": time, "clock": clock, "boot": boot, "began": began, **values}
+    return {
+        "event": event,
+        "time": time,
+        "clock": clock,
+        "boot": boot,
+        "began": began,
+        **values,
+    }
 
 
 def step(number: int, clock: float, began: float, count: int, **spent: float) -> Record:
@@ -25,7 +34,9 @@ def step(number: int, clock: float, began: float, count: int, **spent: float) ->
 
 # Two processes: 100 to 170 and 190 to 250; the second goes on at step 4 of 6.
 LOG = [
-    record("start", 110, 100, step=0, spent={"starting": 4.0, "reading a checkpoint": 6.0}),
+    record(
+        "start", 110, 100, step=0, spent={"starting": 4.0, "reading a checkpoint": 6.0}
+    ),
     step(2, 125, 100, 2, first_step=8, in_a_step=3, compiling=4),
     record("validation", 130, 100, step=2, spent={"validating": 5.0}),
     step(4, 136, 100, 2, in_a_step=5, loading_data=1),
@@ -64,7 +75,9 @@ def test_a_clock_that_is_set_changes_nothing(at: int, jump: float) -> None:
 
 def test_on_another_machine_the_calendar_tells_the_time_between() -> None:
     # Its own clock began much later: 1166 to 1190 of the calendar were down.
-    moved = [{**r, "boot": "b", "clock": r["clock"] - 185, "began": 5.0} for r in LOG[6:]]
+    moved = [
+        {**r, "boot": "b", "clock": r["clock"] - 185, "began": 5.0} for r in LOG[6:]
+    ]
     assert parts([*LOG[:6], *moved]) == pytest.approx(PARTS_OF_LOG)
     # The calendar says that it began before the first ended: nothing of that is believed.
     before = [{**r, "time": r["time"] - 100} for r in moved]
@@ -72,14 +85,21 @@ def test_on_another_machine_the_calendar_tells_the_time_between() -> None:
     assert parts([*LOG[:6], *before]) == pytest.approx(known)
 
 
-def test_a_start_on_another_machine_is_one_also_at_the_same_second_of_its_clock() -> None:
+def test_a_start_on_another_machine_is_one_also_at_the_same_second_of_its_clock() -> (
+    None
+):
     """Machines that were started together: the second process begins when the first one did."""
-    moved = [{**r, "boot": "b", "clock": r["clock"] - 90, "began": 100.0} for r in LOG[6:]]
+    moved = [
+        {**r, "boot": "b", "clock": r["clock"] - 90, "began": 100.0} for r in LOG[6:]
+    ]
     assert parts([*LOG[:6], *moved]) == pytest.approx(PARTS_OF_LOG)
 
 
 def test_no_part_is_negative_where_phases_are_rounded_to_more_than_passed() -> None:
-    log = [record("start", 110, 100, step=0, spent={}), step(1, 113, 100, 1, in_a_step=3.0004)]
+    log = [
+        record("start", 110, 100, step=0, spent={}),
+        step(1, 113, 100, 1, in_a_step=3.0004),
+    ]
     assert parts(log) == dict.fromkeys(PARTS, 0.0) | {"starting": 10.0, "steps": 3.0004}
 
 
@@ -94,7 +114,13 @@ def test_steps_without_a_record_are_lost_with_those_that_have_one() -> None:
     skip = record("skip", 216, 190, step=8, spent={"in a step": 6.0})
     later = [record("start", 230, 220, step=5, spent={})]
     # Of steps 5 and 6, three seconds each, one counts.
-    lost = {**PARTS_OF_LOG, "steps": 20.0, "lost steps": 29.0, "starting": 30.0, "down": 28.0}
+    lost = {
+        **PARTS_OF_LOG,
+        "steps": 20.0,
+        "lost steps": 29.0,
+        "starting": 30.0,
+        "down": 28.0,
+    }
     assert parts([*LOG, skip, *later]) == pytest.approx(lost)
 
 
@@ -113,7 +139,11 @@ def test_steps_that_are_lost_twice_are_counted_once_as_lost() -> None:
     # Count: steps 1 and 2 of the first start, 3 of the second, 4 to 7 of the third.
     counts = 2 * 10 + 5 + 9 + 7
     lost = (2 * 10 + 2 * 12) + 3 * 5
-    whole = dict.fromkeys(PARTS, 0.0) | {"steps": counts, "lost steps": lost, "down": 6.0 + 10.0}
+    whole = dict.fromkeys(PARTS, 0.0) | {
+        "steps": counts,
+        "lost steps": lost,
+        "down": 6.0 + 10.0,
+    }
     assert parts(log) == pytest.approx(whole)
     assert float(Goodput(log)) == pytest.approx(41 / 116)
     # A fourth start from the beginning loses what counted, and nothing that was lost before.
@@ -126,7 +156,8 @@ def run_with_kills(chance: random.Random) -> tuple[list[Record], dict[str, float
     """A log of several starts, and its parts: each execution of a step is listed, and lost when a later
     start is at an earlier step."""
     log: list[Record] = []
-    counting: list[tuple[int, float]] = []  # executions that count: a step and its seconds
+    # executions that count: a step and its seconds
+    counting: list[tuple[int, float]] = []
     hand = dict.fromkeys(PARTS, 0.0)
     now, done, saved = 50.0, 0, 0
     for number in range(chance.randint(3, 6)):
@@ -164,7 +195,9 @@ def run_with_kills(chance: random.Random) -> tuple[list[Record], dict[str, float
                 counting += [(done - n, open_seconds / line) for n in range(line)]
                 line, open_seconds = 0, 0.0
             else:  # another record has it: a skipped step
-                log.append(record("skip", now, began, step=done, spent={"in a step": fresh}))
+                log.append(
+                    record("skip", now, began, step=done, spent={"in a step": fresh})
+                )
         # The process is killed; what no line of steps has is lost with the next start.
         counting += [(1 << 30, open_seconds)] if line else []
     hand["steps"] = sum(s for _, s in counting)
@@ -172,7 +205,9 @@ def run_with_kills(chance: random.Random) -> tuple[list[Record], dict[str, float
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_of_any_run_with_kills_each_step_counts_once_as_it_was_last_done(seed: int) -> None:
+def test_of_any_run_with_kills_each_step_counts_once_as_it_was_last_done(
+    seed: int,
+) -> None:
     log, hand = run_with_kills(random.Random(seed))
     assert parts(log) == pytest.approx(hand)
 
@@ -186,7 +221,8 @@ def test_records_of_earlier_versions_count_by_the_calendar() -> None:
         ),
         {"event": "start", "time": 50.0, "step": 2},
         {"event": "step", "time": 60.0, "step": 3, "steps": 1, "seconds": 5.0},
-        {"event": "step", "time": 70.0, "step": 6, "steps": 3, "seconds": 2.0},  # of each
+        # of each
+        {"event": "step", "time": 70.0, "step": 6, "steps": 3, "seconds": 2.0},
     ]
     told = {"steps": 21.0, "lost steps": 5.0, "down": 20.0, "other": 24.0}
     assert parts(old) == pytest.approx(dict.fromkeys(PARTS, 0.0) | told)

@@ -16,9 +16,15 @@ VALUES = [Layout.parse("dp2 tp2 zero1 bf16"), Shape.load("tiny")]
 
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
-def test_equal_values_have_equal_hashes_and_others_have_others(value: Layout | Shape) -> None:
+def test_equal_values_have_equal_hashes_and_others_have_others(
+    value: Layout | Shape,
+) -> None:
     same = replace(value)
-    other = replace(value, zero=2) if isinstance(value, Layout) else replace(value, layers=3)
+    other = (
+        replace(value, zero=2)
+        if isinstance(value, Layout)
+        else replace(value, layers=3)
+    )
     assert same == value
     assert hash(same) == hash(value) == hash(copy.copy(value))
     assert hash(other) != hash(value)

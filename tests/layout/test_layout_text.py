@@ -6,7 +6,15 @@ import pytest
 
 from phalanx.layout import Layout, LayoutError
 
-MESHES = ("", "dp4", "dp2x4", "pp4", "tp2 seq", "dp2 pp2 cp4:2x2 tp2 seq", "cp4:ulysses dp2")
+MESHES = (
+    "",
+    "dp4",
+    "dp2x4",
+    "pp4",
+    "tp2 seq",
+    "dp2 pp2 cp4:2x2 tp2 seq",
+    "cp4:ulysses dp2",
+)
 SCHEDULES = (
     "", "accum:4", "naive", "naive:2", "gpipe:8", "1f1b", "1f1b:16", "interleaved:8", "interleaved3:4",
     "zb-h1:8", "zb-h2:1", "zb-v:8", "searched:8", "searched2:8", "my/own.py:order:6", "own.py:v2/3:6",
@@ -89,9 +97,21 @@ def test_a_word_that_means_nothing_is_refused_with_the_nearest(
 def test_wrong_values_are_refused_all_at_once() -> None:
     with pytest.raises(LayoutError) as caught:
         Layout(
-            zero=5, prefetch=-1, gather="often", schedule="fifo", precision="int8", recompute="x"
+            zero=5,
+            prefetch=-1,
+            gather="often",
+            schedule="fifo",
+            precision="int8",
+            recompute="x",
         )
-    for part in ("zero=5", "prefetch=-1", "'often'", "'fifo'", "'int8'", "recompute='x'"):
+    for part in (
+        "zero=5",
+        "prefetch=-1",
+        "'often'",
+        "'fifo'",
+        "'int8'",
+        "recompute='x'",
+    ):
         assert part in str(caught.value)
     with pytest.raises(LayoutError, match="disk"):
         Layout(offload=("disk",))

@@ -5,10 +5,19 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.layout import Layout, LayoutError, Mesh, Shape, legal, nearest, stage_pieces
+from phalanx.layout import (
+    Layout,
+    LayoutError,
+    Mesh,
+    Shape,
+    legal,
+    nearest,
+    stage_pieces,
+)
 from phalanx.layout.cases import SHAPES
 
-TINY = Shape.load("tiny")  # 4 layers, 4 heads, 2 kv heads, ffn 128, sequence 64, batch 16
+# 4 layers, 4 heads, 2 kv heads, ffn 128, sequence 64, batch 16
+TINY = Shape.load("tiny")
 
 
 def _broken(text: str, shape: Shape = TINY, **more: int) -> set[str]:
@@ -56,9 +65,13 @@ def test_an_mlp_has_no_heads_and_no_sequence_to_cut() -> None:
 
 
 def test_kv_heads_either_divide_or_are_repeated() -> None:
-    shape = Shape.parse("layers=2\nhidden=96\nheads=12\nkv_heads=6\nvocab=8\nffn=96", "x")
+    shape = Shape.parse(
+        "layers=2\nhidden=96\nheads=12\nkv_heads=6\nvocab=8\nffn=96", "x"
+    )
     legal_tp = {tp for tp in range(1, 13) if not legal(Layout.parse(f"tp{tp}"), shape)}
-    by_hand = {tp for tp in range(1, 13) if 12 % tp == 0 and (6 % tp == 0 or tp % 6 == 0)}
+    by_hand = {
+        tp for tp in range(1, 13) if 12 % tp == 0 and (6 % tp == 0 or tp % 6 == 0)
+    }
     assert legal_tp == by_hand == {1, 2, 3, 6, 12}
     (found,) = legal(Layout.parse("tp4"), shape)
     assert "tp=4 does not divide kv=6" in found.what
@@ -86,9 +99,9 @@ def test_every_violation_has_numbers_and_a_way_out() -> None:
         for violation in legal(layout, TINY):
             seen.add(violation.rule)
             assert re.search(r"\d", violation.what), violation
-            assert violation.way_out.startswith(("Use", "Write", "Leave", "Name", "Only")), (
-                violation
-            )
+            assert violation.way_out.startswith(
+                ("Use", "Write", "Leave", "Name", "Only")
+            ), violation
     assert len(seen) >= 7
 
 
@@ -115,11 +128,15 @@ def test_the_nearest_keeps_what_it_can() -> None:
     assert first.mesh in (Mesh.parse("dp2 tp4"), Mesh.parse("tp4 dp2"), Mesh.parse("tp4 cp2"),
                           Mesh.parse("tp4 pp2"))  # fmt: skip
     assert first.seq
-    assert nearest(Layout.parse("dp4 pp2 1f1b:8"), TINY)[0] == Layout.parse("dp4 pp2 1f1b:4")
+    assert nearest(Layout.parse("dp4 pp2 1f1b:8"), TINY)[0] == Layout.parse(
+        "dp4 pp2 1f1b:4"
+    )
 
 
 def test_stages_named_wrongly_are_refused_with_the_counts() -> None:
-    with pytest.raises(LayoutError, match=r"stages:1-2 is 2 stages of 3 blocks; .* tiny has 4"):
+    with pytest.raises(
+        LayoutError, match=r"stages:1-2 is 2 stages of 3 blocks; .* tiny has 4"
+    ):
         stage_pieces(Layout.parse("pp2 stages:1-2"), TINY)
 
 
@@ -133,7 +150,11 @@ def test_stages_named_wrongly_are_refused_with_the_counts() -> None:
             {"ep"},
             "ep=10 for a model with 9 experts.\n  Use ep 9 or less, and dp for the rest.",
         ),
-        ("dp4 ep7", {"batch"}, "dp=4 x ep=7 x 1 microbatches less than one sequence each"),
+        (
+            "dp4 ep7",
+            {"batch"},
+            "dp=4 x ep=7 x 1 microbatches less than one sequence each",
+        ),
         ("tp4 cp2 seq experts:tp,cp", set(), ""),
         (
             "ep5 tp2 seq experts:tp",
@@ -157,7 +178,8 @@ def test_experts_over_ranks(text: str, rules: set[str], words: str) -> None:
     assert {v.rule for v in broken} == rules
     assert words in "".join(map(str, broken))
     assert all(
-        not legal(x, SHAPES["experts"]) for x in nearest(Layout.parse(text), SHAPES["experts"])
+        not legal(x, SHAPES["experts"])
+        for x in nearest(Layout.parse(text), SHAPES["experts"])
     )
 
 
@@ -173,7 +195,9 @@ def test_a_loss_of_the_batch_needs_it_whole() -> None:
     shape = replace(SHAPES["experts"], batch_loss=0.1)
     assert not legal(Layout.parse("dp2 ep2"), shape)
     (wrong,) = legal(Layout.parse("pp2 1f1b:3"), shape)
-    assert "3 microbatches are not through by then.\n  Use one microbatch, or" in str(wrong)
+    assert "3 microbatches are not through by then.\n  Use one microbatch, or" in str(
+        wrong
+    )
 
 
 def test_ep_needs_experts() -> None:

@@ -12,7 +12,9 @@ def _sizes(room: int, axes: int) -> list[tuple[int, ...]]:
     """All sizes of 2 and more whose product stays within the room."""
     if not axes:
         return [()]
-    return [(n, *rest) for n in range(2, room + 1) for rest in _sizes(room // n, axes - 1)]
+    return [
+        (n, *rest) for n in range(2, room + 1) for rest in _sizes(room // n, axes - 1)
+    ]
 
 
 def meshes(room: int, names: tuple[str, ...] = ("dp", "pp", "cp", "tp")) -> list[Mesh]:
@@ -29,11 +31,19 @@ def meshes(room: int, names: tuple[str, ...] = ("dp", "pp", "cp", "tp")) -> list
 
 EVERY = meshes(64)
 # In the usual order all 64 ranks, in every order 16: the arithmetic does not know the names.
-USUAL = [m for m in EVERY if [a.name for a in m.axes] == [n for n in AXES if m.of(n) > 1]]
+USUAL = [
+    m for m in EVERY if [a.name for a in m.axes] == [n for n in AXES if m.of(n) > 1]
+]
 SMALL = [m for m in EVERY if m.size <= 16]
 SPLIT = [
     Mesh.parse(text)
-    for text in ("dp2x4 tp2", "cp4:2x2 dp3", "pp2 dp3x2 cp6:2x3", "cp8:ulysses", "tp2 dp2x2 pp3")
+    for text in (
+        "dp2x4 tp2",
+        "cp4:2x2 dp3",
+        "pp2 dp3x2 cp6:2x3",
+        "cp8:ulysses",
+        "tp2 dp2x2 pp3",
+    )
 ]
 
 
@@ -49,7 +59,9 @@ def test_the_groups_along_any_axes_are_a_partition_of_the_ranks() -> None:
             assert {len(g) for g in groups} == {width}
             for group in groups:
                 assert list(group) == sorted(group)
-                assert all(mesh.group(rank, axes) == group for rank in (group[0], group[-1]))
+                assert all(
+                    mesh.group(rank, axes) == group for rank in (group[0], group[-1])
+                )
 
 
 def test_a_group_is_the_ranks_whose_other_coordinates_are_the_same() -> None:

@@ -21,7 +21,12 @@ from phalanx.layout.numbers import (
 
 
 def test_sizes_are_read_as_people_write_them() -> None:
-    assert [parse_bytes(t) for t in ("7", "1K", "512M", "2GiB")] == [7, 1024, 512 << 20, 2 << 30]
+    assert [parse_bytes(t) for t in ("7", "1K", "512M", "2GiB")] == [
+        7,
+        1024,
+        512 << 20,
+        2 << 30,
+    ]
     assert parse_byte_sizes("1K:64K") == (1024, 4096, 16384, 65536)
     assert parse_byte_sizes("1K:6K:2") == (1024, 2048, 4096, 6144)
     assert parse_byte_sizes("8K,1K") == (1024, 8192)
@@ -54,11 +59,16 @@ def test_counts_are_read_as_people_write_them() -> None:
             parse_count(wrong)
 
 
-def test_the_length_of_a_sequence_is_exact_and_4k_is_refused_with_both_of_its_meanings() -> None:
+def test_the_length_of_a_sequence_is_exact_and_4k_is_refused_with_both_of_its_meanings() -> (
+    None
+):
     assert [parse_length(t) for t in ("1", "4096", "4Ki", "128Ki", "1Mi")] == [
         1, 4096, 4096, 131072, 1048576,
     ]  # fmt: skip
-    for text, meant in (("4k", r"4000 or 4096 \(4Ki\)"), ("128K", r"128000 or 131072 \(128Ki\)")):
+    for text, meant in (
+        ("4k", r"4000 or 4096 \(4Ki\)"),
+        ("128K", r"128000 or 131072 \(128Ki\)"),
+    ):
         with pytest.raises(NumberError, match=meant):
             parse_length(text)
     for wrong in ("", "0", "0Ki", "-4", "4.5Ki", "4B", "four", "4i"):
@@ -74,14 +84,22 @@ def test_the_length_of_a_sequence_is_exact_and_4k_is_refused_with_both_of_its_me
             (96, 80 * 2**30, 1.875 * 2**50),
             ["96 B", "80 GiB", "1.875 PiB"],
         ),
-        (bytes_text, (512, 8.4e6, 1.12e9, 999.7e9), ["512 B", "8.4 MB", "1.12 GB", "1 TB"]),
+        (
+            bytes_text,
+            (512, 8.4e6, 1.12e9, 999.7e9),
+            ["512 B", "8.4 MB", "1.12 GB", "1 TB"],
+        ),
         (rate_text, (3352e9, 33.5e12, 0.2e9), ["3352 GB/s", "33.5 TB/s", "0.2 GB/s"]),
         (
             seconds_text,
             (2.5, 0.0123, 4.5e-6, 6e-8, 12345),
             ["2.5 s", "12.3 ms", "4.5 us", "60 ns", "12,345 s"],
         ),
-        (flops_text, (989.4e12, 24.3e18, 5e9), ["989.4 TFLOP/s", "24.3 EFLOP/s", "5 GFLOP/s"]),
+        (
+            flops_text,
+            (989.4e12, 24.3e18, 5e9),
+            ["989.4 TFLOP/s", "24.3 EFLOP/s", "5 GFLOP/s"],
+        ),
         (count_text, (17, 124.4e6, 8.03e9), ["17", "124.4M", "8.03B"]),
         (si_text, (999, 54.4e12, 1.12e9), ["999", "54.4T", "1.12G"]),
     ],

@@ -64,7 +64,9 @@ def test_a_reader_gets_every_line_in_order() -> None:
     assert reader.lines == [f"line {n}" for n in range(3000)]
 
 
-def test_lines_that_do_not_fit_are_dropped_counted_and_told_where_they_are_missing() -> None:
+def test_lines_that_do_not_fit_are_dropped_counted_and_told_where_they_are_missing() -> (
+    None
+):
     reader, outlet = _paused()
     line = "x" * 1000 + "\n"
     outlet.put("first\n")
@@ -81,7 +83,10 @@ def test_lines_that_do_not_fit_are_dropped_counted_and_told_where_they_are_missi
     kept = count - 37
     assert reader.lines[0] == "first"
     assert reader.lines[1 : 1 + kept] == [line.strip()] * kept
-    assert reader.lines[1 + kept :] == ["37 lines were not shown: nobody read the output", "last"]
+    assert reader.lines[1 + kept :] == [
+        "37 lines were not shown: nobody read the output",
+        "last",
+    ]
 
 
 def test_the_end_of_a_process_waits_only_as_long_as_something_moves() -> None:
@@ -131,7 +136,11 @@ def test_a_file_that_cannot_be_written_for_a_while_costs_those_lines_only() -> N
     reader.broken = None
     outlet.put("after\n")
     assert outlet.flush() == 0
-    assert reader.lines == ["before", "3 lines were not shown: nobody read the output", "after"]
+    assert reader.lines == [
+        "before",
+        "3 lines were not shown: nobody read the output",
+        "after",
+    ]
 
 
 def test_a_pipe_that_is_closed_takes_everything_without_a_word() -> None:
@@ -160,7 +169,9 @@ def test_the_thread_that_writes_receives_no_signals() -> None:
     masks: list[set[int]] = []
 
     def write(text: str) -> None:
-        masks.append({int(each) for each in signal.pthread_sigmask(signal.SIG_BLOCK, ())})
+        masks.append(
+            {int(each) for each in signal.pthread_sigmask(signal.SIG_BLOCK, ())}
+        )
 
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     outlet = Outlet(write)
@@ -180,7 +191,9 @@ def test_a_signal_handler_may_write_while_a_line_is_being_queued() -> None:
     assert reader.lines == ["from the handler"]
 
 
-def test_no_more_threads_are_no_reason_to_lose_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_threads_are_no_reason_to_lose_a_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def none(*given: object) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -224,7 +237,11 @@ def test_print_gives_whole_lines_and_a_flush_what_has_no_end_yet() -> None:
     stream.flush()
     outlet.flush()
     assert "".join(reader.texts) == "a 1\nbc\nd"
-    assert (stream.isatty(), stream.writable(), stream.encoding) == (False, True, "utf-8")
+    assert (stream.isatty(), stream.writable(), stream.encoding) == (
+        False,
+        True,
+        "utf-8",
+    )
 
 
 @pytest.fixture
@@ -330,7 +347,9 @@ def test_what_nobody_has_read_is_told_on_the_other_stream(
         print("one\ntwo")
         flush_output()
         sys.stdout = before
-    text = "phalanx: 2 lines of standard output were not shown: No space left on device\n"
+    text = (
+        "phalanx: 2 lines of standard output were not shown: No space left on device\n"
+    )
     assert capfd.readouterr() == ("", text)
 
 

@@ -60,9 +60,13 @@ def test_a_table_prints_and_parses_back_and_the_first_line_that_fits_counts() ->
 
 def test_what_the_table_does_not_say_is_refused_with_the_line_to_write() -> None:
     rules = Rules.parse(TABLE)
-    with pytest.raises(LayoutError, match=r"no rule names the parameter head.weight. Add a line"):
+    with pytest.raises(
+        LayoutError, match=r"no rule names the parameter head.weight. Add a line"
+    ):
         rules.dims("head.weight")
-    with pytest.raises(LayoutError, match=r"has 1 dims, its rule .* names 2: vocab embed"):
+    with pytest.raises(
+        LayoutError, match=r"has 1 dims, its rule .* names 2: vocab embed"
+    ):
         rules.dims("embed.weight", 1)
     with pytest.raises(LayoutError, match=r"line 2: .* names dim 'haeds'"):
         Rules.parse("a : embed\nb : haeds embed")

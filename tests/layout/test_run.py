@@ -20,7 +20,8 @@ from phalanx.layout.recipe import recipe
 from phalanx.layout.run import Run, RunError, refuse_random_by_name
 from phalanx.layout.shape import published
 
-WRONG: dict[str, tuple[str, str, str]] = {  # what the file says, the place and value told, way out
+# what the file says, the place and value told, way out
+WRONG: dict[str, tuple[str, str, str]] = {
     "no such key": ("batchsize = 3", "line 1: batchsize = 3", "'batch'"),
     "key of another table": ("[checkpoint]\nlr = 1", "line 2: checkpoint.lr = 1", "'optimizer.lr'"),
     "key that resembles nothing": ("zzz = 1", "line 1: zzz = 1", "Keys here are model"),
@@ -92,7 +93,11 @@ ARGUMENTS = {
     "nothing set": ("steps", "argument: 'steps' sets nothing", "key=value"),
     "no key": ("=3", "argument: '=3' sets nothing", "key=value"),
     "no such key": ("stepps=3", "argument 'stepps=3'", "'steps'"),
-    "wrong type": ("steps=x", "argument 'steps=x': steps = \"x\" is text", "a whole number"),
+    "wrong type": (
+        "steps=x",
+        "argument 'steps=x': steps = \"x\" is text",
+        "a whole number",
+    ),
     "below a number": ("steps.x=3", "steps", "a whole number"),
     "wrong layout": ("layout=dp2 qq", "argument 'layout=dp2 qq'", "auto"),
 }
@@ -125,7 +130,14 @@ def test_a_wrong_argument_is_refused_with_place_value_and_way_out(name: str) -> 
 
 def test_all_mistakes_are_told_at_once() -> None:
     whole = "\n".join(
-        ['steps = "x"', 'model = "tini"', 'layout = "qq"', "[optimizer]", "lr = -1", "speed = 2"]
+        [
+            'steps = "x"',
+            'model = "tini"',
+            'layout = "qq"',
+            "[optimizer]",
+            "lr = -1",
+            "speed = 2",
+        ]
     )
     with pytest.raises(RunError) as error:
         Run.parse(whole, "my.toml", ("seed=-4", "checkpoint.keep=0"))
@@ -142,7 +154,11 @@ def test_a_wrong_run_is_refused_without_loading_torch(tmp_path: Path) -> None:
         "except ValueError as error: print(error)\nprint('torch' in sys.modules)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     assert "2 mistakes" not in done.stdout  # tp3 breaks two rules of its own
     assert "3 mistakes" in done.stdout
@@ -160,9 +176,13 @@ RUNS = st.fixed_dictionaries(
         ),
         "optimizer": st.fixed_dictionaries(
             {"lr": st.floats(1e-9, 1e3), "warmup_steps": st.integers(0, 20)},
-            optional={"betas": st.tuples(st.floats(0, 0.99), st.floats(0, 0.99)).map(list)},
+            optional={
+                "betas": st.tuples(st.floats(0, 0.99), st.floats(0, 0.99)).map(list)
+            },
         ),
-        "checkpoint": st.fixed_dictionaries({"async": st.booleans(), "every": st.integers(0, 99)}),
+        "checkpoint": st.fixed_dictionaries(
+            {"async": st.booleans(), "every": st.integers(0, 99)}
+        ),
     },
 )
 
@@ -185,14 +205,18 @@ def test_what_is_printed_reads_back_the_same(said: dict[str, object]) -> None:
 
 
 def test_a_model_told_by_its_sizes_reads_back_too() -> None:
-    run = Run.parse("batch = 3\nmodel = {layers = 2, hidden = 64, heads = 4, vocab = 300}", "x")
+    run = Run.parse(
+        "batch = 3\nmodel = {layers = 2, hidden = 64, heads = 4, vocab = 300}", "x"
+    )
     assert Run.parse(str(run), "x") == run
     assert run.shape == Shape("model", 2, 64, heads=4, vocab=300, batch=3)
 
 
 def test_an_argument_wins_over_the_file_and_needs_no_quotes() -> None:
     run = Run.parse(
-        'layout = "dp2"\n[optimizer]\nlr = 1', "x", ("layout=pp2 zero1", "optimizer.lr=2")
+        'layout = "dp2"\n[optimizer]\nlr = 1',
+        "x",
+        ("layout=pp2 zero1", "optimizer.lr=2"),
     )
     assert (run.layout, run.optimizer.lr) == ("pp2 zero1", 2.0)
 
@@ -229,7 +253,9 @@ OLD = {  # keys of earlier versions, and those of other libraries: what to write
 
 
 @pytest.mark.parametrize("argument", OLD)
-def test_an_old_or_foreign_name_is_refused_with_a_pointer_to_ours(argument: str) -> None:
+def test_an_old_or_foreign_name_is_refused_with_a_pointer_to_ours(
+    argument: str,
+) -> None:
     with pytest.raises(RunError, match="there is no key") as error:
         Run.parse("", "x", (argument,))
     (mistake,) = error.value.mistakes
@@ -243,24 +269,36 @@ def test_precision_and_microbatch_are_other_ways_to_write_the_layout() -> None:
 
     assert of("layout=dp2", "precision=bf16") == of("layout=dp2 bf16") == "dp2 bf16"
     assert of("layout=dp2", "microbatch=2") == of("layout=dp2 accum:4") == "dp2 accum:4"
-    assert of("layout=dp2 pp2", "microbatch=1") == of("layout=dp2 pp2 1f1b:8") == "dp2 pp2 1f1b:8"
+    assert (
+        of("layout=dp2 pp2", "microbatch=1")
+        == of("layout=dp2 pp2 1f1b:8")
+        == "dp2 pp2 1f1b:8"
+    )
     # The same twice is no conflict.
-    assert of("layout=dp2 accum:4 bf16", "microbatch=2", "precision=bf16") == "dp2 accum:4 bf16"
+    assert (
+        of("layout=dp2 accum:4 bf16", "microbatch=2", "precision=bf16")
+        == "dp2 accum:4 bf16"
+    )
     assert of("layout=dp2 fp32", "precision=fp32") == "dp2"
     assert Run.parse("", "x", ("microbatch=1",)).layout_of() is None  # auto
-    with pytest.raises(RunError, match=r"fp32.*'dp2 bf16'"):  # the default, but asked for
+    # the default, but asked for
+    with pytest.raises(RunError, match=r"fp32.*'dp2 bf16'"):
         of("layout=dp2 bf16", "precision=fp32")
 
 
 def test_the_docs_list_every_key_of_the_run_file() -> None:
     page = Path(__file__).parents[2] / "docs" / "training.md"
     section = page.read_text().partition("## The keys")[2].partition("\n## ")[0]
-    assert re.findall(r"^\| `([\w.]+)` \|", section, re.MULTILINE) == list(every_key(Run))
+    assert re.findall(r"^\| `([\w.]+)` \|", section, re.MULTILINE) == list(
+        every_key(Run)
+    )
 
 
 @pytest.mark.parametrize("name", [n for n in Shape.names() if n != "mlp"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 6, 8, 24, 128, 256, 512, 1024, 2000])
-def test_the_recipe_is_legal_for_every_shape_and_number_of_ranks(name: str, ranks: int) -> None:
+def test_the_recipe_is_legal_for_every_shape_and_number_of_ranks(
+    name: str, ranks: int
+) -> None:
     shape = Shape.load(name)
     batch = max(shape.batch, ranks)
     layout = recipe(shape, ranks, batch=batch, memory=80e9, precision="bf16")
@@ -280,7 +318,8 @@ def test_the_recipe_says_what_it_says() -> None:
     assert of("8b", 512).mesh.of("dp.replicate") > 1  # above 256 devices HSDP
     assert of("8b", 256).mesh.of("dp.replicate") == 1
     assert of("8b", 512, memory=80e9).mesh.of("dp.shard") == 8
-    assert of("8b", 512, memory=8e9).mesh.of("dp.shard") == 64  # 2 GB of 128 fit in half of 8
+    # 2 GB of 128 fit in half of 8
+    assert of("8b", 512, memory=8e9).mesh.of("dp.shard") == 64
     assert of("70b", 64).tp > 1  # above 50B
     assert of("70b", 64).pp > 1
     assert of("8b", 8).tp == of("8b", 512).pp == 1
@@ -304,8 +343,12 @@ def test_the_layout_is_the_first_one_for_as_many_ranks_as_there_are() -> None:
     assert run.for_ranks(2).train == run.train
 
 
-def test_a_fallback_that_does_not_fit_the_model_is_refused_before_it_is_needed() -> None:
-    with pytest.raises(RunError, match=r"line 1: layout = 'tp3': tp=3 does not divide heads=4"):
+def test_a_fallback_that_does_not_fit_the_model_is_refused_before_it_is_needed() -> (
+    None
+):
+    with pytest.raises(
+        RunError, match=r"line 1: layout = 'tp3': tp=3 does not divide heads=4"
+    ):
         Run.parse("train.fallback = 'dp2; tp3'\nlayout = 'dp4'\nbatch = 8")
 
 
@@ -331,11 +374,19 @@ def test_a_name_of_published_weights_is_refused_until_random_ones_are_asked_for(
 def test_every_name_of_a_shape_is_a_size_or_a_published_name() -> None:
     published_too = {"deepseek-v3", "gpt-oss-20b", "gpt-oss-120b"}
     assert {name for name in Shape.names() if published(name)} == published_too
-    for name in ("8B", "1T", "shapes/mine.toml", "hf:folder/Llama-3.1-8B", "model.py:gpt2"):
+    for name in (
+        "8B",
+        "1T",
+        "shapes/mine.toml",
+        "hf:folder/Llama-3.1-8B",
+        "model.py:gpt2",
+    ):
         assert not published(name)
 
 
-def test_a_run_that_has_a_checkpoint_or_sizes_of_its_own_is_not_refused(tmp_path: Path) -> None:
+def test_a_run_that_has_a_checkpoint_or_sizes_of_its_own_is_not_refused(
+    tmp_path: Path,
+) -> None:
     run = Run(model="gpt2", out=str(tmp_path))
     (run.checkpoints / "step-00000010").mkdir(parents=True)
     refuse_random_by_name(run)
@@ -346,5 +397,7 @@ def test_a_run_that_has_a_checkpoint_or_sizes_of_its_own_is_not_refused(tmp_path
 
 def test_random_weights_are_not_asked_of_a_model_that_has_its_own() -> None:
     for model in ("hf:folder", "model.py:Class"):
-        with pytest.raises(RunError, match=r"which has weights of its own\. Leave it out"):
+        with pytest.raises(
+            RunError, match=r"which has weights of its own\. Leave it out"
+        ):
             Run.parse(f'model = "{model}"\nweights = "random"\n')

@@ -32,8 +32,12 @@ def test_the_gpt_of_a_trillion_has_a_trillion() -> None:
 
 def test_every_shape_that_ships_loads_and_names_its_source() -> None:
     names = set(Shape.names())
-    more = {"8x7b", "30b-a3b", "deepseek-v3", "gpt-oss-20b", "gpt-oss-120b"}  # with experts
-    assert names == {"tiny", "25m", "124m", "1b", "8b", "70b", "405b", "1t-gpt", "mlp"} | more
+    # with experts
+    more = {"8x7b", "30b-a3b", "deepseek-v3", "gpt-oss-20b", "gpt-oss-120b"}
+    assert (
+        names
+        == {"tiny", "25m", "124m", "1b", "8b", "70b", "405b", "1t-gpt", "mlp"} | more
+    )
     for name in names:
         shape = Shape.load(name)
         assert shape.source
@@ -66,15 +70,26 @@ def test_a_person_s_own_file_is_a_shape(tmp_path) -> None:  # type: ignore[no-un
     path = tmp_path / "small.toml"
     path.write_text("layers = 2\nhidden = 8\nheads = 2\nvocab = 11\n")
     shape = Shape.load(str(path))
-    assert (shape.name, shape.kv_heads, shape.head_dim, shape.ffn) == ("small", 2, 4, 32)
+    assert (shape.name, shape.kv_heads, shape.head_dim, shape.ffn) == (
+        "small",
+        2,
+        4,
+        32,
+    )
 
 
 def test_a_shape_that_a_program_makes_is_checked_like_a_file() -> None:
     with pytest.raises(LayoutError) as caught:
         Shape("x", layers=0, hidden=8, norm="batch", vocab=5, eps=0.0)
-    for part in ("layers = 0 is out of bounds", 'norm = "batch" is unknown', "eps = 0.0 is out"):
+    for part in (
+        "layers = 0 is out of bounds",
+        'norm = "batch" is unknown',
+        "eps = 0.0 is out",
+    ):
         assert part in str(caught.value)
-    with pytest.raises(LayoutError, match=r"rope_low = 4\.0 is not below rope_high = 4\.0"):
+    with pytest.raises(
+        LayoutError, match=r"rope_low = 4\.0 is not below rope_high = 4\.0"
+    ):
         Shape("x", 1, 8, vocab=5, rope_low=4.0)
     with pytest.raises(LayoutError, match="heads = 16 is more than hidden = 8"):
         Shape("x", 1, 8, vocab=5, heads=16)

@@ -12,14 +12,22 @@ from phalanx.program import build, ops
 
 TINY = Shape.load("tiny")
 MESSAGES = (ops.GATHER, ops.REDUCE)
-MESHES = ("dp4 accum:1", "dp4 accum:3", "dp2x2 accum:2", "dp2 pp2 1f1b:4", "dp2 tp2 seq accum:2")
+MESHES = (
+    "dp4 accum:1",
+    "dp4 accum:3",
+    "dp2x2 accum:2",
+    "dp2 pp2 1f1b:4",
+    "dp2 tp2 seq accum:2",
+)
 WORDS = ("", "gather:step", "gather:micro", "reduce:step", "gather:step reduce:step")
 
 
 def sent(layout: Layout) -> Counter[str]:
     """How many gathers and sums the busiest rank of a step's program has."""
     program = build(layout, staged_pieces(layout, TINY))
-    rows = [Counter(op.kind for op in row if op.kind in MESSAGES) for row in program.rows]
+    rows = [
+        Counter(op.kind for op in row if op.kind in MESSAGES) for row in program.rows
+    ]
     return max(rows, key=lambda row: row.total())
 
 
@@ -33,7 +41,9 @@ def layouts() -> list[Layout]:
 
 
 @pytest.mark.parametrize("layout", layouts(), ids=str)
-def test_a_lower_stage_that_sends_less_has_fewer_messages_in_its_program(layout: Layout) -> None:
+def test_a_lower_stage_that_sends_less_has_fewer_messages_in_its_program(
+    layout: Layout,
+) -> None:
     mine = sent(layout)
     for other in sends_less(layout):
         its = sent(other)
@@ -79,5 +89,8 @@ def test_the_recipe_shards_no_more_than_memory_asks_for() -> None:
         assert (enough.zero, less.zero) == (zero, zero + 1)
     assert recipe(shape, 8, batch=32, precision="bf16").zero == 3  # memory unknown
     # In a pipeline ZeRO-3 gathers as rarely as ZeRO-2 and holds less.
-    staged = [recipe(Shape.load("70b"), 64, batch=64, memory=m * 1e9).zero for m in (40, 80, 800)]
+    staged = [
+        recipe(Shape.load("70b"), 64, batch=64, memory=m * 1e9).zero
+        for m in (40, 80, 800)
+    ]
     assert set(staged) == {1, 3}

@@ -8,7 +8,8 @@ from pathlib import Path
 from phalanx.layout.source import imported_sources
 
 OWN = "".join(
-    f"def f{n}(a, b):\n    return [a + {n}, (b, -a), {{'k': a * b}}]\n" for n in range(300)
+    f"def f{n}(a, b):\n    return [a + {n}, (b, -a), {{'k': a * b}}]\n"
+    for n in range(300)
 )
 
 

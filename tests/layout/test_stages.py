@@ -8,7 +8,9 @@ from phalanx.layout import Layout, LayoutError, Shape, stage_pieces
 from phalanx.layout.stages import balance
 
 
-def _dearest(costs: tuple[int, ...], lengths: tuple[int, ...], first: int, last: int) -> int:
+def _dearest(
+    costs: tuple[int, ...], lengths: tuple[int, ...], first: int, last: int
+) -> int:
     runs, at = [], 0
     for length in lengths:
         runs.append(sum(costs[at : at + length]))
@@ -42,9 +44,15 @@ def test_balanced_runs_are_as_cheap_as_the_best_of_all_cuts() -> None:
                 assert len(found) == parts
                 assert min(found) >= 1
                 best = min(
-                    _dearest(costs, cut, first, last) for cut in _all_cuts(len(costs), parts)
+                    _dearest(costs, cut, first, last)
+                    for cut in _all_cuts(len(costs), parts)
                 )
-                assert _dearest(costs, found, first, last) == best, (costs, parts, first, last)
+                assert _dearest(costs, found, first, last) == best, (
+                    costs,
+                    parts,
+                    first,
+                    last,
+                )
 
 
 def test_equal_blocks_are_cut_evenly_with_the_earlier_stages_longer() -> None:

@@ -44,7 +44,13 @@ def test_what_is_written_of_a_url_has_no_secret_and_a_connection_has_all(
     text: str, secrets: list[str]
 ) -> None:
     url = Url(text)
-    for shown in (str(url), f"{url}", json.dumps(url), copy.deepcopy(url), redacted(text)):
+    for shown in (
+        str(url),
+        f"{url}",
+        json.dumps(url),
+        copy.deepcopy(url),
+        redacted(text),
+    ):
         assert not [secret for secret in secrets if secret in shown]
     assert sorted(url.secrets.values()) == sorted(secrets)
     assert url.connection() == (text, {})
@@ -72,7 +78,9 @@ def test_a_url_with_its_variables_set_is_the_url_that_was_given(
     assert written.unset == []
 
 
-@pytest.mark.parametrize("password", ["plain", "a/b", "a?b", "a#b", "[a]", "p@ss", "a:b", "100%"])
+@pytest.mark.parametrize(
+    "password", ["plain", "a/b", "a?b", "a#b", "[a]", "p@ss", "a:b", "100%"]
+)
 def test_a_password_of_a_variable_may_have_any_character(
     password: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,9 +108,12 @@ def test_values_of_a_query_come_as_they_were(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_secrets_reach_a_rank_of_its_own_process_and_no_table() -> None:
     run = Run.parse("", "run", ("checkpoint.remote=memory://user:pass1word@host/run",))
-    there: Run = ForkingPickler.loads(ForkingPickler.dumps(run))  # as multiprocessing sends it
+    # as multiprocessing sends it
+    there: Run = ForkingPickler.loads(ForkingPickler.dumps(run))
     for each in (run, there, replace(run, layout="dp2"), run.for_ranks(1)):
-        assert Url(each.checkpoint.remote).secrets == {"PHALANX_REMOTE_PASSWORD": "pass1word"}
+        assert Url(each.checkpoint.remote).secrets == {
+            "PHALANX_REMOTE_PASSWORD": "pass1word"
+        }
         assert "pass1word" not in str(each) + repr(each) + json.dumps(asdict(each))
     assert type(asdict(run)["checkpoint"]["remote"]) is str
     assert Run.parse(str(run)) == run
@@ -111,8 +122,14 @@ def test_secrets_reach_a_rank_of_its_own_process_and_no_table() -> None:
 @pytest.mark.parametrize(
     ("text", "hidden"),
     [
-        ("cannot open 'sftp://u:pass1word@h/x': no", "cannot open 'sftp://u:***@h/x': no"),
-        ("a ftp://u:pass1word@h, b s3://b?sig=pass1word.", "a ftp://u:***@h, b s3://b?sig=***"),
+        (
+            "cannot open 'sftp://u:pass1word@h/x': no",
+            "cannot open 'sftp://u:***@h/x': no",
+        ),
+        (
+            "a ftp://u:pass1word@h, b s3://b?sig=pass1word.",
+            "a ftp://u:***@h, b s3://b?sig=***",
+        ),
         ("cut: sftp://user:pass1wo", "cut: sftp://user:***"),
         ('{"url": "sftp://u:pass1word@h/x"}', '{"url": "sftp://u:***@h/x"}'),
         ("tcp://127.0.0.1:29500 is taken", "tcp://127.0.0.1:29500 is taken"),
@@ -125,7 +142,10 @@ def test_secrets_are_hidden_in_text_of_others(text: str, hidden: str) -> None:
 
 def test_a_secret_that_stands_alone_in_an_error_is_hidden() -> None:
     url = Url("sftp://user:pass1word@host/run")
-    assert url.masked("530 user cannot log in with pass1word") == "530 user cannot log in with ***"
+    assert (
+        url.masked("530 user cannot log in with pass1word")
+        == "530 user cannot log in with ***"
+    )
 
 
 @pytest.mark.parametrize(
@@ -146,10 +166,15 @@ def test_a_secret_that_stands_alone_in_an_error_is_hidden() -> None:
         [f"checkpoint.remote={['sftp://user:pass1word@host']}"],
     ],
 )
-def test_a_refusal_quotes_no_secret(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refusal_quotes_no_secret(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(RunError) as refused:
         Run.parse("", "run", tuple(words))
-    for text in (str(refused.value), *(part for m in refused.value.mistakes for part in m)):
+    for text in (
+        str(refused.value),
+        *(part for m in refused.value.mistakes for part in m),
+    ):
         assert "pass1" not in text
         assert "xxxx" not in text
     assert main(["train", *words]) == 2
@@ -164,22 +189,35 @@ def test_a_variable_that_is_not_set_is_named_before_anything_starts(
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PHALANX_REMOTE_PASSWORD", raising=False)
     written = tmp_path / "run.toml"
-    assert main(["train", "checkpoint.remote=memory://u:pass1word@h/x", "--print-config"]) == 0
+    assert (
+        main(["train", "checkpoint.remote=memory://u:pass1word@h/x", "--print-config"])
+        == 0
+    )
     written.write_text(capsys.readouterr().out)
     assert "pass1word" not in written.read_text()
     assert main(["train", str(written)]) == 2
     assert "`export PHALANX_REMOTE_PASSWORD=...`" in capsys.readouterr().err
-    assert main(["check", "dp2", "--model", str(written)]) == 0  # needs no remote folder
+    # needs no remote folder
+    assert main(["check", "dp2", "--model", str(written)]) == 0
 
 
-@pytest.mark.parametrize("system", ["slurm", "k8s", "torchrun", "ray", "sky", "kubeflow"])
+@pytest.mark.parametrize(
+    "system", ["slurm", "k8s", "torchrun", "ray", "sky", "kubeflow"]
+)
 def test_no_job_is_written_with_a_password_and_one_with_a_variable_is(
     system: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "run.toml"
-    for remote in ("sftp://user:pass1word@host/run", "sftp://user:${SFTP_PASSWORD}@host/run"):
+    for remote in (
+        "sftp://user:pass1word@host/run",
+        "sftp://user:${SFTP_PASSWORD}@host/run",
+    ):
         file.write_text("")
-        words = [str(file), "layout=", f"checkpoint.remote={remote.replace('sftp', 'memory')}"]
+        words = [
+            str(file),
+            "layout=",
+            f"checkpoint.remote={remote.replace('sftp', 'memory')}",
+        ]
         code = main(["launch", system, *words, "--gpus", "1"])
         said = "".join(capsys.readouterr())
         assert "pass1word" not in said
@@ -194,7 +232,11 @@ def test_the_command_line_that_others_see_has_no_secret() -> None:
         "hide_secrets(argv)\n"
         "print(open('/proc/self/cmdline').read(), sys.argv, without_secrets(argv))"
     )
-    words = ["checkpoint.remote=sftp://u:pass1word@h/x", "layout=dp2", "x=ftp://u:another1@h"]
+    words = [
+        "checkpoint.remote=sftp://u:pass1word@h/x",
+        "layout=dp2",
+        "x=ftp://u:another1@h",
+    ]
     done = subprocess.run(
         [sys.executable, "-c", program, *words],
         capture_output=True, text=True, check=True, env=dict(os.environ),
@@ -206,7 +248,9 @@ def test_the_command_line_that_others_see_has_no_secret() -> None:
         assert "checkpoint.remote=sftp://u:*********@h/x\0" in done.stdout
 
 
-def test_what_takes_the_place_of_this_program_finds_the_secret_in_its_environment() -> None:
+def test_what_takes_the_place_of_this_program_finds_the_secret_in_its_environment() -> (
+    None
+):
     program = (
         "import os, sys; from phalanx.cli.arguments import without_secrets\n"
         "code = 'import sys; from phalanx.layout.url import Url; print(Url(sys.argv[1]).connection())'\n"

@@ -32,7 +32,12 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "llama-3-8b": (
         8_030_261_248,
-        {"vocab": 128256, "rope_theta": 5e5, "rope_scaling": RopeScaling(), **LLAMA_3_8B},
+        {
+            "vocab": 128256,
+            "rope_theta": 5e5,
+            "rope_scaling": RopeScaling(),
+            **LLAMA_3_8B,
+        },
     ),
     "mistral-7b": (7_241_732_096, {"vocab": 32000, **LLAMA_3_8B}),
     "qwen2-0.5b": (
@@ -87,7 +92,9 @@ def _small(kind: str, **more: Any) -> Decoder:
 
 
 def _batch(length: int = 9) -> tuple[Tensor, Tensor, Tensor]:
-    tokens = torch.randint(0, 13, (2, length + 1), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(
+        0, 13, (2, length + 1), generator=torch.Generator().manual_seed(1)
+    )
     return tokens[:, :-1], tokens[:, 1:], torch.arange(length).expand(2, length)
 
 
@@ -135,7 +142,10 @@ def _by_hand(block: nn.Module, x: Tensor, positions: Tensor) -> Tensor:
         if not hasattr(weights, "bias"):
             return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weights.weight
         x = x - x.mean(-1, keepdim=True)
-        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weights.weight + weights.bias
+        return (
+            x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weights.weight
+            + weights.bias
+        )
 
     def times(linear: nn.Linear, x: Tensor) -> Tensor:
         y = x @ linear.weight.T
@@ -145,7 +155,9 @@ def _by_hand(block: nn.Module, x: Tensor, positions: Tensor) -> Tensor:
     mlp, y = block.mlp, norm(block.mlp_norm, x)
     up = times(mlp.up, y)
     if mlp.gate is None:
-        wide = up / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (up + 0.044715 * up**3)))
+        wide = (
+            up / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (up + 0.044715 * up**3)))
+        )
     else:
         gate = times(mlp.gate, y)
         wide = gate / (1 + torch.exp(-gate)) * up
@@ -157,7 +169,9 @@ def test_a_block_is_its_formula(kind: str) -> None:
     block, positions = _small(kind).layers[1], torch.arange(5).expand(2, 5)
     x = torch.randn(2, 5, 12, dtype=torch.float64)
     got = block(x, positions=positions)
-    torch.testing.assert_close(got, _by_hand(block, x, positions), rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(
+        got, _by_hand(block, x, positions), rtol=1e-11, atol=1e-11
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -192,7 +206,9 @@ def test_learned_positions_and_rotary_ones_are_used() -> None:
     for kind in KINDS:
         model = _small(kind)
         other = _logits(model, tokens, positions=positions.flip(1))
-        assert not torch.allclose(other, _logits(model, tokens, positions=positions)), kind
+        assert not torch.allclose(other, _logits(model, tokens, positions=positions)), (
+            kind
+        )
 
 
 def test_the_loss_is_the_sum_over_valid_targets() -> None:
@@ -206,11 +222,17 @@ def test_the_loss_is_the_sum_over_valid_targets() -> None:
     for block in model.layers:
         x = _by_hand(block, x, positions)
     x = x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * model.head.norm.weight
-    torch.testing.assert_close(logits, x @ model.head.output.weight.T, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        logits, x @ model.head.output.weight.T, rtol=1e-10, atol=1e-10
+    )
     picked = logits.log_softmax(-1)[valid, :].gather(1, targets[valid].unsqueeze(1))
-    torch.testing.assert_close(model(tokens, targets), -picked.sum(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        model(tokens, targets), -picked.sum(), rtol=1e-12, atol=0
+    )
     mean = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    torch.testing.assert_close(model(tokens, targets) / valid.sum(), mean, rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        model(tokens, targets) / valid.sum(), mean, rtol=1e-12, atol=0
+    )
     assert model(tokens, torch.full_like(targets, -100)) == 0
 
 
@@ -221,7 +243,9 @@ def test_a_bf16_model_sums_its_loss_in_float32() -> None:
     assert loss.dtype == torch.float32
     logits = _logits(model, tokens, positions=positions)
     assert logits.dtype == torch.bfloat16
-    want = F.cross_entropy(logits.double().flatten(0, 1), targets.flatten(), reduction="sum")
+    want = F.cross_entropy(
+        logits.double().flatten(0, 1), targets.flatten(), reduction="sum"
+    )
     torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=0)
 
 
@@ -234,17 +258,25 @@ def test_a_tied_head_is_one_parameter_or_two_whose_gradients_add() -> None:
     for model in (tied, apart):
         model(tokens, targets).backward()
     both = apart.embed.tokens.weight.grad + apart.head.output.weight.grad
-    torch.testing.assert_close(tied.embed.tokens.weight.grad, both, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        tied.embed.tokens.weight.grad, both, rtol=1e-12, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_weight_has_one_rule_with_as_many_dims_and_every_rule_a_weight(kind: str) -> None:
+def test_every_weight_has_one_rule_with_as_many_dims_and_every_rule_a_weight(
+    kind: str,
+) -> None:
     for tied in (False, True):
         model = _small(kind, tied=tied)
-        tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+        tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(
+            model.named_buffers()
+        )
         rules = [line.split(" : ") for line in decoder.describe(model)[1].splitlines()]
         for name, tensor in tensors.items():
-            fits = [dims for pattern, dims in rules if fnmatch.fnmatchcase(name, pattern)]
+            fits = [
+                dims for pattern, dims in rules if fnmatch.fnmatchcase(name, pattern)
+            ]
             assert len(fits) == 1, name
             assert len(fits[0].split()) == tensor.dim(), name
         for pattern, _ in rules:
@@ -257,10 +289,20 @@ def test_the_named_dims_have_one_size_each() -> None:
         vocab=31, hidden=10, layers=1, heads=6, kv_heads=2, head_dim=4, ffn=17, sequence=9,
         bias="all", qk_norm=True,
     )  # fmt: skip
-    sizes = {"vocab": 31, "embed": 10, "heads": 24, "kv": 8, "head": 4, "ffn": 17, "position": 9}
+    sizes = {
+        "vocab": 31,
+        "embed": 10,
+        "heads": 24,
+        "kv": 8,
+        "head": 4,
+        "ffn": 17,
+        "position": 9,
+    }
     rules = [line.split(" : ") for line in decoder.RULES.splitlines()]
     for name, weight in model.named_parameters():
-        dims = next(dims for pattern, dims in rules if fnmatch.fnmatchcase(name, pattern))
+        dims = next(
+            dims for pattern, dims in rules if fnmatch.fnmatchcase(name, pattern)
+        )
         assert tuple(sizes[dim] for dim in dims.split()) == tuple(weight.shape), name
 
 
@@ -297,11 +339,15 @@ def test_a_start_is_drawn_by_name_from_the_generator_alone() -> None:
             assert (drawn[0] == 1).all()
         else:
             depth = 2 if name.endswith(("wo.weight", "down.weight")) else 0.5
-            assert drawn[0].std() == pytest.approx(0.02 / (2 * depth) ** 0.5, rel=0.1), name
+            assert drawn[0].std() == pytest.approx(
+                0.02 / (2 * depth) ** 0.5, rel=0.1
+            ), name
 
 
 def test_sizes_that_do_not_fit_are_refused_at_once_with_the_numbers() -> None:
-    with pytest.raises(ValueError, match=r"kv_heads=3 does not divide heads=4; head_dim=5 is odd"):
+    with pytest.raises(
+        ValueError, match=r"kv_heads=3 does not divide heads=4; head_dim=5 is odd"
+    ):
         Decoder(**{**SMALL, "kv_heads": 3, "head_dim": 5})
     with pytest.raises(ValueError, match="norm='batch': choose rms, rms1 or layer"):
         Decoder(**{**SMALL, "norm": "batch"})

@@ -15,11 +15,15 @@ from phalanx.models import Attention, Core, DecoderSizes, RopeScaling, kernels
 from phalanx.models.rope import Rope, rotate
 
 Q, T, HEADS, KV, SIZE = 2, 7, 4, 2, 6
-SIZES = DecoderSizes(hidden=8, heads=HEADS, kv_heads=KV, head_dim=SIZE, rope_theta=100.0)
+SIZES = DecoderSizes(
+    hidden=8, heads=HEADS, kv_heads=KV, head_dim=SIZE, rope_theta=100.0
+)
 
 
 def _random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(
+        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def _qkv() -> tuple[Tensor, Tensor, Tensor]:
@@ -46,18 +50,25 @@ def _by_hand(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tenso
                     for s in range(t + 1)
                     if documents is None or documents[b, s] == documents[b, t]
                 ]
-                scores = [float(q[b, t, head] @ k[b, s, kv]) / math.sqrt(q.shape[3]) for s in seen]
+                scores = [
+                    float(q[b, t, head] @ k[b, s, kv]) / math.sqrt(q.shape[3])
+                    for s in seen
+                ]
                 weights = [math.exp(score) for score in scores]
                 for s, weight in zip(seen, weights, strict=True):
                     out[b, t, head] += weight / sum(weights) * v[b, s, kv]
     return out
 
 
-@pytest.mark.parametrize("documents", [None, torch.tensor([[0, 0, 0, 1, 1, 2, 2], [5] * 7])])
+@pytest.mark.parametrize(
+    "documents", [None, torch.tensor([[0, 0, 0, 1, 1, 2, 2], [5] * 7])]
+)
 def test_the_core_is_attention_written_out_by_hand(documents: Tensor | None) -> None:
     q, k, v = _qkv()
     got = Core()(q, k, v, _positions(), documents)
-    torch.testing.assert_close(got, _by_hand(q, k, v, documents), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        got, _by_hand(q, k, v, documents), rtol=1e-12, atol=1e-12
+    )
 
 
 DOCUMENTS = torch.tensor(
@@ -83,9 +94,9 @@ def _masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     runs = (DOCUMENTS.diff(dim=1, prepend=DOCUMENTS[:, :1]) != 0).cumsum(1)
     mask = (runs.unsqueeze(-1) == runs.unsqueeze(-2)).tril().unsqueeze(1)
     heads_first = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(*heads_first, attn_mask=mask, enable_gqa=True).transpose(
-        1, 2
-    )
+    return F.scaled_dot_product_attention(
+        *heads_first, attn_mask=mask, enable_gqa=True
+    ).transpose(1, 2)
 
 
 @pytest.mark.parametrize("kernel", ["CPU", "PLAIN"])
@@ -93,10 +104,15 @@ def _masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def test_documents_and_their_gradients_are_those_of_a_dense_mask(
     kernel: str, strip: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "_kernels", lambda q, mask=None: getattr(kernels, kernel))
+    monkeypatch.setattr(
+        kernels, "_kernels", lambda q, mask=None: getattr(kernels, kernel)
+    )
     monkeypatch.setattr(kernels, "STRIP", strip)
     rows, length = DOCUMENTS.shape
-    qkv = [_random(rows, length, n, SIZE, seed=seed) for seed, n in enumerate((HEADS, KV, KV))]
+    qkv = [
+        _random(rows, length, n, SIZE, seed=seed)
+        for seed, n in enumerate((HEADS, KV, KV))
+    ]
     got = _with_gradients(lambda *x: Core()(*x, None, DOCUMENTS), *qkv)
     for one, other in zip(got, _with_gradients(_masked, *qkv), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
@@ -104,7 +120,10 @@ def test_documents_and_their_gradients_are_those_of_a_dense_mask(
 
 def test_a_compiled_core_keeps_documents_apart() -> None:
     rows, length = DOCUMENTS.shape
-    qkv = [_random(rows, length, n, SIZE, seed=seed) for seed, n in enumerate((HEADS, KV, KV))]
+    qkv = [
+        _random(rows, length, n, SIZE, seed=seed)
+        for seed, n in enumerate((HEADS, KV, KV))
+    ]
     core = torch.compile(Core(), fullgraph=True, backend="aot_eager")
     got = _with_gradients(lambda *x: core(*x, None, DOCUMENTS), *qkv)
     for one, other in zip(got, _with_gradients(_masked, *qkv), strict=True):
@@ -112,7 +131,13 @@ def test_a_compiled_core_keeps_documents_apart() -> None:
 
 
 def _with_sinks(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, runs: Tensor, window: int, softcap: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor,
+    runs: Tensor,
+    window: int,
+    softcap: float,
 ) -> Tensor:
     """The scores of all pairs and one column more, whose probability is dropped: as gpt-oss has it."""
     k, v = (x.repeat_interleave(HEADS // KV, 2) for x in (k, v))
@@ -131,16 +156,23 @@ def _with_sinks(
 @pytest.mark.parametrize("window", [0, 3])
 @pytest.mark.parametrize("packed", [False, True])
 def test_sinks_and_their_gradients_are_those_of_one_more_column_of_scores(
-    packed: bool, window: int, softcap: float, kernel: str, monkeypatch: pytest.MonkeyPatch
+    packed: bool,
+    window: int,
+    softcap: float,
+    kernel: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kernels, "_kernels", lambda q, mask=None: getattr(kernels, kernel))
+    monkeypatch.setattr(
+        kernels, "_kernels", lambda q, mask=None: getattr(kernels, kernel)
+    )
     monkeypatch.setattr(kernels, "STRIP", 4)
     documents = torch.tensor([[0] * 3 + [1] * 4, [2] * 7])
     runs = documents if packed else torch.zeros_like(documents)
     inputs = *_qkv(), 2 * _random(HEADS, seed=3)
     core = Core(window, softcap)
     got = _with_gradients(
-        lambda q, k, v, s: core(q, k, v, None, documents if packed else None, s), *inputs
+        lambda q, k, v, s: core(q, k, v, None, documents if packed else None, s),
+        *inputs,
     )
     want = _with_gradients(lambda *x: _with_sinks(*x, runs, window, softcap), *inputs)
     assert len(got) == 5
@@ -153,7 +185,9 @@ class _Pairs(TorchDispatchMode):
 
     pairs = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func.name() == "aten::_scaled_dot_product_flash_attention_for_cpu":
             q, k = args[:2]
             self.pairs += q.shape[0] * q.shape[2] * k.shape[2]
@@ -186,7 +220,10 @@ def test_the_whole_of_attention_is_the_formula_with_complex_rotations() -> None:
     attn = Attention(replace(SIZES, hidden=10, bias="all", qk_norm=True)).double()
     for weight in attn.parameters():
         torch.nn.init.normal_(weight)
-    x, positions = _random(Q, T, 10), torch.tensor([[0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 0, 1, 2, 3]])
+    x, positions = (
+        _random(Q, T, 10),
+        torch.tensor([[0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 0, 1, 2, 3]]),
+    )
 
     def turned(linear: torch.nn.Linear, heads: int, norm: Tensor) -> Tensor:
         y = (x @ linear.weight.T + linear.bias).reshape(Q, T, heads, SIZE)
@@ -218,7 +255,9 @@ def test_rotary_scores_depend_only_on_relative_positions() -> None:
         return torch.einsum("bthd,bshd->bhts", rotate(q, *angles), rotate(k, *angles))
 
     start = _positions(1)
-    torch.testing.assert_close(scores(start), scores(start + 1000), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        scores(start), scores(start + 1000), rtol=1e-10, atol=1e-10
+    )
     assert not torch.allclose(scores(start), scores(start * 2))
 
 
@@ -239,7 +278,9 @@ def test_llama_scaling_keeps_fast_waves_and_slows_the_slow_ones() -> None:
     blend = (8192 / 4096 - 1) / (4 - 1)
     slowed = [1, 1, (1 - blend) / 8 + blend, 1 / 8, 1 / 8]
     want = [2 * math.pi / wave * slow for wave, slow in zip(waves, slowed, strict=True)]
-    torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64), rtol=1e-13, atol=0)
+    torch.testing.assert_close(
+        got, torch.tensor(want, dtype=torch.float64), rtol=1e-13, atol=0
+    )
 
 
 def test_a_replaced_core_is_used_and_a_cut_by_heads_sums_to_the_whole() -> None:
@@ -261,5 +302,10 @@ def test_a_replaced_core_is_used_and_a_cut_by_heads_sums_to_the_whole() -> None:
             return v.repeat_interleave(q.shape[2] // v.shape[2], 2)
 
     whole.core = Values()
-    v = F.linear(x, whole.wv.weight).unflatten(-1, (KV, SIZE)).repeat_interleave(2, 2).flatten(2)
+    v = (
+        F.linear(x, whole.wv.weight)
+        .unflatten(-1, (KV, SIZE))
+        .repeat_interleave(2, 2)
+        .flatten(2)
+    )
     torch.testing.assert_close(whole(x, _positions()), F.linear(v, whole.wo.weight))

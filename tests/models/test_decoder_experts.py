@@ -20,7 +20,12 @@ HIDDEN, FFN, EXPERTS, TOP = 8, 6, 5, 2
 
 
 def made(**changed: Any) -> Any:
-    options = {"scores": "softmax", "normalized": True, "routed_scale": 1.0, "balance": "bias"}
+    options = {
+        "scores": "softmax",
+        "normalized": True,
+        "routed_scale": 1.0,
+        "balance": "bias",
+    }
     torch.manual_seed(0)
     model = Decoder(
         vocab=11, hidden=HIDDEN, layers=2, heads=2, ffn=10, experts=EXPERTS, top_k=TOP,
@@ -38,16 +43,21 @@ def by_token(mlp: Any, x: Tensor, kind: str, normalized: bool, scale: float) -> 
     for token in x.flatten(0, 1):
         logits = torch.stack([row @ token for row in mlp.router.weight])
         scores = (
-            logits.exp() / logits.exp().sum() if kind == "softmax" else 1 / (1 + (-logits).exp())
+            logits.exp() / logits.exp().sum()
+            if kind == "softmax"
+            else 1 / (1 + (-logits).exp())
         )
         best = sorted(
-            range(EXPERTS), key=lambda e: -float((scores[e] + mlp.router.bias[e]).detach())
+            range(EXPERTS),
+            key=lambda e: -float((scores[e] + mlp.router.bias[e]).detach()),
         )[:TOP]
         whole = sum(scores[e] for e in best) if normalized else 1.0
         y = torch.zeros(HIDDEN, dtype=torch.float64)
         for e in best:
             gate, up, down = (getattr(mlp.routed, n)[e] for n in ("gate", "up", "down"))
-            y = y + scale * scores[e] / whole * (down @ (F.silu(gate @ token) * (up @ token)))
+            y = y + scale * scores[e] / whole * (
+                down @ (F.silu(gate @ token) * (up @ token))
+            )
         shared = mlp.shared
         wide = F.silu(shared.gate.weight @ token) * (shared.up.weight @ token)
         rows.append(y + shared.down.weight @ wide)
@@ -68,7 +78,9 @@ def test_experts_give_what_one_token_after_the_other_gives(
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     weights = [x, *(w for name, w in mlp.named_parameters() if name != "router.bias")]
     for a, b in zip(
-        torch.autograd.grad(got, weights, aim), torch.autograd.grad(want, weights, aim), strict=True
+        torch.autograd.grad(got, weights, aim),
+        torch.autograd.grad(want, weights, aim),
+        strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
 
@@ -92,7 +104,9 @@ def clamped_by_hand(mlp: Any, x: Tensor) -> Tensor:
                     min(max(up, -seven), seven),
                 )
                 wide.append((up + 1) * gate / (1 + (-1.702 * gate).exp()))
-            y = y + logits[e].exp() / total * (at.down[e] @ torch.stack(wide) + at.down_bias[e])
+            y = y + logits[e].exp() / total * (
+                at.down[e] @ torch.stack(wide) + at.down_bias[e]
+            )
         rows.append(y)
     return torch.stack(rows).view(x.shape)
 
@@ -123,7 +137,9 @@ def test_experts_without_a_token_and_one_with_all_of_them() -> None:
     assert bool(mlp.routed.down.grad.isfinite().all())
 
 
-def test_counts_are_whole_numbers_without_padding_and_once_when_computed_again() -> None:
+def test_counts_are_whole_numbers_without_padding_and_once_when_computed_again() -> (
+    None
+):
     mlp = made()
     x = torch.randn(2, 6, HIDDEN, dtype=torch.float64, requires_grad=True)
     valid = torch.ones(2, 6, dtype=torch.bool)
@@ -157,7 +173,9 @@ def test_losses_of_a_router_have_the_gradients_of_transformers(kind: str) -> Non
 
     torch.manual_seed(0)
     losses: Any = {f"{kind}_loss": 0.3}
-    router = Router(DecoderSizes(hidden=HIDDEN, experts=EXPERTS, top_k=TOP, **losses)).double()
+    router = Router(
+        DecoderSizes(hidden=HIDDEN, experts=EXPERTS, top_k=TOP, **losses)
+    ).double()
     with torch.no_grad():
         router.weight.normal_()
     x = torch.randn(3, 7, HIDDEN, dtype=torch.float64, requires_grad=True)
@@ -174,11 +192,15 @@ def test_losses_of_a_router_have_the_gradients_of_transformers(kind: str) -> Non
     choices = terms.pop(CHOICES)
     seeds = router.term_gradients(share, choices, choices.sum(0, keepdim=True))
     assert {*seeds} == {*terms}
-    found = torch.autograd.grad([terms[name] for name in seeds], inputs, [*seeds.values()])
+    found = torch.autograd.grad(
+        [terms[name] for name in seeds], inputs, [*seeds.values()]
+    )
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b.to(a.dtype), rtol=1e-5, atol=1e-7)
         assert bool(b.any())
-    assert not any(bool(g.any()) for g in torch.autograd.grad(router(x)[0].sum() * 0.0, inputs))
+    assert not any(
+        bool(g.any()) for g in torch.autograd.grad(router(x)[0].sum() * 0.0, inputs)
+    )
     with torch.no_grad():  # as a forward that is computed again later: the counts alone
         again = router(x, valid).terms
     assert {*again} == {CHOICES}
@@ -217,7 +239,10 @@ def test_sizes_are_those_published(name: str, billions: float, active: float) ->
     the lookup's 0.58B."""
     shape = Shape.load(name)
     assert shape.total == sum(w.numel() for w in build_model(shape).weights.values())
-    assert (round(shape.total / 1e9, 2), round(shape.active / 1e9, 2)) == (billions, active)
+    assert (round(shape.total / 1e9, 2), round(shape.active / 1e9, 2)) == (
+        billions,
+        active,
+    )
 
 
 @pytest.mark.parametrize(
@@ -232,7 +257,9 @@ def test_sizes_are_those_published(name: str, billions: float, active: float) ->
         ("value_dim", 4, "without kv_latent"),
     ],
 )
-def test_sizes_that_do_not_fit_together_are_refused(key: str, value: object, words: str) -> None:
+def test_sizes_that_do_not_fit_together_are_refused(
+    key: str, value: object, words: str
+) -> None:
     with pytest.raises(ShapeError, match=words):
         Shape.of({"layers": 2, "hidden": 8, "vocab": 5, "experts": 4, key: value})
 
@@ -246,8 +273,17 @@ def test_sizes_that_do_not_fit_together_are_refused(key: str, value: object, wor
         ({"rope_dim": 6}, "rope turns rope_dim = 6 of head_dim = 4"),
     ],
 )
-def test_what_latents_cannot_have_is_refused(more: dict[str, object], words: str) -> None:
-    latent = {"layers": 2, "hidden": 16, "heads": 4, "vocab": 5, "kv_latent": 3, "rope_dim": 2}
+def test_what_latents_cannot_have_is_refused(
+    more: dict[str, object], words: str
+) -> None:
+    latent = {
+        "layers": 2,
+        "hidden": 16,
+        "heads": 4,
+        "vocab": 5,
+        "kv_latent": 3,
+        "rope_dim": 2,
+    }
     assert Shape.of(latent).turned == 2
     with pytest.raises(ShapeError, match=words):
         Shape.of(latent | more)

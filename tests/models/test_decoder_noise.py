@@ -15,7 +15,9 @@ def _keys(rows: int, length: int, piece: int = 0, step: int = 5) -> Tensor:
     return block_noise(token_noise(3, step, tokens), torch.tensor([piece]))
 
 
-def _mask(noise: Tensor, width: int, place: int = 1, index: Tensor | None = None) -> Tensor:
+def _mask(
+    noise: Tensor, width: int, place: int = 1, index: Tensor | None = None
+) -> Tensor:
     return Dropout(RATE, place)(torch.ones(*noise.shape, width), noise, index)
 
 
@@ -26,15 +28,23 @@ def test_a_slice_of_tokens_has_the_slice_of_the_mask() -> None:
 
 def test_a_slice_of_heads_has_the_slice_of_the_mask() -> None:
     """Through attention itself, with wo as identity so that the dropped heads come out."""
-    x, noise, positions = torch.randn(2, 6, 8), _keys(2, 6), torch.arange(6).expand(2, 6)
-    sizes = DecoderSizes(hidden=8, heads=4, head_dim=2, positions="learned", dropout=RATE)
+    x, noise, positions = (
+        torch.randn(2, 6, 8),
+        _keys(2, 6),
+        torch.arange(6).expand(2, 6),
+    )
+    sizes = DecoderSizes(
+        hidden=8, heads=4, head_dim=2, positions="learned", dropout=RATE
+    )
     whole = Attention(sizes)
     whole.wo.weight.data = torch.eye(8)
     full = whole(x, positions, None, noise)
     for half in range(2):
         part = Attention(sizes)
         for name in ("wq", "wk", "wv"):
-            getattr(part, name).weight.data = getattr(whole, name).weight.data.chunk(2)[half]
+            getattr(part, name).weight.data = getattr(whole, name).weight.data.chunk(2)[
+                half
+            ]
         part.wo.weight.data = torch.eye(4)
         part.heads = whole.heads.chunk(2)[half]
         got = part(x, positions, None, noise)
@@ -48,7 +58,11 @@ def test_a_slice_of_heads_has_the_slice_of_the_mask() -> None:
 def test_the_rate_holds_for_every_token_feature_place_and_block() -> None:
     """Within six standard deviations of a fair draw, along each dim of the mask."""
     masks = torch.stack(
-        [_mask(_keys(16, 64, piece), 128, place) == 0 for piece in range(4) for place in range(3)]
+        [
+            _mask(_keys(16, 64, piece), 128, place) == 0
+            for piece in range(4)
+            for place in range(3)
+        ]
     ).double()
     for kept in ((0,), (1,), (2,), (3,)):
         others = tuple(d for d in range(4) if d not in kept)
@@ -98,7 +112,10 @@ def test_one_flipped_bit_of_the_key_flips_half_of_the_bits_of_the_draw() -> None
 
 def test_recomputing_a_block_draws_the_same_mask_and_no_noise_draws_none() -> None:
     model = Decoder(vocab=11, hidden=8, layers=2, heads=2, dropout=0.5).double()
-    x, positions = torch.randn(2, 5, 8, dtype=torch.float64), torch.arange(5).expand(2, 5)
+    x, positions = (
+        torch.randn(2, 5, 8, dtype=torch.float64),
+        torch.arange(5).expand(2, 5),
+    )
     noise = token_noise(1, 2, torch.arange(10).reshape(2, 5))
     block, other = model.layers[0], model.layers[1]
     other.load_state_dict(block.state_dict())

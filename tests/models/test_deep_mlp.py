@@ -40,5 +40,6 @@ def test_the_sum_over_parts_of_the_rows_is_the_whole() -> None:
 
 def test_a_bf16_loss_is_summed_in_float32() -> None:
     assert (
-        DeepMlp(width=4, layers=1).bfloat16()(torch.randn(3, 4).bfloat16()).dtype == torch.float32
+        DeepMlp(width=4, layers=1).bfloat16()(torch.randn(3, 4).bfloat16()).dtype
+        == torch.float32
     )

@@ -39,7 +39,9 @@ def turned(x: Tensor, positions: Tensor) -> Tensor:
     half = TURNED // 2
     rates = THETA ** (-2 * torch.arange(half, dtype=torch.float64) / TURNED)
     angles = (positions.double().unsqueeze(-1) * rates).unsqueeze(2)
-    z = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)
+    z = torch.complex(x[..., :half], x[..., half:]) * torch.polar(
+        torch.ones_like(angles), angles
+    )
     return torch.cat((z.real, z.imag), -1)
 
 
@@ -111,4 +113,6 @@ def test_values_narrower_as_wide_and_wider_than_keys_are_those_of_all_scores(
         torch.autograd.grad(want, inputs, aim),
         strict=True,
     ):
-        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10 * float(theirs.abs().max()))
+        torch.testing.assert_close(
+            mine, theirs, rtol=1e-10, atol=1e-10 * float(theirs.abs().max())
+        )

@@ -22,7 +22,10 @@ WORDS = 37
 
 def case(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    logits = torch.randn(3, 20, WORDS, generator=generator, dtype=torch.float64).to(dtype) * 4
+    logits = (
+        torch.randn(3, 20, WORDS, generator=generator, dtype=torch.float64).to(dtype)
+        * 4
+    )
     targets = torch.randint(0, WORDS, (3, 20), generator=generator)
     targets[:, ::7] = -100
     return logits, targets
@@ -77,7 +80,9 @@ def cut(world: World, edges: tuple[int, ...], padded: int) -> tuple[Tensor, Tens
     mine[..., : stop - start] = logits[..., start:stop]
     mine.requires_grad_()
     group = world.split("tp", [range(world.size)])
-    loss = VocabularyCrossEntropy(Cut(start, stop, stop - start), group)(mine * 1, targets)
+    loss = VocabularyCrossEntropy(Cut(start, stop, stop - start), group)(
+        mine * 1, targets
+    )
     loss.backward(torch.tensor(0.3, dtype=loss.dtype))
     assert mine.grad is not None
     assert not mine.grad[..., stop - start :].nan_to_num(0.0).any()
@@ -85,7 +90,9 @@ def cut(world: World, edges: tuple[int, ...], padded: int) -> tuple[Tensor, Tens
 
 
 @pytest.mark.parametrize("edges", [(0, 19, 37), (0, 37, 37), (0, 5, 30, 37)])
-def test_a_cut_vocabulary_has_the_same_loss_and_gradient(edges: tuple[int, ...]) -> None:
+def test_a_cut_vocabulary_has_the_same_loss_and_gradient(
+    edges: tuple[int, ...],
+) -> None:
     due = by_torch(*case(torch.float64))
     came = launch(cut, len(edges) - 1, edges, 40, backend="threads")
     for loss, _ in came:
@@ -124,7 +131,9 @@ def counted(device: str) -> tuple[int, float, float]:
     return scales.most, load.moved, load.launches
 
 
-def test_on_meta_all_rows_cost_what_their_chunks_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_meta_all_rows_cost_what_their_chunks_cost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """One chunk there stands for all: as many bytes alive and moved, with a tenth of the operations."""
     monkeypatch.setattr(chunked, "NUMBERS", dict.fromkeys(("cpu", "meta"), 3 * 50))
     most, moved, launches = counted("cpu")
@@ -138,7 +147,9 @@ def test_what_a_price_takes_as_our_loss_is_what_it_moves() -> None:
     """Of a logit in 16 bits: a float32 copy (6 bytes) and its softmax (8), forward and backward; then
     that times the token's share (8), and written over the logit (6)."""
     tokens, words = 4096, 4096
-    x = torch.empty(tokens, words, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    x = torch.empty(
+        tokens, words, dtype=torch.bfloat16, device="meta", requires_grad=True
+    )
     targets = torch.empty(tokens, dtype=torch.long, device="meta")
     with Scales([], {}) as scales:
         with scales.on("logits"):
@@ -147,6 +158,10 @@ def test_what_a_price_takes_as_our_loss_is_what_it_moves() -> None:
             loss = token_loss(logits, targets)
         with scales.on("backward"):
             torch.autograd.grad(loss, logits)
-    each = [scales.load(name).moved / logits.numel() for name in ("forward", "backward")]
+    each = [
+        scales.load(name).moved / logits.numel() for name in ("forward", "backward")
+    ]
     assert each == pytest.approx([6 + 8, 6 + 8 + 8 + 6], rel=1e-2)
-    assert each == pytest.approx([LOSSES["over"].forward, LOSSES["over"].backward], rel=1e-2)
+    assert each == pytest.approx(
+        [LOSSES["over"].forward, LOSSES["over"].backward], rel=1e-2
+    )

@@ -45,7 +45,9 @@ def angle_error(angles: Tensor) -> Tensor:
 def exactly_turned(x: Tensor, angles: Tensor, pairs: str) -> tuple[Tensor, Tensor]:
     """x (..., size) turned in float64, in halves, and how far float32 angles may be off."""
     wide = x.double()
-    halves = wide.chunk(2, -1) if pairs == "halves" else (wide[..., ::2], wide[..., 1::2])
+    halves = (
+        wide.chunk(2, -1) if pairs == "halves" else (wide[..., ::2], wide[..., 1::2])
+    )
     z = torch.complex(*halves) * torch.polar(torch.ones_like(angles), angles)
     # Two products and their sum.
     slack = (angle_error(angles) + 3 * SINGLE) * sum(half.abs() for half in halves)
@@ -73,7 +75,9 @@ def test_a_16_bit_vector_is_turned_in_float32_and_rounded_once(pairs: str) -> No
 
 
 @pytest.mark.parametrize("latent", [False, True])
-def test_queries_and_keys_of_a_16_bit_model_are_turned_by_exact_angles(latent: bool) -> None:
+def test_queries_and_keys_of_a_16_bit_model_are_turned_by_exact_angles(
+    latent: bool,
+) -> None:
     size = 16
     sizes = DecoderSizes(
         hidden=HIDDEN, heads=2, head_dim=2 * size if latent else size, rope_theta=THETA,
@@ -177,7 +181,9 @@ def test_results_of_experts_are_merged_in_float32_and_rounded_once() -> None:
     merge = ExpertMlps(sizes).merge
     tokens = 40
     y = random(tokens * TOP, HIDDEN).requires_grad_()
-    gates = torch.rand(1, tokens, TOP, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    gates = torch.rand(
+        1, tokens, TOP, generator=torch.Generator().manual_seed(1)
+    ).requires_grad_()
     order = torch.randperm(tokens * TOP, generator=torch.Generator().manual_seed(2))
     aim = random(1, tokens, HIDDEN, seed=3)
     got = merge(y, gates, order)
@@ -196,4 +202,6 @@ def test_results_of_experts_are_merged_in_float32_and_rounded_once() -> None:
     into_y = (out * wide).view(-1, HIDDEN)[order]
     assert_rounded_once(y.grad, into_y, 2 * SINGLE * into_y.abs())
     into_gates, size = (each * out).sum(-1), (each * out).abs().sum(-1)
-    assert bool(((gates.grad.double() - into_gates).abs() <= HIDDEN * SINGLE * size).all())
+    assert bool(
+        ((gates.grad.double() - into_gates).abs() <= HIDDEN * SINGLE * size).all()
+    )

@@ -42,7 +42,9 @@ def leaves() -> list[Any]:
     """Rows that are the last of the keys' times, keys, values and sinks."""
     torch.manual_seed(0)
     shapes = [(3, ROWS, HEADS, SIZE), *[(3, KEYS, KV_HEADS, SIZE)] * 2, (HEADS,)]
-    return [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
+    return [
+        torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes
+    ]
 
 
 @pytest.mark.parametrize("strip", [3, 512])
@@ -59,7 +61,9 @@ def test_outputs_and_gradients_are_those_of_all_scores(
     for function in (attention, dense):
         q, k, v, sinks = leaves()
         y = function(q, k, v, documents, sinks, window, softcap)
-        (y * torch.arange(y.numel(), dtype=y.dtype).view(y.shape).sin()).sum().backward()
+        (
+            y * torch.arange(y.numel(), dtype=y.dtype).view(y.shape).sin()
+        ).sum().backward()
         results.append([y.detach(), *(x.grad for x in (q, k, v, sinks))])
     for ours, wanted in zip(*results, strict=True):
         torch.testing.assert_close(ours, wanted, rtol=1e-12, atol=1e-12)
@@ -70,11 +74,15 @@ class _Largest(TorchDispatchMode):
         super().__init__()
         self.numbers = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         for x in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(x, Tensor):
-                self.numbers = max(self.numbers, x.untyped_storage().nbytes() // x.element_size())
+                self.numbers = max(
+                    self.numbers, x.untyped_storage().nbytes() // x.element_size()
+                )
         return out
 
 
@@ -90,7 +98,10 @@ def test_no_tensor_has_a_number_for_each_pair(softcap: float) -> None:
 def test_flash_attention_is_given_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """On meta, where its operators have shapes. A window of n are the n - 1 tokens before a token."""
     monkeypatch.setattr(kernels, "_kernels", lambda *_: kernels.FLASH)
-    forward, calls = torch.ops.aten._flash_attention_forward.default, list[tuple[bool, Any]]()
+    forward, calls = (
+        torch.ops.aten._flash_attention_forward.default,
+        list[tuple[bool, Any]](),
+    )
 
     class Calls(TorchDispatchMode):
         def __torch_dispatch__(

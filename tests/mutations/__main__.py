@@ -24,7 +24,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .judges import Finding, Tree, by_import_or_types, by_tests, by_verify, copied_tree, nearest
+from .judges import (
+    Finding,
+    Tree,
+    by_import_or_types,
+    by_tests,
+    by_verify,
+    copied_tree,
+    nearest,
+)
 from .lines import PACKAGES, ROOT, Candidate, candidates, package_of, recorded, sample
 
 FOLDER = ROOT / "runs" / "mutations"
@@ -38,15 +46,26 @@ def main() -> None:
         "--seed", type=int, default=today, help="which are drawn; default: the date"
     )
     parser.add_argument("--count", type=int, default=20, help="how many are drawn")
-    parser.add_argument("--package", default=",".join(PACKAGES), help="of which packages")
-    parser.add_argument("--commands", type=int, default=3, help="most verify commands of each")
-    parser.add_argument("--tests", type=int, default=5, help="most files of tests of each")
+    parser.add_argument(
+        "--package", default=",".join(PACKAGES), help="of which packages"
+    )
+    parser.add_argument(
+        "--commands", type=int, default=3, help="most verify commands of each"
+    )
+    parser.add_argument(
+        "--tests", type=int, default=5, help="most files of tests of each"
+    )
     parser.add_argument("--out", type=Path, default=FOLDER / "results.jsonl")
-    parser.add_argument("--again", action="store_true", help="judge again what nothing noticed")
+    parser.add_argument(
+        "--again", action="store_true", help="judge again what nothing noticed"
+    )
     parser.add_argument("--list", action="store_true", help="show what would be judged")
-    parser.add_argument("--summary", action="store_true", help="show the results, judge nothing")
+    parser.add_argument(
+        "--summary", action="store_true", help="show the results, judge nothing"
+    )
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that judges and the copy end with it
+    # so that judges and the copy end with it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     results = read(args.out)
     if not args.summary:
         drawn = chosen(args, results)
@@ -55,7 +74,9 @@ def main() -> None:
             return
         with copied_tree() as tree:
             for candidate in drawn:
-                result = judged(tree, candidate, args.commands, args.tests) | {"seed": args.seed}
+                result = judged(tree, candidate, args.commands, args.tests) | {
+                    "seed": args.seed
+                }
                 results[result["name"]] = result
                 with args.out.open("a") as file:
                     file.write(json.dumps(result) + "\n")
@@ -74,7 +95,9 @@ def chosen(args: argparse.Namespace, results: Mapping[str, Result]) -> list[Cand
     """The first of a sample that have no result; with `again` those that nothing noticed."""
     every = candidates(recorded(FOLDER), args.package.split(","))
     if args.again:
-        survived = {name for name, result in results.items() if result["by"] == SURVIVED}
+        survived = {
+            name for name, result in results.items() if result["by"] == SURVIVED
+        }
         return [each for each in every if each.mutation.name in survived]
     drawn = sample(every, args.seed)[: args.count]
     return [each for each in drawn if each.mutation.name not in results]
@@ -83,7 +106,9 @@ def chosen(args: argparse.Namespace, results: Mapping[str, Result]) -> list[Cand
 SURVIVED, OBVIOUS, BY_VERIFY, BY_TESTS = "survived", "obvious", "verify", "tests"
 
 
-def judged(tree: Tree, candidate: Candidate, commands: int, tests: int) -> dict[str, Any]:
+def judged(
+    tree: Tree, candidate: Candidate, commands: int, tests: int
+) -> dict[str, Any]:
     """The result of one mutation: who noticed it, how, and in which words."""
     mutation, begun = candidate.mutation, time.monotonic()
     cases = candidate.cases[:commands]
@@ -98,7 +123,9 @@ def judged(tree: Tree, candidate: Candidate, commands: int, tests: int) -> dict[
                 break
     if not found and (found := by_tests(tree, mutation, files)):
         by = BY_TESTS
-    finding = found or Finding("", "; ".join([case.command for case in cases] + [*map(str, files)]))
+    finding = found or Finding(
+        "", "; ".join([case.command for case in cases] + [*map(str, files)])
+    )
     return {
         "name": mutation.name, "package": package_of(mutation.path),
         "operator": mutation.operator, "line": mutation.lines.start, "by": by, "how": finding.how,
@@ -117,7 +144,9 @@ def difference(candidate: Candidate) -> str:
 
 def _commit() -> str:
     log = ["git", "log", "-1", "--format=%h"]
-    return subprocess.run(log, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        log, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def summary(results: Iterable[Result]) -> str:
@@ -148,7 +177,9 @@ def _row(name: str, results: Iterable[Result]) -> str:
     by = Counter(result["by"] for result in results)
     total = by[BY_VERIFY] + by[BY_TESTS] + by[SURVIVED]
     noticed = by[BY_VERIFY] + by[BY_TESTS]
-    shares = [f"{count} ({count / max(1, total):.0%})" for count in (by[BY_VERIFY], noticed)]
+    shares = [
+        f"{count} ({count / max(1, total):.0%})" for count in (by[BY_VERIFY], noticed)
+    ]
     return f"| {name} | {total} | {' | '.join(shares)} | {by[SURVIVED]} |"
 
 

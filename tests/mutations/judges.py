@@ -60,7 +60,9 @@ class Tree:
     def tests(self) -> dict[Path, str]:
         if not self.texts:
             files = sorted(self.folder.rglob("tests/**/test_*.py"))
-            self.texts = {path.relative_to(self.folder): path.read_text() for path in files}
+            self.texts = {
+                path.relative_to(self.folder): path.read_text() for path in files
+            }
         return self.texts
 
     @contextmanager
@@ -72,7 +74,8 @@ class Tree:
             yield
         finally:
             path.write_bytes(right)
-            os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # its compiled file stays valid
+            # its compiled file stays valid
+            os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
     def run(self, command: Sequence[str], limit: float) -> Ran:
         """Runs a command of this tree; what it started is ended with it."""
@@ -100,7 +103,9 @@ class Tree:
 @contextmanager
 def copied_tree() -> Iterator[Tree]:
     """A copy of the working tree's tracked files, removed afterwards."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True
+    )
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         for name in listed.stdout.decode().split("\0"):
             if name and (ROOT / name).is_file():
@@ -151,7 +156,9 @@ def by_verify(tree: Tree, case: Recorded) -> Finding | None:
         return Finding("refused", command, _last_line(ran.output))
     wrong = failed["first_difference"]
     raised = re.match(r"(\w*Error|rank \d+ failed)\b", wrong)
-    return Finding("raised" if raised else "differs", command, f"{failed['layout']}: {wrong}")
+    return Finding(
+        "raised" if raised else "differs", command, f"{failed['layout']}: {wrong}"
+    )
 
 
 def _first_failed(output: str) -> dict[str, str] | None:
@@ -172,15 +179,20 @@ def by_tests(tree: Tree, mutation: Mutation, files: Sequence[Path]) -> Finding |
             ran = tree.run([*PYTEST, *some], TESTS_LIMIT)
         if ran.code in GREEN:
             continue
-        if ran.code is None:  # a hang, if it is done in half of the time without the mutation
+        # a hang, if it is done in half of the time without the mutation
+        if ran.code is None:
             right = tree.run([*PYTEST, *some], TESTS_LIMIT / 2)
             if right.code in GREEN:
-                return Finding("hung", f"pytest {path}", f"not done after {ran.seconds:.0f} s")
+                return Finding(
+                    "hung", f"pytest {path}", f"not done after {ran.seconds:.0f} s"
+                )
             continue
         failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", ran.output, re.MULTILINE)
         right = tree.run([*PYTEST, *(failed or some)], TESTS_LIMIT)
         if right.code in GREEN:
-            return Finding("failed", f"pytest {path}", (failed or [_last_line(ran.output)])[0])
+            return Finding(
+                "failed", f"pytest {path}", (failed or [_last_line(ran.output)])[0]
+            )
     return None
 
 
@@ -209,7 +221,9 @@ def nearest(tree: Tree, mutation: Mutation, most: int) -> list[Path]:
         words = path.stem.split("_")
         score = 4 * (module in words) + 3 * sum(room in words for room in rooms)
         score += 2 * bool(imported.search(text))
-        score += 2 * sum(bool(re.search(rf"\b_*{re.escape(name)}\b", text)) for name in names)
+        score += 2 * sum(
+            bool(re.search(rf"\b_*{re.escape(name)}\b", text)) for name in names
+        )
         score += 3 * (package.replace("_", "-") in path.parts)
         scores[path] = score
     ordered = sorted(scores, key=lambda path: (-scores[path], len(tree.tests[path])))

@@ -136,18 +136,27 @@ def _record(case: str, folder: Path) -> Mapping[str, object]:
     }
     begun = time.monotonic()
     done = subprocess.run(
-        [*VERIFY, *shlex.split(case)], env=environment, cwd=ROOT, capture_output=True, text=True
+        [*VERIFY, *shlex.split(case)],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     seconds = time.monotonic() - begun
     if done.returncode:
-        raise RuntimeError(f"verify {case} does not agree before any mutation:\n{done.stderr}")
+        raise RuntimeError(
+            f"verify {case} does not agree before any mutation:\n{done.stderr}"
+        )
     print(f"recorded in {seconds:.0f} s: {case}", file=sys.stderr, flush=True)
     lines: dict[str, set[int]] = {}
     for entry in raw.read_text().split():
         path, _, line = entry.rpartition(":")
         if package_of(path):
             lines.setdefault(path, set()).add(int(line))
-    return {"seconds": seconds, "lines": {path: sorted(of) for path, of in lines.items()}}
+    return {
+        "seconds": seconds,
+        "lines": {path: sorted(of) for path, of in lines.items()},
+    }
 
 
 def search_path(root: Path) -> str:

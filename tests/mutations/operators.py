@@ -93,7 +93,9 @@ def _method(node: ast.AST) -> str:
     if not isinstance(node, ast.Call):
         return ""
     called = node.func
-    return called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+    return (
+        called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+    )
 
 
 def _receiver(call: ast.Call) -> ast.expr | None:
@@ -136,7 +138,9 @@ def sign(node: Any) -> Iterator[ast.AST]:
 
 @operator("term dropped")
 def term_dropped(node: Any) -> Iterator[ast.AST]:
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub | ast.Mult | ast.Div):
+    if isinstance(node, ast.BinOp) and isinstance(
+        node.op, ast.Add | ast.Sub | ast.Mult | ast.Div
+    ):
         if not _text(node):
             yield node.left
         if not _text(node) and not isinstance(node.op, ast.Div):
@@ -147,7 +151,11 @@ def term_dropped(node: Any) -> Iterator[ast.AST]:
 def axis(node: Any) -> Iterator[ast.AST]:
     if isinstance(node, ast.Constant) and node.value in AXES:
         yield ast.Constant(AXES[node.value])
-    if not isinstance(node, ast.Call) or _method(node) not in TAKES_DIMS or not _receiver(node):
+    if (
+        not isinstance(node, ast.Call)
+        or _method(node) not in TAKES_DIMS
+        or not _receiver(node)
+    ):
         return  # Python's own max and sum take no dims
     for place, argument in enumerate(node.args):
         dim = _integer(argument)
@@ -236,7 +244,9 @@ def dtype(node: Any) -> Iterator[ast.AST]:
 
 @operator("arguments swapped")
 def arguments_swapped(node: Any) -> Iterator[ast.AST]:
-    if not isinstance(node, ast.Call) or any(isinstance(a, ast.Starred) for a in node.args):
+    if not isinstance(node, ast.Call) or any(
+        isinstance(a, ast.Starred) for a in node.args
+    ):
         return
     if _method(node) in ("isinstance", "getattr", "hasattr"):
         return
@@ -265,7 +275,9 @@ def slice_bound(node: Any) -> Iterator[ast.AST]:
             bound = getattr(node, name)
             if bound is not None:
                 yield _with(node, **{name: None})
-                yield _with(node, **{name: ast.BinOp(bound, ast.Add(), ast.Constant(1))})
+                yield _with(
+                    node, **{name: ast.BinOp(bound, ast.Add(), ast.Constant(1))}
+                )
 
 
 @operator("statement dropped")
@@ -386,7 +398,9 @@ class _File:
         self.seen: Counter[tuple[str, ...]] = Counter()
 
     def mutations(self) -> Iterator[Mutation]:
-        yield from self._inside(self.tree, _Place("", range(0), frozenset(), at_import=True))
+        yield from self._inside(
+            self.tree, _Place("", range(0), frozenset(), at_import=True)
+        )
 
     def _inside(self, node: ast.AST, place: _Place) -> Iterator[Mutation]:
         """The mutations of a node's children, where these may have any."""
@@ -440,8 +454,22 @@ def _is_body(value: object) -> bool:
 
 
 # What cannot change a result: the text that people read, and what only mypy reads.
-_SKIPPED = (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom, ast.Global)
-_SKIPPED_FIELDS = {"annotation", "returns", "decorator_list", "bases", "type_params", "msg"}
+_SKIPPED = (
+    ast.Raise,
+    ast.Assert,
+    ast.JoinedStr,
+    ast.Import,
+    ast.ImportFrom,
+    ast.Global,
+)
+_SKIPPED_FIELDS = {
+    "annotation",
+    "returns",
+    "decorator_list",
+    "bases",
+    "type_params",
+    "msg",
+}
 _SKIPPED_NAMES = {"__repr__", "__str__"}
 
 
@@ -456,7 +484,9 @@ def _children(node: ast.AST) -> Iterator[ast.AST]:
                 continue
             if isinstance(child, ast.Expr) and _is_string(child.value):
                 continue  # a docstring
-            decides = field == "test" or (field == "ifs" and isinstance(node, ast.comprehension))
+            decides = field == "test" or (
+                field == "ifs" and isinstance(node, ast.comprehension)
+            )
             if decides and isinstance(child, ast.Name | ast.Attribute | ast.Call):
                 child.decides = True  # type: ignore[attr-defined]
             yield child
@@ -476,7 +506,9 @@ def _may_return(parent: ast.AST, child: ast.stmt) -> bool:
     if not isinstance(parent, ast.FunctionDef) or not _is_plain(child):
         return False
     values = (node.value for node in ast.walk(parent) if isinstance(node, ast.Return))
-    yields = any(isinstance(node, ast.Yield | ast.YieldFrom) for node in ast.walk(parent))
+    yields = any(
+        isinstance(node, ast.Yield | ast.YieldFrom) for node in ast.walk(parent)
+    )
     return not yields and all(value is None for value in values)
 
 
@@ -489,14 +521,22 @@ def _is_plain(statement: ast.stmt) -> bool:
 def _may_swap(first: ast.stmt, second: ast.stmt) -> bool:
     """True if both name a common thing, one of them calls something, and neither binds what the other
     reads: else nothing changes, or a name is missing."""
-    calls = any(isinstance(node, ast.Call) for each in (first, second) for node in ast.walk(each))
+    calls = any(
+        isinstance(node, ast.Call)
+        for each in (first, second)
+        for node in ast.walk(each)
+    )
     common = (_named(first) & _named(second)) - {"self"}
     return calls and bool(common) and not _bound(first) & _named(second)
 
 
 def _named(statement: ast.stmt) -> set[str]:
     """Names and attributes that a statement mentions."""
-    parts = [node for node in ast.walk(statement) if isinstance(node, ast.Name | ast.Attribute)]
+    parts = [
+        node
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Name | ast.Attribute)
+    ]
     return {ast.unparse(part) for part in parts}
 
 

@@ -28,7 +28,9 @@ from mutations.operators import OPERATORS, Mutation, mutations_of
 
 def written(source: str, operator: str) -> set[str]:
     """What an operator makes of a source, without the parentheses around it."""
-    made = [one for one in mutations_of("x.py", source.encode()) if one.operator == operator]
+    made = [
+        one for one in mutations_of("x.py", source.encode()) if one.operator == operator
+    ]
     return {one.new[1:-1] if one.new.startswith("(") else one.new for one in made}
 
 
@@ -68,7 +70,8 @@ def written(source: str, operator: str) -> set[str]:
         ("not in place", "z = (x - y).exp_()", set()),  # a temporary
         ("not in place", "torch.mul(x, y, out=z)", {"torch.mul(x, y)"}),
         ("order", "send(x)\nx = wait(y)", {"x = wait(y)\nsend(x)"}),
-        ("order", "x = wait(y)\nsend(x)", set()),  # the second needs what the first binds
+        # the second needs what the first binds
+        ("order", "x = wait(y)\nsend(x)", set()),
         ("order", "a = 1\nb = 2", set()),
     ],
 )
@@ -127,18 +130,27 @@ def test_all_other_code_keeps_its_line_and_every_mutation_is_one_of_python() -> 
         assert text != LONG
         lines, rows = text.splitlines(), LONG.splitlines()
         assert len(lines) == len(rows), mutation.name
-        changed = [n for n, pair in enumerate(zip(rows, lines, strict=True), 1) if len({*pair}) > 1]
+        changed = [
+            n
+            for n, pair in enumerate(zip(rows, lines, strict=True), 1)
+            if len({*pair}) > 1
+        ]
         assert {*changed} <= {*mutation.lines}, mutation.name
 
 
 def test_a_mutation_keeps_its_name_where_other_lines_change() -> None:
     before = [mutation.name for mutation in mutations_of("x.py", LONG.encode())]
-    after = [mutation.name for mutation in mutations_of("x.py", b"import a\n\n\n" + LONG.encode())]
+    after = [
+        mutation.name
+        for mutation in mutations_of("x.py", b"import a\n\n\n" + LONG.encode())
+    ]
     assert before == after
     assert len({*before}) == len(before)
 
 
-def test_a_constant_of_a_module_is_run_by_who_reads_it_and_a_default_by_its_function() -> None:
+def test_a_constant_of_a_module_is_run_by_who_reads_it_and_a_default_by_its_function() -> (
+    None
+):
     source = b"LIMIT = 3\n\n\ndef f(x=4):\n    y = x\n    return y\n"
     made = {mutation.old: mutation for mutation in mutations_of("x.py", source)}
     assert made["3"].binds == {"LIMIT"}
@@ -149,14 +161,25 @@ def test_a_constant_of_a_module_is_run_by_who_reads_it_and_a_default_by_its_func
 
 
 def _mutation(
-    path: str = "src/phalanx/train/optimizer.py", function: str = "learning_rate", **more: object
+    path: str = "src/phalanx/train/optimizer.py",
+    function: str = "learning_rate",
+    **more: object,
 ):  # type: ignore[no-untyped-def]
-    fields = {"operator": "constant", "old": "1", "new": "2", "number": 1, "start": 0, "end": 1}
+    fields = {
+        "operator": "constant",
+        "old": "1",
+        "new": "2",
+        "number": 1,
+        "start": 0,
+        "end": 1,
+    }
     return Mutation(path, function, **fields | {"lines": range(1, 2)} | more)  # type: ignore[arg-type]
 
 
 def test_a_sample_is_drawn_by_its_seed_and_has_all_operators_alike() -> None:
-    rare = [Candidate(_mutation(operator="wait dropped", number=n), ()) for n in range(30)]
+    rare = [
+        Candidate(_mutation(operator="wait dropped", number=n), ()) for n in range(30)
+    ]
     common = [Candidate(_mutation(number=n), ()) for n in range(3000)]
     order = sample([*common, *rare], 5)
     assert order == sample([*common, *rare], 5)
@@ -189,7 +212,9 @@ if __name__ == "__main__":
 """
 
 
-def test_lines_are_recorded_in_threads_and_processes_and_not_at_import(tmp_path: Path) -> None:
+def test_lines_are_recorded_in_threads_and_processes_and_not_at_import(
+    tmp_path: Path,
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     raw = tmp_path / "lines.txt"
@@ -198,7 +223,9 @@ def test_lines_are_recorded_in_threads_and_processes_and_not_at_import(tmp_path:
         "RECORDED_ROOT": str(tmp_path),
         "RECORDED_LINES": str(raw),
     }
-    subprocess.run([sys.executable, str(script)], env=environment, check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, str(script)], env=environment, check=True, timeout=60
+    )
     found = Counter(raw.read_text().split())
     assert {*found} == {f"script.py:{line}" for line in (4, 5, 6, 7, 11)}
 
@@ -209,7 +236,9 @@ def test_lines_are_recorded_in_threads_and_processes_and_not_at_import(tmp_path:
 class Ended(Tree):
     """A tree in which each run has a given end, by the last word of its command and the mutation."""
 
-    def __init__(self, ends: dict[tuple[str, bool], Ran], texts: dict[Path, str]) -> None:
+    def __init__(
+        self, ends: dict[tuple[str, bool], Ran], texts: dict[Path, str]
+    ) -> None:
         super().__init__(Path(), texts)
         self.ends, self.changed = ends, False
 
@@ -225,7 +254,9 @@ class Ended(Tree):
 
 FINE = Ran(0, "", 1.0)
 FILE = Path("tests/train/test_rates.py")
-FAILED = Ran(1, "E  AssertionError\nFAILED tests/train/test_rates.py::test_end - assert\n", 1.0)
+FAILED = Ran(
+    1, "E  AssertionError\nFAILED tests/train/test_rates.py::test_end - assert\n", 1.0
+)
 TEST = "tests/train/test_rates.py::test_end"
 
 
@@ -242,7 +273,9 @@ def test_a_test_that_fails_without_the_mutation_says_nothing() -> None:
     assert _tested({(str(FILE), True): FAILED, (TEST, False): FAILED}) is None
 
 
-def test_a_test_that_hangs_has_noticed_a_mutation_and_one_that_is_slow_has_not() -> None:
+def test_a_test_that_hangs_has_noticed_a_mutation_and_one_that_is_slow_has_not() -> (
+    None
+):
     late, half = Ran(None, "", 900.0), Ran(None, "", 450.0)
     found = _tested({(str(FILE), True): late, (str(FILE), False): FINE})
     assert found
@@ -250,9 +283,7 @@ def test_a_test_that_hangs_has_noticed_a_mutation_and_one_that_is_slow_has_not()
     assert _tested({(str(FILE), True): late, (str(FILE), False): half}) is None
 
 
-DIFFERS = (
-    '{"layouts": [{"layout": "dp2", "passed": true, "first_difference": ""}, {"layout": "tp2",'
-)
+DIFFERS = '{"layouts": [{"layout": "dp2", "passed": true, "first_difference": ""}, {"layout": "tp2",'
 DIFFERS += ' "passed": false, "first_difference": "step 0: the loss is 1.0"}]}'
 RAISED = DIFFERS.replace("step 0: the loss is 1.0", "rank 1 failed: KeyError: 3")
 TRACE = "Traceback (most recent call last):\n  File x\nKeyError: 3"
@@ -264,7 +295,11 @@ TRACE = "Traceback (most recent call last):\n  File x\nKeyError: 3"
         (Ran(1, DIFFERS, 1.0), "differs", "tp2: step 0: the loss is 1.0"),
         (Ran(1, RAISED, 1.0), "raised", "tp2: rank 1 failed: KeyError: 3"),
         (Ran(1, TRACE, 1.0), "raised", "KeyError: 3"),
-        (Ran(2, "LayoutError: tp2 does not fit", 1.0), "refused", "LayoutError: tp2 does not fit"),
+        (
+            Ran(2, "LayoutError: tp2 does not fit", 1.0),
+            "refused",
+            "LayoutError: tp2 does not fit",
+        ),
         (Ran(None, "", 130.0), "hung", "not done after 130 s"),
     ],
 )
@@ -285,7 +320,9 @@ def test_mistakes_that_show_at_import_or_to_mypy_are_obvious() -> None:
         "--no-error-summary",
     )
     tree = Ended({(IMPORT, False): FINE, (last, False): wrong}, {FILE: ""})
-    assert by_import_or_types(tree) == Finding("types", "mypy", "x.py:1: error: no such name")
+    assert by_import_or_types(tree) == Finding(
+        "types", "mypy", "x.py:1: error: no such name"
+    )
     tree = Ended({(IMPORT, False): Ran(1, TRACE, 1.0)}, {FILE: ""})
     assert by_import_or_types(tree) == Finding("import", "import", "KeyError: 3")
     tree = Ended({(IMPORT, False): FINE, (last, False): FINE}, {FILE: ""})
@@ -303,7 +340,11 @@ def test_the_nearest_tests_name_the_function_its_file_or_its_package() -> None:
         Path("tests/draw/test_pages.py"): "from phalanx.draw import page",
     }
     found = nearest(Ended({}, texts), _mutation(), 9)
-    assert [path.name for path in found] == ["test_optimizer.py", "test_rates.py", "test_lock.py"]
+    assert [path.name for path in found] == [
+        "test_optimizer.py",
+        "test_rates.py",
+        "test_lock.py",
+    ]
 
 
 def test_a_copy_of_the_tree_is_changed_and_restored(tmp_path: Path) -> None:

@@ -83,7 +83,9 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.transformer["wte"].weight = self.lm_head.weight
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, idx: Tensor, targets: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         pos = torch.arange(0, idx.size(1), dtype=torch.long, device=idx.device)
         tok_emb = self.transformer["wte"](idx)
         pos_emb = self.transformer["wpe"](pos)
@@ -113,7 +115,9 @@ class Embed(nn.Module):
 
 class SummedLoss(nn.Module):
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
+        return F.cross_entropy(
+            logits.flatten(0, -2), targets.flatten(), reduction="sum"
+        )
 
 
 class Head(nn.Module):
@@ -154,4 +158,6 @@ def describe(model: GPT) -> Model:
         *((f"h.{n}", block) for n, block in enumerate(blocks)),
         ("head", Head(parts["ln_f"], model.lm_head)),
     )
-    return Model(pieces, Rules.parse(RULES), {"heads": math.gcd(4, config.n_head)}, shape=shape)
+    return Model(
+        pieces, Rules.parse(RULES), {"heads": math.gcd(4, config.n_head)}, shape=shape
+    )

@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from phalanx.layout import Layout
-from phalanx.parallel.batch import count_valid, held_times, microbatches, share, time_multiple
+from phalanx.parallel.batch import (
+    count_valid,
+    held_times,
+    microbatches,
+    share,
+    time_multiple,
+)
 
 RINGS, ULYSSES = (1, 2, 3, 4, 8), (1, 2, 4)
 LAYOUTS = (
@@ -44,7 +50,9 @@ def test_every_token_is_held_by_one_place_and_places_hold_as_many(ring, ulysses)
 @pytest.mark.parametrize("ring", RINGS)
 def test_causal_attention_costs_every_place_of_a_ring_the_same(ring):
     length = 2 * ring * 5
-    pairs = {int((held_times(length, ring, 1, place) + 1).sum()) for place in range(ring)}
+    pairs = {
+        int((held_times(length, ring, 1, place) + 1).sum()) for place in range(ring)
+    }
     assert pairs == {length * (length + 1) // 2 // ring}
 
 
@@ -79,7 +87,9 @@ def test_every_tensor_with_a_number_for_each_token_is_cut_alike_but_documents(te
             # Every rank has those of all tokens of its rows: attention asks whose keys it sees.
             first = 1 + (part["weight"] - 0.5).long().unsqueeze(1) * length
             documents = part["documents"]
-            assert torch.equal(documents[:, :length], (first + torch.arange(length)) // 5)
+            assert torch.equal(
+                documents[:, :length], (first + torch.arange(length)) // 5
+            )
             assert (documents[:, length:] == -1).all()
             assert part["weight"].shape == tokens.shape[:1]
             assert all(x.is_contiguous() for x in part.values())

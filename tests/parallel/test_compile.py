@@ -68,7 +68,10 @@ def step(world: World, layout: Layout, count: int = 1) -> Executor:
     whole = batch_of(shape, 0)
     # Microbatches of one size, so that every graph is of one shape.
     rows = {name: x[: 2 * layout.microbatches] for name, x in whole.items()}
-    own = [{n: x[2 * m : 2 * m + 2] for n, x in rows.items()} for m in range(layout.microbatches)]
+    own = [
+        {n: x[2 * m : 2 * m + 2] for n, x in rows.items()}
+        for m in range(layout.microbatches)
+    ]
     for _ in range(count):
         executor.step(own, 1e-3)
     return executor
@@ -82,13 +85,17 @@ def counted(world: World, layout: Layout) -> tuple[Any, ...]:
 @pytest.mark.parametrize("text", ["", "accum:2", "accum:2 recompute:selective"])
 def test_equal_blocks_share_one_graph_forward_and_one_backward(text: str) -> None:
     assert SHAPES["gqa"].layers > 1
-    (found,) = launch(counted, 1, Layout.parse(f"{text} compile fp64"), backend="threads")
+    (found,) = launch(
+        counted, 1, Layout.parse(f"{text} compile fp64"), backend="threads"
+    )
     # The embedding, the blocks and the head; in two steps. Where a gradient comes once, it is an output
     # of the graph.
     assert found == ((3, 0), {"forward": 3, "backward": 3})
 
 
-def test_recomputing_whole_pieces_needs_one_more_graph_of_each_without_gradients() -> None:
+def test_recomputing_whole_pieces_needs_one_more_graph_of_each_without_gradients() -> (
+    None
+):
     layout = Layout.parse("accum:2 recompute:all compile fp64")
     (found,) = launch(counted, 1, layout, backend="threads")
     # The head is not run before its recomputation; neither is it without gradients.
@@ -110,7 +117,11 @@ def test_recomputing_whole_pieces_needs_one_more_graph_of_each_without_gradients
 def test_compiled_layouts_give_what_one_process_gives(text: str) -> None:
     packed = "cp2" in text or "accum" in text
     (verdict,) = verify(
-        SHAPES["gqa"], [Layout.parse(f"{text} compile fp64")], steps=1, packed=packed, dropout=0.2
+        SHAPES["gqa"],
+        [Layout.parse(f"{text} compile fp64")],
+        steps=1,
+        packed=packed,
+        dropout=0.2,
     )
     assert verdict.passed, verdict
 
@@ -124,8 +135,11 @@ def test_every_kind_of_model_compiles(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("latent", ""),  # a router's losses, and experts that are not compiled beside what is
-        pytest.param("experts", "ep2 tp2 seq zero3 accum:2 overlap", marks=pytest.mark.slow),
+        # a router's losses, and experts that are not compiled beside what is
+        ("latent", ""),
+        pytest.param(
+            "experts", "ep2 tp2 seq zero3 accum:2 overlap", marks=pytest.mark.slow
+        ),
         pytest.param("experts", "recompute:selective accum:2", marks=pytest.mark.slow),
         pytest.param("latent", "ep2 pp2 zb-h1:3 recompute:all", marks=pytest.mark.slow),
         pytest.param("latent", "ep4 cp2 recompute:selective", marks=pytest.mark.slow),
@@ -146,7 +160,9 @@ def test_a_model_of_ones_own_compiles() -> None:
     assert verdict.passed, verdict
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="kernels for a CPU need a C++ compiler")
+@pytest.mark.skipif(
+    not shutil.which("g++"), reason="kernels for a CPU need a C++ compiler"
+)
 @pytest.mark.parametrize("name", ["mlp", pytest.param("gqa", marks=pytest.mark.slow)])
 def test_kernels_made_for_this_machine_agree_too(
     monkeypatch: pytest.MonkeyPatch, name: str
@@ -182,7 +198,9 @@ def kept(world: World, text: str) -> int:
     model = build_model(SHAPES["gqa"])
     local = build_local(world, layout, model, program_of(model, layout), precision=WIDE)
     x = torch.randn(2, 8, SHAPES["gqa"].hidden, dtype=torch.float64)
-    weights = {storage_of(p) for u in local.units.values() for p in u.parameters.values()}
+    weights = {
+        storage_of(p) for u in local.units.values() for p in u.parameters.values()
+    }
     saved: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
@@ -199,7 +217,9 @@ def kept(world: World, text: str) -> int:
     return sum(saved.values())
 
 
-def test_a_compiled_block_keeps_less_than_an_eager_one_and_selectively_still_less() -> None:
+def test_a_compiled_block_keeps_less_than_an_eager_one_and_selectively_still_less() -> (
+    None
+):
     bytes_of = {
         text: launch(kept, 1, f"{text} fp64", backend="threads")[0]
         for text in ("", "compile", "recompute:selective compile")
@@ -208,9 +228,13 @@ def test_a_compiled_block_keeps_less_than_an_eager_one_and_selectively_still_les
     assert 0 < bytes_of["recompute:selective compile"] < bytes_of["compile"]
 
 
-def test_without_a_compiler_the_layout_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_the_layout_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("PHALANX_COMPILE_BACKEND", "inductor")
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(LayoutError, match=r"needs a C\+\+ compiler.*\n?.*leave compile out"):
+    with pytest.raises(
+        LayoutError, match=r"needs a C\+\+ compiler.*\n?.*leave compile out"
+    ):
         refuse_uncompiled(torch.device("cpu"))

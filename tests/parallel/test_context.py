@@ -23,7 +23,9 @@ SMALL = ((2, 1), (3, 1), (4, 1), (1, 2), (1, 4), (2, 2))
 
 
 def _layout(ring: int, ulysses: int) -> Layout:
-    return Layout.parse(f"cp{ring * ulysses}:{ring}x{ulysses}" if ring * ulysses > 1 else "")
+    return Layout.parse(
+        f"cp{ring * ulysses}:{ring}x{ulysses}" if ring * ulysses > 1 else ""
+    )
 
 
 def _batch(
@@ -33,7 +35,9 @@ def _batch(
     generator = torch.Generator().manual_seed(length)
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(rows, length, *shape, dtype=torch.float64, generator=generator)
+        return torch.randn(
+            rows, length, *shape, dtype=torch.float64, generator=generator
+        )
 
     batch = {
         "tokens": torch.arange(rows * length).view(rows, length),
@@ -48,10 +52,14 @@ def _batch(
     return batch
 
 
-def _core(world: World, ring: int, ulysses: int, inner: nn.Module | None = None) -> nn.Module:
+def _core(
+    world: World, ring: int, ulysses: int, inner: nn.Module | None = None
+) -> nn.Module:
     """A place's core, as `install_context` puts it into a model."""
     mesh = _layout(ring, ulysses).mesh
-    ring_group = world.split("ring", mesh.groups(["cp.ring"]), context.around(mesh.of("cp.ring")))
+    ring_group = world.split(
+        "ring", mesh.groups(["cp.ring"]), context.around(mesh.of("cp.ring"))
+    )
     ulysses_group = world.split("ulysses", mesh.groups(["cp.ulysses"]))
     core = RingCore(ring_group) if ring > 1 else inner or Core()
     return UlyssesCore(core, ulysses_group) if ulysses > 1 else core
@@ -65,7 +73,9 @@ def _attend(core: nn.Module, part: dict[str, Tensor]) -> dict[str, Tensor]:
     return {"y": y.detach(), **{n: x.grad for n, x in zip("qkv", qkv, strict=True)}}
 
 
-def _on_a_place(world: World, ring: int, ulysses: int, batches: list[dict[str, Tensor]]):
+def _on_a_place(
+    world: World, ring: int, ulysses: int, batches: list[dict[str, Tensor]]
+):
     """What one place computes of each batch."""
     core, seen = _core(world, ring, ulysses), []
     for batch in batches:
@@ -79,7 +89,10 @@ def _on_a_place(world: World, ring: int, ulysses: int, batches: list[dict[str, T
 def _joined(seen: list[dict[str, Tensor]], ring: int, ulysses: int, length: int):
     """Whole tensors from what all places hold, without the padding."""
     padded = seen[0]["y"].shape[1] * len(seen)
-    whole = {n: x.new_full((len(x), padded, *x.shape[2:]), math.nan) for n, x in seen[0].items()}
+    whole = {
+        n: x.new_full((len(x), padded, *x.shape[2:]), math.nan)
+        for n, x in seen[0].items()
+    }
     for cp, part in enumerate(seen):
         for name, x in part.items():
             whole[name][:, held_times(padded, ring, ulysses, cp)] = x
@@ -96,7 +109,9 @@ def _worst(run, ring: int, ulysses: int, batches: list[dict[str, Tensor]]) -> fl
     seen = run(_on_a_place, ring, ulysses, batches)
     errors = []
     for i, batch in enumerate(batches):
-        got = _joined([place[i] for place in seen], ring, ulysses, batch["tokens"].shape[1])
+        got = _joined(
+            [place[i] for place in seen], ring, ulysses, batch["tokens"].shape[1]
+        )
         errors.append(_error(got, _attend(Core(), batch)))
     return float(torch.tensor(errors).max())  # NaN, where something is missing, stays
 
@@ -121,7 +136,9 @@ def test_attention_over_any_ring_and_ulysses_equals_attention(ring, ulysses):
 
 
 @pytest.mark.parametrize("ring,ulysses", SMALL)
-def test_strips_of_queries_and_plain_kernels_equal_attention(ring, ulysses, monkeypatch):
+def test_strips_of_queries_and_plain_kernels_equal_attention(
+    ring, ulysses, monkeypatch
+):
     for strip, plain in itertools.product((1, 5, 512), (False, True)):
         monkeypatch.setattr(kernels, "STRIP", strip)
         if plain:
@@ -146,7 +163,9 @@ def test_processes_over_gloo_compute_what_threads_do():
 def test_a_ring_in_bfloat16_is_as_near_to_the_truth_as_attention():
     exact = _batch(96, documents=True)
     short = {n: x.bfloat16() if x.is_floating_point() else x for n, x in exact.items()}
-    truth = _attend(Core(), {n: x.double() if n != "documents" else x for n, x in short.items()})
+    truth = _attend(
+        Core(), {n: x.double() if n != "documents" else x for n, x in short.items()}
+    )
     alone = _error(_attend(Core(), short), truth)
     seen = _threads(4)(_on_a_place, 4, 1, [short])
     ring = _error(_joined([place[0] for place in seen], 4, 1, 96), truth)
@@ -170,7 +189,10 @@ def test_partial_results_of_a_ring_are_merged_in_float32_and_rounded_once(ring):
     """With values of one on the keys of one rank and zero elsewhere, every partial result is exact in
     bfloat16, and the merged result is the share of the softmax on those keys."""
     length, generator = 48, torch.Generator().manual_seed(ring)
-    q, k = (2 * torch.randn(1, length, 2, SIZE, generator=generator).bfloat16() for _ in "qk")
+    q, k = (
+        2 * torch.randn(1, length, 2, SIZE, generator=generator).bfloat16()
+        for _ in "qk"
+    )
     scores = torch.einsum("bthd,bshd->bhts", q.double(), k.double()) / math.sqrt(SIZE)
     later = torch.ones(length, length, dtype=torch.bool).triu(1)
     shares = scores.masked_fill(later, -math.inf).softmax(-1)
@@ -210,7 +232,9 @@ def test_gradients_of_visiting_blocks_are_added_in_float32_and_rounded_once(ring
     gradient[0, -1, 0, 0] = 1.0
     for rank in range(ring):
         time = held_times(length, ring, 1, rank)[0]
-        k[0, time, 0, 0] = v[0, time, 0, 0] * length * math.sqrt(8) * (0.75 if rank else 256.0)
+        k[0, time, 0, 0] = (
+            v[0, time, 0, 0] * length * math.sqrt(8) * (0.75 if rank else 256.0)
+        )
     got = _over_a_ring(ring, _narrow(q=zeros(), k=k, v=v, gradient=gradient))
     assert got["q"][0, -1, 0, 0] == total
 
@@ -224,7 +248,9 @@ def _compiled(world: World, batch: dict[str, Tensor]):
 
 
 def test_a_ring_compiles_whole_and_computes_the_same_bits():
-    for plain, compiled in launch(_compiled, 2, CASES[3], backend="threads", timeout=60.0):
+    for plain, compiled in launch(
+        _compiled, 2, CASES[3], backend="threads", timeout=60.0
+    ):
         assert all(torch.equal(compiled[name], x) for name, x in plain.items())
 
 
@@ -241,7 +267,9 @@ def test_a_place_computes_the_pairs_that_are_needed_and_no_others(places):
             visible = needed(step, place, places, 2 * chunk)
             computed = torch.zeros(2 * chunk, 2 * chunk, dtype=torch.bool)
             box = computed[visible.rows, visible.keys]
-            box |= torch.ones_like(box).tril() if visible.causal else torch.ones_like(box)
+            box |= (
+                torch.ones_like(box).tril() if visible.causal else torch.ones_like(box)
+            )
             assert torch.equal(computed, mine[:, None] >= theirs[None, :])
             assert box.numel() == (2 if step else 4) * chunk**2
 
@@ -317,7 +345,9 @@ def leaks(attend, tokens: Tensor, documents: Tensor | None, row: int, time: int)
     changed[row, time] += 1
     moved = (attend(changed) != attend(tokens)).flatten(2).any(-1)
     may = torch.zeros_like(moved)
-    may[row, time:] = True if documents is None else documents[row, time:] == documents[row, time]
+    may[row, time:] = (
+        True if documents is None else documents[row, time:] == documents[row, time]
+    )
     return int(moved.sum()), int((moved & ~may).sum()), int((may & ~moved).sum())
 
 
@@ -336,14 +366,18 @@ def test_a_token_moves_its_own_documents_later_tokens_and_nothing_else(ring, uly
 
 
 def test_the_leak_test_sees_a_block_without_its_diagonal(monkeypatch):
-    monkeypatch.setattr(context, "needed", lambda *args: needed(*args)._replace(causal=False))
+    monkeypatch.setattr(
+        context, "needed", lambda *args: needed(*args)._replace(causal=False)
+    )
     assert leaks(_whole(4, 1, None), _batch(24, 4)["q"], None, 0, 11)[1] > 0
     assert _worst(_threads(2), 2, 1, CASES[:1]) > 1e-3
 
 
 def test_the_leak_test_sees_a_skipped_step_of_the_ring(monkeypatch):
     right = context.visiting_blocks
-    monkeypatch.setattr(context, "visiting_blocks", lambda s, *a: [] if s == 1 else right(s, *a))
+    monkeypatch.setattr(
+        context, "visiting_blocks", lambda s, *a: [] if s == 1 else right(s, *a)
+    )
     _, leaked, blind = leaks(_whole(4, 1, None), _batch(24, 4)["q"], None, 0, 0)
     assert blind > 0
     assert leaked == 0
@@ -358,7 +392,9 @@ def test_the_leak_test_sees_documents_that_are_ignored():
 # ---- into a model
 
 
-SHAPE = Shape("t", layers=2, hidden=16, heads=4, kv_heads=2, ffn=24, vocab=37, sequence=12)
+SHAPE = Shape(
+    "t", layers=2, hidden=16, heads=4, kv_heads=2, ffn=24, vocab=37, sequence=12
+)
 
 
 def _cores(text: str) -> list[nn.Module]:
@@ -374,7 +410,9 @@ def test_every_core_of_a_model_is_replaced_and_without_cp_none():
     assert {type(core) for core in _cores("tp2")} == {Core}
     assert {type(core) for core in _cores("cp2")} == {RingCore}
     both = _cores("cp4:2x2")
-    assert {(type(core), type(core.inner)) for core in both} == {(UlyssesCore, RingCore)}
+    assert {(type(core), type(core.inner)) for core in both} == {
+        (UlyssesCore, RingCore)
+    }
     alone = _cores("cp2:ulysses")
     assert {(type(core), type(core.inner)) for core in alone} == {(UlyssesCore, Core)}
 

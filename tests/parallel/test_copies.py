@@ -27,7 +27,9 @@ from phalanx.verify.trial import Part, Seen, join
 # under tp4 key and value heads that two ranks hold.
 ODD = replace(SHAPES["odd"], batch=6, sequence=7, vocab=13, tied=True)
 # A shape whose copies drifted apart within 8 steps when tp ranks updated runs of different length.
-EVEN = replace(ODD, hidden=32, heads=2, kv_heads=2, head_dim=16, ffn=40, vocab=37, sequence=11)
+EVEN = replace(
+    ODD, hidden=32, heads=2, kv_heads=2, head_dim=16, ffn=40, vocab=37, sequence=11
+)
 # Norms of q and k: weights of one head that every rank uses for others.
 HEAD_NORMS = replace(SHAPES["qwen"], layers=2, batch=6, sequence=7, vocab=13, ffn=20)
 
@@ -58,7 +60,9 @@ def held_after(
     )  # fmt: skip
     for step in range(steps):
         batch = batch_of(shape, step, dtype=precision.compute)
-        own = microbatches(batch, layout, local.coordinates["dp"], local.coordinates["cp"])
+        own = microbatches(
+            batch, layout, local.coordinates["dp"], local.coordinates["cp"]
+        )
         assert executor.step(own, 1e-2).finite
     told = []
     for number, unit in local.units.items():
@@ -78,9 +82,13 @@ def held_after(
     return told
 
 
-def differing(layout: Layout, shape: Shape, optimizer: AdamW | Sgd, steps: int = 8) -> set[str]:
+def differing(
+    layout: Layout, shape: Shape, optimizer: AdamW | Sgd, steps: int = 8
+) -> set[str]:
     """Names of the weights whose copies, or their optimizer states, are not equal bit by bit."""
-    ranks = launch(held_after, layout.ranks, layout, shape, optimizer, steps, backend="threads")
+    ranks = launch(
+        held_after, layout.ranks, layout, shape, optimizer, steps, backend="threads"
+    )
     apart, compared = set(), 0
     by_box: dict[tuple[str, str, str], list[Held]] = {}
     for held in (h for rank in ranks for h in rank):
@@ -90,7 +98,9 @@ def differing(layout: Layout, shape: Shape, optimizer: AdamW | Sgd, steps: int =
             start, stop = max(a.start, b.start), min(a.stop, b.stop)
             if start < stop:
                 x, y = (
-                    h.numbers[start - h.start : stop - h.start].view(BITS[h.numbers.itemsize])
+                    h.numbers[start - h.start : stop - h.start].view(
+                        BITS[h.numbers.itemsize]
+                    )
                     for h in (a, b)
                 )
                 compared += stop - start
@@ -100,15 +110,28 @@ def differing(layout: Layout, shape: Shape, optimizer: AdamW | Sgd, steps: int =
     return apart
 
 
-GRIDS = ("dp3 tp2", "dp2x2 tp2", "dp2 tp4", "tp4 seq", "dp2 cp2 tp2", "dp2 tp2 pp2 gpipe:2")
+GRIDS = (
+    "dp3 tp2",
+    "dp2x2 tp2",
+    "dp2 tp4",
+    "tp4 seq",
+    "dp2 cp2 tp2",
+    "dp2 tp2 pp2 gpipe:2",
+)
 LAYOUTS = [
     f"{grid} {zero} {precision}"
     for grid, zero, precision in product(
         GRIDS, ("zero0", "zero1", "zero2", "zero3"), ("fp32", "fp64")
     )
-    if not (grid == "dp2x2 tp2" and zero == "zero0") and not ("seq" in grid and zero != "zero0")
+    if not (grid == "dp2x2 tp2" and zero == "zero0")
+    and not ("seq" in grid and zero != "zero0")
 ]
-LAYOUTS += ["tp2 bf16", "dp3 tp2 zero1 bf16", "dp3 tp2 zero2 fp16", "dp2 tp2 zero1 seq fp16"]
+LAYOUTS += [
+    "tp2 bf16",
+    "dp3 tp2 zero1 bf16",
+    "dp3 tp2 zero2 fp16",
+    "dp2 tp2 zero1 seq fp16",
+]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -116,15 +139,21 @@ def test_copies_are_equal_bit_by_bit_after_eight_steps(layout: str) -> None:
     assert differing(Layout.parse(layout), ODD, AdamW()) == set()
 
 
-@pytest.mark.parametrize("layout", ["tp2", "dp3 tp2 zero1", "dp3 tp2 zero3", "tp2 fp64"])
-@pytest.mark.parametrize("optimizer", [AdamW(), Sgd(momentum=0.9, decay=0.1)], ids=["adamw", "sgd"])
+@pytest.mark.parametrize(
+    "layout", ["tp2", "dp3 tp2 zero1", "dp3 tp2 zero3", "tp2 fp64"]
+)
+@pytest.mark.parametrize(
+    "optimizer", [AdamW(), Sgd(momentum=0.9, decay=0.1)], ids=["adamw", "sgd"]
+)
 def test_copies_of_the_shape_that_drifted_first_stay_equal(
     layout: str, optimizer: AdamW | Sgd
 ) -> None:
     assert differing(Layout.parse(layout), EVEN, optimizer) == set()
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp4 seq", "dp3 tp2 zero1", "dp2 tp2 zero2 seq fp64"])
+@pytest.mark.parametrize(
+    "layout", ["tp2", "tp4 seq", "dp3 tp2 zero1", "dp2 tp2 zero2 seq fp64"]
+)
 def test_copies_of_norms_of_heads_stay_equal(layout: str) -> None:
     assert differing(Layout.parse(layout), HEAD_NORMS, AdamW()) == set()
 
@@ -153,7 +182,8 @@ def test_all_ranks_that_hold_a_shard_update_it_in_the_same_runs(layout: str) -> 
             assert first.setdefault(key, run) == run, key
 
 
-Span = tuple[str, tuple[slice, ...], tuple[int, ...], int, int]  # a run of numbers of a weight
+# a run of numbers of a weight
+Span = tuple[str, tuple[slice, ...], tuple[int, ...], int, int]
 
 
 def covered(world: World, layout: Layout, shape: Shape) -> tuple[list[Span], ...]:
@@ -184,7 +214,9 @@ def covered(world: World, layout: Layout, shape: Shape) -> tuple[list[Span], ...
 def times(spans: list[Span], shape: Shape) -> Tensor:
     """How many of these runs each number of the model is in."""
     weights = build_model(shape).weights
-    seen = {name: torch.zeros(w.shape, dtype=torch.int64) for name, w in weights.items()}
+    seen = {
+        name: torch.zeros(w.shape, dtype=torch.int64) for name, w in weights.items()
+    }
     for name, box, local, start, stop in spans:
         part = torch.zeros(local, dtype=torch.int64)
         part.view(-1)[start:stop] = 1
@@ -218,7 +250,9 @@ def test_the_norm_counts_every_number_once_and_each_rank_updates_what_it_holds_o
 WEIGHT = Weight("layers.0.bias", (4,), (Cut(0, 4, 4),), decay=False)
 
 
-def seen(*copies: list[float], gradients: list[list[float]] | None = None) -> list[Seen]:
+def seen(
+    *copies: list[float], gradients: list[list[float]] | None = None
+) -> list[Seen]:
     """Ranks that hold the same weight after one step."""
     entry = Entry(WEIGHT, 0, 4, 0)
     others = gradients or [[0.0] * 4] * len(copies)

@@ -19,7 +19,9 @@ def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """x, the weight and the gradient of the result."""
     generator = torch.Generator().manual_seed(0)
     shapes = (ROWS, WIDTH), (WIDTH,), (ROWS, WIDTH)
-    x, weight, gradient = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    x, weight, gradient = (
+        torch.randn(shape, generator=generator).to(dtype) for shape in shapes
+    )
     return x, weight, gradient
 
 
@@ -56,7 +58,9 @@ def test_a_norm_over_ranks_is_the_norm_of_all_features(
     exact = whole(x, weight, plus_one)
     into_x, into_weight = torch.autograd.grad(exact, (x, weight), gradient)
     seen = launch(on_a_rank, ranks, torch.float64, copies, plus_one, backend="threads")
-    for got, want in zip(zip(*seen, strict=True), (exact, into_x, into_weight), strict=True):
+    for got, want in zip(
+        zip(*seen, strict=True), (exact, into_x, into_weight), strict=True
+    ):
         # Of the result each copy is whole; the gradients are sums over the copies.
         runs = [got[n : n + copies] for n in range(0, ranks, copies)]
         each = [run[0] if want is exact else torch.stack(run).sum(0) for run in runs]
@@ -67,17 +71,23 @@ def test_a_norm_over_ranks_is_the_norm_of_all_features(
 def test_in_bfloat16_a_norm_over_ranks_is_summed_in_float32_and_rounded_once(
     plus_one: bool,
 ) -> None:
-    x, weight, gradient = (each.double().requires_grad_() for each in inputs(torch.bfloat16))
+    x, weight, gradient = (
+        each.double().requires_grad_() for each in inputs(torch.bfloat16)
+    )
     exact = whole(x, weight, plus_one)
     into_x, into_weight = torch.autograd.grad(exact, (x, weight), gradient)
     seen = launch(on_a_rank, 2, torch.bfloat16, 1, plus_one, backend="threads")
     y, dx, dweight = (torch.cat(parts, -1) for parts in zip(*seen, strict=True))
-    x, weight, gradient, exact = (each.detach() for each in (x, weight, gradient, exact))
+    x, weight, gradient, exact = (
+        each.detach() for each in (x, weight, gradient, exact)
+    )
     # So many float32 roundings come before that to bfloat16: of squares, their sums, a root, products.
     assert_rounded_once(y, exact, 10 * SINGLE * exact.abs())
     root = (x.square().mean(-1, keepdim=True) + EPS).sqrt()
     normed = (x / root).abs()
-    assert_rounded_once(dweight, into_weight, 10 * SINGLE * (gradient.abs() * normed).sum(0))
+    assert_rounded_once(
+        dweight, into_weight, 10 * SINGLE * (gradient.abs() * normed).sum(0)
+    )
     inside = gradient.abs() * (weight + 1 if plus_one else weight).abs()
     along = (inside * normed).mean(-1, keepdim=True)
     assert_rounded_once(dx, into_x, 20 * SINGLE * (inside + normed * along) / root)

@@ -25,7 +25,9 @@ def _shapes() -> Iterator[Shape]:
     for name in Shape.names():
         shape = Shape.load(name)
         if shape.kind == "decoder":
-            yield replace(shape, layers=shape.dense_layers + 1, windows=shape.windows[:1])
+            yield replace(
+                shape, layers=shape.dense_layers + 1, windows=shape.windows[:1]
+            )
 
 
 def test_every_size_of_a_decoder_is_a_key_of_a_shape_with_the_same_default() -> None:

@@ -23,8 +23,13 @@ BLOCK = "x = block(x, positions=positions)"
 HEAD = "return self.head(x, targets)"
 LISTED = "for n, block in enumerate(model.blocks))"
 FORWARD = "def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:"
-COUNTED = f"{FORWARD}\n        positions = torch.arange(tokens.shape[1]).expand_as(tokens)"
-WITH_DOCUMENTS = (COUNTED, "def forward(self, tokens, targets, positions, documents=None):")
+COUNTED = (
+    f"{FORWARD}\n        positions = torch.arange(tokens.shape[1]).expand_as(tokens)"
+)
+WITH_DOCUMENTS = (
+    COUNTED,
+    "def forward(self, tokens, targets, positions, documents=None):",
+)
 Change = tuple[str, str]
 
 WRONG: dict[str, tuple[Sequence[Change], str]] = {
@@ -126,8 +131,12 @@ def test_a_forward_may_return_a_sum_a_mean_or_logits(what: str, tmp_path: Path) 
     assert whole.name == "Stranger.forward"
 
 
-def test_the_loss_of_a_mean_is_the_sum_over_the_tokens_that_count(tmp_path: Path) -> None:
-    logits = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+def test_the_loss_of_a_mean_is_the_sum_over_the_tokens_that_count(
+    tmp_path: Path,
+) -> None:
+    logits = torch.randn(
+        2, 3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     targets = torch.tensor([[1, 2, -100], [4, -100, -100]])
     by_hand = 0.0
     for row, time in ((0, 0), (0, 1), (1, 0)):
@@ -157,7 +166,9 @@ def test_a_loss_that_is_no_sum_is_refused(forward: bool, tmp_path: Path) -> None
     changes = [('reduction="sum"', 'reduction="mean"')]
     changes += [] if forward else [(FORWARD, "def other(self, tokens, targets):")]
     model = load_model(f"{changed(tmp_path, changes)}:Stranger")
-    with pytest.raises(LayoutError, match=r"the loss of head is .* it is no sum over the tokens"):
+    with pytest.raises(
+        LayoutError, match=r"the loss of head is .* it is no sum over the tokens"
+    ):
         described_whole(model)
 
 
@@ -182,7 +193,10 @@ def test_the_commands_refuse_it_before_a_rank_starts(
     ):
         assert main(argv) == 2, argv
         said = capsys.readouterr().err
-        assert "blocks.0 takes something else in Stranger.forward than what embed gives" in said
+        assert (
+            "blocks.0 takes something else in Stranger.forward than what embed gives"
+            in said
+        )
         assert "Traceback" not in said
     assert not [*Path("runs").rglob("*.safetensors")]
     assert not [
@@ -196,16 +210,27 @@ def test_the_commands_refuse_it_before_a_rank_starts(
 # ---- nanoGPT
 
 
-def test_nanogpt_is_taken_with_its_own_forward(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nanogpt_is_taken_with_its_own_forward(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     name = f"{NANOGPT}:GPT"
     whole = described_whole(load_model(name))
     assert whole is not None
     assert whole.mean
-    assert main(["verify", "--model", name, "--layouts", "dp2 zero3; tp2; pp2 1f1b:3"]) == 0
-    assert "3 of 3 layouts of nanogpt agree with GPT.forward on one" in capsys.readouterr().out
+    assert (
+        main(["verify", "--model", name, "--layouts", "dp2 zero3; tp2; pp2 1f1b:3"])
+        == 0
+    )
+    assert (
+        "3 of 3 layouts of nanogpt agree with GPT.forward on one"
+        in capsys.readouterr().out
+    )
     # It counts positions itself, and so cannot be the one process of packed documents.
     assert main(["verify", "--model", name, "--layouts", "dp2", "--packed"]) == 0
-    assert "1 of 1 layouts of nanogpt agree with its pieces on one" in capsys.readouterr().out
+    assert (
+        "1 of 1 layouts of nanogpt agree with its pieces on one"
+        in capsys.readouterr().out
+    )
 
 
 def test_attention_outside_the_table_is_refused_under_seq(
@@ -223,7 +248,9 @@ def test_a_sum_that_nanogpt_forgets_is_named(tmp_path: Path) -> None:
         described_whole(load_model(f"{changed(tmp_path, changes, NANOGPT)}:GPT"))
 
 
-def test_the_one_process_is_the_forward_of_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_one_process_is_the_forward_of_the_class(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A forward that changes once it has been compared differs from every layout."""
     make = partial(load_model, f"{FILE}:Stranger")
     shape, layout = make().shape, Layout.parse("dp2 fp64")

@@ -63,7 +63,9 @@ def gradients(world: World, text: str, count: int) -> dict[str, Tensor]:
     pieces: list[nn.Module] = [First(), Odd(), Last()]
     layout, model = Layout.parse(text), model_of(pieces)
     stages = (range(3),)
-    program = build(layout, plain_pieces(stages, tied=model.tied), StepOptions(agree=False))
+    program = build(
+        layout, plain_pieces(stages, tied=model.tied), StepOptions(agree=False)
+    )
     held = build_local(world, layout, model, program, poison=True)
     for unit in held.units.values():
         for numel in (unit.numel, unit.part):

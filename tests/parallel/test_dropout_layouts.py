@@ -98,14 +98,18 @@ LAYOUTS = (
 
 @pytest.mark.parametrize("text", LAYOUTS)
 @pytest.mark.parametrize("name", ["gqa", "gpt", "qwen"])
-def test_dropout_drops_what_the_formula_says_in_every_layout(name: str, text: str) -> None:
+def test_dropout_drops_what_the_formula_says_in_every_layout(
+    name: str, text: str
+) -> None:
     loss, gradients = on_one_process(name)
     wide = Precision(torch.float64, torch.float64, torch.float64)
     layout = Layout.parse(f"{text} fp64")
     make = partial(build_model, SHAPES[name], dropout=RATE)
     setting = Setting(lambda step: batch(name), steps=1, precision=wide)
     program = program_in(layout, make, setting)
-    seen = launch(train_layout, layout.ranks, layout, program, make, setting, backend="threads")
+    seen = launch(
+        train_layout, layout.ranks, layout, program, make, setting, backend="threads"
+    )
     (step,) = join(seen, 1).steps
     assert step.mismatches == ()
     assert step.loss == pytest.approx(loss, rel=1e-12)
@@ -116,8 +120,12 @@ def test_dropout_drops_what_the_formula_says_in_every_layout(name: str, text: st
         assert apart <= 1e-10 * max(float(gradient.abs().max()), 1e-6 * most), weight
 
 
-def test_the_formula_drops_the_share_and_otherwise_in_each_step_block_and_place() -> None:
+def test_the_formula_drops_the_share_and_otherwise_in_each_step_block_and_place() -> (
+    None
+):
     token = np.arange(300, dtype=np.uint64)
-    masks = [dropped(token, block, place, 64) for block in range(3) for place in range(3)]
+    masks = [
+        dropped(token, block, place, 64) for block in range(3) for place in range(3)
+    ]
     assert np.mean(masks) == pytest.approx(RATE, abs=0.005)
     assert len({mask.tobytes() for mask in masks}) == 9

@@ -35,7 +35,9 @@ def example() -> Any:
     return module
 
 
-def changed(change: Callable[[Any], Any] = lambda model: None, rules: str = "") -> Model:
+def changed(
+    change: Callable[[Any], Any] = lambda model: None, rules: str = ""
+) -> Model:
     """The example's model after a change; `rules` stand before its own."""
     there = example()
     with torch.device("meta"):
@@ -92,7 +94,10 @@ class Transposed(nn.Module):
 class Smoothed(nn.Module):
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(
-            logits.flatten(0, -2), targets.flatten(), reduction="sum", label_smoothing=0.1
+            logits.flatten(0, -2),
+            targets.flatten(),
+            reduction="sum",
+            label_smoothing=0.1,
         )
 
 
@@ -113,13 +118,20 @@ class Squared(nn.Module):
     """The log of the partition function squared, beside the cross-entropy: PaLM's z-loss."""
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        entropy = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
+        entropy = F.cross_entropy(
+            logits.flatten(0, -2), targets.flatten(), reduction="sum"
+        )
         return entropy + 1e-2 * logits.logsumexp(-1).square().sum()
 
 
 class Window(Core):
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, documents: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        documents: Tensor | None,
     ) -> Tensor:
         near = positions.unsqueeze(-1) - positions.unsqueeze(-2) < 4
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -130,7 +142,12 @@ class Window(Core):
 
 class Capped(nn.Module):
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, documents: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        documents: Tensor | None,
     ) -> Tensor:
         y: Tensor = Core()(20 * (q / 20).tanh(), k, v, positions, documents)
         return y
@@ -222,7 +239,11 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str, str, str]] = {
     ),
     "a weight made by a hook": (
         at(
-            OUT, lambda m: (m.register_parameter("weight_v", m.weight), m._parameters.pop("weight"))
+            OUT,
+            lambda m: (
+                m.register_parameter("weight_v", m.weight),
+                m._parameters.pop("weight"),
+            ),
         ),
         f"{OUT}.weight_v : embed heads\n",
         "dp2",
@@ -292,7 +313,12 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str, str, str]] = {
         "tp2",
         "head.loss is a Everywhere",
     ),
-    "z-loss": (put("head.loss", lambda m: Squared()), "", "tp2", "head.loss is a Squared"),
+    "z-loss": (
+        put("head.loss", lambda m: Squared()),
+        "",
+        "tp2",
+        "head.loss is a Squared",
+    ),
     "no loss there": (
         at("head", lambda m: delattr(m, "loss")),
         "",
@@ -330,7 +356,9 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str, str, str]] = {
         f"{UP}.weight has hooks",
     ),
     "a weight without a rule": (
-        at("head", lambda m: m.register_parameter("more", nn.Parameter(torch.empty(3)))),
+        at(
+            "head", lambda m: m.register_parameter("more", nn.Parameter(torch.empty(3)))
+        ),
         "",
         "",
         "no rule names the parameter head.more",
@@ -348,12 +376,15 @@ def test_what_would_be_left_out_is_refused_by_name(what: str) -> None:
 
 
 ONLY_WHERE_CUT = [
-    what for what, (_, _, layout, _) in REFUSED.items() if layout.startswith(("tp", "cp"))
+    what
+    for what, (_, _, layout, _) in REFUSED.items()
+    if layout.startswith(("tp", "cp"))
 ]
 
 
 @pytest.mark.parametrize(
-    "what", [w for w in ONLY_WHERE_CUT if w not in ("max_norm of positions", "no loss there")]
+    "what",
+    [w for w in ONLY_WHERE_CUT if w not in ("max_norm of positions", "no loss there")],
 )
 def test_layouts_that_do_not_replace_it_take_it(what: str) -> None:
     change, rules, _, _ = REFUSED[what]
@@ -367,7 +398,9 @@ def test_a_forward_set_on_a_linear_is_the_one_that_trains() -> None:
 
     shape = make().shape
     assert shape is not None
-    for verdict in verify(shape, Layout.parse_many("dp2 zero3; pp2 zb-h1:3"), make=make, steps=2):
+    for verdict in verify(
+        shape, Layout.parse_many("dp2 zero3; pp2 zb-h1:3"), make=make, steps=2
+    ):
         assert verdict.passed, verdict
 
 
@@ -389,7 +422,9 @@ def test_weights_that_a_rule_keeps_whole_may_be_of_any_class() -> None:
 
 
 def padded(token: int) -> Callable[[], Model]:
-    return lambda: changed(put(WORDS, lambda m: nn.Embedding(257, 32, padding_idx=token)))
+    return lambda: changed(
+        put(WORDS, lambda m: nn.Embedding(257, 32, padding_idx=token))
+    )
 
 
 @pytest.mark.parametrize("token", [0, 100, 256])
@@ -419,7 +454,10 @@ class Scaled(nn.Linear):
 
 @pytest.mark.parametrize("verb", ["verify", "train"])
 def test_the_commands_refuse_it_before_a_rank_starts(
-    verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    verb: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def none(*args: object, **options: object) -> None:
         raise AssertionError("ranks were started")
@@ -433,11 +471,20 @@ def test_the_commands_refuse_it_before_a_rank_starts(
     own = f"{file}:Stranger"
     argv = {
         "verify": ["verify", "--model", own, "--layouts", "dp2; tp2"],
-        "train": ["train", f"model={own}", f"out={tmp_path / 'run'}", "--layout", "tp2"],
+        "train": [
+            "train",
+            f"model={own}",
+            f"out={tmp_path / 'run'}",
+            "--layout",
+            "tp2",
+        ],
     }[verb]
     assert main(argv) == 2
     said = capsys.readouterr().err
-    assert "blocks.0.attention.out is a Scaled: tp computes nn.Linear, without what it adds" in said
+    assert (
+        "blocks.0.attention.out is a Scaled: tp computes nn.Linear, without what it adds"
+        in said
+    )
     assert "Traceback" not in said
 
 
@@ -454,12 +501,16 @@ class Filled(Masked):
 
 def test_a_buffer_that_nobody_fills_is_refused() -> None:
     """It would be whatever the memory has in it: models are made on the meta device."""
-    model = changed(lambda model: model.blocks[1].attention.add_module("masked", Masked()))
+    model = changed(
+        lambda model: model.blocks[1].attention.add_module("masked", Masked())
+    )
     (wrong,) = misfits(model, Layout())
     assert wrong.startswith(
         "blocks.1.attention.masked has the buffer mask, and no method reset_buffers"
     )
-    filled = changed(lambda model: model.blocks[1].attention.add_module("masked", Filled()))
+    filled = changed(
+        lambda model: model.blocks[1].attention.add_module("masked", Filled())
+    )
     assert misfits(filled, Layout()) == ()
 
 
@@ -480,10 +531,14 @@ class _Wrapped(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["a subclass", "inside another module"])
-def test_experts_of_a_class_that_does_not_say_where_tokens_leave_are_refused(kind: str) -> None:
+def test_experts_of_a_class_that_does_not_say_where_tokens_leave_are_refused(
+    kind: str,
+) -> None:
     model = build_model(SHAPES["experts"])
     number, block = next(
-        (n, piece) for n, (_, piece) in enumerate(model.pieces) if type(piece) is ExpertBlock
+        (n, piece)
+        for n, (_, piece) in enumerate(model.pieces)
+        if type(piece) is ExpertBlock
     )
     if kind == "a subclass":
         block.__class__ = _OwnExpertBlock

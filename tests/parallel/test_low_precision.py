@@ -71,7 +71,9 @@ def test_bits_are_those_of_ml_dtypes() -> None:
     formats = pytest.importorskip("ml_dtypes")
     x = sample(5, 64)
     got = rounded(x, E4M3)
-    scaled = x.numpy() * (448.0 / np.abs(x.numpy()).max(1, keepdims=True)).astype(np.float32)
+    scaled = x.numpy() * (448.0 / np.abs(x.numpy()).max(1, keepdims=True)).astype(
+        np.float32
+    )
     want = scaled.astype(np.float32).astype(formats.float8_e4m3fn).view(np.uint8)
     assert (got.numbers.view(torch.uint8).numpy() == want).all()
 
@@ -81,7 +83,11 @@ def test_tiles_have_scales_of_their_own(square: bool) -> None:
     x = sample(200, 300)
     got = rounded(x, E4M3, run=128, square=square)
     restored = got.restored(torch.float64)[:, :300].numpy()
-    rows = [slice(0, 128), slice(128, 200)] if square else [slice(n, n + 1) for n in range(200)]
+    rows = (
+        [slice(0, 128), slice(128, 200)]
+        if square
+        else [slice(n, n + 1) for n in range(200)]
+    )
     for row in rows:
         for column in (slice(0, 128), slice(128, 256), slice(256, 300)):
             part = x[row, column].numpy()
@@ -138,9 +144,9 @@ def test_the_three_products_are_those_of_the_rounded_factors(word: str) -> None:
 
     def wide(x: Tensor, form: str, *, weight: bool = False) -> Tensor:
         square = weight and traits.square
-        return rounded(x, form, run=traits.run, square=square, power=traits.power).restored(
-            torch.float64
-        )
+        return rounded(
+            x, form, run=traits.run, square=square, power=traits.power
+        ).restored(torch.float64)
 
     of_x, of_g = traits.forward, traits.gradient
     assert of_x == E4M3
@@ -156,7 +162,10 @@ def test_the_three_products_are_those_of_the_rounded_factors(word: str) -> None:
         torch.testing.assert_close(
             got.double(), want, rtol=1e-5, atol=1e-5 * float(want.abs().max())
         )
-    both = matmul.forward(x.bfloat16(), w.bfloat16()), matmul.weight_gradient(*map(half, (x, g)))
+    both = (
+        matmul.forward(x.bfloat16(), w.bfloat16()),
+        matmul.weight_gradient(*map(half, (x, g))),
+    )
     assert [y.dtype for y in both] == [torch.bfloat16, torch.float32]
 
 
@@ -180,7 +189,9 @@ def test_kernels_get_what_they_take(
 
         def there(x: Any) -> Any:
             like = (x.shape, x.stride()) if isinstance(x, Tensor) else ()
-            return torch.empty_strided(*like, dtype=x.dtype, device="cuda") if like else x
+            return (
+                torch.empty_strided(*like, dtype=x.dtype, device="cuda") if like else x
+            )
 
         with FakeTensorMode():
             y = kernel(*map(there, args), **named)
@@ -211,11 +222,19 @@ def test_scales_of_blocks_are_in_the_order_of_torch_s_own_tests() -> None:
     assert torch.equal(low_precision._recipe(z)[0].view(torch.uint8), want)
 
 
-def test_a_gpu_without_such_products_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_such_products_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
     gpu = torch.device("cuda", 0)
-    for has, words in (((8, 0), "fp8 fp8:tile mxfp8"), ((9, 0), "mxfp8"), ((10, 0), "fp8:tile")):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, x=has: x)
+    for has, words in (
+        ((8, 0), "fp8 fp8:tile mxfp8"),
+        ((9, 0), "mxfp8"),
+        ((10, 0), "fp8:tile"),
+    ):
+        monkeypatch.setattr(
+            torch.cuda, "get_device_capability", lambda device, x=has: x
+        )
         for word in ("fp8", "fp8:tile", "mxfp8"):
             if word not in words.split():
                 refuse_without_kernels(word, gpu)
@@ -236,14 +255,18 @@ def test_kernels_of_this_gpu_give_what_is_emulated(word: str) -> None:
         pytest.skip(str(error))
     matmul = matmul_named(word)
     assert matmul is not None
-    x, w, g = (sample(*size).bfloat16() for size in ((2, 256, 512), (384, 512), (2, 256, 384)))
+    x, w, g = (
+        sample(*size).bfloat16() for size in ((2, 256, 512), (384, 512), (2, 256, 384))
+    )
     for name, args in (
         ("forward", (x, w)), ("input_gradient", (g, w)), ("weight_gradient", (x, g)),
     ):  # fmt: skip
         want = getattr(matmul, name)(*args).float()
         got = getattr(matmul, name)(*(y.to(gpu) for y in args)).float().cpu()
         # The kernel's sums are rounded to bfloat16.
-        torch.testing.assert_close(got, want, rtol=2e-2, atol=1e-2 * float(want.abs().max()))
+        torch.testing.assert_close(
+            got, want, rtol=2e-2, atol=1e-2 * float(want.abs().max())
+        )
 
 
 def test_what_is_rounded_takes_a_byte_a_number() -> None:

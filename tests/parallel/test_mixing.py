@@ -58,7 +58,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # (batch, heads, time, size of a head)
         q, k, v = (
-            y.unflatten(-1, (4, -1)).transpose(1, 2) for y in self.c_attn(x).split(WIDTH, -1)
+            y.unflatten(-1, (4, -1)).transpose(1, 2)
+            for y in self.c_attn(x).split(WIDTH, -1)
         )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         projected: Tensor = self.c_proj(y.transpose(1, 2).flatten(2))
@@ -110,7 +111,9 @@ MIXING: dict[str, Callable[[], nn.Module]] = {
     "sorted": lambda: Apply(lambda x: x.sort(1).values),
     "reversed": lambda: Apply(lambda x: x.flip(1)),
     "spectrum": lambda: Apply(lambda x: torch.fft.fft(x, dim=1).real),
-    "counted from the start": lambda: Apply(lambda x: x * torch.arange(x.shape[1])[:, None]),
+    "counted from the start": lambda: Apply(
+        lambda x: x * torch.arange(x.shape[1])[:, None]
+    ),
 }
 TOKENWISE: dict[str, Callable[[], nn.Module]] = {
     "MLP": lambda: nn.Sequential(nn.Linear(WIDTH, 48), nn.GELU(), nn.Linear(48, WIDTH)),
@@ -122,7 +125,9 @@ TOKENWISE: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def with_mixer(make: Callable[[], nn.Module], blocks: tuple[int, ...] = (0, 1, 2, 3)) -> Model:
+def with_mixer(
+    make: Callable[[], nn.Module], blocks: tuple[int, ...] = (0, 1, 2, 3)
+) -> Model:
     """The example with a module beside attention and MLP in some blocks, every weight of it `-`."""
     there = example()
     plain = there.Block
@@ -151,12 +156,18 @@ def with_mixer(make: Callable[[], nn.Module], blocks: tuple[int, ...] = (0, 1, 2
 
 @pytest.mark.parametrize("layout", WAYS)
 @pytest.mark.parametrize("what", MIXING)
-def test_what_mixes_tokens_outside_the_table_is_refused_by_name(what: str, layout: str) -> None:
+def test_what_mixes_tokens_outside_the_table_is_refused_by_name(
+    what: str, layout: str
+) -> None:
     if (what, layout) == ("reversed", "cp2"):
-        pytest.skip("the chunks of a ring's ranks lie mirrored: each rank reverses its own tokens")
+        pytest.skip(
+            "the chunks of a ring's ranks lie mirrored: each rank reverses its own tokens"
+        )
     model = with_mixer(MIXING[what])
     refuse_unfit(model, Layout.parse(layout))  # the table itself is in order
-    with pytest.raises(LayoutError, match=r"blocks\.0(\.mixer)?\b.* mixes tokens|fails in blocks"):
+    with pytest.raises(
+        LayoutError, match=r"blocks\.0(\.mixer)?\b.* mixes tokens|fails in blocks"
+    ):
         refuse_mixing(model, Layout.parse(layout))
     for other in ("", "dp4 zero3", "tp2", "pp2 1f1b:2"):
         refuse_mixing(model, Layout.parse(other))
@@ -171,7 +182,9 @@ def test_what_works_token_by_token_is_taken_in_every_layout(what: str) -> None:
 
 def test_one_block_that_differs_from_the_others_is_tried_too() -> None:
     for kernel in (1, 4):
-        wrong = mixing(with_mixer(lambda k=kernel: Convolution(k), (2,)), Layout.parse("tp2 seq"))
+        wrong = mixing(
+            with_mixer(lambda k=kernel: Convolution(k), (2,)), Layout.parse("tp2 seq")
+        )
         assert len(wrong) == (kernel > 1)
         assert all(text.startswith("blocks.2.mixer (Convolution)") for text in wrong)
 
@@ -197,7 +210,9 @@ def test_the_embedding_and_the_head_are_tried_as_the_blocks_are() -> None:
 
 
 @pytest.mark.parametrize("name", ["gqa", "gpt"])
-def test_models_of_our_own_and_the_example_are_taken_untried_and_tried(name: str) -> None:
+def test_models_of_our_own_and_the_example_are_taken_untried_and_tried(
+    name: str,
+) -> None:
     for layout in (*WAYS, "tp2 cp2 seq"):
         assert mixing(build_model(SHAPES[name]), Layout.parse(layout)) == ()
         there = example()
@@ -210,8 +225,13 @@ def test_a_model_that_cannot_be_tried_is_refused_with_its_error() -> None:
         raise RuntimeError("needs a GPU")
 
     (wrong,) = mixing(with_mixer(lambda: Apply(broken)), Layout.parse("tp2 seq"))
-    assert "cannot be tried on one process: blocks.0.mixer: RuntimeError: needs a GPU" in wrong
-    (wrong,) = mixing(with_mixer(lambda: Apply(lambda x: x / 0)), Layout.parse("tp2 seq"))
+    assert (
+        "cannot be tried on one process: blocks.0.mixer: RuntimeError: needs a GPU"
+        in wrong
+    )
+    (wrong,) = mixing(
+        with_mixer(lambda: Apply(lambda x: x / 0)), Layout.parse("tp2 seq")
+    )
     assert "not finite" in wrong
 
 
@@ -241,7 +261,10 @@ def file(tmp_path: Path) -> str:
 
 
 def test_check_train_verify_and_plan_refuse_it_before_a_rank_starts(
-    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    file: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     layout = "tp2 seq fp32"
@@ -253,7 +276,9 @@ def test_check_train_verify_and_plan_refuse_it_before_a_rank_starts(
     ):
         assert main(argv) == 2, argv
         said = capsys.readouterr().err
-        assert "A trial of tp2 seq fails in blocks.0.attention.mix: RuntimeError" in said
+        assert (
+            "A trial of tp2 seq fails in blocks.0.attention.mix: RuntimeError" in said
+        )
         assert "use no seq" in said
         assert "Traceback" not in said
     assert not Path("runs").exists() or not [*Path("runs").rglob("metrics.jsonl")]
@@ -266,19 +291,25 @@ def test_a_plan_names_no_layout_that_the_model_refuses(
     assert main(argv) == 0
     figures = json.loads(capsys.readouterr().out)
     named = [
-        each["layout"] for each in [*figures["layouts"], *figures["rules"]] if "layout" in each
+        each["layout"]
+        for each in [*figures["layouts"], *figures["rules"]]
+        if "layout" in each
     ]
     layouts = [Layout.parse(text) for text in named]
     assert layouts
     assert not any(layout.seq or layout.cp > 1 for layout in layouts)
 
 
-@pytest.mark.parametrize("what", ["attention", "convolution", "mean", "MLP", "LayerNorm"])
+@pytest.mark.parametrize(
+    "what", ["attention", "convolution", "mean", "MLP", "LayerNorm"]
+)
 def test_what_is_refused_would_have_given_other_gradients_and_what_is_taken_does_not(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make = partial(with_mixer, MIXING.get(what) or TOKENWISE[what])
-    monkeypatch.setattr(importlib.import_module("phalanx.verify.verify"), "refuse_mixing", _allow)
+    monkeypatch.setattr(
+        importlib.import_module("phalanx.verify.verify"), "refuse_mixing", _allow
+    )
     shape = make().shape
     assert shape is not None
     (verdict,) = verify(shape, [Layout.parse("tp2 seq fp64")], steps=1, make=make)

@@ -32,7 +32,9 @@ def gathered(world: World, layout: Layout) -> list[tuple[torch.dtype, int]]:
     """Dtype and size of what a rank gets in the gathers of one step, and the kinds of its weights."""
     model = build_model(GQA)
     program = program_of(model, layout)
-    precision = Precision(BF16, torch.float32, torch.float32, matmul_named(layout.matmul))
+    precision = Precision(
+        BF16, torch.float32, torch.float32, matmul_named(layout.matmul)
+    )
     local = build_local(world, layout, model, program, precision=precision, poison=True)
     executor = Executor(local, program, world.rank, AdamW())
     seen: list[tuple[torch.dtype, int]] = []
@@ -59,7 +61,9 @@ def padded(n: int, ranks: int) -> int:
     return -(-n // ranks) * ranks
 
 
-def test_matrices_of_blocks_travel_as_bytes_and_the_rest_in_the_layout_s_precision() -> None:
+def test_matrices_of_blocks_travel_as_bytes_and_the_rest_in_the_layout_s_precision() -> (
+    None
+):
     embed, head = 37 * 16, 37 * 16 + 16
     # The embedding is gathered for its forward, a block for both, the head once for the two.
     ends = [(BF16, padded(embed, 3)), (BF16, padded(head, 3))]
@@ -67,7 +71,8 @@ def test_matrices_of_blocks_travel_as_bytes_and_the_rest_in_the_layout_s_precisi
     assert {s for s in seen if s[0] != torch.uint8} == set(ends)
     blocks = [size for dtype, size in seen if dtype == torch.uint8]
     assert set(blocks) == {padded(NUMBERS, 3)}
-    assert len(blocks) in (7, 8)  # the last block's forward and backward follow each other
+    # the last block's forward and backward follow each other
+    assert len(blocks) in (7, 8)
     wide = on_ranks("dp3 zero3 fp8")
     assert {dtype for dtype, _ in wide} == {BF16}
     assert [size for _, size in wide if size == padded(NUMBERS, 3)] == blocks

@@ -67,8 +67,12 @@ def engine(world: World, layout: Layout, steps: int, lr: float) -> Account:
         assert result.norm is not None
         account.losses.append(result.loss / result.count)
         account.norms.append(result.norm)
-        account.gradients.append([(n, a, b, x / (SCALE if fp16 else 1)) for n, a, b, x in seen])
-        account.weights.append([h for u in local.units.values() for h in _held(u, u.home)])
+        account.gradients.append(
+            [(n, a, b, x / (SCALE if fp16 else 1)) for n, a, b, x in seen]
+        )
+        account.weights.append(
+            [h for u in local.units.values() for h in _held(u, u.home)]
+        )
         seen.clear()
     world.clear()
     return account
@@ -77,7 +81,12 @@ def engine(world: World, layout: Layout, steps: int, lr: float) -> Account:
 def _held(unit: Unit, flat: Tensor) -> list[Held]:
     assert flat.dtype == torch.float32
     return [
-        (e.weight.name, e.start, e.stop, flat[e.offset : e.offset + e.stop - e.start].clone())
+        (
+            e.weight.name,
+            e.start,
+            e.stop,
+            flat[e.offset : e.offset + e.stop - e.start].clone(),
+        )
         for e in unit.entries()
     ]
 
@@ -153,7 +162,9 @@ class Plain:
                     sums[name] += parameter.grad.float()
                     parameter.grad = None
         gradients = {name: g / self.scale for name, g in sums.items()}
-        norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
+        norm = math.sqrt(
+            sum(float(g.double().square().sum()) for g in gradients.values())
+        )
         for name, master in self.masters.items():
             master.grad = gradients[name] * min(1.0, CLIP / (norm + 1e-6))
         self.optimizer.step()
@@ -201,7 +212,9 @@ def test_narrow_steps_are_those_of_plain_torch_with_float32_weights_and_sums(
         before = {name: w.detach().clone() for name, w in plain.masters.items()}
         loss, norm, gradients = plain.step(step, CUTS[text])
         assert sum(rank.losses[step] for rank in ranks) == pytest.approx(loss, rel=1e-6)
-        assert [rank.norms[step] for rank in ranks] == pytest.approx([norm] * len(ranks), rel=1e-6)
+        assert [rank.norms[step] for rank in ranks] == pytest.approx(
+            [norm] * len(ranks), rel=1e-6
+        )
         assert off(whole([rank.gradients[step] for rank in ranks]), gradients) < 1e-6
         after = whole([rank.weights[step] for rank in ranks])
         moved = {name: after[name] - w for name, w in before.items()}

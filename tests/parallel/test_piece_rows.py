@@ -49,7 +49,9 @@ def test_a_piece_takes_and_gives_what_its_row_says(name: str, text: str) -> None
         if "counts" in bundle:
             # As many tokens come as go, to one expert of each rank.
             del bundle["counts"]
-            bundle["routes"] = torch.empty(layout.ep, 1, dtype=torch.long, device="meta")
+            bundle["routes"] = torch.empty(
+                layout.ep, 1, dtype=torch.long, device="meta"
+            )
         assert {*row.takes} <= {*bundle}
         beside = {key: value for key, value in bundle.items() if key not in row.takes}
         out = held.pieces[number].forward(0, dict(bundle), batch, keep=False)

@@ -29,7 +29,9 @@ GPT = Shape(
     "gpt", layers=1, hidden=64, heads=4, ffn=256, vocab=80, sequence=32,
     norm="layer", positions="learned", gated=False, bias="all",
 )  # fmt: skip
-LLAMA = Shape("llama", layers=1, hidden=64, heads=4, kv_heads=2, ffn=192, vocab=80, sequence=32)
+LLAMA = Shape(
+    "llama", layers=1, hidden=64, heads=4, kv_heads=2, ffn=192, vocab=80, sequence=32
+)
 ROWS = 3
 
 
@@ -49,7 +51,9 @@ def gradients(
     setting = Setting(batches, steps=1, precision=wide)
     make = partial(build_model, SHAPES[name], dropout=0.2)
     program = moved(program_in(layout, make, setting))
-    seen = launch(train_layout, layout.ranks, layout, program, make, setting, backend="threads")
+    seen = launch(
+        train_layout, layout.ranks, layout, program, make, setting, backend="threads"
+    )
     (step,) = join(seen, 1).steps
     return step.gradients
 
@@ -62,10 +66,15 @@ def gradients(
         "pp2 tp2 seq zb-h1:3", "tp2 seq accum:2 offload:activations",
     ],
 )  # fmt: skip
-def test_gradients_are_bit_for_bit_those_without_recomputation(text: str, name: str) -> None:
-    packed = "cp2" in text and name != "gpt"  # learned positions begin again with documents, too
+def test_gradients_are_bit_for_bit_those_without_recomputation(
+    text: str, name: str
+) -> None:
+    # learned positions begin again with documents, too
+    packed = "cp2" in text and name != "gpt"
     plain = gradients(Layout.parse(f"{text} fp64"), name, packed=packed)
-    selective = gradients(Layout.parse(f"{text} recompute:selective fp64"), name, packed=packed)
+    selective = gradients(
+        Layout.parse(f"{text} recompute:selective fp64"), name, packed=packed
+    )
     assert plain.keys() == selective.keys()
     for weight, gradient in plain.items():
         assert torch.equal(selective[weight], gradient), weight
@@ -87,10 +96,14 @@ def _early(program: Program) -> Program:
     return program.with_rows(rows)
 
 
-@pytest.mark.parametrize("text", ["dp2 tp2 seq accum:2", "pp2 zb-h1:3", "pp2 gpipe:3 zero1 dp2"])
+@pytest.mark.parametrize(
+    "text", ["dp2 tp2 seq accum:2", "pp2 zb-h1:3", "pp2 gpipe:3 zero1 dp2"]
+)
 def test_recomputation_that_a_pass_moves_is_done_where_it_stands(text: str) -> None:
     layout = Layout.parse(f"{text} recompute:selective fp64")
-    before, after = (gradients(layout, "gqa", packed=False, moved=m) for m in (_early, lambda p: p))
+    before, after = (
+        gradients(layout, "gqa", packed=False, moved=m) for m in (_early, lambda p: p)
+    )
     assert before.keys() == after.keys()
     for weight, gradient in before.items():
         assert torch.equal(after[weight], gradient), weight
@@ -112,7 +125,9 @@ def held(world: World, text: str, shape: Shape, dropout: float = 0.0) -> int:
             batch["noise"] = batch["positions"]
         selected: Selected | None = deque() if layout.recompute == "selective" else None
         bundle = {"x": x}  # which the executor keeps
-        y = piece.forward(0, bundle, batch, keep=selected is None, selected=selected)["x"]
+        y = piece.forward(0, bundle, batch, keep=selected is None, selected=selected)[
+            "x"
+        ]
         del x, y
         return int(live.now)
 

@@ -31,7 +31,9 @@ def normal(name: str, seed: int, size: torch.Size, spread: float) -> Tensor:
     """The generator is seeded by 63 bits of the SHA-256 of "seed:name"."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).hexdigest()
     generator = torch.Generator().manual_seed(int(digest[:16], 16) // 2)
-    return torch.zeros(size, dtype=torch.float32).normal_(0.0, spread, generator=generator)
+    return torch.zeros(size, dtype=torch.float32).normal_(
+        0.0, spread, generator=generator
+    )
 
 
 def drawn(name: str, seed: int, size: torch.Size, shape: Shape) -> Tensor:
@@ -46,7 +48,9 @@ def drawn(name: str, seed: int, size: torch.Size, shape: Shape) -> Tensor:
     if last == "norm" or last.endswith("_norm"):
         return torch.zeros(size) if shape.norm == "rms1" else torch.ones(size)
     into_residual = last in ("wo", "down")
-    return normal(name, seed, size, 0.02 / (2 * shape.layers) ** 0.5 if into_residual else 0.02)
+    return normal(
+        name, seed, size, 0.02 / (2 * shape.layers) ** 0.5 if into_residual else 0.02
+    )
 
 
 @pytest.mark.parametrize("seed", [0, 1, 12345])
@@ -64,7 +68,9 @@ def test_every_weight_starts_as_a_draw_by_seed_and_name(name: str, seed: int) ->
 @pytest.mark.parametrize("name", SHAPES)
 def test_no_two_weights_that_are_drawn_start_equal_nor_do_seeds(name: str) -> None:
     model = build_model(SHAPES[name])
-    starts = {(w, s): start(model, w, s).flatten() for w in model.weights for s in (0, 1)}
+    starts = {
+        (w, s): start(model, w, s).flatten() for w in model.weights for s in (0, 1)
+    }
     random = {k: x for k, x in starts.items() if x.unique().numel() > 2}
     assert len(random) >= 2 * SHAPES[name].layers
     for (a, x), (b, y) in combinations(random.items(), 2):
@@ -90,7 +96,9 @@ Parts = list[tuple[Entry, Tensor]]
 def held(world: World, layout: Layout, shape: Shape, seed: int) -> tuple[Parts, Parts]:
     """What a rank begins with: its part at home, and the weights as they are gathered."""
     model = build_model(shape)
-    local = build_local(world, layout, model, program_of(model, layout), seed=seed, precision=WIDE)
+    local = build_local(
+        world, layout, model, program_of(model, layout), seed=seed, precision=WIDE
+    )
     homes, wholes = [], []
     for unit in local.units.values():
         for entry in unit.entries():
@@ -113,10 +121,14 @@ LAYOUTS = (
 
 @pytest.mark.parametrize("text", LAYOUTS)
 @pytest.mark.parametrize("name", ["gqa", "gpt"])
-def test_ranks_of_a_layout_begin_with_their_parts_of_that_draw(name: str, text: str) -> None:
+def test_ranks_of_a_layout_begin_with_their_parts_of_that_draw(
+    name: str, text: str
+) -> None:
     layout, shape = Layout.parse(text), SHAPES[name]
     found = set()
-    for homes, wholes in launch(held, layout.ranks, layout, shape, 3, backend="threads"):
+    for homes, wholes in launch(
+        held, layout.ranks, layout, shape, 3, backend="threads"
+    ):
         for (weight, start_, stop, _), numbers in homes + wholes:
             whole = drawn(weight.name, 3, torch.Size(weight.shape), shape).double()
             want = torch.zeros(weight.local, dtype=torch.float64)
@@ -127,7 +139,9 @@ def test_ranks_of_a_layout_begin_with_their_parts_of_that_draw(name: str, text: 
     assert found == set(build_model(shape).weights)
 
 
-BIG = Shape("big", layers=2, hidden=320, heads=4, ffn=700, vocab=301, sequence=8, batch=4)
+BIG = Shape(
+    "big", layers=2, hidden=320, heads=4, ffn=700, vocab=301, sequence=8, batch=4
+)
 MIXED = replace(BIG, ffn=96, experts=4, top_k=2, expert_ffn=530)
 
 
@@ -137,12 +151,18 @@ def tiled(name: str, seed: int, shape: Shape, size: torch.Size) -> Tensor:
     if len(size) == 1:
         return drawn(name, seed, size, shape)
     flat = torch.full((size[:-1].numel(), size[-1]), math.nan)
-    corners = [(i, j) for i in range(0, len(flat), 256) for j in range(0, size[-1], 256)]
+    corners = [
+        (i, j) for i in range(0, len(flat), 256) for j in range(0, size[-1], 256)
+    ]
     for number, (i, j) in enumerate(corners):
         tile = flat[i : i + 256, j : j + 256]
         # By the end of a name is decided how it is drawn, so the tile's number stands in the seed's place.
         text = f"{name}:{number}" if number else name
-        spread = 0.02 / 2 if name.endswith(("wo.weight", "down.weight", "routed.down")) else 0.02
+        spread = (
+            0.02 / 2
+            if name.endswith(("wo.weight", "down.weight", "routed.down"))
+            else 0.02
+        )
         tile.copy_(normal(text, seed, tile.shape, spread))
     return flat.view(size)
 
@@ -152,7 +172,9 @@ class Drawn(TorchFunctionMode):
 
     count = 0
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is Tensor.normal_:
             self.count += args[0].numel()
         return func(*args, **(kwargs or {}))
@@ -167,11 +189,15 @@ def held_and_drawn(world: World, layout: Layout, shape: Shape) -> tuple[Any, int
     "text", ["", "dp4 zero3", "tp4 seq", "dp2 tp2 zero1", "pp2 1f1b:2", "ep2 tp2"]
 )
 @pytest.mark.parametrize("shape", [BIG, MIXED], ids=["dense", "experts"])
-def test_parts_of_matrices_of_several_tiles_are_those_of_the_whole(shape: Shape, text: str) -> None:
+def test_parts_of_matrices_of_several_tiles_are_those_of_the_whole(
+    shape: Shape, text: str
+) -> None:
     if text.startswith("ep") and not shape.experts:
         pytest.skip("there are no experts to share")
     layout = Layout.parse(text)
-    for homes, wholes in launch(held, layout.ranks, layout, shape, 3, backend="threads"):
+    for homes, wholes in launch(
+        held, layout.ranks, layout, shape, 3, backend="threads"
+    ):
         for (weight, start_, stop, _), numbers in homes + wholes:
             whole = tiled(weight.name, 3, shape, torch.Size(weight.shape)).double()
             want = torch.zeros(weight.local, dtype=torch.float64)
@@ -180,11 +206,17 @@ def test_parts_of_matrices_of_several_tiles_are_those_of_the_whole(shape: Shape,
             assert torch.equal(numbers, want.flatten()[start_:stop]), weight.name
 
 
-@pytest.mark.parametrize("text", ["", "tp2", "dp2 tp2", "pp2 1f1b:2", "dp4 zero3", "dp2 tp2 zero1"])
+@pytest.mark.parametrize(
+    "text", ["", "tp2", "dp2 tp2", "pp2 1f1b:2", "dp4 zero3", "dp2 tp2 zero1"]
+)
 def test_a_rank_draws_no_more_than_the_tiles_that_it_has_a_part_of(text: str) -> None:
     layout = Layout.parse(text)
-    shape = Shape("even", layers=2, hidden=512, heads=4, ffn=1024, vocab=1024, sequence=8, batch=4)
-    for (homes, _), count in launch(held_and_drawn, layout.ranks, layout, shape, backend="threads"):
+    shape = Shape(
+        "even", layers=2, hidden=512, heads=4, ffn=1024, vocab=1024, sequence=8, batch=4
+    )
+    for (homes, _), count in launch(
+        held_and_drawn, layout.ranks, layout, shape, backend="threads"
+    ):
         own = sum(numbers.numel() for (w, *_), numbers in homes if len(w.shape) > 1)
         # A shard may begin and end within a row of tiles: of four pieces, 256 rows of 1,024 at each end.
         more = 4 * 2 * 256 * 1024 if layout.zero else 0
@@ -194,7 +226,9 @@ def test_a_rank_draws_no_more_than_the_tiles_that_it_has_a_part_of(text: str) ->
 def test_a_run_s_seed_is_that_of_its_weights(tmp_path: Path) -> None:
     sizes = "model={layers=3,hidden=16,heads=2,ffn=24,vocab=256}"
     for seed in (0, 5):
-        run = Run.parse("", "seeded", (sizes, f"out={tmp_path}", f"seed={seed}", "batch=2"))
+        run = Run.parse(
+            "", "seeded", (sizes, f"out={tmp_path}", f"seed={seed}", "batch=2")
+        )
         rank = Rank(AloneWorld("cpu"), run, Layout())
         for unit in rank.part.local.units.values():
             for name, parameter in unit.parameters.items():

@@ -25,7 +25,9 @@ ALL = UnitAxes(("dp.replicate", "dp.shard"), ())
 NONE = UnitAxes((), ("dp.replicate", "dp.shard"))
 
 
-def trained(world: World, layout: Layout) -> tuple[dict[int, tuple[int, int]], dict[str, Tensor]]:
+def trained(
+    world: World, layout: Layout
+) -> tuple[dict[int, tuple[int, int]], dict[str, Tensor]]:
     """By unit how many shards and replicas it has; the whole weights after two steps of AdamW."""
     model = build_model(GQA)
     program = program_of(model, layout)
@@ -39,7 +41,9 @@ def trained(world: World, layout: Layout) -> tuple[dict[int, tuple[int, int]], d
         unit.gather().wait()
         weights |= {name: p.detach().clone() for name, p in unit.parameters.items()}
         unit.drop()
-    sizes = {n: (u.groups.gather.size, u.groups.replica.size) for n, u in held.units.items()}
+    sizes = {
+        n: (u.groups.gather.size, u.groups.replica.size) for n, u in held.units.items()
+    }
     world.clear()
     return sizes, weights
 
@@ -81,7 +85,9 @@ def test_units_of_one_model_sharded_over_different_ranks_train_as_one_process(
         assert here == {unit: sizes[chosen[unit % len(chosen)]] for unit in here}
         assert weights.keys() == want.keys()
         for name, weight in weights.items():
-            torch.testing.assert_close(weight, want[name], rtol=1e-4, atol=2e-5, msg=name)
+            torch.testing.assert_close(
+                weight, want[name], rtol=1e-4, atol=2e-5, msg=name
+            )
 
 
 def test_a_unit_s_axes_are_the_layout_s_without_those_that_cut_it(
@@ -108,7 +114,9 @@ def test_a_unit_s_axes_are_the_layout_s_without_those_that_cut_it(
         layout = Layout.parse(text)
         assert unit_axes(model, layout, 0) == dense
         assert unit_axes(model, layout, 1) == expert
-        with pytest.raises(LayoutError, match="weights of mixed are sharded over different axes"):
+        with pytest.raises(
+            LayoutError, match="weights of mixed are sharded over different axes"
+        ):
             unit_axes(model, layout, 2)
 
 

@@ -37,7 +37,9 @@ def train(
     losses = []
     for step in range(steps):
         batch = batch_of(shape, step, dtype=precision.compute)
-        result = performer.step(microbatches(batch, layout, held.coordinates["dp"]), 1e-3)
+        result = performer.step(
+            microbatches(batch, layout, held.coordinates["dp"]), 1e-3
+        )
         losses.append(result.loss)
     optimizer = sum(
         state.numel() * state.itemsize
@@ -47,7 +49,9 @@ def train(
         if name != "step"
     )
     whole = (
-        torch.cat([u.buffer for u in held.units.values()]) if layout.zero < 3 else torch.empty(0)
+        torch.cat([u.buffer for u in held.units.values()])
+        if layout.zero < 3
+        else torch.empty(0)
     )
     told = {
         "losses": losses,
@@ -56,7 +60,8 @@ def train(
         "made": dict(held.pool.made),
         "block": held.units[1].numel,
         "padding": sum(
-            u.numel - sum(torch.Size(w.local).numel() for w in u.order) for u in held.units.values()
+            u.numel - sum(torch.Size(w.local).numel() for w in u.order)
+            for u in held.units.values()
         ),
         "hash": hashlib.sha256(whole.detach().float().numpy().tobytes()).hexdigest(),
     }
@@ -78,7 +83,9 @@ def test_bytes_per_rank_are_the_formula_to_within_padding(zero: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "accum:3", "tp2", "recompute:all accum:2"])
-def test_a_gradient_that_is_nobody_elses_leaves_its_memory_to_the_next_forward(text: str) -> None:
+def test_a_gradient_that_is_nobody_elses_leaves_its_memory_to_the_next_forward(
+    text: str,
+) -> None:
     layout = Layout.parse(text)
     for told in launch(train, layout.ranks, layout, Precision(), 2, backend="threads"):
         # In place the weights are no buffers of the pool; of the gradients none is left.
@@ -95,7 +102,9 @@ def test_stage_3_holds_a_few_gathered_units_and_not_the_model() -> None:
 
 
 @pytest.mark.parametrize("layout", ["dp4", "dp4 zero1", "dp2x2 zero2"])
-def test_losses_differ_across_replicas_and_weights_do_not_in_bf16_too(layout: str) -> None:
+def test_losses_differ_across_replicas_and_weights_do_not_in_bf16_too(
+    layout: str,
+) -> None:
     bf16 = Precision(torch.bfloat16, torch.float32, torch.float32)
     ranks = launch(train, 4, Layout.parse(layout), bf16, 20, backend="threads")
     assert len({tuple(r["losses"]) for r in ranks}) == 4
@@ -107,15 +116,24 @@ def test_shares_differ_by_one_at_most_and_are_everything() -> None:
     for size in range(20):
         for parts in range(1, 9):
             taken = [share(size, parts, p) for p in range(parts)]
-            assert [i for s in taken for i in range(s.start, s.stop)] == list(range(size))
-            assert max(s.stop - s.start for s in taken) - min(s.stop - s.start for s in taken) <= 1
+            assert [i for s in taken for i in range(s.start, s.stop)] == list(
+                range(size)
+            )
+            assert (
+                max(s.stop - s.start for s in taken)
+                - min(s.stop - s.start for s in taken)
+                <= 1
+            )
 
 
 def test_cut_weights_tile_the_whole_of_every_weight() -> None:
     for shape in SHAPES.values():
         make = partial(build_model, shape)
         for tp in (1, 2, 4):
-            places = [cut_weights(make(), Layout.parse(f"tp{tp}"), {"tp": p}) for p in range(tp)]
+            places = [
+                cut_weights(make(), Layout.parse(f"tp{tp}"), {"tp": p})
+                for p in range(tp)
+            ]
             for name, parameter in make().weights.items():
                 seen = torch.zeros(parameter.shape, dtype=torch.int)
                 for place in places:
@@ -132,7 +150,10 @@ def of_shared_memory(world: World, text: str) -> list[bool]:
     held = build_local(world, layout, model, program)
     performer = Executor(held, program, world.rank, AdamW())
     performer.step(
-        microbatches(batch_of(GQA, 0, dtype=torch.float32), layout, held.coordinates["dp"]), 1e-3
+        microbatches(
+            batch_of(GQA, 0, dtype=torch.float32), layout, held.coordinates["dp"]
+        ),
+        1e-3,
     )
     assert isinstance(world, ShmWorld)
     flat = [u.home for u in held.units.values()]
@@ -150,7 +171,10 @@ def test_flat_buffers_lie_in_what_ranks_share(text: str) -> None:
 def summed_in_turn(world: World) -> list[float]:
     """Two gradients of one unit, of which the second is still on its way over the shards when the first is
     summed over the replicas: this rank's gradient after each of the two sums."""
-    layout, model = Layout.parse("dp2x2 zero2 accum:2 reduce:micro"), build_model(SHAPES["mlp"])
+    layout, model = (
+        Layout.parse("dp2x2 zero2 accum:2 reduce:micro"),
+        build_model(SHAPES["mlp"]),
+    )
     held = build_local(world, layout, model, program_of(model, layout))
     unit = held.units[1]
 
@@ -174,14 +198,18 @@ def summed_in_turn(world: World) -> list[float]:
     return after
 
 
-def test_replicas_sum_the_parts_of_a_shard_in_the_order_in_which_these_were_begun() -> None:
+def test_replicas_sum_the_parts_of_a_shard_in_the_order_in_which_these_were_begun() -> (
+    None
+):
     # The groups' results are NaN until they are waited for.
     assert late(4)(summed_in_turn) == [[4.0, 44.0]] * 4
 
 
 def kinds(world: World, layout: Layout, precision: Precision) -> set[bool]:
     model = build_model(GQA)
-    held = build_local(world, layout, model, program_of(model, layout), precision=precision)
+    held = build_local(
+        world, layout, model, program_of(model, layout), precision=precision
+    )
     return {isinstance(unit, PlainUnit) for unit in held.units.values()}
 
 

@@ -34,7 +34,9 @@ def block(s: Shape, cut: Layout, sequence: int, rows: float) -> PieceCost:
     whole = tokens / (t if cut.seq else 1)  # tokens of norms and residuals
     ups = 3 if s.gated else 2
     moved = WIDTH * (whole * s.hidden * 16 + tokens * (ups * s.ffn / t + 4 * wide))
-    kept = WIDTH * (whole * s.hidden * 5 + tokens * ((ups + 1) * s.ffn / t + 2 * wide + 4 * narrow))
+    kept = WIDTH * (
+        whole * s.hidden * 5 + tokens * ((ups + 1) * s.ffn / t + 2 * wide + 4 * narrow)
+    )
     params = sum(a * b for a, b in cols) + 2 * s.hidden
     return PieceCost(
         forward=Load(
@@ -57,7 +59,9 @@ def block(s: Shape, cut: Layout, sequence: int, rows: float) -> PieceCost:
     )  # fmt: skip
 
 
-def _messages(s: Shape, cut: Layout, tokens: float, narrow: float) -> tuple[MessageLoad, ...]:
+def _messages(
+    s: Shape, cut: Layout, tokens: float, narrow: float
+) -> tuple[MessageLoad, ...]:
     size = WIDTH * tokens * s.hidden
     found: list[MessageLoad] = []
     if cut.tp > 1 and cut.seq:

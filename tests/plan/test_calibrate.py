@@ -29,7 +29,14 @@ from phalanx.plan.step import case_of
 from phalanx.program import PieceKinds
 
 SHAPE = Shape(
-    name="small", layers=8, hidden=1024, heads=16, ffn=4096, vocab=32000, sequence=2048, batch=32
+    name="small",
+    layers=8,
+    hidden=1024,
+    heads=16,
+    ffn=4096,
+    vocab=32000,
+    sequence=2048,
+    batch=32,
 )
 LAYOUTS = (
     "dp8 accum:2", "dp8 zero1 accum:4", "dp8 zero3 accum:2 recompute:all", "dp4 tp2 seq zero1",
@@ -44,17 +51,24 @@ def piece_costs(
     return {cut: piece_kinds(SHAPE, cut, sequence) for cut in layouts}
 
 
-def _timed(texts: Iterable[str], truth: SoftwareProfile, slower: float = 1.0) -> list[CostedRun]:
+def _timed(
+    texts: Iterable[str], truth: SoftwareProfile, slower: float = 1.0
+) -> list[CostedRun]:
     runs = [Measured(t, case_of(SHAPE, Layout.parse(f"{t} bf16"))) for t in texts]
     made = costed(runs, hardware_of(cluster("h100x8")), piece_costs, truth)
-    return [replace(run, run=replace(run.run, seconds=slower * run.step(truth))) for run in made]
+    return [
+        replace(run, run=replace(run.run, seconds=slower * run.step(truth)))
+        for run in made
+    ]
 
 
 def _off(profile: SoftwareProfile, runs: Iterable[CostedRun]) -> float:
     return median(abs(run.step(profile) / run.measured - 1) for run in runs)
 
 
-def test_the_profile_that_made_the_runs_is_neared_and_predicts_runs_that_it_has_not_seen() -> None:
+def test_the_profile_that_made_the_runs_is_neared_and_predicts_runs_that_it_has_not_seen() -> (
+    None
+):
     truth = SoftwareProfile(speed=0.6, traffic=1.5, host=1.0)
     seen, unseen = _timed(LAYOUTS[::2], truth), _timed(LAYOUTS[1::2], truth)
     begin = SoftwareProfile(speed=0.95, traffic=0.3)
@@ -94,7 +108,9 @@ def test_some_of_the_runs_are_spread_evenly_over_them() -> None:
     assert spread_over(runs, 1) == runs[:1]
 
 
-def test_runs_that_are_all_far_slower_than_predicted_are_followed_all_the_same() -> None:
+def test_runs_that_are_all_far_slower_than_predicted_are_followed_all_the_same() -> (
+    None
+):
     truth = SoftwareProfile(speed=0.5, traffic=2.2, host=6.0)
     seen = _timed(LAYOUTS, truth, slower=1.6)
     begin = SoftwareProfile(speed=1.0, traffic=0.2, host=0.0)
@@ -113,7 +129,9 @@ def test_the_longest_path_is_as_long_as_the_simulated_step() -> None:
 
 def test_without_a_measured_run_nothing_is_refitted() -> None:
     begin = SoftwareProfile(speed=0.9)
-    runs = [replace(x, run=replace(x.run, seconds=0.0)) for x in _timed(LAYOUTS[:2], begin)]
+    runs = [
+        replace(x, run=replace(x.run, seconds=0.0)) for x in _timed(LAYOUTS[:2], begin)
+    ]
     assert calibrated(begin, runs)(None) == begin
 
 
@@ -156,7 +174,9 @@ def test_a_resumed_run_is_its_last_layout_and_the_median_of_its_steps_without_th
     assert run.seconds == 1.0  # three steps of 1.0 against one of 2.0
 
 
-def test_a_run_that_only_warmed_up_is_refused_and_so_is_what_is_no_run(tmp_path: Path) -> None:
+def test_a_run_that_only_warmed_up_is_refused_and_so_is_what_is_no_run(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(MachineError, match="1 lines of steps"):
         read_run(_journal(tmp_path / "short", _start("dp8"), _step(1.0)))
     with pytest.raises(MachineError, match="no start"):
@@ -174,4 +194,8 @@ def test_runs_of_other_models_or_sizes_of_the_world_are_estimated_apart() -> Non
         case_of(other, Layout.parse("dp8")),
     ]
     trials = [Measured(str(i), case) for i, case in enumerate(cases)]
-    assert [[t.name for t in those] for those in by_model(trials)] == [["0", "1"], ["2"], ["3"]]
+    assert [[t.name for t in those] for those in by_model(trials)] == [
+        ["0", "1"],
+        ["2"],
+        ["3"],
+    ]

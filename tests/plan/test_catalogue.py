@@ -43,8 +43,12 @@ MEMORY = {
 
 
 @pytest.mark.parametrize("name, dtype", PRINTED)
-def test_peaks_follow_from_units_and_clocks_as_datasheets_print_them(name: str, dtype: str) -> None:
-    assert device(name).peak(dtype) / 1e12 == pytest.approx(PRINTED[name, dtype], rel=6e-3)
+def test_peaks_follow_from_units_and_clocks_as_datasheets_print_them(
+    name: str, dtype: str
+) -> None:
+    assert device(name).peak(dtype) / 1e12 == pytest.approx(
+        PRINTED[name, dtype], rel=6e-3
+    )
 
 
 def test_memory_is_as_sold() -> None:
@@ -61,7 +65,9 @@ def test_every_number_has_a_source_and_every_source_a_number() -> None:
         assert len(stated) >= 3
         assert not [place for place in stated if len(each.source(place)) < 10], name
         for key in each.sources:
-            assert any(place == key or place.startswith(f"{key}.") for place in stated), (name, key)
+            assert any(
+                place == key or place.startswith(f"{key}.") for place in stated
+            ), (name, key)
     assert all(len(x.source) > 5 for x in (*links().values(), *clusters().values()))
 
 
@@ -88,7 +94,13 @@ def test_llama_3_s_cluster_adds_up() -> None:
 
 
 def test_links_are_as_sold() -> None:
-    both = {"nvlink1": 160, "nvlink2": 300, "nvlink3": 600, "nvlink4": 900, "nvlink5": 1800}
+    both = {
+        "nvlink1": 160,
+        "nvlink2": 300,
+        "nvlink3": 600,
+        "nvlink4": 900,
+        "nvlink5": 1800,
+    }
     for name, speed in both.items():
         assert link(name).both / 1e9 == speed
     one = {"pcie3": 15.75, "pcie4": 31.5, "pcie5": 63, "pcie6": 121, "pcie7": 242}
@@ -108,7 +120,13 @@ def test_what_a_device_names_is_in_the_catalogue() -> None:
 
 
 def test_a_cluster_is_the_first_devices_of_its_family() -> None:
-    sizes = {"h100x64": [8, 8], "h100x8": [8], "h100x4": [4], "h100x1": [1], "gb200x144": [72, 2]}
+    sizes = {
+        "h100x64": [8, 8],
+        "h100x8": [8],
+        "h100x4": [4],
+        "h100x1": [1],
+        "gb200x144": [72, 2],
+    }
     for name, levels in sizes.items():
         assert [level.size for level in cluster(name).levels] == levels
         assert cluster(name).name == name
@@ -160,7 +178,9 @@ def test_only_a_driver_s_own_name_finds_a_device() -> None:
         ("", "unknown cluster ''"),
     ],
 )
-def test_a_cluster_that_is_none_is_refused_with_the_way_out(name: str, said: str) -> None:
+def test_a_cluster_that_is_none_is_refused_with_the_way_out(
+    name: str, said: str
+) -> None:
     with pytest.raises(MachineError, match=said):
         cluster(name)
 

@@ -46,8 +46,10 @@ def test_each_cause_applies_where_it_is_told_and_nowhere_else() -> None:
     assert _amounts(text="dp2 tp4 seq bf16 fp8")["narrow"] == 1.0
     assert _amounts(shape=Shape.load("8x7b"))["experts"] == 1.0
     assert _amounts(text="dp8 zero1 bf16 offload:optimizer")["offload"] == 1.0
-    assert _amounts("h100x64", "dp64 bf16")["scale"] == 3.0  # doublings of eight devices
-    assert _amounts("h100x64", "tp32 dp2 seq bf16")["tensor"] == 2.0  # doublings of a server
+    # doublings of eight devices
+    assert _amounts("h100x64", "dp64 bf16")["scale"] == 3.0
+    # doublings of a server
+    assert _amounts("h100x64", "tp32 dp2 seq bf16")["tensor"] == 2.0
     half = {"compute": 1.0, "tensor": 0.25, "data": 0.5, "pipe": 0.25, "bubble": 0.0}
     assert _amounts(parts=half)["messages"] == 0.5
 
@@ -60,15 +62,21 @@ def test_what_nobody_measured_of_a_device_counts_by_its_part_of_the_work() -> No
     assert b200 == {"base": 1.0, "device": 1.0, "attention": pytest.approx(attention)}
     assert _amounts("b200x8", sequence=1 << 18)["attention"] > 0.8
     # Scores in memory are matmuls, which were measured.
-    assert "attention" not in _amounts("b200x8", what=replace(profile("nemo"), attention="scores"))
+    assert "attention" not in _amounts(
+        "b200x8", what=replace(profile("nemo"), attention="scores")
+    )
     mi300x = _amounts("mi300xx8", "dp8 bf16 fp8")
     assert mi300x["matmul"] == pytest.approx(1 - attention)
     assert "matmul" not in _amounts("mi300xx8", "dp8 bf16")
 
 
-def test_a_range_is_the_root_of_the_squares_of_its_causes_and_names_the_widest() -> None:
+def test_a_range_is_the_root_of_the_squares_of_its_causes_and_names_the_widest() -> (
+    None
+):
     case = Case(SHAPE, Layout.parse("dp64 bf16"), 1.0, 8192)
-    found = interval(case, hardware_of(cluster("h100x64")), profile("default"), COMPUTING)
+    found = interval(
+        case, hardware_of(cluster("h100x64")), profile("default"), COMPUTING
+    )
     below, above = widths().below, widths().above
     names = {"base": 1, "software": 1, "scale": 3}
     assert math.log(found.high) ** 2 == pytest.approx(
@@ -83,7 +91,9 @@ def test_a_range_is_the_root_of_the_squares_of_its_causes_and_names_the_widest()
 
 
 def test_ranges_grow_with_what_is_unknown() -> None:
-    known, unknown = (_range("h100x8", "dp8 bf16", profile(name)) for name in ("nemo", "default"))
+    known, unknown = (
+        _range("h100x8", "dp8 bf16", profile(name)) for name in ("nemo", "default")
+    )
     assert unknown[0] < known[0] < 1 < known[1] < unknown[1]
     new = _range("b200x8", "dp8 bf16", profile("nemo"))
     many = _range("h100x16384", "dp16384 bf16", profile("nemo"))
@@ -109,8 +119,13 @@ def test_every_cause_has_a_width_and_every_device_of_the_list_is_catalogued() ->
 # ---- runs of one's own
 
 
-def _own(off: list[float], where: str = "b200x8", text: str = "dp8 bf16") -> SoftwareProfile:
-    case, hardware = Case(SHAPE, Layout.parse(text), 1.0, 8192), hardware_of(cluster(where))
+def _own(
+    off: list[float], where: str = "b200x8", text: str = "dp8 bf16"
+) -> SoftwareProfile:
+    case, hardware = (
+        Case(SHAPE, Layout.parse(text), 1.0, 8192),
+        hardware_of(cluster(where)),
+    )
     base = profile("default")
     before = interval(case, hardware, base, COMPUTING)
     causes = amounts(case, hardware, base, COMPUTING)
@@ -139,7 +154,10 @@ def test_causes_that_go_beyond_the_calibrating_runs_still_count() -> None:
     # Fewer causes than the runs had are not narrower: those runs are all that is known.
     assert _range("h100x8", "dp8 bf16", own) == near
     wider = _own([0.02, -0.02] * 5, "h100x64", "dp64 bf16")
-    assert _range("b200x64", "dp64 bf16", wider)[0] < _range("h100x64", "dp64 bf16", wider)[0]
+    assert (
+        _range("b200x64", "dp64 bf16", wider)[0]
+        < _range("h100x64", "dp64 bf16", wider)[0]
+    )
 
 
 def test_a_written_profile_brings_its_range_back(tmp_path: Path) -> None:
@@ -147,9 +165,13 @@ def test_a_written_profile_brings_its_range_back(tmp_path: Path) -> None:
 
     own, path = _own([0.02, -0.03, 0.05]), tmp_path / "own.toml"
     path.write_text(dump(own, short=True))
-    assert _range("b200x8", "dp8 bf16", profile(str(path))) == _range("b200x8", "dp8 bf16", own)
+    assert _range("b200x8", "dp8 bf16", profile(str(path))) == _range(
+        "b200x8", "dp8 bf16", own
+    )
     path.write_text('own_runs = 2\nown_causes = ["scale"]\n')
-    with pytest.raises(MachineError, match="names 1 causes, and own_amounts has 0 numbers"):
+    with pytest.raises(
+        MachineError, match="names 1 causes, and own_amounts has 0 numbers"
+    ):
         profile(str(path))
 
 

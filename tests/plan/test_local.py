@@ -30,28 +30,38 @@ MACHINE = Machine(
 NOTHING = PieceTimes(*[OpTime()] * 4, PieceCost(*[Load()] * 4, *[0.0] * 5))
 
 
-def test_a_measured_product_takes_what_it_took_and_one_between_has_a_rate_between() -> None:
+def test_a_measured_product_takes_what_it_took_and_one_between_has_a_rate_between() -> (
+    None
+):
     rates = hardware_of_machine(MACHINE, 2).rates
     known = Product(1024, 1024, 1024)
     assert rates.product(known, "fp32") == pytest.approx(known.flops / 4e10)
     between = Product(362, 362, 362)  # halfway in logarithms
-    assert between.flops / rates.product(between, "fp32") == pytest.approx(2e10, rel=1e-2)
+    assert between.flops / rates.product(between, "fp32") == pytest.approx(
+        2e10, rel=1e-2
+    )
     beyond = Product(1 << 14, 1 << 14, 1 << 14)
     assert beyond.flops / rates.product(beyond, "fp32") <= 4e10
 
 
-def test_a_dtype_that_nobody_measured_is_refused_with_the_command_that_measures_it() -> None:
+def test_a_dtype_that_nobody_measured_is_refused_with_the_command_that_measures_it() -> (
+    None
+):
     with pytest.raises(MachineError, match=r"bf16.*doctor"):
         hardware_of_machine(MACHINE, 2).rates.product(Product(8, 8, 8), "bf16")
 
 
 def test_messages_take_what_their_curve_says_and_one_rank_alone_sends_none() -> None:
     group = hardware_of_machine(MACHINE, 4).network
-    assert group.seconds("all_reduce", 1e6, 4, 1) == MACHINE.curve("all_reduce", 4).seconds(1e6)
+    assert group.seconds("all_reduce", 1e6, 4, 1) == MACHINE.curve(
+        "all_reduce", 4
+    ).seconds(1e6)
     assert group.seconds("all_reduce", 1e6, 1, 1) == 0.0
 
 
-def test_a_pair_among_four_ranks_of_a_cpu_is_as_slow_as_it_was_beside_another_pair() -> None:
+def test_a_pair_among_four_ranks_of_a_cpu_is_as_slow_as_it_was_beside_another_pair() -> (
+    None
+):
     def pair(ranks: int) -> float:
         group = hardware_of_machine(MACHINE, ranks).network
         return group.seconds("all_reduce", 1e6, 2, 1)
@@ -60,7 +70,9 @@ def test_a_pair_among_four_ranks_of_a_cpu_is_as_slow_as_it_was_beside_another_pa
     assert pair(2) == pytest.approx(MACHINE.curves[0].seconds(1e6))
 
 
-def test_ranks_share_the_cores_that_the_measuring_process_did_not_use_and_all_the_memory() -> None:
+def test_ranks_share_the_cores_that_the_measuring_process_did_not_use_and_all_the_memory() -> (
+    None
+):
     hardware = hardware_of_machine(MACHINE)
     assert (hardware.cores, hardware.ranks, hardware.memory) == (2, 2, 4e9)
     assert hardware_of_machine(MACHINE, 8).memory == 1e9
@@ -68,9 +80,13 @@ def test_ranks_share_the_cores_that_the_measuring_process_did_not_use_and_all_th
         hardware_of_machine(replace(MACHINE, kind="cuda", count=2), 4)
 
 
-def _shared_gpipe(stages: int, cores: int, count: int, forward: float, backward: float) -> float:
+def _shared_gpipe(
+    stages: int, cores: int, count: int, forward: float, backward: float
+) -> float:
     """A GPipe step played through: whoever is at work has an even part of the cores."""
-    order = [[("F", i) for i in range(count)] + [("B", i) for i in range(count)]] * stages
+    order = [
+        [("F", i) for i in range(count)] + [("B", i) for i in range(count)]
+    ] * stages
     done: set[tuple[int, str, int]] = set()
     at, left, clock = [0] * stages, {}, 0.0
 
@@ -99,7 +115,9 @@ def test_a_pipeline_on_shared_cores_lasts_as_long_as_playing_it_through(
     stages: int, cores: int
 ) -> None:
     found = _pipeline(stages, replace(MACHINE, threads=1, cores=cores))
-    assert found.step == pytest.approx(_shared_gpipe(stages, cores, 8, 1.0, 2.0), rel=1e-6)
+    assert found.step == pytest.approx(
+        _shared_gpipe(stages, cores, 8, 1.0, 2.0), rel=1e-6
+    )
 
 
 def _of_blocks(case: Case, block: PieceTimes, hardware: Hardware) -> Priced:
@@ -139,13 +157,19 @@ def test_messages_take_the_time_of_a_core_that_would_compute_beside_them() -> No
 
 def test_a_pieces_bytes_are_those_of_float32_on_a_cpu() -> None:
     profile = local_profile("fp32")
-    assert (profile.weight_bytes, profile.optimizer_bytes, profile.context, profile.reserve) == (
+    assert (
+        profile.weight_bytes,
+        profile.optimizer_bytes,
+        profile.context,
+        profile.reserve,
+    ) == (
         4,
         8,
         0,
         1,
     )
-    assert local_profile("bf16").optimizer_bytes == 12  # a copy in full beside the narrow weights
+    # a copy in full beside the narrow weights
+    assert local_profile("bf16").optimizer_bytes == 12
 
 
 def test_starting_a_kernel_takes_the_time_of_who_computes_it_on_a_cpu_and_is_hidden_elsewhere() -> (
@@ -154,7 +178,9 @@ def test_starting_a_kernel_takes_the_time_of_who_computes_it_on_a_cpu_and_is_hid
     load = Load((Product(512, 512, 512),), launches=1000.0)
     cut, here = Layout.parse("fp32"), hardware_of_machine(MACHINE, 1)
     times = [
-        op_parts(load, hardware, cut, "fp32", SoftwareProfile()).under(SoftwareProfile(host=1.0))
+        op_parts(load, hardware, cut, "fp32", SoftwareProfile()).under(
+            SoftwareProfile(host=1.0)
+        )
         for hardware in (here, replace(here, cores=0))
     ]
     product = here.rates.product(load.products[0], "fp32") / SoftwareProfile().speed
@@ -178,5 +204,7 @@ def test_a_rings_messages_cost_their_time_where_all_cores_compute_and_hide_where
     assert shared.others == pytest.approx(2 * one)
     assert op_parts(load, idle, ring, "fp32", SoftwareProfile()).messages.ring > 0.0
     seen = op_parts(load, busy, ring, "fp32", SoftwareProfile()).under(local_profile())
-    hidden = op_parts(load, idle, ring, "fp32", SoftwareProfile()).under(local_profile())
+    hidden = op_parts(load, idle, ring, "fp32", SoftwareProfile()).under(
+        local_profile()
+    )
     assert seen.messages > hidden.messages == 0.0

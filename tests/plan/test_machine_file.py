@@ -51,7 +51,9 @@ def test_all_mistakes_of_a_file_are_told_at_once() -> None:
         assert said in str(told.value)
     with pytest.raises(MachineError, match="is not TOML"):
         Machine.parse("name = ")
-    with pytest.raises(MachineError, match=r"cannot read the machine file nowhere\.toml"):
+    with pytest.raises(
+        MachineError, match=r"cannot read the machine file nowhere\.toml"
+    ):
         Machine.load("nowhere.toml")
 
 
@@ -98,4 +100,6 @@ def test_a_bent_curve_goes_on_where_it_bends() -> None:
     assert curve.seconds(4097) == pytest.approx(curve.seconds(4096), rel=1e-3)
     slope = (curve.seconds(2e9) - curve.seconds(1e9)) / 1e9
     assert slope == pytest.approx(moved("all_reduce", "tree", 8) / 3e11)
-    assert curve.bus(1e9) == pytest.approx(bus_factor("all_reduce", 8) * 1e9 / curve.seconds(1e9))
+    assert curve.bus(1e9) == pytest.approx(
+        bus_factor("all_reduce", 8) * 1e9 / curve.seconds(1e9)
+    )

@@ -98,12 +98,16 @@ def test_the_bytes_of_a_plan_are_those_that_ranks_take_of_the_owners() -> None:
     for piece in range(4):
         assert all(taken == moved for taken, moved in (each[piece] for each in found))
         mean = sum(each[piece][0] for each in found) / 4
-        assert 3 * mean * 4 == pytest.approx(matrix_bytes(matrices[piece + 1], layout, 4.0))
+        assert 3 * mean * 4 == pytest.approx(
+            matrix_bytes(matrices[piece + 1], layout, 4.0)
+        )
 
 
 def test_the_update_of_a_plan_is_the_work_of_the_owner_that_has_most() -> None:
     """At a rate of one, by hand: two ranks, one has the square, the other both halves."""
-    assert dealt([orthogonal_work(4, 4), orthogonal_work(4, 2), orthogonal_work(4, 2)], 2) == [
+    assert dealt(
+        [orthogonal_work(4, 4), orthogonal_work(4, 2), orthogonal_work(4, 2)], 2
+    ) == [
         0,
         1,
         1,
@@ -120,7 +124,9 @@ def test_the_update_of_a_plan_is_the_work_of_the_owner_that_has_most() -> None:
     assert eight.update / alone.update == pytest.approx(share, rel=0.15)
 
 
-def test_newton_schulz_is_counted_in_flops_and_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_newton_schulz_is_counted_in_flops_and_bytes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Of a matrix of 2 x 3 by hand: five times x x^T (2x3x2), its square (2x2x2), that times x (2x2x3)
     are 5 (12 + 8 + 12) multiply-adds; each product reads two factors and writes its result."""
     flops = 2 * 5 * (2 * 3 * 2 + 2 * 2 * 2 + 2 * 2 * 3)
@@ -130,7 +136,10 @@ def test_newton_schulz_is_counted_in_flops_and_bytes(capsys: pytest.CaptureFixtu
     assert newton_schulz((((3, 2),), ()), Layout(), cpu=True) == (flops, 4 * moved)
     three = (((2, 3),) * 3, ())
     assert newton_schulz(three, Layout.parse("dp2 zero1")) == (2 * flops, 4 * moved)
-    assert newton_schulz(((), ((2, 3),) * 4), Layout.parse("ep2")) == (2 * flops, 4 * moved)
+    assert newton_schulz(((), ((2, 3),) * 4), Layout.parse("ep2")) == (
+        2 * flops,
+        4 * moved,
+    )
 
     # A block of this MLP is a square matrix, so that each of 15 products has 1,024^3 multiply-adds.
     mlp = Shape.load("mlp")
@@ -177,7 +186,9 @@ def test_a_plan_of_a_run_file_has_the_optimizer_of_the_run(tmp_path: Path) -> No
 
 def test_the_matrices_of_two_units_are_on_their_way_at_once() -> None:
     program = program_of(
-        build_model(SHAPES["gqa"]), Layout.parse("dp2"), StepOptions(whole_matrices=True)
+        build_model(SHAPES["gqa"]),
+        Layout.parse("dp2"),
+        StepOptions(whole_matrices=True),
     )
     none = (0.0,) * 6
     (peak,) = peaks(program, Sizes(none, none, matrices=(0.0, 3.0, 3.0, 3.0, 3.0, 0.0)))
@@ -186,5 +197,7 @@ def test_the_matrices_of_two_units_are_on_their_way_at_once() -> None:
 
 def test_experts_of_other_ranks_are_owned_by_these() -> None:
     """With ep a block is three pieces: what is dense, its experts, and what has no matrices."""
-    together, apart = (_matrices(SHAPES["experts"], Layout.parse(text)) for text in ("dp2", "ep2"))
+    together, apart = (
+        _matrices(SHAPES["experts"], Layout.parse(text)) for text in ("dp2", "ep2")
+    )
     assert apart[2:5] == [(together[2][0], ()), ((), together[2][1]), ((), ())]

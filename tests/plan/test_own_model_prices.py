@@ -63,7 +63,9 @@ def test_the_program_that_is_priced_is_the_one_that_runs(
     pricer = Pricer(request(name, f"h100x{layout.ranks}", profile=software))
     planned = planned_program(pricer.priced(layout), layout.microbatches)
     ran = program_of(model, layout, options_for(optimizer))
-    assert [[*map(str, row)] for row in planned.rows] == [[*map(str, row)] for row in ran.rows]
+    assert [[*map(str, row)] for row in planned.rows] == [
+        [*map(str, row)] for row in ran.rows
+    ]
     assert planned.frozen == ran.frozen
     assert planned.tied == ran.tied
 
@@ -76,7 +78,9 @@ def test_its_weights_are_those_that_torch_counts(name: str, model: Model) -> Non
     words = model.weights["embed.words.weight"].numel()
     # The head uses the embedding's unit, of which the last stage holds a copy.
     held = [sum(sizes[:3]), sum(sizes[3:]) - words + sizes[0]]
-    assert [stage["weights"] for stage in choice.stages] == pytest.approx([two * n for n in held])
+    assert [stage["weights"] for stage in choice.stages] == pytest.approx(
+        [two * n for n in held]
+    )
 
 
 def test_rows_that_are_kept_on_disk_are_those_of_the_model(

@@ -8,7 +8,14 @@ from dataclasses import replace
 import pytest
 
 from phalanx.api.request import request_for
-from phalanx.layout import Layout, Shape, legal, one_block_of_each, piece_layout, staged_pieces
+from phalanx.layout import (
+    Layout,
+    Shape,
+    legal,
+    one_block_of_each,
+    piece_layout,
+    staged_pieces,
+)
 from phalanx.layout.families import shape_of
 from phalanx.plan.hardware import hardware_of
 from phalanx.plan.link import cluster
@@ -30,8 +37,12 @@ MIXED = {
 }
 
 
-def _asked(shape: Shape, name: str = "h100x4", batch: int = 16, sequence: int = 0) -> Request:
-    return request_for(shape, hardware_of(cluster(name)), batch=batch, sequence=sequence)
+def _asked(
+    shape: Shape, name: str = "h100x4", batch: int = 16, sequence: int = 0
+) -> Request:
+    return request_for(
+        shape, hardware_of(cluster(name)), batch=batch, sequence=sequence
+    )
 
 
 def _judged(shape: Shape, text: str, name: str = "h100x4", batch: int = 16) -> Choice:
@@ -52,16 +63,24 @@ def test_the_order_of_windows_changes_no_price(text: str) -> None:
     assert len({each.layout for each in found}) == 1
     # A gather that no computation hides may stand beside another block: far less than times are right to.
     for each in found[1:]:
-        assert each.step == pytest.approx(found[0].step, rel=1e-9 if "zero3" not in text else 1e-3)
+        assert each.step == pytest.approx(
+            found[0].step, rel=1e-9 if "zero3" not in text else 1e-3
+        )
         assert each.memory == pytest.approx(found[0].memory)
 
 
-@pytest.mark.parametrize("text", [*ONE_STAGE, "pp4 1f1b:8", "pp2 dp2 zero1 interleaved2:4"])
+@pytest.mark.parametrize(
+    "text", [*ONE_STAGE, "pp4 1f1b:8", "pp2 dp2 zero1 interleaved2:4"]
+)
 def test_equal_blocks_cost_the_same_however_their_window_is_written(text: str) -> None:
     plain = _judged(SMALL, text)
     for windows in ((0,), (0, 0), (0,) * 8):
         found = _judged(replace(SMALL, windows=windows), text)
-        assert (found.step, found.parts, found.memory) == (plain.step, plain.parts, plain.memory)
+        assert (found.step, found.parts, found.memory) == (
+            plain.step,
+            plain.parts,
+            plain.memory,
+        )
     narrow = _judged(replace(SMALL, windows=(256,)), text)
     again = _judged(replace(SMALL, windows=(256, 256)), text)
     assert (again.step, again.memory) == (narrow.step, narrow.memory)
@@ -70,9 +89,14 @@ def test_equal_blocks_cost_the_same_however_their_window_is_written(text: str) -
 
 def _steps(shape: Shape, sequence: int) -> list[float]:
     """Seconds where all blocks have a window, every second block, every other second block, and none."""
-    text, windows = Layout.parse("dp8 zero3 recompute:all bf16"), ((128,), (128, 0), (0, 128), (0,))
+    text, windows = (
+        Layout.parse("dp8 zero3 recompute:all bf16"),
+        ((128,), (128, 0), (0, 128), (0,)),
+    )
     return [
-        judge(_asked(replace(shape, windows=each), "h100x8", 8, sequence), [text])[0].step
+        judge(_asked(replace(shape, windows=each), "h100x8", 8, sequence), [text])[
+            0
+        ].step
         for each in windows
     ]
 
@@ -154,7 +178,9 @@ def test_each_stage_holds_the_weights_of_its_own_blocks(text: str) -> None:
     found = _judged(shape, text, f"h100x{ranks}")
     pieces, two = staged_pieces(found.layout, shape), profile("phalanx").weight_bytes
     ep = found.layout.ep
-    numbers = [row.numel - row.routed_numel + row.routed_numel / ep for row in pieces.rows]
+    numbers = [
+        row.numel - row.routed_numel + row.routed_numel / ep for row in pieces.rows
+    ]
     wanted = [two * sum(numbers[piece] for piece in stage) for stage in pieces.stages]
     assert [stage["weights"] for stage in found.stages] == pytest.approx(wanted)
     assert len({round(each) for each in wanted}) > 1
@@ -178,7 +204,10 @@ PUBLISHED = {
     ),  # DeepSeek-AI 2024, the technical report: without its MTP module
     # Our own, by hand: the sums of their weights.
     "25m": (8 * (4 * 512 * 512 + 3 * 512 * 1376 + 2 * 512) + 2 * 256 * 512 + 512, 1),
-    "tiny": (4 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64) + 2 * 256 * 64 + 64, 1),
+    "tiny": (
+        4 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64) + 2 * 256 * 64 + 64,
+        1,
+    ),
     "mlp": (4 * 1024 * 1024, 1),
 }
 
@@ -192,9 +221,14 @@ def test_the_weights_that_are_priced_are_those_that_are_published(name: str) -> 
         priced = Pricer(_asked(shape)).priced(layout)
         rows = staged_pieces(layout, shape).rows
         # A rank has its part of the experts.
-        held = [piece.times.cost.weights - piece.times.cost.experts for piece in priced.pieces]
+        held = [
+            piece.times.cost.weights - piece.times.cost.experts
+            for piece in priced.pieces
+        ]
         routed = [piece.times.cost.experts * layout.ep for piece in priced.pieces]
-        assert [a + b for a, b in zip(held, routed, strict=True)] == [row.numel for row in rows]
+        assert [a + b for a, b in zip(held, routed, strict=True)] == [
+            row.numel for row in rows
+        ]
         assert abs(sum(held) + sum(routed) - total) <= digit / 2 + 0.5
 
 
@@ -203,7 +237,9 @@ def test_one_block_of_each_kind_stands_for_all(name: str) -> None:
     shape = Shape.load(name)
     few, like = one_block_of_each(shape)
     whole, part = (staged_pieces(Layout(), each).rows for each in (shape, few))
-    assert len(part) == 2 + (2 if name in ("gpt-oss-20b", "gpt-oss-120b", "deepseek-v3") else 1)
+    assert len(part) == 2 + (
+        2 if name in ("gpt-oss-20b", "gpt-oss-120b", "deepseek-v3") else 1
+    )
     for row, number in zip(whole, like, strict=True):
         assert row.weights == part[number].weights
         assert shape.window(row.piece) == few.window(number)

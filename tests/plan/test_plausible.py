@@ -19,7 +19,14 @@ from phalanx.plan.profile import SoftwareProfile, profile, profiles
 from phalanx.plan.step import Choice, choice, predicted
 
 SHAPE = Shape(
-    name="small", layers=8, hidden=1024, heads=16, kv_heads=16, ffn=4096, vocab=32000, sequence=2048
+    name="small",
+    layers=8,
+    hidden=1024,
+    heads=16,
+    kv_heads=16,
+    ffn=4096,
+    vocab=32000,
+    sequence=2048,
 )
 # On one device, inside a server, and over two and three of them.
 LAYOUTS = {
@@ -33,7 +40,11 @@ LAYOUTS = {
 
 
 def _priced(
-    words: str, what: SoftwareProfile, hardware: Hardware | None = None, *, tied: bool = True
+    words: str,
+    what: SoftwareProfile,
+    hardware: Hardware | None = None,
+    *,
+    tied: bool = True,
 ) -> Priced:
     layout = Layout.parse(f"{words} bf16")
     hardware = hardware or hardware_of(cluster(f"h100x{layout.ranks}"))
@@ -66,7 +77,9 @@ def test_one_port_of_a_server_is_an_eighth_of_all_where_a_group_leaves_it() -> N
     hardware = hardware_of(cluster("h100x64"))
     size = 1e10
     one, all_ports = (
-        Units(layout, hardware, replace(profile("default"), one_port=flag)).of(size).gather
+        Units(layout, hardware, replace(profile("default"), one_port=flag))
+        .of(size)
+        .gather
         for flag in (True, False)
     )
     assert one == pytest.approx(8 * all_ports, rel=0.02)
@@ -92,9 +105,13 @@ class _Broken:
 
 @pytest.mark.parametrize("time", [math.inf, math.nan, -1.0])
 @pytest.mark.parametrize("words", ["dp8 zero3 accum:2", "dp2 pp2 tp2 1f1b:4"])
-def test_a_price_that_is_no_time_is_refused_as_our_mistake(words: str, time: float) -> None:
+def test_a_price_that_is_no_time_is_refused_as_our_mistake(
+    words: str, time: float
+) -> None:
     hardware = replace(hardware_of(cluster("h100x8")), network=_Broken(time))
-    with pytest.raises(PredictionError, match=r"impossible.*This is a mistake in phalanx"):
+    with pytest.raises(
+        PredictionError, match=r"impossible.*This is a mistake in phalanx"
+    ):
         choice(_priced(words, profile("default"), hardware))
 
 
@@ -108,7 +125,9 @@ def test_bytes_that_are_none_are_refused() -> None:
 def test_a_step_that_beats_the_peak_is_refused_unless_the_peak_was_measured() -> None:
     fast = replace(profile("default"), slower=1e-3, host=0.0)
     hardware = hardware_of(cluster("h100x1"))
-    with pytest.raises(PredictionError, match=r"an MFU of \d{3,}.*This is a mistake in phalanx"):
+    with pytest.raises(
+        PredictionError, match=r"an MFU of \d{3,}.*This is a mistake in phalanx"
+    ):
         choice(_priced("accum:2", fast, hardware))
     assert choice(_priced("accum:2", fast, replace(hardware, measured=True))).step > 0
 

@@ -44,7 +44,12 @@ def _request(size: str, kind: str, sequence: int, profile: str) -> Request:
     shape = Shape.load(size)
     length = min(sequence, shape.sequence) if shape.positions == "learned" else sequence
     return request_for(
-        shape, hardware, batch=2 * RANKS, sequence=length, precision=formats[0], profile=profile
+        shape,
+        hardware,
+        batch=2 * RANKS,
+        sequence=length,
+        precision=formats[0],
+        profile=profile,
     )
 
 
@@ -52,11 +57,15 @@ def _choices(request: Request, texts: Sequence[str]) -> Iterator[Choice]:
     words = [""] + [FP8] * (FP8 in request.hardware.peak)
     for text, matmul in product(texts, words):
         layout = Layout.parse(f"{text} {request.precision} {matmul}")
-        if not legal(layout, request.shape, batch=request.batch, sequence=request.sequence):
+        if not legal(
+            layout, request.shape, batch=request.batch, sequence=request.sequence
+        ):
             yield from judge(request, [layout])
 
 
-def _holds(size: str, kind: str, sequence: int, profile: str, texts: Sequence[str]) -> int:
+def _holds(
+    size: str, kind: str, sequence: int, profile: str, texts: Sequence[str]
+) -> int:
     request, count = _request(size, kind, sequence, profile), 0
     for choice in _choices(request, texts):
         text = " ".join(choice_text(request, choice))
@@ -82,15 +91,23 @@ def test_no_kind_of_device_is_used_by_more_than_all_of_it() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", Shape.names())
-def test_no_size_on_any_device_at_any_length_is_used_by_more_than_all_of_it(size: str) -> None:
+def test_no_size_on_any_device_at_any_length_is_used_by_more_than_all_of_it(
+    size: str,
+) -> None:
     turns, checked = cycle(PROFILES), 0
-    lengths = (1024, 8192, 65536, 262144) if Shape.load(size).vocab < 50_000 else (1024, 16384)
+    lengths = (
+        (1024, 8192, 65536, 262144)
+        if Shape.load(size).vocab < 50_000
+        else (1024, 16384)
+    )
     for kind, sequence in product(_kinds(), lengths):
         checked += _holds(size, kind, sequence, next(turns), LAYOUTS[:3])
     assert checked > len(_kinds())
 
 
-def _of(step: float, *, measured: bool = False, **sizes: object) -> tuple[Request, Choice]:
+def _of(
+    step: float, *, measured: bool = False, **sizes: object
+) -> tuple[Request, Choice]:
     """A step of so many seconds, whatever it is priced at."""
     shape = replace(Shape.load("25m"), **sizes)  # type: ignore[arg-type]
     hardware = replace(hardware_of(cluster("h100x1")), measured=measured)

@@ -23,10 +23,25 @@ from phalanx.plan.piece_price import (
 from phalanx.plan.price import Priced, Units
 from phalanx.plan.profile import SoftwareProfile, profile, profile_named, profiles
 from phalanx.plan.step import Choice, choice
-from phalanx.program import AttentionLoad, CostedPiece, Load, PieceCost, PieceKinds, Product, ops
+from phalanx.program import (
+    AttentionLoad,
+    CostedPiece,
+    Load,
+    PieceCost,
+    PieceKinds,
+    Product,
+    ops,
+)
 
 SHAPE = Shape(
-    name="small", layers=8, hidden=1024, heads=16, kv_heads=16, ffn=4096, vocab=32000, sequence=2048
+    name="small",
+    layers=8,
+    hidden=1024,
+    heads=16,
+    kv_heads=16,
+    ffn=4096,
+    vocab=32000,
+    sequence=2048,
 )
 BARE = SoftwareProfile(speed=1, traffic=1, host=0, context=0, reserve=1)
 
@@ -72,7 +87,9 @@ def test_a_large_square_product_runs_near_the_best_rate_that_was_measured() -> N
 def test_a_product_with_one_row_is_bound_by_reading_its_weights() -> None:
     chip = Roofline(device("h100-sxm"))
     p = Product(1, 8192, 8192)
-    assert chip.product(p, "bf16") >= 2 * 8192 * 8192 / device("h100-sxm").memory.bandwidth
+    assert (
+        chip.product(p, "bf16") >= 2 * 8192 * 8192 / device("h100-sxm").memory.bandwidth
+    )
 
 
 def test_a_tile_too_many_costs_a_whole_wave() -> None:
@@ -114,7 +131,9 @@ def test_an_all_reduce_in_a_server_takes_what_was_measured(
     assert time == pytest.approx(1e-6 * microseconds, rel=0.25)
 
 
-@pytest.mark.parametrize(("schedule", "m"), [("gpipe:8", 8), ("1f1b:8", 8), ("1f1b:16", 16)])
+@pytest.mark.parametrize(
+    ("schedule", "m"), [("gpipe:8", 8), ("1f1b:8", 8), ("1f1b:16", 16)]
+)
 def test_a_pipeline_takes_what_the_textbook_says(schedule: str, m: int) -> None:
     """(p - 1) microbatches of ramp and m of the dearest stage (Narayanan et al. 2021, equation 1)."""
     found, (embed, block, head) = _one(f"pp4 {schedule} stages:2-2-2-2 bf16")
@@ -131,12 +150,16 @@ def test_a_pipeline_takes_what_the_textbook_says(schedule: str, m: int) -> None:
 def test_memory_is_what_zero_promises() -> None:
     numbers = SHAPE.total
     for zero, each in ((0, 2 + 4 + 12), (1, 2 + 4 + 12 / 8), (2, 2 + 4 / 8 + 12 / 8)):
-        held = _one(f"dp8 zero{zero} accum:2 bf16" if zero else "dp8 accum:2 bf16")[0].memory
+        held = _one(f"dp8 zero{zero} accum:2 bf16" if zero else "dp8 accum:2 bf16")[
+            0
+        ].memory
         states = held["weights"] + held["gradients"] + held["optimizer"]
         # Summed after every microbatch, a gradient is whole until it has been sent: at most two
         # are under way, and embedding and head are the largest.
         slack = 4.0 * SHAPE.vocab * SHAPE.hidden * 3 if zero == 2 else 0.01 * numbers
-        assert states == pytest.approx(each * numbers, abs=slack + 0.02 * each * numbers)
+        assert states == pytest.approx(
+            each * numbers, abs=slack + 0.02 * each * numbers
+        )
 
 
 def test_recomputing_saves_memory_and_costs_time() -> None:
@@ -146,29 +169,47 @@ def test_recomputing_saves_memory_and_costs_time() -> None:
     assert 1.15 < again.parts["compute"] / plain.parts["compute"] < 1.4
 
 
-@pytest.mark.parametrize(("text", "sums"), [("pp2 1f1b:4", True), ("pp2 zb-v:4", False)])
-def test_a_tied_weight_is_summed_between_the_two_ends_of_a_pipeline(text: str, sums: bool) -> None:
+@pytest.mark.parametrize(
+    ("text", "sums"), [("pp2 1f1b:4", True), ("pp2 zb-v:4", False)]
+)
+def test_a_tied_weight_is_summed_between_the_two_ends_of_a_pipeline(
+    text: str, sums: bool
+) -> None:
     layout = Layout.parse(text)
     plain, three = _one(text)
     tied, _ = _one(text, tied=True)
     size = three[0].cost.weights * BARE.reduce_bytes
-    pair = hardware_of(cluster(f"h100x{layout.ranks}")).network.seconds("all_reduce", size, 2, 1)
-    assert tied.step - plain.step == pytest.approx(pair if sums else 0.0, rel=0.01, abs=1e-6)
+    pair = hardware_of(cluster(f"h100x{layout.ranks}")).network.seconds(
+        "all_reduce", size, 2, 1
+    )
+    assert tied.step - plain.step == pytest.approx(
+        pair if sums else 0.0, rel=0.01, abs=1e-6
+    )
 
 
-@pytest.mark.parametrize(("text", "norms"), [("tp4 bf16", 0), ("tp4 seq bf16", 2 * 1024)])
-def test_sums_over_tp_have_the_weights_of_which_ranks_have_parts(text: str, norms: int) -> None:
+@pytest.mark.parametrize(
+    ("text", "norms"), [("tp4 bf16", 0), ("tp4 seq bf16", 2 * 1024)]
+)
+def test_sums_over_tp_have_the_weights_of_which_ranks_have_parts(
+    text: str, norms: int
+) -> None:
     """Four ranks share two key and value heads of 64: each sums its head of both with another rank's. Norms
     are summed where ranks have other tokens."""
     shape = replace(SHAPE, kv_heads=2)
-    priced = replace(_priced(text), case=Case(shape, Layout.parse(text), 1.0, SHAPE.sequence))
+    priced = replace(
+        _priced(text), case=Case(shape, Layout.parse(text), 1.0, SHAPE.sequence)
+    )
     own = 2 * 64 * 1024 + norms
     network = hardware_of(cluster("h100x4")).network
     found = priced.costs().pieces[ops.SUM_PARTS, 1]
-    assert found == pytest.approx(network.seconds("all_reduce", BARE.reduce_bytes * own, 4, 1))
+    assert found == pytest.approx(
+        network.seconds("all_reduce", BARE.reduce_bytes * own, 4, 1)
+    )
 
 
-def test_messages_of_data_parallel_are_seen_or_slow_what_is_computed_beside_them() -> None:
+def test_messages_of_data_parallel_are_seen_or_slow_what_is_computed_beside_them() -> (
+    None
+):
     alone, _ = _one("dp8 zero3 bf16")
     beside = replace(BARE, overlaps_data=False)
     seen, three = _one("dp8 zero3 bf16", what=beside)
@@ -193,7 +234,9 @@ def test_messages_of_data_parallel_are_seen_or_slow_what_is_computed_beside_them
 def test_messages_beside_computing_slow_it_or_come_late() -> None:
     """Of 8 seconds of attention and 16 of products: a ring of four comes in four parts, the last of which
     is computed when all have come; so do the messages of eight ranks beside their products."""
-    plain, beside = (replace(BARE, speed=1.0, overlaps_tensor=flag) for flag in (False, True))
+    plain, beside = (
+        replace(BARE, speed=1.0, overlaps_tensor=flag) for flag in (False, True)
+    )
     empty = OpParts(16.0, 8.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     for sent, seen in ((2.0, SLOWED * 2.0), (8.0, 8.0 - 6.0), (80.0, 80.0 - 6.0)):
         ring = replace(empty, messages=MessageSeconds(ring=sent), ring=4)
@@ -223,7 +266,9 @@ def test_a_block_as_one_takes_no_longer_than_its_parts() -> None:
 def test_recomputation_that_ends_early_makes_no_last_product_again() -> None:
     whole, early = (replace(BARE, ends_early=early) for early in (False, True))
     text = "tp2 seq bf16 recompute:all"
-    (all_of_it, _), (part, _) = (_one(text, rows=4, what=what) for what in (whole, early))
+    (all_of_it, _), (part, _) = (
+        _one(text, rows=4, what=what) for what in (whole, early)
+    )
     layout = Layout.parse(text)
     hardware = hardware_of(cluster("h100x2"))
     forward = pieces(SHAPE, layout, SHAPE.sequence, 4.0)[1].forward
@@ -235,10 +280,14 @@ def test_recomputation_that_ends_early_makes_no_last_product_again() -> None:
 
 def test_narrow_heads_cost_attention_less_before_its_third_generation() -> None:
     rates = hardware_of(cluster("h100x8")).rates
-    narrow, wide = (AttentionLoad(1, 2048 / d, 2048 / d, 8192, 8192, d, 1, 2) for d in (64, 128))
+    narrow, wide = (
+        AttentionLoad(1, 2048 / d, 2048 / d, 8192, 8192, d, 1, 2) for d in (64, 128)
+    )
 
     def slower(kernel: str) -> float:
-        return rates.attention(narrow, "bf16", kernel) / rates.attention(wide, "bf16", kernel)
+        return rates.attention(narrow, "bf16", kernel) / rates.attention(
+            wide, "bf16", kernel
+        )
 
     assert slower("flash-2") == pytest.approx(189 / 171, rel=0.01)  # Dao 2023, figure 4
     assert slower("flash-3") > 1.2
@@ -251,7 +300,9 @@ def _attention_rate(name: str, kernel: str) -> float:
 
 
 @pytest.mark.parametrize("name", ["b200", "gb200", "h100-nvl", "h100-pcie"])
-def test_attention_with_older_instructions_gains_by_units_and_clock_alone(name: str) -> None:
+def test_attention_with_older_instructions_gains_by_units_and_clock_alone(
+    name: str,
+) -> None:
     # FlashAttention-1 and -2 use mma.sync: 200 and 335 TFLOP/s on the 132 units of an H100 at 1.83 GHz.
     chip = device(name).chip
     assert chip is not None
@@ -261,15 +312,21 @@ def test_attention_with_older_instructions_gains_by_units_and_clock_alone(name: 
     assert device(name).attention_tflops == {}
 
 
-def test_the_newest_attention_kernel_of_a_new_device_is_a_part_of_its_best_matmul() -> None:
+def test_the_newest_attention_kernel_of_a_new_device_is_a_part_of_its_best_matmul() -> (
+    None
+):
     b200 = device("b200").reached_tflops["bf16"] * 1e12
     assert _attention_rate("b200", "flash-3") == pytest.approx(0.6 * b200, rel=0.01)
     assert _attention_rate("b200", "flash-2") < 0.4 * _attention_rate("b200", "flash-3")
     # Kernels of makers without mma.sync, and of slow devices, are that part in every generation.
-    assert _attention_rate("rtx-4090", "flash-2") == _attention_rate("rtx-4090", "flash-3")
+    assert _attention_rate("rtx-4090", "flash-2") == _attention_rate(
+        "rtx-4090", "flash-3"
+    )
 
 
-def test_a_format_that_was_not_measured_reaches_no_more_of_its_peak_than_those_that_were() -> None:
+def test_a_format_that_was_not_measured_reaches_no_more_of_its_peak_than_those_that_were() -> (
+    None
+):
     mi300x, a100 = Roofline(device("mi300x")), device("a100-80")
     measured = mi300x.reached("bf16") / mi300x.device.peak("bf16")
     assert measured == pytest.approx(668.4 / 1307.4, rel=1e-3)
@@ -280,12 +337,17 @@ def test_a_format_that_was_not_measured_reaches_no_more_of_its_peak_than_those_t
     assert Roofline(unmeasured).reached("bf16") == 0.75 * unmeasured.peak("bf16")
 
 
-def test_sums_that_do_not_overlap_come_after_the_pipeline_and_not_stage_by_stage() -> None:
+def test_sums_that_do_not_overlap_come_after_the_pipeline_and_not_stage_by_stage() -> (
+    None
+):
     beside = replace(BARE, overlaps_data=False)
-    (alone, _), (seen, three) = (_one(f"{dp}pp4 1f1b:16 bf16", what=beside) for dp in ("", "dp2 "))
+    (alone, _), (seen, three) = (
+        _one(f"{dp}pp4 1f1b:16 bf16", what=beside) for dp in ("", "dp2 ")
+    )
     network = hardware_of(cluster("h100x8")).network
     weights = (
-        max(three[0].cost.weights, three[2].cost.weights) + SHAPE.layers / 4 * three[1].cost.weights
+        max(three[0].cost.weights, three[2].cost.weights)
+        + SHAPE.layers / 4 * three[1].cost.weights
     )
     sums = network.seconds("all_reduce", 4 * weights, 2, 1)
     # All stages sum at once when the last of them has computed: not each before the next one.
@@ -295,7 +357,9 @@ def test_sums_that_do_not_overlap_come_after_the_pipeline_and_not_stage_by_stage
 def test_sends_that_do_not_overlap_take_the_time_of_the_stage_that_sends() -> None:
     plain, three = _one("pp2 1f1b:16 bf16")
     seen, _ = _one("pp2 1f1b:16 bf16", what=replace(BARE, overlaps_sends=False))
-    one = hardware_of(cluster("h100x2")).network.seconds("send", three[1].cost.edge, 2, 1)
+    one = hardware_of(cluster("h100x2")).network.seconds(
+        "send", three[1].cost.edge, 2, 1
+    )
     assert 15 * one < seen.step - plain.step < 20 * one
 
 
@@ -306,7 +370,8 @@ def test_columns_that_gather_again_keep_a_part_and_wait_for_what_products_do_not
     plain = replace(BARE, speed=faster, traffic=1 / faster)
     again = replace(plain, regathers=True)
     whole, part = (_priced("tp8 seq", what=each).times[1] for each in (plain, again))
-    size = 2 * SHAPE.sequence * SHAPE.hidden  # what each of two columns takes, in 16 bits
+    # what each of two columns takes, in 16 bits
+    size = 2 * SHAPE.sequence * SHAPE.hidden
     assert whole.cost.kept - part.cost.kept == pytest.approx(2 * size * 7 / 8)
     assert part.forward == whole.forward
     eight = hardware_of(cluster("h100x8"))
@@ -323,25 +388,36 @@ def test_columns_that_gather_again_keep_a_part_and_wait_for_what_products_do_not
 
 def test_what_selective_recomputation_repeats_of_the_products_is_the_profiles() -> None:
     text = "recompute:selective"
-    none, half = (_one(text, what=replace(BARE, repeats=part))[1][1] for part in (0.0, 0.5))
+    none, half = (
+        _one(text, what=replace(BARE, repeats=part))[1][1] for part in (0.0, 0.5)
+    )
     chip = Roofline(device("h100-sxm"))
     layout = Layout.parse(text)
     forward = pieces(SHAPE, layout, SHAPE.sequence, 1.0)[1].forward
     products = sum(chip.product(p, layout.precision) for p in forward.products)
     assert half.again.device - none.again.device == pytest.approx(products / 2)
     assert half.forward == none.forward
-    whole = (_one("recompute:all", what=replace(BARE, repeats=part))[1][1] for part in (0.0, 0.5))
+    whole = (
+        _one("recompute:all", what=replace(BARE, repeats=part))[1][1]
+        for part in (0.0, 0.5)
+    )
     assert len({each.again for each in whole}) == 1
 
 
 def test_what_software_keeps_of_a_token_follows_from_its_kernels() -> None:
     """Of one block of a gated model, by hand: 2 bytes for each number, 2,048 tokens, over tp2."""
-    shape = replace(SHAPE, kv_heads=4, gated=True, positions="rope", norm="rms", bias="none")
+    shape = replace(
+        SHAPE, kv_heads=4, gated=True, positions="rope", norm="rms", bias="none"
+    )
     cut = Layout.parse("tp2 seq bf16")
     kinds, case = piece_kinds(shape, cut, shape.sequence), Case(shape, cut, 1.0, 2048)
 
     def kept(what: SoftwareProfile, piece: int) -> tuple[float, float]:
-        cost = parts_of(kinds, case, hardware_of(cluster("h100x2")), what, cut).values[piece].cost
+        cost = (
+            parts_of(kinds, case, hardware_of(cluster("h100x2")), what, cut)
+            .values[piece]
+            .cost
+        )
         return cost.kept, cost.temporary
 
     plain = replace(BARE, loss="over")
@@ -371,8 +447,14 @@ def test_adding_gradients_is_a_kernel_of_its_own_or_part_of_a_product() -> None:
     hardware, case = hardware_of(cluster("h100x2")), Case(SHAPE, cut, 2.0, 2048)
 
     def moved(what: SoftwareProfile) -> float:
-        inputs = parts_of(kinds, case, hardware, what, cut)[1].under(what).input_gradient
-        return inputs.device * 0.85 * hardware_of(cluster("h100x2")).rates.device.memory.bandwidth
+        inputs = (
+            parts_of(kinds, case, hardware, what, cut)[1].under(what).input_gradient
+        )
+        return (
+            inputs.device
+            * 0.85
+            * hardware_of(cluster("h100x2")).rates.device.memory.bandwidth
+        )
 
     plain = replace(BARE, loss="over")
     assert moved(plain) == pytest.approx(1e8 + 6e7)
@@ -384,7 +466,9 @@ def test_adding_gradients_is_a_kernel_of_its_own_or_part_of_a_product() -> None:
 
 @pytest.mark.parametrize("zero", [1, 3])
 def test_weights_in_squares_with_one_scale_are_gathered_in_8_bits(zero: int) -> None:
-    (wide, _), (narrow, _) = (_one(f"dp8 zero{zero} bf16 {word}") for word in ("fp8", "fp8:tile"))
+    (wide, _), (narrow, _) = (
+        _one(f"dp8 zero{zero} bf16 {word}") for word in ("fp8", "fp8:tile")
+    )
     # By hand: attention's four matrices of 1024 x 1024, and three of 1024 x 4096, in one byte less.
     matrices = 4 * 1024 * 1024 + 3 * 1024 * 4096
     kind, count = ("weights", 8) if zero == 1 else ("gathered", 1)
@@ -395,14 +479,19 @@ def test_weights_in_squares_with_one_scale_are_gathered_in_8_bits(zero: int) -> 
     # Before it ranks agree on two norms and a number for each square of 128 x 128, all in 16 bits.
     costs = _priced(f"dp8 zero{zero} bf16 fp8:tile").costs().pieces
     size = 2 * (2048 + matrices / 128**2)
-    assert costs[ops.AGREE_SCALES, 1] == hardware.network.seconds("all_reduce", size, 8, 1)
+    assert costs[ops.AGREE_SCALES, 1] == hardware.network.seconds(
+        "all_reduce", size, 8, 1
+    )
     assert costs[ops.AGREE_SCALES, 0] == 0.0  # the embedding is gathered in 16 bits
 
 
 def test_a_bucket_is_the_most_of_a_piece_that_is_gathered_or_sent_at_once() -> None:
     text, few = "dp8 zero3 bf16", 1e6
-    whole, part = (_one(text, what=replace(BARE, bucket=n))[0].memory for n in (0.0, few))
-    largest = SHAPE.vocab * SHAPE.hidden  # of the embedding, gathered and with its gradient
+    whole, part = (
+        _one(text, what=replace(BARE, bucket=n))[0].memory for n in (0.0, few)
+    )
+    # of the embedding, gathered and with its gradient
+    largest = SHAPE.vocab * SHAPE.hidden
     assert whole["gathered"] > 2 * largest
     assert part["gathered"] <= 2 * 2 * few
     assert part["gradients"] <= 4 * SHAPE.total / 8 + 2 * 4 * few
@@ -410,7 +499,9 @@ def test_a_bucket_is_the_most_of_a_piece_that_is_gathered_or_sent_at_once() -> N
     assert part["optimizer"] == whole["optimizer"]
 
 
-def test_gradients_with_a_buffer_of_their_own_are_there_when_activations_are_most() -> None:
+def test_gradients_with_a_buffer_of_their_own_are_there_when_activations_are_most() -> (
+    None
+):
     """The last rank of one microbatch has no gradient yet when its logits are there."""
     lazy, _ = _one("dp2 bf16", rows=4)
     flat, _ = _one("dp2 bf16", rows=4, what=replace(BARE, flat_gradients=True))

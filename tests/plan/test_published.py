@@ -50,7 +50,9 @@ def table(path: Path, rows: Iterable[dict[str, object]]) -> Path:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         for number, row in enumerate(rows):
-            writer.writerow({**USUAL, "row_id": str(number), **{k: str(v) for k, v in row.items()}})
+            writer.writerow(
+                {**USUAL, "row_id": str(number), **{k: str(v) for k, v in row.items()}}
+            )
     return path
 
 
@@ -95,7 +97,9 @@ def test_traffic_that_runs_of_many_kinds_are_fitted_with_is_held_where_it_is_cos
     truth = replace(profile("default"), traffic=2.0)
     rows = read_table(measured_by(tmp_path / "t.csv", truth), profile("default"))
     runs, _ = runs_of(rows, piece_costs)
-    free, held = (fit(profile("default"), runs, physics=much).traffic for much in (0.0, 10.0))
+    free, held = (
+        fit(profile("default"), runs, physics=much).traffic for much in (0.0, 10.0)
+    )
     assert abs(held - 1) < 0.1 < free - 1
 
 
@@ -126,7 +130,8 @@ def test_a_first_pick_that_ran_out_of_memory_is_a_miss_and_the_next_that_ran_is_
         said = list(csv.DictReader(file))
     best, second, *_ = sorted(said, key=lambda row: float(row["step_time_s"]))
     best["status"] = "oom"
-    second["step_time_s"] = 3 * float(second["step_time_s"])  # by a cause that is not predicted
+    # by a cause that is not predicted
+    second["step_time_s"] = 3 * float(second["step_time_s"])
     with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
@@ -138,14 +143,18 @@ def test_a_first_pick_that_ran_out_of_memory_is_a_miss_and_the_next_that_ran_is_
     assert found["oom_recall"] == 0.0
 
 
-def test_pairs_that_repeats_of_one_layout_do_not_tell_apart_have_no_order(tmp_path: Path) -> None:
+def test_pairs_that_repeats_of_one_layout_do_not_tell_apart_have_no_order(
+    tmp_path: Path,
+) -> None:
     truth = profile("default")
     path = measured_by(tmp_path / "t.csv", truth)
     with open(path, newline="") as file:
         said = list(csv.DictReader(file))
     swapped = [row for row in said if row["pp"] == "2"]
     for row in swapped:  # 4 % off, half of them up
-        row["step_time_s"] = float(row["step_time_s"]) * (1.04 if row["tp"] < "4" else 0.96)
+        row["step_time_s"] = float(row["step_time_s"]) * (
+            1.04 if row["tp"] < "4" else 0.96
+        )
     alone = _score(table(tmp_path / "u.csv", said), truth)
     # Repeats that differ by 30 % say that none of this is an order.
     again = [{**row, "step_time_s": 1.3 * float(row["step_time_s"])} for row in said]
@@ -154,7 +163,9 @@ def test_pairs_that_repeats_of_one_layout_do_not_tell_apart_have_no_order(tmp_pa
     assert both["tau"] > alone["tau"]
 
 
-def test_a_layout_that_leaves_an_allocator_no_room_is_picked_last(tmp_path: Path) -> None:
+def test_a_layout_that_leaves_an_allocator_no_room_is_picked_last(
+    tmp_path: Path,
+) -> None:
     """The fastest by prediction holds 96 % of a device: a search, which uses 85 %, never names it."""
     rows = [
         {"gpus": 8, "tp": 1, "pp": 1, "dp": 8, "micro_batch": n, "global_batch": 64, "step_time_s": time}
@@ -183,7 +194,11 @@ def test_out_of_memory_is_told_where_it_is_far_away(tmp_path: Path) -> None:
          "status": "oom"},
     ]  # fmt: skip
     found = _score(table(tmp_path / "t.csv", rows), profile("default"))
-    assert (found["oom_precision"], found["oom_recall"], found["oom_accuracy"]) == (1.0, 1.0, 1.0)
+    assert (found["oom_precision"], found["oom_recall"], found["oom_accuracy"]) == (
+        1.0,
+        1.0,
+        1.0,
+    )
 
 
 def test_memory_is_compared_as_the_software_tells_it(tmp_path: Path) -> None:
@@ -192,7 +207,9 @@ def test_memory_is_compared_as_the_software_tells_it(tmp_path: Path) -> None:
     plain = profile("default")
     first = replace(plain, logs_first_rank=True)
     # One microbatch: the last rank has the head and as many forwards, the first is the emptier.
-    rows = read_table(table(tmp_path / "t.csv", [{**pipeline, "peak_mem_gb": 10}]), first)
+    rows = read_table(
+        table(tmp_path / "t.csv", [{**pipeline, "peak_mem_gb": 10}]), first
+    )
     runs, _ = runs_of(rows, piece_costs)
     found = runs[0].choice(first)
     own = logged(found, first)
@@ -201,7 +218,9 @@ def test_memory_is_compared_as_the_software_tells_it(tmp_path: Path) -> None:
     assert _score(told, first)["memory_error"] == pytest.approx(0, abs=1e-9)
     assert _score(told, plain)["memory_error"] > 0.1
     gib = table(tmp_path / "v.csv", [{**pipeline, "peak_mem_gb": own / 2**30}])
-    assert _score(gib, replace(first, logs_gib=True))["memory_error"] == pytest.approx(0, abs=1e-9)
+    assert _score(gib, replace(first, logs_gib=True))["memory_error"] == pytest.approx(
+        0, abs=1e-9
+    )
 
 
 def test_a_row_without_the_sizes_of_its_model_says_so(tmp_path: Path) -> None:
@@ -227,7 +246,9 @@ def test_each_run_is_listed_with_its_error_and_the_parts_of_its_step(
     assert plan_score.run([*words, "--json"]) == 0
     runs = json.loads(capsys.readouterr().out)["runs"]["made"]
     assert [run["measured_s"] for run in runs] == [2.0] * 3
-    assert all(sum(run["parts"].values()) == pytest.approx(run["held_out_s"]) for run in runs)
+    assert all(
+        sum(run["parts"].values()) == pytest.approx(run["held_out_s"]) for run in runs
+    )
     assert plan_score.run(words) == 0
     told = capsys.readouterr().out
     for run in runs:
@@ -254,7 +275,9 @@ def test_a_table_is_scored_with_numbers_that_were_not_fitted_on_it_and_after_som
     assert sum(run["used"] for run in runs) == 5
     assert len(runs) == len(layouts())
     assert np.median([abs(run["after"]) for run in runs]) < 0.04
-    assert profile(str(tmp_path / "profile.toml")).slower == pytest.approx(1.25, rel=0.1)
+    assert profile(str(tmp_path / "profile.toml")).slower == pytest.approx(
+        1.25, rel=0.1
+    )
     with pytest.raises(UsageError, match="not both"):
         plan_calibrate.run([str(path), str(tmp_path)])
 
@@ -277,12 +300,29 @@ GOOD: dict[str, object] = {
 }
 
 
-def test_words_in_other_case_and_spelling_mean_what_a_person_reads(tmp_path: Path) -> None:
+def test_words_in_other_case_and_spelling_mean_what_a_person_reads(
+    tmp_path: Path,
+) -> None:
     said: list[dict[str, object]] = [
         {"precision": "FP8", "status": "OK", "sp": "True", "act_ckpt": "Full"},
-        {"precision": "MXFP8", "status": "", "zero": "ZeRO-3", "act_ckpt": "Selective (op)"},
-        {"schedule": "1F1B (flexible)", "precision": "BF16", "zero": "none", "tp": "2.0"},
-        {"schedule": "Interleaved 1F1B", "vpp": 2, "global_batch": "1,024", "step_time_s": 40},
+        {
+            "precision": "MXFP8",
+            "status": "",
+            "zero": "ZeRO-3",
+            "act_ckpt": "Selective (op)",
+        },
+        {
+            "schedule": "1F1B (flexible)",
+            "precision": "BF16",
+            "zero": "none",
+            "tp": "2.0",
+        },
+        {
+            "schedule": "Interleaved 1F1B",
+            "vpp": 2,
+            "global_batch": "1,024",
+            "step_time_s": 40,
+        },
         {"schedule": "ZB-V", "precision": "FP8 (rowwise)", "offload": "None"},
         {"pp": 1, "dp": 8, "schedule": "whatever"},
     ]
@@ -290,7 +330,11 @@ def test_words_in_other_case_and_spelling_mean_what_a_person_reads(tmp_path: Pat
     assert [row.why for row in rows] == [""] * 6
     cases = [row.case for row in rows if row.case]
     assert [case.dtype for case in cases] == ["fp8", "fp8", "", "", "", ""]
-    assert [case.layout.schedule for case in cases[2:5]] == ["1f1b", "interleaved", "zb-v"]
+    assert [case.layout.schedule for case in cases[2:5]] == [
+        "1f1b",
+        "interleaved",
+        "zb-v",
+    ]
     assert [case.layout.recompute for case in cases[:3]] == ["all", "selective", "none"]
     assert [case.layout.zero for case in cases[:3]] == [1, 3, 0]
     assert [case.layout.seq for case in cases[:2]] == [True, False]
@@ -298,7 +342,9 @@ def test_words_in_other_case_and_spelling_mean_what_a_person_reads(tmp_path: Pat
     assert [row.step for row in rows] == [2.0, 2.0, 2.0, 40.0, 2.0, 2.0]
 
 
-def test_a_run_out_of_memory_says_so_in_any_case_or_in_place_of_its_time(tmp_path: Path) -> None:
+def test_a_run_out_of_memory_says_so_in_any_case_or_in_place_of_its_time(
+    tmp_path: Path,
+) -> None:
     said = ({"status": "OOM", "step_time_s": ""}, {"status": "CUDA out of memory"},
             {"status": "", "step_time_s": "OOM"}, {"status": "crashed", "step_time_s": ""})  # fmt: skip
     rows = read_table(table(tmp_path / "t.csv", [{**GOOD, **each} for each in said]))
@@ -307,17 +353,32 @@ def test_a_run_out_of_memory_says_so_in_any_case_or_in_place_of_its_time(tmp_pat
     assert all(row.case for row in rows)
 
 
-def test_words_of_mixed_precision_and_of_offload_mean_the_same_in_any_order(tmp_path: Path) -> None:
-    said = ("fp16/bf16", "bf16/fp16", "BF16 / FP8", "fp8+bf16", "fp32/bf16", "bf16-mixed")
-    rows = read_table(table(tmp_path / "t.csv", [{**GOOD, "precision": each} for each in said]))
+def test_words_of_mixed_precision_and_of_offload_mean_the_same_in_any_order(
+    tmp_path: Path,
+) -> None:
+    said = (
+        "fp16/bf16",
+        "bf16/fp16",
+        "BF16 / FP8",
+        "fp8+bf16",
+        "fp32/bf16",
+        "bf16-mixed",
+    )
+    rows = read_table(
+        table(tmp_path / "t.csv", [{**GOOD, "precision": each} for each in said])
+    )
     assert [row.why for row in rows] == [""] * len(said)
     cases = [row.case for row in rows if row.case]
     formats = [case.dtype or case.layout.precision for case in cases]
     assert formats == ["fp16", "fp16", "fp8", "fp8", "bf16", "bf16"]
     said = ("optimizer->CPU", "optimizer -> cpu", "Optimizer states to host", "optimizer → CPU",
             "CPU optimizer")  # fmt: skip
-    rows = read_table(table(tmp_path / "u.csv", [{**GOOD, "offload": each} for each in said]))
-    assert [row.case and row.case.layout.offload for row in rows] == [("optimizer",)] * len(said)
+    rows = read_table(
+        table(tmp_path / "u.csv", [{**GOOD, "offload": each} for each in said])
+    )
+    assert [row.case and row.case.layout.offload for row in rows] == [
+        ("optimizer",)
+    ] * len(said)
 
 
 def test_a_format_without_a_price_leaves_its_row_out_and_the_others_are_scored(
@@ -336,7 +397,8 @@ def test_a_format_without_a_price_leaves_its_row_out_and_the_others_are_scored(
         "line 6, precision: 'fp8/nvfp4' is not planned: there is no price for fp4 matmuls",
     ]
     assert plan_score.run([str(path)]) == 0
-    assert "lines 3,6, precision" not in capsys.readouterr().out  # they say different words
+    # they say different words
+    assert "lines 3,6, precision" not in capsys.readouterr().out
 
 
 # What a cell may have in it. The first ones leave a number out or make it absurd.
@@ -345,7 +407,9 @@ _ABSURD = ("", "nan", "-1", "0", "0.5", "1e-300", "1e18", "word", "nvfp4", "1/2"
 
 @pytest.mark.parametrize("more", [{}, {"dp": 1, "pp": 8, "schedule": "zb-v",
     "framework": "Megatron-LM zero-bubble"}], ids=["plain", "zero-bubble"])  # fmt: skip
-def test_no_cell_ends_the_scoring_of_a_table(tmp_path: Path, more: dict[str, object]) -> None:
+def test_no_cell_ends_the_scoring_of_a_table(
+    tmp_path: Path, more: dict[str, object]
+) -> None:
     base = {**GOOD, "global_batch": 4, "layers": 8, **more}
     mutated = [{**base, column: text} for column in COLUMNS for text in _ABSURD]
     rows = read_table(table(tmp_path / "t.csv", mutated))
@@ -353,7 +417,9 @@ def test_no_cell_ends_the_scoring_of_a_table(tmp_path: Path, more: dict[str, obj
     families = defaultdict(list)
     for run in runs:
         families[run.row.family].append(run)
-    held = {name: held_out(profile("default"), own, 5) for name, own in families.items()}
+    held = {
+        name: held_out(profile("default"), own, 5) for name, own in families.items()
+    }
     scores = score(runs, refused, rows, held=held)
     assert sum(each.predicted for each in scores) > len(mutated) / 4
     assert sum(each.rows for each in scores) == len(mutated)
@@ -365,7 +431,14 @@ def test_no_cell_ends_the_scoring_of_a_table(tmp_path: Path, more: dict[str, obj
 
 
 def test_a_stage_without_a_block_is_predicted_where_steps_roll(tmp_path: Path) -> None:
-    empty = {**GOOD, "layers": 1, "pp": 8, "tp": 1, "dp": 2, "framework": "Megatron-LM zero-bubble"}
+    empty = {
+        **GOOD,
+        "layers": 1,
+        "pp": 8,
+        "tp": 1,
+        "dp": 2,
+        "framework": "Megatron-LM zero-bubble",
+    }
     rows = read_table(table(tmp_path / "t.csv", [empty]))
     runs, refused = runs_of(rows, piece_costs)
     assert not refused
@@ -386,7 +459,11 @@ def test_a_stage_without_a_block_is_predicted_where_steps_roll(tmp_path: Path) -
         ({"dp": "8"}, "gpus", "dp x tp x pp x cp = 8 x 2 x 2 x 1 = 32"),
         ({"dp": "", "gpus": 18}, "gpus", "4 x 2 x 2 x 1 = 16"),
         ({"precision": "int3"}, "precision", "not known: write one of"),
-        ({"precision": "FP8", "hardware": "A100-SXM-80GB"}, "precision", "not what a100-80"),
+        (
+            {"precision": "FP8", "hardware": "A100-SXM-80GB"},
+            "precision",
+            "not what a100-80",
+        ),
         ({"schedule": "magic"}, "schedule", "interleaved"),
         ({"zero": "4"}, "zero", "not known"),
         ({"status": "perhaps"}, "status", "oom"),
@@ -394,7 +471,11 @@ def test_a_stage_without_a_block_is_predicted_where_steps_roll(tmp_path: Path) -
         ({"micro_batch": "3"}, "micro_batch", "'3' x dp=4 is not a part of 64"),
         ({"micro_batch": "1e9"}, "micro_batch", "is not a part of 64"),
         ({"zero": "1", "hsdp_shard": "3"}, "hsdp_shard", "does not divide dp=4"),
-        ({"step_time_s": "0.002"}, "step_time_s", "is faster than 16 of h100-sxm can be"),
+        (
+            {"step_time_s": "0.002"},
+            "step_time_s",
+            "is faster than 16 of h100-sxm can be",
+        ),
         ({"step_time_s": "", "tok_s_gpu": "1e7"}, "tok_s_gpu", "is faster than"),
     ],
 )
@@ -407,15 +488,25 @@ def test_a_bad_cell_is_told_by_line_and_column_and_the_rest_is_read(
     assert why in rows[1].why
 
 
-def test_what_no_layout_or_shape_may_be_is_told_by_its_line_in_one_line(tmp_path: Path) -> None:
-    said = [{"vocab": "1e9"}, {"vpp": "1000", "schedule": "interleaved"}, {"micro_batch": "1e-6"}]
-    for row in read_table(table(tmp_path / "t.csv", [{**GOOD, **each} for each in said])):
+def test_what_no_layout_or_shape_may_be_is_told_by_its_line_in_one_line(
+    tmp_path: Path,
+) -> None:
+    said = [
+        {"vocab": "1e9"},
+        {"vpp": "1000", "schedule": "interleaved"},
+        {"micro_batch": "1e-6"},
+    ]
+    for row in read_table(
+        table(tmp_path / "t.csv", [{**GOOD, **each} for each in said])
+    ):
         assert re.match(r"line \d: .*(vocab|chunks|microbatches)", row.why)
         assert "\n" not in row.why
 
 
 def test_a_byte_that_is_no_text_spoils_its_own_cell(tmp_path: Path) -> None:
-    path = table(tmp_path / "t.csv", [{**GOOD, "notes": "?"}, {**GOOD, "tp": "?"}, GOOD])
+    path = table(
+        tmp_path / "t.csv", [{**GOOD, "notes": "?"}, {**GOOD, "tp": "?"}, GOOD]
+    )
     path.write_bytes(path.read_bytes().replace(b"?", b"\xb5"))
     assert [row.why[:11] for row in read_table(path)] == ["", "line 3, tp:", ""]
 
@@ -423,7 +514,8 @@ def test_a_byte_that_is_no_text_spoils_its_own_cell(tmp_path: Path) -> None:
 def test_servers_and_networks_are_as_a_row_tells(tmp_path: Path) -> None:
     said: list[dict[str, object]] = [
         {},
-        {"gpus_per_node": 4},  # 16 in four servers, of which ranks of dp that are 4 apart share none
+        # 16 in four servers, of which ranks of dp that are 4 apart share none
+        {"gpus_per_node": 4},
         {"inter_link": "4x HDR InfiniBand"},
         {"inter_link": "3.2 Tb/s per node"},
         {"inter_link": "200 Gbps per GPU"},
@@ -441,7 +533,9 @@ def test_servers_and_networks_are_as_a_row_tells(tmp_path: Path) -> None:
     # Seconds of a long message to another server: by the port of a device.
     rates = [1e9 / h.network.seconds("send", 1e9, 2, h.node) for h in hardware]
     ports = [50, 50, 12.5, 50, 25, 12.5, 31.5, 25, 6.25]  # GB/s
-    assert [rate / 1e9 for rate in rates] == pytest.approx([0.8 * port for port in ports], rel=0.03)
+    assert [rate / 1e9 for rate in rates] == pytest.approx(
+        [0.8 * port for port in ports], rel=0.03
+    )
 
 
 def test_software_is_known_by_a_name_that_a_cell_has_in_it() -> None:
@@ -488,17 +582,29 @@ def test_rows_with_experts_are_the_published_model_that_they_name_in_any_spellin
 
 
 def test_experts_of_other_models_are_read_from_columns(tmp_path: Path) -> None:
-    own = {**GOOD, "model": "Own-MoE", "tp": 1, "dp": 16, "ep": 4, "global_batch": 16, "pp": 1}
+    own = {
+        **GOOD,
+        "model": "Own-MoE",
+        "tp": 1,
+        "dp": 16,
+        "ep": 4,
+        "global_batch": 16,
+        "pp": 1,
+    }
     own |= {"experts": 16, "top_k": 2, "expert_ffn": 512, "step_time_s": 9}
     said = [own, {**own, "dp": 4}, {**own, "top_k": ""}]
-    rows = read_table(_with_columns(tmp_path / "t.csv", said, "experts", "top_k", "expert_ffn"))
+    rows = read_table(
+        _with_columns(tmp_path / "t.csv", said, "experts", "top_k", "expert_ffn")
+    )
     shapes = [row.case.shape for row in rows if row.case]
     assert [(s.experts, s.top_k, s.expert_ffn) for s in shapes] == [(16, 2, 512)] * 2
     assert rows[0].case == rows[1].case  # dp with and without the ranks of ep
     assert "top_k" in rows[2].why
 
 
-def test_rows_whose_experts_are_unknown_are_left_out_with_what_to_write(tmp_path: Path) -> None:
+def test_rows_whose_experts_are_unknown_are_left_out_with_what_to_write(
+    tmp_path: Path,
+) -> None:
     said: list[dict[str, object]] = [
         {}, {"ep": 8}, {"model": "Nemotron-A3B"}, {"ep": 1}, {"model": "Mixtral 8x7B"},
     ]  # fmt: skip
@@ -506,18 +612,28 @@ def test_rows_whose_experts_are_unknown_are_left_out_with_what_to_write(tmp_path
     assert [row.case is None for row in rows] == [False, True, True, False, True]
     assert "columns experts, top_k and expert_ffn" in rows[1].why
     assert "is not the 32 of 8x7b" in rows[4].why
-    (bad,) = read_table(table(tmp_path / "u.csv", [{**EXPERTS, "model": "DeepSeek-V3", "ep": 6}]))
+    (bad,) = read_table(
+        table(tmp_path / "u.csv", [{**EXPERTS, "model": "DeepSeek-V3", "ep": 6}])
+    )
     assert "ep: '6'" in bad.why
 
 
 def test_a_row_with_experts_is_costed_and_predicted(tmp_path: Path) -> None:
-    wanted = {**EXPERTS, "model": "Mixtral 8x7B", "gpus": 64, "dp": 64, "global_batch": 512}
+    wanted = {
+        **EXPERTS,
+        "model": "Mixtral 8x7B",
+        "gpus": 64,
+        "dp": 64,
+        "global_batch": 512,
+    }
     (run,), refused = runs_of(
-        read_table(table(tmp_path / "t.csv", [wanted])), partial(cached_costs, place=tmp_path)
+        read_table(table(tmp_path / "t.csv", [wanted])),
+        partial(cached_costs, place=tmp_path),
     )
     assert not refused
     shape, tokens = Shape.load("8x7b"), 512 * 4096
-    least = 6 * shape.active * tokens / (64 * 989.4e12)  # the active parameters alone, at the peak
+    # the active parameters alone, at the peak
+    least = 6 * shape.active * tokens / (64 * 989.4e12)
     assert 1.2 * least < run.choice(run.row.profile).step < 10 * least
 
 
@@ -527,12 +643,23 @@ def test_words_of_a_cell_are_known_in_any_order_and_with_any_sign_between_them(
     precisions = {"bf16/fp16": "fp16", "fp16/bf16": "fp16", "BF16 mixed precision": "bf16",
                   "mixed fp16": "fp16", "fp16 + bf16": "fp16"}  # fmt: skip
     said: list[dict[str, object]] = [{"precision": word} for word in precisions]
-    places = ("optimizer->CPU", "CPU optimizer", "optimizer states to CPU", "CPU <- optimizer")
+    places = (
+        "optimizer->CPU",
+        "CPU optimizer",
+        "optimizer states to CPU",
+        "CPU <- optimizer",
+    )
     said += [{"offload": word} for word in places]
-    said += [{"zero": word} for word in ("ZeRO stage 3", "stage-3 zero", "full shard FSDP")]
-    said += [{"schedule": word} for word in ("1F1B interleaved", "interleaved 1F1B (vpp)")]
+    said += [
+        {"zero": word} for word in ("ZeRO stage 3", "stage-3 zero", "full shard FSDP")
+    ]
+    said += [
+        {"schedule": word} for word in ("1F1B interleaved", "interleaved 1F1B (vpp)")
+    ]
     said += [{"act_ckpt": word} for word in ("full recompute", "uniform full")]
-    rows = read_table(table(tmp_path / "t.csv", [{**GOOD, "step_time_s": 9, **x} for x in said]))
+    rows = read_table(
+        table(tmp_path / "t.csv", [{**GOOD, "step_time_s": 9, **x} for x in said])
+    )
     assert [row.why for row in rows] == [""] * len(said)
     layouts = [row.case.layout for row in rows if row.case]
     assert [x.precision for x in layouts[:5]] == list(precisions.values())
@@ -541,7 +668,11 @@ def test_words_of_a_cell_are_known_in_any_order_and_with_any_sign_between_them(
     assert [x.schedule for x in layouts[12:14]] == ["interleaved"] * 2
     assert [x.recompute for x in layouts[14:]] == ["all"] * 2
     # Words that say nothing are not guessed.
-    for column, word in (("precision", "mixed"), ("offload", "CPU"), ("schedule", "schedule")):
+    for column, word in (
+        ("precision", "mixed"),
+        ("offload", "CPU"),
+        ("schedule", "schedule"),
+    ):
         (row,) = read_table(table(tmp_path / "u.csv", [{**GOOD, column: word}]))
         assert row.why.startswith(f"line 2, {column}: ")
 

@@ -43,7 +43,11 @@ def test_the_shown_ranges_hold_four_of_five_published_runs() -> None:
             )
             off = log(float(row["measured"]) / float(row["predicted"]))
             groups[row["group"]].append(-low <= off <= high)
-    named = [fmean(inside) for group, inside in groups.items() if not group.endswith("unknown")]
+    named = [
+        fmean(inside)
+        for group, inside in groups.items()
+        if not group.endswith("unknown")
+    ]
     assert 0.78 <= fmean(named) < 0.9
     assert fmean(part >= 0.6 for part in named) >= 0.8
 
@@ -51,14 +55,18 @@ def test_the_shown_ranges_hold_four_of_five_published_runs() -> None:
 def test_the_table_of_the_docs_is_that_of_the_runs() -> None:
     text = (ROOT / "docs/scored.md").read_text()
     said = re.findall(
-        r"^\| (\w+) \| (\d+) \| ([\d.]+) % \| [\d.]+ % \| ([\d.]+) % \| ([\d.]+) % \|$", text, re.M
+        r"^\| (\w+) \| (\d+) \| ([\d.]+) % \| [\d.]+ % \| ([\d.]+) % \| ([\d.]+) % \|$",
+        text,
+        re.M,
     )
     families = off()
     assert [name for name, *_ in said] == sorted(families)
     for name, rows, *errors in said:
         assert int(rows) == len(families[name]["held"])
         for way, error in zip(("held", "after", "fitted"), errors, strict=True):
-            assert 100 * median(families[name][way]) == pytest.approx(float(error), abs=0.051)
+            assert 100 * median(families[name][way]) == pytest.approx(
+                float(error), abs=0.051
+            )
 
 
 UNSEEN = ROOT / "benchmarks/published/unseen.csv"
@@ -79,13 +87,21 @@ def test_errors_of_runs_that_were_never_fitted_are_those_of_the_docs() -> None:
     assert not refused
     off: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for run in runs:
-        steps = (run.choice(numbers).step for numbers in (run.row.profile, profile("default")))
+        steps = (
+            run.choice(numbers).step
+            for numbers in (run.row.profile, profile("default"))
+        )
         named, default = (100 * (step / run.row.step - 1) for step in steps)
         off[run.row.family].append((named, default))
     said = re.findall(told, text, re.M)
     assert [name for name, *_ in said] == sorted(off)
     for name, rows, *errors in said:
         named, default = zip(*off[name], strict=True)
-        right = (median(map(abs, named)), min(named), max(named), median(map(abs, default)))
+        right = (
+            median(map(abs, named)),
+            min(named),
+            max(named),
+            median(map(abs, default)),
+        )
         assert int(rows) == len(named)
         assert [float(e) for e in errors] == pytest.approx(right, abs=0.06)

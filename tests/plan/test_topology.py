@@ -41,7 +41,9 @@ def test_eight_a100_share_two_nics_by_pairs_over_four_numa_nodes() -> None:
     found = parse_topology(recorded("8xa100"))
     assert found.kinds == ("NV12",)
     assert found.groups("NV12") == (gpus(*range(8)),)
-    assert found.nearest_nics("GPU4") == found.nearest_nics("GPU5") == ("mlx5_4", "mlx5_5")
+    assert (
+        found.nearest_nics("GPU4") == found.nearest_nics("GPU5") == ("mlx5_4", "mlx5_5")
+    )
     assert found.numa == (3, 3, 1, 1, 7, 7, 5, 5)
     assert found.cpus[2] == (*range(16, 32), *range(144, 160))
 
@@ -73,7 +75,9 @@ def test_no_gpu_is_an_empty_topology() -> None:
 @pytest.mark.parametrize("name", ["8xh100", "8xa100", "4xpcie", "one"])
 def test_blanks_in_place_of_tabs_mean_the_same(name: str) -> None:
     text = recorded(name)
-    assert parse_topology(text.expandtabs(8).replace(" X ", "  X  ")) == parse_topology(text)
+    assert parse_topology(text.expandtabs(8).replace(" X ", "  X  ")) == parse_topology(
+        text
+    )
 
 
 GARBAGE = {

@@ -82,4 +82,6 @@ def renamed(program: Program, row: int, word: str, other: str) -> Program:
 
 
 def _with(program: Program, row: int, ops: list[Op]) -> Program:
-    return program.with_rows(ops if r == row else old for r, old in enumerate(program.rows))
+    return program.with_rows(
+        ops if r == row else old for r, old in enumerate(program.rows)
+    )

@@ -13,7 +13,12 @@ ZEROS = (
     "zero2 reduce:step prefetch:3",
 )  # fmt: skip
 RECOMPUTES = ("none", "all", "every=2", "sqrt")
-OFFLOADS = ("", "offload:activations", "offload:weights", "offload:weights,activations,optimizer")
+OFFLOADS = (
+    "",
+    "offload:activations",
+    "offload:weights",
+    "offload:weights,activations,optimizer",
+)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +50,9 @@ def test_every_legal_layout_of_the_tiny_model_on_eight_ranks_is_proved() -> None
     for dp, pp, cp, tp in product((1, 2, 4, 8), repeat=4):
         if dp * pp * cp * tp != 8:
             continue
-        for zero, schedule in product(("", "zero1", "zero3"), ("", "zb-h1:4", "zb-v:2", "accum:2")):
+        for zero, schedule in product(
+            ("", "zero1", "zero3"), ("", "zb-h1:4", "zb-v:2", "accum:2")
+        ):
             layout = Layout.parse(f"dp{dp} pp{pp} cp{cp} tp{tp} {zero} {schedule}")
             if legal(layout, tiny):
                 continue
@@ -59,7 +66,9 @@ def test_every_legal_layout_of_the_tiny_model_on_eight_ranks_is_proved() -> None
 def test_reducing_3_backward_of_2_and_fetching_1_stand_side_by_side() -> None:
     """The picture of ZeRO-3 that its teaching examples draw, over the deep MLP of 4 layers."""
     layout = Layout.parse("dp2 zero3")
-    program = build(layout, staged_pieces(layout, Shape.load("mlp")), StepOptions(agree=False))
+    program = build(
+        layout, staged_pieces(layout, Shape.load("mlp")), StepOptions(agree=False)
+    )
     timeline = simulate(program, Costs({"F": 1, "B": 2, "G": 1, "S": 1, "U": 0.5}))
     at = {s.op: s for s in timeline.spans}
     back = at[Op.parse("2B0")]
@@ -76,7 +85,12 @@ def test_reducing_3_backward_of_2_and_fetching_1_stand_side_by_side() -> None:
 def test_one_mechanism_is_ddp_and_the_three_stages_of_zero() -> None:
     """Rajbhandari et al. 2020: what is gathered and summed when, for 2 microbatches of 3 pieces."""
     counts = {}
-    for text in ("dp2 accum:2", "dp2 zero1 accum:2", "dp2 zero2 accum:2", "dp2 zero3 accum:2"):
+    for text in (
+        "dp2 accum:2",
+        "dp2 zero1 accum:2",
+        "dp2 zero2 accum:2",
+        "dp2 zero3 accum:2",
+    ):
         layout = Layout.parse(text)
         (row,) = build(layout, plain_pieces([range(3)]), StepOptions(agree=False)).rows
         kinds = [op.kind for op in row]
@@ -97,7 +111,9 @@ def test_each_schedule_s_held_microbatches_survive_the_passes() -> None:
         StepOptions(agree=False),
     )
     full = build(
-        Layout.parse("dp2 pp4 1f1b:8 zero3 gather:micro recompute:all offload:activations"),
+        Layout.parse(
+            "dp2 pp4 1f1b:8 zero3 gather:micro recompute:all offload:activations"
+        ),
         plain_pieces([range(r, r + 1) for r in range(4)]),
     )
     assert check(bare).held == check(full).held == (4, 3, 2, 1)

@@ -3,7 +3,16 @@
 from collections.abc import Callable
 
 import pytest
-from program_worlds import moved, per_rank, pipeline, put, renamed, step, swapped, without
+from program_worlds import (
+    moved,
+    per_rank,
+    pipeline,
+    put,
+    renamed,
+    step,
+    swapped,
+    without,
+)
 
 from phalanx.layout import Layout, Mesh, plain_pieces
 from phalanx.program import Op, Program, ProgramError, build, check, faults, repeat
@@ -40,7 +49,9 @@ def _narrow() -> Program:
 
 def _balanced() -> Program:
     """A block whose router's loss needs the choices of ranks with other tokens."""
-    return build(Layout.parse("cp2 accum:2"), plain_pieces([range(4)], sums_choices=(2,)))
+    return build(
+        Layout.parse("cp2 accum:2"), plain_pieces([range(4)], sums_choices=(2,))
+    )
 
 
 def _each(text: str = "dp2 zero3") -> Program:
@@ -275,11 +286,19 @@ def test_the_programs_that_were_broken_were_whole() -> None:
 
 def test_every_single_operation_of_a_step_is_needed() -> None:
     """Take away any one operation: something is missing then, and the proof says so."""
-    for program in (_pipe(), _clipped(), _tied(), _again(), _away(), step("dp2 zero3", 4)):
+    for program in (
+        _pipe(),
+        _clipped(),
+        _tied(),
+        _again(),
+        _away(),
+        step("dp2 zero3", 4),
+    ):
         for row, ops in enumerate(program.rows):
             for op in ops:
                 if op.kind in "NAR":
-                    continue  # another program, as good: no count, no clipping, all of it kept
+                    # another program, as good: no count, no clipping, all of it kept
+                    continue
                 broken = without(program, row, str(op))
                 assert faults(broken), f"{op} on row {row} is not missed"
 
@@ -296,7 +315,8 @@ def test_a_deadlock_is_named_rank_by_rank() -> None:
 
 def test_a_validation_of_forwards_alone_is_a_program() -> None:
     forwards = pipeline("gpipe", 3, 4).with_rows(
-        [op for op in row if op.kind == "F" or op.of == "F"] for row in pipeline("gpipe", 3, 4).rows
+        [op for op in row if op.kind == "F" or op.of == "F"]
+        for row in pipeline("gpipe", 3, 4).rows
     )
     assert faults(forwards) == ()
     assert faults(without(forwards, 1, "1F2<0"))
@@ -304,7 +324,11 @@ def test_a_validation_of_forwards_alone_is_a_program() -> None:
 
 def test_ranks_of_dp_may_follow_lists_of_their_own() -> None:
     """A person may write one list for each rank; groups then join the stages of one pipeline."""
-    for text in ("dp2 pp2 1f1b:3 zero1", "pp2 dp2 gpipe:2 zero3 gather:micro", "dp3 zero2 accum:2"):
+    for text in (
+        "dp2 pp2 1f1b:3 zero1",
+        "pp2 dp2 gpipe:2 zero3 gather:micro",
+        "dp3 zero2 accum:2",
+    ):
         apart = per_rank(step(text, 6, tied=True, agree=True))
         assert faults(apart) == ()
     uneven = per_rank(step("dp2 pp2 1f1b:3", 4))
@@ -312,11 +336,17 @@ def test_ranks_of_dp_may_follow_lists_of_their_own() -> None:
         gone = [op for op in uneven.rows[row] if op.index == 2 and op.kind in "FB<>"]
         assert {op.piece for op in gone} == set(pieces)
         uneven = without(uneven, row, *map(str, gone))
-    assert faults(uneven) == ()  # one replica has a microbatch less: the token count makes it right
+    # one replica has a microbatch less: the token count makes it right
+    assert faults(uneven) == ()
 
 
 def test_repeated_steps_are_a_program_too() -> None:
-    for text in ("dp2 pp2 1f1b:3 zero1", "dp2 zero3", "pp2 zb-h2:4 zero3 gather:micro dp2", "dp2"):
+    for text in (
+        "dp2 pp2 1f1b:3 zero1",
+        "dp2 zero3",
+        "pp2 zb-h2:4 zero3 gather:micro dp2",
+        "dp2",
+    ):
         for agree in (False, True):
             for tied in (False, True):
                 program = repeat(step(text, 4, agree=agree, tied=tied), 3)
@@ -324,7 +354,10 @@ def test_repeated_steps_are_a_program_too() -> None:
     stale = without(repeat(step("dp2 zero1", 2), 2), 0, "1G#1")
     assert any("1F1 needs the weights of unit 1" in fault for fault in faults(stale))
     old = without(repeat(_narrow(), 2), 0, "1M#1")
-    assert any("1G#2 needs 1M before it, after the last update" in fault for fault in faults(old))
+    assert any(
+        "1G#2 needs 1M before it, after the last update" in fault
+        for fault in faults(old)
+    )
     lost = without(repeat(_clipped(), 2), 0, "A#1")
     assert any("1U#1 needs A before it" in fault for fault in faults(lost))
 

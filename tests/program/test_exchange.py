@@ -39,7 +39,9 @@ def computed(program: Program) -> str:
 def test_tokens_travel_right_after_what_makes_them() -> None:
     program = step("ep2")
     check(program)
-    assert computed(program) == ("0F0 1F0 2K0 2E0 2F0 3E0 3F0 4F0 4B0 3B0 3J0 2B0 2J0 1B0 0B0")
+    assert computed(program) == (
+        "0F0 1F0 2K0 2E0 2F0 3E0 3F0 4F0 4B0 3B0 3J0 2B0 2J0 1B0 0B0"
+    )
     assert Program.parse(str(program)) == program
 
 
@@ -56,14 +58,18 @@ def test_overlapped_a_backward_takes_turns_with_the_next_forward() -> None:
 @pytest.mark.parametrize("missing", ["2K0", "2E0", "3E0", "3J0", "2J0"])
 def test_a_block_whose_tokens_do_not_travel_is_refused(missing: str) -> None:
     program = step("ep2")
-    without = program.with_rows([op for op in row if str(op) != missing] for row in program.rows)
+    without = program.with_rows(
+        [op for op in row if str(op) != missing] for row in program.rows
+    )
     with pytest.raises(ProgramError, match=missing):
         check(without)
 
 
 def test_a_dispatch_after_the_experts_is_refused() -> None:
     program, late = step("ep2"), Op(ops.EXCHANGE, 2, 0)
-    moved = program.with_rows([*(op for op in row if op != late), late] for row in program.rows)
+    moved = program.with_rows(
+        [*(op for op in row if op != late), late] for row in program.rows
+    )
     with pytest.raises(ProgramError, match="2F0 stands before 2E0, which it needs"):
         check(moved)
 
@@ -72,7 +78,9 @@ def test_a_dispatch_after_the_experts_is_refused() -> None:
     "schedule", ["1f1b", "interleaved2", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"]
 )
 @pytest.mark.parametrize("microbatches", [2, 3, 8, 9])
-def test_no_pipeline_waits_for_itself_when_it_overlaps(schedule: str, microbatches: int) -> None:
+def test_no_pipeline_waits_for_itself_when_it_overlaps(
+    schedule: str, microbatches: int
+) -> None:
     layout = Layout.parse(f"pp4 ep2 {schedule}:{microbatches} overlap recompute:all")
     starts = range(1, 2 + 3 * layout.virtual_stages, 3)
     bounds = [0, *starts[1:-1], starts[-1] + 1]
@@ -89,7 +97,8 @@ def test_no_pipeline_waits_for_itself_when_it_overlaps(schedule: str, microbatch
 def test_a_forward_beside_a_backward_hides_what_either_sends() -> None:
     """16 microbatches exchange 0.9 s four times in each of a rank's 8 blocks. Blocking, that adds its sum
     to the step; beside the other way's work, less than a fifth of it."""
-    stages = tuple(range(a, b) for a, b in pairwise((0, 13, 25, 37, 50)))  # four blocks each
+    # four blocks each
+    stages = tuple(range(a, b) for a, b in pairwise((0, 13, 25, 37, 50)))
     experts = [p + 1 for p in range(1, 49, 3)]
     times = []
     for text in ("zb-v", "dualpipe-v"):
@@ -98,8 +107,12 @@ def test_a_forward_beside_a_backward_hides_what_either_sends() -> None:
             plain_pieces(stages, experts=experts),
             StepOptions(agree=False),
         )
-        free, slow = (Costs({"F": 1, "I": 1, "W": 1, "E": x, "J": x}) for x in (0.0, 0.9))
-        times.append((simulate(program, free).makespan, simulate(program, slow).makespan))
+        free, slow = (
+            Costs({"F": 1, "I": 1, "W": 1, "E": x, "J": x}) for x in (0.0, 0.9)
+        )
+        times.append(
+            (simulate(program, free).makespan, simulate(program, slow).makespan)
+        )
     (plain, blocking), (same, hidden) = times
     travel = 16 * 8 * 4 * 0.9
     assert blocking == pytest.approx(plain + travel, rel=0.02)

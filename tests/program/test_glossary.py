@@ -16,7 +16,9 @@ from phalanx.program.program import Op
 TEXT = (Path(__file__).parents[2] / "docs" / "glossary.md").read_text()
 
 
-def test_the_glossary_lists_every_operation_with_its_meaning_and_an_example_that_parses() -> None:
+def test_the_glossary_lists_every_operation_with_its_meaning_and_an_example_that_parses() -> (
+    None
+):
     rows = re.findall(r"^\| `(.)` \| (.+?) \| `(.+?)` \|$", TEXT, re.M)
     assert [(letter, does) for letter, does, _ in rows] == [
         (kind.letter, kind.does) for kind in KINDS.values()
@@ -50,17 +52,23 @@ asynchronous checkpoint; elastic; straggler; Perfetto"""
 def test_the_glossary_has_the_terms_that_users_of_other_libraries_search_for() -> None:
     text = TEXT.lower()
     assert len(TERMS.split(";")) >= 40
-    assert not [term for term in TERMS.split(";") if " ".join(term.lower().split()) not in text]
+    assert not [
+        term for term in TERMS.split(";") if " ".join(term.lower().split()) not in text
+    ]
 
 
 def test_what_the_glossary_says_of_other_names_are_layouts_and_keys() -> None:
     section = TEXT.split("## Names that you may search for")[1]
     keys = set(re.findall(r'"(\w+)":', json.dumps(schema(Run))))
     fields = {*Shape.__dataclass_fields__}
-    for words in re.findall(r"`([^`]+)`", "".join(row.split("|")[2] for row in rows(section))):
+    for words in re.findall(
+        r"`([^`]+)`", "".join(row.split("|")[2] for row in rows(section))
+    ):
         if words.startswith("phalanx ") or words in keys | fields or words in VERBS:
             continue
-        parallel = words if re.search(r"\b(dp|pp|tp|cp)[0-9]", words) else f"pp2 {words}"
+        parallel = (
+            words if re.search(r"\b(dp|pp|tp|cp)[0-9]", words) else f"pp2 {words}"
+        )
         assert Layout.parse(parallel) != Layout(), words
 
 

@@ -25,7 +25,9 @@ SIZES = Sizes(
     optimizer=(43.0,) * 6,
     selected=(0.0, 31.0, 37.0, 29.0, 33.0, 0.0),
 )
-IN_PLACE = Sizes(SIZES.kept, SIZES.input, gradient=SIZES.gradient, selected=SIZES.selected)
+IN_PLACE = Sizes(
+    SIZES.kept, SIZES.input, gradient=SIZES.gradient, selected=SIZES.selected
+)
 DERIVED = replace(SIZES, derived=(0.0, 230.0, 230.0, 230.0, 230.0, 0.0))
 TEXTS = (
     "accum:2", "pp2 1f1b:3", "pp2 zb-h2:4", "pp3 zb-v:3", "dp2 zero1 accum:2", "dp2 pp2 1f1b:3 zero2",
@@ -34,7 +36,8 @@ TEXTS = (
 )  # fmt: skip
 AGAIN = ("none", "all", "every=2", "sqrt", "selective")
 
-Alive = tuple[int, int, float]  # first and last position at which so many bytes are alive
+# first and last position at which so many bytes are alive
+Alive = tuple[int, int, float]
 
 
 def _activations(row: tuple[Op, ...], s: Sizes) -> Iterator[Alive]:
@@ -72,12 +75,17 @@ def _weights(program: Program, row: tuple[Op, ...], s: Sizes) -> Iterator[Alive]
         gathers = [i for i, op in enumerate(row) if op.kind == "G" and op.piece == unit]
         drops = [i for i, op in enumerate(row) if op.kind == "D" and op.piece == unit]
         for k, start in enumerate(gathers):
-            yield start, drops[k] if drops else end, s.gathered[unit] if s.gathered else 0
+            yield (
+                start,
+                drops[k] if drops else end,
+                s.gathered[unit] if s.gathered else 0,
+            )
         # A norm's gradient comes with the input's; the first piece has no input.
         adds = [
             i
             for i, op in enumerate(row)
-            if op.kind in ("BIW" if op.piece else "BW") and unit in program.units(op.piece)
+            if op.kind in ("BIW" if op.piece else "BW")
+            and unit in program.units(op.piece)
         ]
         sums = [i for i, op in enumerate(row) if op.kind == "S" and op.piece == unit]
         if not adds:
@@ -89,9 +97,12 @@ def _weights(program: Program, row: tuple[Op, ...], s: Sizes) -> Iterator[Alive]
         (update,) = [i for i, op in enumerate(row) if op == Op("U", unit)] or [end]
         left = s.gradient_shard[unit] if s.gradient_shard else s.gradient[unit]
         earlier = -1
-        for n, (total, arrives, done) in enumerate(zip(sums, comes, complete, strict=True)):
+        for n, (total, arrives, done) in enumerate(
+            zip(sums, comes, complete, strict=True)
+        ):
             start = min(i for i in adds if i > earlier)
-            last = update if n == 0 else done - 1  # the later ones are added to the first
+            # the later ones are added to the first
+            last = update if n == 0 else done - 1
             if s.gradient_shard:
                 yield start, arrives - 1, s.gradient[unit]
                 yield total, last, left
@@ -107,7 +118,9 @@ def _arrival(row: tuple[Op, ...], i: int) -> int:
     kind = row[i].kind
     for j in range(i + 1, len(row)):
         own = row[j].piece == row[i].piece
-        if row[j].kind == "A" or (own and row[j].kind in ("STUH" if kind == "S" else "HTU")):
+        if row[j].kind == "A" or (
+            own and row[j].kind in ("STUH" if kind == "S" else "HTU")
+        ):
             return j
         between = [k for k in range(i + 1, j) if row[k].kind == kind]
         if row[j].kind == kind and any(_arrival(row, k) >= j for k in between):
@@ -129,12 +142,22 @@ def _derived(program: Program, row: tuple[Op, ...], s: Sizes) -> Iterator[Alive]
 
 def _oracle(program: Program, number: int, s: Sizes) -> float:
     row = program.rows[number]
-    alive = [*_activations(row, s), *_weights(program, row, s), *_derived(program, row, s)]
+    alive = [
+        *_activations(row, s),
+        *_weights(program, row, s),
+        *_derived(program, row, s),
+    ]
     if s.temporary:
-        alive += [(i, i, s.temporary[op.piece]) for i, op in enumerate(row) if op.kind in "FBIWRP"]
+        alive += [
+            (i, i, s.temporary[op.piece])
+            for i, op in enumerate(row)
+            if op.kind in "FBIWRP"
+        ]
     units = {u for op in row if op.kind == "F" for u in program.units(op.piece)}
     base = sum(sum(x[u] for u in units) for x in (s.home, s.optimizer) if x)
-    return base + max(sum(b for a, z, b in alive if a <= i <= z) for i in range(len(row)))
+    return base + max(
+        sum(b for a, z, b in alive if a <= i <= z) for i in range(len(row))
+    )
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -144,7 +167,10 @@ def test_peaks_are_those_of_all_that_is_alive_at_each_moment(text: str) -> None:
     ):
         program = step(f"{text} recompute:{again}", PIECES, tied=tied, agree=agree)
         for number, peak in enumerate(check(program, sizes).bytes or ()):
-            assert peak.total == pytest.approx(_oracle(program, number, sizes)), (again, tied)
+            assert peak.total == pytest.approx(_oracle(program, number, sizes)), (
+                again,
+                tied,
+            )
             assert sum(peak.then.values()) == pytest.approx(peak.total)
             assert peak.total <= sum(peak.kinds.values()) + 1e-9
 
@@ -153,7 +179,9 @@ def test_peaks_are_those_of_all_that_is_alive_at_each_moment(text: str) -> None:
 def test_the_simulated_memory_ends_with_what_it_began_with(text: str) -> None:
     for again in AGAIN:
         program = step(f"{text} recompute:{again}", PIECES)
-        timeline = simulate(program, Costs({"F": 1, "B": 2, "G": 0.5, "S": 0.5, "U": 0.25}), SIZES)
+        timeline = simulate(
+            program, Costs({"F": 1, "B": 2, "G": 0.5, "S": 0.5, "U": 0.25}), SIZES
+        )
         assert timeline.memory is not None
         for number, peak in enumerate(peaks(program, SIZES)):
             points = timeline.memory[program.owner.index(number)]
@@ -164,7 +192,9 @@ def test_the_simulated_memory_ends_with_what_it_began_with(text: str) -> None:
                 assert last.get(kind, 0) == pytest.approx(0), kind
             # Beside the compute lane copies and sums end later than they are listed, gathers later too.
             highest = max(sum(kinds.values()) for _, kinds in points)
-            assert highest <= sum(peak.kinds.values()) + sum(SIZES.gathered) + sum(SIZES.gradient)
+            assert highest <= sum(peak.kinds.values()) + sum(SIZES.gathered) + sum(
+                SIZES.gradient
+            )
             assert highest >= max(peak.kinds["activations"], peak.kinds["weights"])
 
 
@@ -176,11 +206,18 @@ def test_on_the_compute_lane_alone_simulated_and_proved_memory_are_one() -> None
         program = messages(base)
         memory = simulate(program, Costs({"F": 1, "I": 1, "W": 1}), sizes).memory or {}
         for row, peak in enumerate(peaks(program, sizes)):
-            assert max(sum(kinds.values()) for _, kinds in memory[row]) == pytest.approx(peak.total)
+            assert max(
+                sum(kinds.values()) for _, kinds in memory[row]
+            ) == pytest.approx(peak.total)
 
 
 def test_memory_is_taken_when_an_operation_starts_and_given_back_when_it_ends() -> None:
-    memory = simulate(_alone(), Costs({"F": 1, "B": 2}), Sizes((5.0, 7.0), (1.0, 1.0))).memory or {}
+    memory = (
+        simulate(
+            _alone(), Costs({"F": 1, "B": 2}), Sizes((5.0, 7.0), (1.0, 1.0))
+        ).memory
+        or {}
+    )
     points = [(time, kinds.get("activations", 0)) for time, kinds in memory[0]]
     assert points == [(0, 5), (1, 12), (2, 12), (4, 5), (6, 0)]
 
@@ -203,7 +240,9 @@ def _cost_of(mode: str, n: int) -> tuple[float, float]:
     return work - 3 * n, peaks(program, Sizes((1.0,) * n, (1.0,) * n))[0].total
 
 
-def test_recomputation_costs_at_most_one_forward_and_holds_inputs_and_one_segment() -> None:
+def test_recomputation_costs_at_most_one_forward_and_holds_inputs_and_one_segment() -> (
+    None
+):
     """Chen et al. 2016, section 4: N/C inputs and C pieces, least at the square root of N."""
     for n in (4, 9, 12, 16, 25, 36):
         assert _cost_of("none", n) == (0, n)

@@ -77,7 +77,9 @@ def test_choices_are_summed_behind_each_forward_however_often_it_is_computed() -
         layout = Layout.parse(text)
         stages = [range(3), range(3, 6)] if layout.pp > 1 else [range(6)]
         experts = (2,) if layout.ep > 1 else ()
-        program = build(layout, plain_pieces(stages, experts=experts, sums_choices=(1,)))
+        program = build(
+            layout, plain_pieces(stages, experts=experts, sums_choices=(1,))
+        )
         check(program)
         for row in program.rows:
             words = [str(op) for op in row if op.kind == "C" or op.kind in ops.COMPUTES]
@@ -86,18 +88,25 @@ def test_choices_are_summed_behind_each_forward_however_often_it_is_computed() -
                 words[n].replace("F", "C") for n in forwards
             ]
             assert sum(op.kind == "C" for op in row) == len(forwards)
-        assert not any(op.kind == "C" for row in forward_only(program, layout).rows for op in row)
+        assert not any(
+            op.kind == "C" for row in forward_only(program, layout).rows for op in row
+        )
 
 
-@pytest.mark.parametrize("text", ["dp2 pp2 zero1 1f1b:2", "dp2 zero3 accum:2", "dp2 zero2 accum:2"])
-def test_frozen_units_are_gathered_at_most_and_never_summed_or_updated(text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["dp2 pp2 zero1 1f1b:2", "dp2 zero3 accum:2", "dp2 zero2 accum:2"]
+)
+def test_frozen_units_are_gathered_at_most_and_never_summed_or_updated(
+    text: str,
+) -> None:
     layout = Layout.parse(text)
     stages = [range(3), range(3, 6)] if layout.pp > 1 else [range(6)]
     program = build(layout, plain_pieces(stages, tied=((5, 0),), frozen=(0, 1, 5)))
     check(program)
     assert Program.parse(str(program)) == program
     units = {
-        kind: {op.piece for row in program.rows for op in row if op.kind == kind} for kind in "GSUT"
+        kind: {op.piece for row in program.rows for op in row if op.kind == kind}
+        for kind in "GSUT"
     }
     assert units["S"] == units["U"] == {2, 3, 4}
     assert units["G"] == ({0, 1, 2, 3, 4, 5} if layout.zero == 3 else {2, 3, 4})
@@ -187,7 +196,9 @@ def test_the_last_block_is_not_dropped_between_forward_and_backward() -> None:
     assert " ".join(row) == forward + " 3B0 3D 1G#1 2B0 2D#1 0G#1 1B0 1D#1 0B0 0D#1"
 
 
-def test_gathering_once_a_step_fetches_each_unit_once_and_drops_it_after_its_last_use() -> None:
+def test_gathering_once_a_step_fetches_each_unit_once_and_drops_it_after_its_last_use() -> (
+    None
+):
     kept = gather(_one(4, 3), each_use=False, drop=False)
     assert _kinds(kept, "GD") == [["0G", "1G", "2G", "3G"]]
     dropped = gather(_one(4, 3), each_use=False, drop=True)
@@ -206,7 +217,11 @@ def test_gradients_are_summed_once_a_step_or_once_a_microbatch() -> None:
     for name in ("accum", "1f1b", "zb-h2"):
         stages, m = (1, 3) if name == "accum" else (2, 3)
         base = pipeline(name, stages, m)
-        for each, times, replicas in ((False, 1, False), (True, m, False), (True, m, True)):
+        for each, times, replicas in (
+            (False, 1, False),
+            (True, m, False),
+            (True, m, True),
+        ):
             program = reduce(base, each_microbatch=each, replicas=replicas)
             assert faults(finish(program, agree=False)) == ()
             for number, row in enumerate(program.rows):
@@ -221,12 +236,20 @@ def test_gradients_are_summed_once_a_step_or_once_a_microbatch() -> None:
 
 def test_a_tied_unit_is_summed_after_both_uses_and_over_both_stages_once() -> None:
     one = step("dp2 accum:2", 4, tied=True)
-    assert [str(op) for op in one.rows[0] if op.kind in "ST" and op.piece == 0] == ["0S"]
+    assert [str(op) for op in one.rows[0] if op.kind in "ST" and op.piece == 0] == [
+        "0S"
+    ]
     assert one.rows[0].index(Op.parse("0S")) > one.rows[0].index(Op.parse("0B1"))
     two = step("dp2 pp2 1f1b:2", 4, tied=True)
     for row in two.rows:
-        assert [str(op) for op in row if op.piece == 0 and op.kind in "STU"] == ["0S", "0T", "0U"]
-    three = expand(schedule("1f1b", 3, 2), [range(1), range(1, 2), range(2, 3)], ((1, 0), (2, 0)))
+        assert [str(op) for op in row if op.piece == 0 and op.kind in "STU"] == [
+            "0S",
+            "0T",
+            "0U",
+        ]
+    three = expand(
+        schedule("1f1b", 3, 2), [range(1), range(1, 2), range(2, 3)], ((1, 0), (2, 0))
+    )
     tied = finish(tie(reduce(messages(three), each_microbatch=False)), agree=False)
     assert faults(tied) == ()
     assert all(sum(op.kind == "T" for op in row) == 1 for row in tied.rows)
@@ -240,7 +263,9 @@ def test_updates_wait_for_everybody_only_when_clipping_or_scaling() -> None:
     assert " ".join(late) == "N 3B0 3S 2B0 2S 1B0 1S 0B0 0S A 3U 2U 1U 0U"
 
 
-def test_what_a_forward_kept_goes_out_and_comes_back_one_computation_before_its_use() -> None:
+def test_what_a_forward_kept_goes_out_and_comes_back_one_computation_before_its_use() -> (
+    None
+):
     program = offload_activations(expand(schedule("gpipe", 1, 2), [range(3)]))
     assert [" ".join(map(str, program.rows[0]))] == [
         "0F0 0O0 1F0 1O0 2F0 2O0 0F1 0O1 1F1 1O1 2Z0 2F1 2O1 1Z0 2B0 0Z0 1B0 2Z1 0B0 1Z1 2B1 0Z1 1B1 0B1"
@@ -289,12 +314,16 @@ def test_the_last_segment_of_a_stage_is_computed_again_also_where_it_is_shorter(
     """On both stages of a GPipe of three microbatches. A segment is computed right before its backward,
     the last one first; but not the last stage's last microbatch, whose forward was just computed."""
     stages, microbatches = [range(pieces), range(pieces, 2 * pieces)], 3
-    program = recompute(expand(schedule("gpipe", 2, microbatches), stages), stages, mode)
+    program = recompute(
+        expand(schedule("gpipe", 2, microbatches), stages), stages, mode
+    )
     starts = [sum(lengths[:n]) for n in range(len(lengths))]
     backwards = []
     for start, length in list(zip(starts, lengths, strict=True))[::-1]:
         segment = range(start, start + length)
-        backwards += [f"{p}R{{0}}" for p in segment] + [f"{p}B{{0}}" for p in segment[::-1]]
+        backwards += [f"{p}R{{0}}" for p in segment] + [
+            f"{p}B{{0}}" for p in segment[::-1]
+        ]
     every = [op.format(m) for m in range(microbatches) for op in backwards]
     row, last = (" ".join(ops) for ops in _kinds(program, "RB"))
     assert row == " ".join(every)
@@ -339,7 +368,9 @@ def test_a_part_of_each_block_is_recomputed_before_its_backward() -> None:
     ]
     stages = [range(n, n + 1) for n in range(3)]
     split = recompute(expand(schedule("zb-h1", 3, 4), stages), stages, "selective")
-    again = {n: [op for op in row if op.kind == "P"] for n, row in enumerate(split.rows)}
+    again = {
+        n: [op for op in row if op.kind == "P"] for n, row in enumerate(split.rows)
+    }
     assert again == {0: [], 1: [Op("P", 1, m) for m in range(4)], 2: []}
     for op in again[1]:
         assert split.rows[1].index(op) + 1 == split.rows[1].index(Op("I", 1, op.index))
@@ -357,7 +388,9 @@ def test_recompute_to_fit_recomputes_more_on_the_early_stages_of_1f1b() -> None:
     again = [len({op.piece for op in row if op.kind == "R"}) for row in found.rows]
     assert again == sorted(again, reverse=True)
     assert again[0] > again[1] > again[2] > again[3] == 0
-    assert all(peak.total <= 70 for peak in check(messages(found), _sizes(16)).bytes or ())
+    assert all(
+        peak.total <= 70 for peak in check(messages(found), _sizes(16)).bytes or ()
+    )
 
 
 def test_recompute_to_fit_recomputes_no_piece_too_many() -> None:
@@ -372,41 +405,65 @@ def test_recompute_to_fit_recomputes_no_piece_too_many() -> None:
             found = None
         for row, stage in enumerate(stages):
             subsets = [c for n in range(4) for c in combinations(stage, n)]
-            fitting = [len(c) for c in subsets if _peak_with(program, sizes, row, c) <= limit]
+            fitting = [
+                len(c) for c in subsets if _peak_with(program, sizes, row, c) <= limit
+            ]
             if found is not None:
-                assert len({op.piece for op in found.rows[row] if op.kind == "R"}) == min(fitting)
+                assert len(
+                    {op.piece for op in found.rows[row] if op.kind == "R"}
+                ) == min(fitting)
         if found is None:
-            everything = [_peak_with(program, sizes, r, s) for r, s in enumerate(stages)]
+            everything = [
+                _peak_with(program, sizes, r, s) for r, s in enumerate(stages)
+            ]
             assert max(everything) > limit
 
 
-def _peak_with(program: Program, sizes: Sizes, row: int, pieces: Sequence[int]) -> float:
+def _peak_with(
+    program: Program, sizes: Sizes, row: int, pieces: Sequence[int]
+) -> float:
     chosen = [[range(p, p + 1) for p in pieces] if r == row else [] for r in range(2)]
     return peaks(_with_segments(program, chosen), sizes)[row].total
 
 
 def test_a_limit_that_nothing_meets_is_refused_with_rank_bytes_and_operation() -> None:
     program = expand(schedule("1f1b", 2, 4), [range(2), range(2, 4)])
-    with pytest.raises(ProgramError, match=r"rank 0 holds 13 bytes at 1R0 .* the limit is 5"):
+    with pytest.raises(
+        ProgramError, match=r"rank 0 holds 13 bytes at 1R0 .* the limit is 5"
+    ):
         recompute_to_fit(program, _sizes(4), [5, 100])
 
 
 def test_fit_counts_the_gathered_weights_and_gradients_that_later_passes_add() -> None:
     layout = Layout.parse("dp2 pp2 1f1b:4 zero3 recompute:fit")
     one = (1.0,) * 8
-    sizes = Sizes(kept=(4.0,) * 8, input=one, gathered=(3.0,) * 8, gradient=one, gradient_shard=one)
+    sizes = Sizes(
+        kept=(4.0,) * 8,
+        input=one,
+        gathered=(3.0,) * 8,
+        gradient=one,
+        gradient_shard=one,
+    )
     stages = [range(4), range(4, 8)]
     whole = build(
-        Layout.parse("dp2 pp2 1f1b:4 zero3"), plain_pieces(stages), StepOptions(agree=False)
+        Layout.parse("dp2 pp2 1f1b:4 zero3"),
+        plain_pieces(stages),
+        StepOptions(agree=False),
     )
     high = max(peak.total for peak in check(whole, sizes).bytes or ())
     for limit in (high, high - 4, high - 8):
         found = build(
-            layout, plain_pieces(stages), StepOptions(agree=False, sizes=sizes, limit=limit)
+            layout,
+            plain_pieces(stages),
+            StepOptions(agree=False, sizes=sizes, limit=limit),
         )
         assert max(peak.total for peak in check(found, sizes).bytes or ()) <= limit
     assert (
-        build(layout, plain_pieces(stages), StepOptions(agree=False, sizes=sizes, limit=high))
+        build(
+            layout,
+            plain_pieces(stages),
+            StepOptions(agree=False, sizes=sizes, limit=high),
+        )
         == whole
     )
     with pytest.raises(ProgramError, match="recompute:fit needs the bytes"):

@@ -13,7 +13,10 @@ PROGRAMS = Path(__file__).parent / "programs"
 
 
 def test_every_operation_prints_and_parses_back_and_no_two_print_alike() -> None:
-    ops = [Op(k, p, m) for k, p, m in product("FBIWRPCKEJOZMGLDSHTQUYV", (0, 2, 13), (0, 1, 27))]
+    ops = [
+        Op(k, p, m)
+        for k, p, m in product("FBIWRPCKEJOZMGLDSHTQUYV", (0, 2, 13), (0, 1, 27))
+    ]
     ops += [Op(k, -1, n) for k, n in product("NA", (0, 3))]
     ops += [
         Op(kind, p, m, of, p + way)
@@ -23,7 +26,9 @@ def test_every_operation_prints_and_parses_back_and_no_two_print_alike() -> None
     assert len({str(op) for op in ops}) == len(ops)
     for op in ops:
         assert Op.parse(str(op)) == op
-    words = [str(op) for op in (Op("F", 2, 0), Op("G", 2, 1), Op("N"), Op("<", 3, 0, "F", 2))]
+    words = [
+        str(op) for op in (Op("F", 2, 0), Op("G", 2, 1), Op("N"), Op("<", 3, 0, "F", 2))
+    ]
     assert words == ["2F0", "2G#1", "N", "3F0<2"]
 
 
@@ -36,7 +41,12 @@ def test_a_word_that_is_no_operation_is_refused_with_examples(word: str) -> None
 
 
 def test_a_program_saves_as_text_and_loads_again() -> None:
-    for text in ("", "dp2x2 zero3 accum:3", "dp2 pp2 tp2 1f1b:4 zero3 gather:micro", "pp3 zb-h2:5"):
+    for text in (
+        "",
+        "dp2x2 zero3 accum:3",
+        "dp2 pp2 tp2 1f1b:4 zero3 gather:micro",
+        "pp3 zb-h2:5",
+    ):
         for program in (step(text, 6), step(text, 6, tied=True, agree=True)):
             assert Program.parse(str(program)) == program
             assert max(map(len, str(program).splitlines())) <= 100
@@ -47,7 +57,10 @@ def test_a_program_saves_as_text_and_loads_again() -> None:
 
 def test_a_person_may_add_comments_and_break_lines() -> None:
     program = step("pp2 1f1b:2", 2)
-    text = str(program).replace("ranks 1:", "\n# the last stage\nranks 1:\n ") + "  # the end\n"
+    text = (
+        str(program).replace("ranks 1:", "\n# the last stage\nranks 1:\n ")
+        + "  # the end\n"
+    )
     assert Program.parse(text) == program
 
 
@@ -65,7 +78,9 @@ def test_a_person_may_add_comments_and_break_lines() -> None:
         (("phalanx program 1", "phalanx program 2"), ("mine.txt, line 1",)),
     ],
 )
-def test_a_typo_is_named_with_its_line(change: tuple[str, str], parts: tuple[str, ...]) -> None:
+def test_a_typo_is_named_with_its_line(
+    change: tuple[str, str], parts: tuple[str, ...]
+) -> None:
     good = "phalanx program 1\nmesh pp2\ntied 1:0\nranks 0: 0F0 0F0>1 0B0<1 0B0\nranks 1: 1F0<0 1F0 1B0\n"
     Program.parse(good)
     bad = good.replace(*change)
@@ -76,7 +91,9 @@ def test_a_typo_is_named_with_its_line(change: tuple[str, str], parts: tuple[str
 
 
 def test_a_program_whose_ranks_and_rows_do_not_fit_is_refused() -> None:
-    with pytest.raises(ProgramError, match="1 rows for a mesh 'dp2' of 2 ranks; 1 ranks"):
+    with pytest.raises(
+        ProgramError, match="1 rows for a mesh 'dp2' of 2 ranks; 1 ranks"
+    ):
         Program(((Op("F", 0),),), Mesh.parse("dp2"), (0,))
     with pytest.raises(ProgramError, match=r"2 rows .* follow rows \[0\]"):
         Program(((), ()), Mesh.parse("dp2"))
@@ -104,7 +121,9 @@ def golden(name: str) -> Program:
     """The program that a golden file should hold."""
     text, model, agree = GOLDEN[name]
     layout = Layout.parse(text)
-    return build(layout, staged_pieces(layout, Shape.load(model)), StepOptions(agree=agree))
+    return build(
+        layout, staged_pieces(layout, Shape.load(model)), StepOptions(agree=agree)
+    )
 
 
 @pytest.mark.parametrize("name", sorted(GOLDEN))

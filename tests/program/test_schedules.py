@@ -17,7 +17,8 @@ from phalanx.program import (
     simulate,
 )
 
-SMALL = list(product((2, 3, 4, 6), (1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 16)))  # stages, microbatches
+# stages, microbatches
+SMALL = list(product((2, 3, 4, 6), (1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 16)))
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
@@ -33,13 +34,23 @@ def test_the_interleaved_bubble_is_the_textbook_one(chunks: int) -> None:
     """Narayanan et al. 2021, section 2.2.2: the bubble of 1F1B over v, where P divides m."""
     for p, m in SMALL:
         if m % p == 0:
-            found = simulate(pipeline("interleaved", p, m, chunks), whole_costs(p, chunks))
-            assert found.bubble_fraction == pytest.approx((p - 1) / (chunks * m + p - 1))
+            found = simulate(
+                pipeline("interleaved", p, m, chunks), whole_costs(p, chunks)
+            )
+            assert found.bubble_fraction == pytest.approx(
+                (p - 1) / (chunks * m + p - 1)
+            )
 
 
-def test_four_stages_use_16_of_28_cells_with_four_microbatches_and_a_quarter_with_one() -> None:
+def test_four_stages_use_16_of_28_cells_with_four_microbatches_and_a_quarter_with_one() -> (
+    None
+):
     """Huang et al. 2019, figure 2: a triangle of P - 1 empty cells on each side, each way."""
-    for name, m, used, cells in (("gpipe", 4, 16, 28), ("1f1b", 4, 16, 28), ("naive", 1, 4, 16)):
+    for name, m, used, cells in (
+        ("gpipe", 4, 16, 28),
+        ("1f1b", 4, 16, 28),
+        ("naive", 1, 4, 16),
+    ):
         timeline = simulate(pipeline(name, 4, m), Costs({"F": 1, "B": 1}))
         # Forward and backward each fill one such grid.
         assert sum(map(timeline.busy, timeline.ranks)) == 2 * used
@@ -51,7 +62,9 @@ def test_gpipe_holds_every_microbatch_and_1f1b_only_those_on_the_way() -> None:
     """Narayanan et al. 2019: at most P - r microbatches on rank r."""
     for p, m in SMALL:
         assert check(pipeline("gpipe", p, m)).held == (m,) * p
-        assert check(pipeline("1f1b", p, m)).held == tuple(min(m, p - r) for r in range(p))
+        assert check(pipeline("1f1b", p, m)).held == tuple(
+            min(m, p - r) for r in range(p)
+        )
 
 
 @pytest.mark.parametrize("chunks", [2, 3])
@@ -60,7 +73,9 @@ def test_interleaved_holds_its_warm_up_and_one_more_chunk(chunks: int) -> None:
     for p, m in SMALL:
         if m % p == 0 and m > p:
             held = [((chunks - 1) * p + 2 * (p - r - 1) + 1) / chunks for r in range(p)]
-            assert check(pipeline("interleaved", p, m, chunks)).held == pytest.approx(held)
+            assert check(pipeline("interleaved", p, m, chunks)).held == pytest.approx(
+                held
+            )
 
 
 def test_zb_h1_exceeds_the_ideal_by_p_minus_1_at_the_memory_of_1f1b() -> None:
@@ -179,11 +194,22 @@ def test_a_forward_beside_a_backward_stands_where_torch_has_it(p: int) -> None:
 
     class Order(ScheduleDualPipeV):
         def __init__(self, microbatches: int) -> None:
-            self.pp_group_size, self._n_microbatches, self._num_stages = p, microbatches, 2 * p
+            self.pp_group_size, self._n_microbatches, self._num_stages = (
+                p,
+                microbatches,
+                2 * p,
+            )
             self.n_local_stages = 2
-            self.stage_index_to_group_rank = {s: min(s, 2 * p - 1 - s) for s in range(2 * p)}
+            self.stage_index_to_group_rank = {
+                s: min(s, 2 * p - 1 - s) for s in range(2 * p)
+            }
 
-    halves = {"FORWARD": "F", "FULL_BACKWARD": "IW", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+    halves = {
+        "FORWARD": "F",
+        "FULL_BACKWARD": "IW",
+        "BACKWARD_INPUT": "I",
+        "BACKWARD_WEIGHT": "W",
+    }
     for m in (2 * p, 2 * p + 1, 3 * p + 2):
         ours = schedule("dualpipe-v", p, m, 2).rows
         for rank in range(p):

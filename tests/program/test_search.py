@@ -6,7 +6,16 @@ import pytest
 from program_worlds import PIPELINES, pipeline
 
 from phalanx.layout import Layout, plain_pieces
-from phalanx.program import Costs, ProgramError, StepOptions, build, check, faults, search, simulate
+from phalanx.program import (
+    Costs,
+    ProgramError,
+    StepOptions,
+    build,
+    check,
+    faults,
+    search,
+    simulate,
+)
 from phalanx.program.passes import messages
 
 
@@ -42,7 +51,9 @@ def test_searched_never_loses_to_a_named_schedule_on_the_same_costs_and_limits(
         assert faults(program) == ()
         time = simulate(program, costs).makespan
         if limit:
-            assert all(h <= n + 1e-9 for h, n in zip(check(program).held, limit, strict=True))
+            assert all(
+                h <= n + 1e-9 for h, n in zip(check(program).held, limit, strict=True)
+            )
         for other in named:
             held = check(other).held
             if limit is None or all(h <= n for h, n in zip(held, limit, strict=True)):
@@ -60,13 +71,17 @@ def test_searched_leaves_no_bubble_where_zero_bubble_schedules_leave_none() -> N
 def test_every_limit_that_lets_one_microbatch_in_has_an_order() -> None:
     for stages, chunks in product((1, 3), (1, 2, 3)):
         for limits in ([1] * stages, [1 + r % 2 for r in range(stages)]):
-            program = messages(search(stages, 4, chunks, Costs({"F": 1, "I": 1, "W": 1}), limits))
+            program = messages(
+                search(stages, 4, chunks, Costs({"F": 1, "I": 1, "W": 1}), limits)
+            )
             assert faults(program) == ()
             assert all(h <= n for h, n in zip(check(program).held, limits, strict=True))
 
 
 def test_a_limit_without_an_order_is_refused_with_the_numbers() -> None:
-    with pytest.raises(ProgramError, match=r"3 stages and 4 microbatches .* \[1, 0.5, 1\]"):
+    with pytest.raises(
+        ProgramError, match=r"3 stages and 4 microbatches .* \[1, 0.5, 1\]"
+    ):
         search(3, 4, 1, Costs({"F": 1, "I": 1, "W": 1}), [1, 0.5, 1])
 
 
@@ -75,7 +90,9 @@ def test_whole_backwards_take_the_time_of_the_textbook() -> None:
     costs = Costs({"F": 1, "B": 2, "send": 0.25})
     for stages, m in ((2, 3), (4, 8)):
         program = pipeline("gpipe", stages, m)
-        assert simulate(program, costs).makespan == 3 * m + (stages - 1) * (3 + 2 * 0.25)
+        assert simulate(program, costs).makespan == 3 * m + (stages - 1) * (
+            3 + 2 * 0.25
+        )
 
 
 def test_a_layout_s_search_orders_whole_stages_by_what_their_pieces_cost() -> None:
@@ -83,14 +100,24 @@ def test_a_layout_s_search_orders_whole_stages_by_what_their_pieces_cost() -> No
     stages = [range(3), range(3, 4), range(4, 6)]
     costs = Costs({"F": 1, "I": 1, "W": 1}, {("F", 1): 3.0, ("I", 4): 2.0})
     found = build(
-        layout, plain_pieces(stages), StepOptions(agree=False, costs=costs, held=[3, 3, 3])
+        layout,
+        plain_pieces(stages),
+        StepOptions(agree=False, costs=costs, held=[3, 3, 3]),
     )
     assert faults(found) == ()
     summed = {"F": (5.0, 1.0, 2.0), "I": (3.0, 1.0, 3.0), "W": (3.0, 1.0, 2.0)}
-    pieces = {(kind, stage): time for kind, row in summed.items() for stage, time in enumerate(row)}
+    pieces = {
+        (kind, stage): time
+        for kind, row in summed.items()
+        for stage, time in enumerate(row)
+    }
     by_hand = search(3, 6, 1, Costs({}, pieces), [3, 3, 3])
     for row, top in enumerate((2, 3, 5)):
-        order = [(o.kind, o.index) for o in found.rows[row] if o.kind in "FBIW" and o.piece == top]
+        order = [
+            (o.kind, o.index)
+            for o in found.rows[row]
+            if o.kind in "FBIW" and o.piece == top
+        ]
         assert order == [(o.kind, o.index) for o in by_hand.rows[row]]
     evenly = search(3, 6, 1, Costs({"F": 1, "I": 1, "W": 1}), [3, 3, 3])
     assert evenly.rows != by_hand.rows

@@ -35,7 +35,9 @@ def _whole(monkeypatch: pytest.MonkeyPatch, of: Any, *args: Any) -> Any:
 
 def _proves(program: Program) -> bool:
     short = shortened(program)
-    return bool(short and not faults(short.program) and short.proves(graph(short.program)))
+    return bool(
+        short and not faults(short.program) and short.proves(graph(short.program))
+    )
 
 
 @pytest.mark.parametrize("text", PROVED_SHORT + OTHERS)
@@ -46,7 +48,9 @@ def test_the_proof_of_a_long_step_is_that_of_the_whole_program(
     program = step(text, 12, agree=agree)
     assert _proves(program) == (text in PROVED_SHORT)
     thirds = tuple(1 + piece / 3 for piece in range(12))
-    sizes = Sizes(kept=thirds, input=thirds, temporary=thirds, gradient=thirds, edge=thirds)
+    sizes = Sizes(
+        kept=thirds, input=thirds, temporary=thirds, gradient=thirds, edge=thirds
+    )
     ours, whole = check(program, sizes), _whole(monkeypatch, check, program, sizes)
     assert ours.held == whole.held
     assert ours.counts == whole.counts
@@ -76,7 +80,9 @@ def test_whatever_is_wrong_anywhere_in_a_long_step_is_found(
     assert _proves(program)
     for number, row in enumerate(program.rows):
         for other in _spoilt(row):
-            rows = [other if n == number else same for n, same in enumerate(program.rows)]
+            rows = [
+                other if n == number else same for n, same in enumerate(program.rows)
+            ]
             spoilt = program.with_rows(rows)
             assert faults(spoilt) == _whole(monkeypatch, faults, spoilt)
 
@@ -88,7 +94,11 @@ def test_a_steady_state_that_waits_for_itself_is_a_deadlock_however_long(
     count, verdicts = 30, set()
     for warmups in itertools.product(range(5), repeat=3):
         rows = [
-            weave([Op("F", r, m) for m in range(count)], [Op("B", r, m) for m in range(count)], w)
+            weave(
+                [Op("F", r, m) for m in range(count)],
+                [Op("B", r, m) for m in range(count)],
+                w,
+            )
             for r, w in enumerate(warmups)
         ]
         program = messages(Program.pipeline(rows))
@@ -106,8 +116,16 @@ def test_the_operation_of_a_peak_is_named_as_the_program_has_it(
 ) -> None:
     program = step("pp2 1f1b:40", 4)
     # The last backward alone holds more than the steady state: its gradients are whole only then.
-    sizes = Sizes(kept=(0.0,) * 4, input=(0.0,) * 4, gradient_shard=(9.0,) * 4, gradient=(1.0,) * 4)
-    peaks, whole = check(program, sizes).bytes, _whole(monkeypatch, check, program, sizes).bytes
+    sizes = Sizes(
+        kept=(0.0,) * 4,
+        input=(0.0,) * 4,
+        gradient_shard=(9.0,) * 4,
+        gradient=(1.0,) * 4,
+    )
+    peaks, whole = (
+        check(program, sizes).bytes,
+        _whole(monkeypatch, check, program, sizes).bytes,
+    )
     assert peaks
     assert whole
     assert [p.at for p in peaks] == [p.at for p in whole]

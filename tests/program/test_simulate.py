@@ -72,7 +72,9 @@ def test_nothing_starts_before_what_it_needs_and_lanes_keep_their_order() -> Non
 
 
 def test_a_collective_starts_when_its_last_member_calls() -> None:
-    program = Program.parse("mesh dp2\nranks 0: 0F0 0B0 0S 0U\nranks 1: 0F0 0B0 0F1 0B1 0S 0U\n")
+    program = Program.parse(
+        "mesh dp2\nranks 0: 0F0 0B0 0S 0U\nranks 1: 0F0 0B0 0F1 0B1 0S 0U\n"
+    )
     assert faults(program) == ()
     timeline = simulate(program, Costs({"F": 1, "B": 2, "S": 1, "U": 1}))
     assert _at(timeline, "0S", 0) == _at(timeline, "0S", 1) == (6, 7)
@@ -80,7 +82,9 @@ def test_a_collective_starts_when_its_last_member_calls() -> None:
 
 
 def test_costs_may_differ_by_piece_and_by_rank_and_derive_what_is_left_out() -> None:
-    costs = Costs({"F": 1, "B": 4}, {("F", 1): 3, ("I", 2): 5, ("W", 2): 1, ("B", 3): 8}, {1: 2.0})
+    costs = Costs(
+        {"F": 1, "B": 4}, {("F", 1): 3, ("I", 2): 5, ("W", 2): 1, ("B", 3): 8}, {1: 2.0}
+    )
     expected = {
         "0F0": 1, "0B0": 4, "0I0": 2, "0W0": 2, "0R0": 1, "1F0": 3, "1R0": 3, "2B0": 6, "3I0": 4, "3W0": 4,
         "0S": 0, "0F0>1": 0, "1F0<0": 0, "N": 0,
@@ -97,7 +101,9 @@ def test_costs_may_differ_by_piece_and_by_rank_and_derive_what_is_left_out() -> 
 
 def test_gathering_ahead_hides_what_gathering_at_once_exposes() -> None:
     costs = Costs({"F": 2, "B": 4, "G": 1, "S": 1})
-    exposed = [simulate(step(f"dp2 zero3 prefetch:{n}", 6), costs).exposed(0) for n in (0, 1)]
+    exposed = [
+        simulate(step(f"dp2 zero3 prefetch:{n}", 6), costs).exposed(0) for n in (0, 1)
+    ]
     # Prefetch 0 waits for every gather but those joined at the turn; ahead, for the first and last.
     assert exposed[0] > exposed[1]
     assert exposed[1] == 2
@@ -138,7 +144,9 @@ def test_repeated_steps_follow_each_other_without_a_barrier() -> None:
         assert len(row) == 3 * len(one) == len(set(row))
     assert three.microbatches == 9
     costs = Costs({"F": 1, "B": 2, "G": 0.1, "U": 0.1})
-    assert simulate(three, costs).makespan <= 3 * simulate(program, costs).makespan + 1e-9
+    assert (
+        simulate(three, costs).makespan <= 3 * simulate(program, costs).makespan + 1e-9
+    )
     update = _at(simulate(repeat(program, 2), costs), "0U")
     again = _at(simulate(repeat(program, 2), costs), "0G#1")
     assert update[1] <= again[0]
@@ -152,16 +160,33 @@ def test_a_timeline_saves_and_loads_and_what_is_none_is_refused() -> None:
     ):
         again = Timeline.from_json(json.dumps(timeline.to_json()))
         assert again == timeline
-    for text in ("", "[]", "{}", '{"spans": [[0, "compute", "0f0", 0, 1]]}', '{"spans": [[0]]}'):
+    for text in (
+        "",
+        "[]",
+        "{}",
+        '{"spans": [[0, "compute", "0f0", 0, 1]]}',
+        '{"spans": [[0]]}',
+    ):
         with pytest.raises(ValueError, match="this is not a timeline"):
             Timeline.from_json(text)
 
 
 def test_an_empty_timeline_is_nothing() -> None:
     empty = Timeline(())
-    assert (empty.makespan, empty.ideal, empty.bubble_fraction, empty.lanes) == (0, 0, 0, ())
+    assert (empty.makespan, empty.ideal, empty.bubble_fraction, empty.lanes) == (
+        0,
+        0,
+        0,
+        (),
+    )
     one = Timeline((Span(3, "compute", Op("F", 0), 2.0, 5.0),))
-    assert (one.start, one.makespan, one.busy(3), one.inner_idle(3), one.exposed(3)) == (
+    assert (
+        one.start,
+        one.makespan,
+        one.busy(3),
+        one.inner_idle(3),
+        one.exposed(3),
+    ) == (
         2,
         3,
         3,
@@ -170,10 +195,14 @@ def test_an_empty_timeline_is_nothing() -> None:
     )
 
 
-def test_sixteen_stages_of_four_chunks_and_128_microbatches_are_simulated_and_proved() -> None:
+def test_sixteen_stages_of_four_chunks_and_128_microbatches_are_simulated_and_proved() -> (
+    None
+):
     """The bubble of Narayanan et al. 2021 at a size that people run."""
     program = pipeline("interleaved", 16, 128, 4)
     costs = Costs({"F": 1, "B": 2}, share=dict.fromkeys(range(64), 0.25))
-    assert simulate(program, costs).bubble_fraction == pytest.approx(15 / (4 * 128 + 15))
+    assert simulate(program, costs).bubble_fraction == pytest.approx(
+        15 / (4 * 128 + 15)
+    )
     assert len(check(program).held) == 16
     assert program.mesh == Mesh.parse("pp16")

@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.draw import Picture, breakdown_svg, memory_svg, recorded_picture, shards_svg, svg
+from phalanx.draw import (
+    Picture,
+    breakdown_svg,
+    memory_svg,
+    recorded_picture,
+    shards_svg,
+    svg,
+)
 from phalanx.layout import Layout, Shape, plain_pieces, staged_pieces
 from phalanx.parallel import build_model
 from phalanx.program import Op, Recorded, Span, StepOptions, Timeline, build, simulate
@@ -61,7 +68,9 @@ def test_the_parts_of_a_step_are_bars_as_long_as_their_time() -> None:
         match = re.match(r"(rank \d): (.+?) ([\d.]+), ([\d.]+) % of the step", words)
         assert match
         assert float(match[4]) == pytest.approx(100 * float(match[3]) / 10)
-        name = match[2].replace("send and receive", "message").replace("send", "message")
+        name = (
+            match[2].replace("send and receive", "message").replace("send", "message")
+        )
         found[match[1], name] = float(match[3]), float(bar.get("width", 0)) + 1
     assert {key: time for key, (time, _) in found.items()} == BY_HAND
     scales = {round(width / time) for time, width in found.values()}
@@ -72,7 +81,8 @@ def test_what_a_rank_holds_is_an_area_as_high_as_its_bytes() -> None:
     held = ((0.0, {"weights": 100.0}), (2.0, {"weights": 100.0, "activations": 300.0}))
     memory = {0: (*held, (6.0, {"weights": 100.0, "activations": 50.0}))}
     drawn = memory_svg(Picture("", Timeline(SPANS[:5], memory)), 860)
-    (low, _), (high, words) = reversed(tips(drawn, "polygon"))  # activations, over weights
+    # activations, over weights
+    (low, _), (high, words) = reversed(tips(drawn, "polygon"))
     assert low.get("data-name") == "activations"
     assert "weights at most 100 B" in words
     floor = max(y for _, y in corners(low))
@@ -87,7 +97,9 @@ def test_a_message_lasts_from_its_sending_until_it_is_received() -> None:
     """Its sender looks after it when the step is over: it was a bar over the whole step, and 100 times
     as long as predicted."""
     program = build(
-        Layout.parse("pp2 gpipe:2"), plain_pieces([range(1), range(1, 2)]), StepOptions(agree=False)
+        Layout.parse("pp2 gpipe:2"),
+        plain_pieces([range(1), range(1, 2)]),
+        StepOptions(agree=False),
     )
     right = simulate(program)
     end = max(s.end for s in right.spans)
@@ -110,7 +122,9 @@ def test_a_whole_step_fits_its_width_however_short_its_operations_are() -> None:
     assert all(float(e.get("x", 0)) < 860 for e in boxes)
 
 
-SHAPE = Shape(name="s", layers=2, hidden=8, heads=2, ffn=12, vocab=16, sequence=4, batch=4)
+SHAPE = Shape(
+    name="s", layers=2, hidden=8, heads=2, ffn=12, vocab=16, sequence=4, batch=4
+)
 
 
 def test_what_a_step_holds_is_what_the_model_has_in_bytes() -> None:
@@ -135,13 +149,17 @@ def test_each_rank_has_the_rows_that_plain_tensors_say() -> None:
     slices = shards_of(partial(build_model, SHAPE), layout, program, 16)
     whole = torch.arange(16 * 8).view(16, 8)
     seen = []
-    for rank, words in ((s.rank, str(s)) for s in slices if s.weight == "embed.tokens.weight"):
+    for rank, words in (
+        (s.rank, str(s)) for s in slices if s.weight == "embed.tokens.weight"
+    ):
         match = re.match(
-            r"rank \d: \S+ \[(\d+):(\d+), (\d+):(\d+)\] of 16 x 8; keeps (\d+):(\d+)", words
+            r"rank \d: \S+ \[(\d+):(\d+), (\d+):(\d+)\] of 16 x 8; keeps (\d+):(\d+)",
+            words,
         )
         assert match
         a, b, c, d, first, last = map(int, match.groups())
-        assert torch.equal(whole[a:b, c:d], whole.chunk(2)[rank % 2])  # the vocabulary over tp
+        # the vocabulary over tp
+        assert torch.equal(whole[a:b, c:d], whole.chunk(2)[rank % 2])
         seen += whole[a:b, c:d].flatten()[first:last].tolist()
     assert sorted(seen) == whole.flatten().tolist()  # each number has one owner
     drawn = shards_svg(slices, 860)
@@ -150,7 +168,9 @@ def test_each_rank_has_the_rows_that_plain_tensors_say() -> None:
     first = {}
     for each in slices:
         first.setdefault((re.sub(r"\d+", "*", each.weight), each.rank), str(each))
-    assert {words.split("; and")[0] for _, words in tips(drawn, "rect")} == set(first.values())
+    assert {words.split("; and")[0] for _, words in tips(drawn, "rect")} == set(
+        first.values()
+    )
 
 
 # ---- a run
@@ -178,7 +198,13 @@ LOG = [
     record("step", 220, 190, step=8, steps=2, loss=3.0, tokens_per_second=160.0, spent={"in a step": 10.0}),
     record("end", 220, 190, step=8, spent={}),
 ]  # fmt: skip
-SPENT = {"steps": 40.0, "lost steps": 20.0, "starting": 20.0, "saving": 10.0, "down": 30.0}
+SPENT = {
+    "steps": 40.0,
+    "lost steps": 20.0,
+    "starting": 20.0,
+    "saving": 10.0,
+    "down": 30.0,
+}
 
 
 def test_the_strip_has_the_seconds_of_each_part_where_they_were_spent() -> None:
@@ -196,7 +222,9 @@ def test_the_strip_has_the_seconds_of_each_part_where_they_were_spent() -> None:
         assert sum(shares) * 120 / BINS == pytest.approx(SPENT[name], abs=0.05)
         times[name] = [n * 120 / BINS for n, share in enumerate(shares) if share > 0.01]
         below = tops
-    assert (min(times["lost steps"]), max(times["lost steps"])) == pytest.approx((40, 60), abs=0.6)
+    assert (min(times["lost steps"]), max(times["lost steps"])) == pytest.approx(
+        (40, 60), abs=0.6
+    )
     assert (min(times["down"]), max(times["down"])) == pytest.approx((60, 90), abs=0.6)
     said = [words for _, words in tips(drawn, "rect")]
     assert "killed after step 6, 60 s" in said
@@ -206,39 +234,55 @@ def test_the_strip_has_the_seconds_of_each_part_where_they_were_spent() -> None:
 
 def run_of(folder: Path, records: list[dict[str, Any]]) -> Path:
     folder.mkdir()
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps(r) + "\n" for r in records)
+    )
     return folder
 
 
-def test_the_loss_is_what_was_written_and_words_of_restarts_stand_above_it(tmp_path: Path) -> None:
+def test_the_loss_is_what_was_written_and_words_of_restarts_stand_above_it(
+    tmp_path: Path,
+) -> None:
     pictures = report(run_of(tmp_path / "run", LOG)).pictures()
     drawn = xml.fromstring(pictures["loss.svg"])
     lines = [e for e in drawn.iter(f"{SVG}polyline") if e.get("data-values")]
     told = [str(e.get("data-values")).split("; ") for e in lines]
-    assert told == [["4, 3.5", "6, 3.25"], ["6, 3.125", "8, 3"]]  # the second of the first is faint
+    # the second of the first is faint
+    assert told == [["4, 3.5", "6, 3.25"], ["6, 3.125", "8, 3"]]
     words = [
         e
         for e in drawn.iter(f"{SVG}text")
         if (e.text or "").partition(":")[0] in ("start", "restart")
     ]
     assert [e.text for e in words] == ["start: dp2", "restart: tp4"]
-    top = min(float(e.get("y2", 0)) for e in drawn.iter(f"{SVG}line") if e.get("class") == "grid")
+    top = min(
+        float(e.get("y2", 0))
+        for e in drawn.iter(f"{SVG}line")
+        if e.get("class") == "grid"
+    )
     highest = min(y for line in lines for _, y in corners(line))
     assert max(float(e.get("y", 0)) for e in words) < top <= highest
 
 
 def test_words_of_many_restarts_do_not_cover_each_other(tmp_path: Path) -> None:
-    many = [record("start", n, n, step=n, layout=f"dp{n}", ranks=n) for n in range(1, 40)]
+    many = [
+        record("start", n, n, step=n, layout=f"dp{n}", ranks=n) for n in range(1, 40)
+    ]
     steps = [record("step", 50, 50, step=n, steps=1, loss=1.0) for n in range(40, 60)]
-    drawn = xml.fromstring(report(run_of(tmp_path / "run", many + steps)).pictures()["loss.svg"])
+    drawn = xml.fromstring(
+        report(run_of(tmp_path / "run", many + steps)).pictures()["loss.svg"]
+    )
     words = [e for e in drawn.iter(f"{SVG}text") if "start: dp" in (e.text or "")]
     boxes = sorted(
-        (float(e.get("y", 0)), float(e.get("x", 0)), len(e.text or "") * 6) for e in words
+        (float(e.get("y", 0)), float(e.get("x", 0)), len(e.text or "") * 6)
+        for e in words
     )
     assert len(words) > 8
     for (y, x, wide), (y2, x2, _) in pairwise(boxes):
         assert y != y2 or x + wide <= x2
-    marked = {text for e in drawn.iter(f"{SVG}line") if (text := e.findtext(f"{SVG}title"))}
+    marked = {
+        text for e in drawn.iter(f"{SVG}line") if (text := e.findtext(f"{SVG}title"))
+    }
     assert len(marked) == 39  # each is under the mouse
 
 
@@ -246,7 +290,10 @@ def test_speed_over_ranks_is_the_median_of_each_start(tmp_path: Path) -> None:
     slow = record("step", 165, 100, step=6, steps=1, tokens_per_second=90.0, loss=3.0)
     runs = speeds([run_of(tmp_path / "run", [*LOG[:4], slow, *LOG[4:]])])
     # Without the first line: of 80 and 90, and of 160 alone.
-    assert [(r.ranks, r.layout, r.rate) for r in runs] == [(2, "dp2", 85.0), (4, "tp4", 160.0)]
+    assert [(r.ranks, r.layout, r.rate) for r in runs] == [
+        (2, "dp2", 85.0),
+        (4, "tp4", 160.0),
+    ]
     drawn = scaling_svg(runs, {runs[1]: 340.0}.get, 860)
     said = [words for _, words in tips(drawn, "circle")]
     assert said == [

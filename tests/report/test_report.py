@@ -19,7 +19,9 @@ from phalanx.report import report as report_of
 from phalanx.report.step import step_extras
 
 SVG = "{http://www.w3.org/2000/svg}"
-HOSTILE = """</script></pre><script>alert(1)</script><img src=x onerror='a()'> "q" & {body}"""
+HOSTILE = (
+    """</script></pre><script>alert(1)</script><img src=x onerror='a()'> "q" & {body}"""
+)
 
 
 def report(folder: Path) -> str:
@@ -69,7 +71,13 @@ def journal(hostile: str = "") -> list[dict[str, Any]]:
         start(5, "dp2 zero3"),
         *(step(n, 5 - n / 4) for n in range(6, 13)),
         {"event": "memory", "time": 5, "step": 6, "ranks": ranks},
-        {"event": "validation", "time": 9, "step": 12, "loss": 2.5, "bits_per_byte": 3.6},
+        {
+            "event": "validation",
+            "time": 9,
+            "step": 12,
+            "loss": 2.5,
+            "bits_per_byte": 3.6,
+        },
         {"event": "end", "time": 130, "step": 12, "loss": 2.0},
     ]
 
@@ -78,8 +86,12 @@ def written(folder: Path, hostile: str = "") -> Path:
     lines = "".join(json.dumps(record) + "\n" for record in journal(hostile))
     (folder / "metrics.jsonl").write_text(lines + '{"event": "st')
     (folder / "run.toml").write_text(f"steps = 12 # {hostile}")
-    program = build(Layout.parse("dp2 zero3"), plain_pieces([range(4)]), StepOptions(agree=False))
-    recorded = Recorded(program, simulate(program, Costs({"F": 1e-3, "B": 2e-3, "G": 1e-3})))
+    program = build(
+        Layout.parse("dp2 zero3"), plain_pieces([range(4)]), StepOptions(agree=False)
+    )
+    recorded = Recorded(
+        program, simulate(program, Costs({"F": 1e-3, "B": 2e-3, "G": 1e-3}))
+    )
     told = json.loads(str(recorded)) | {"step": 6, "layout": "dp2 zero3"}
     (folder / "timeline.json").write_text(json.dumps(told))
     return folder
@@ -109,7 +121,9 @@ def test_the_page_says_what_the_journal_says(tmp_path: Path) -> None:
         assert said in page, said
 
 
-def test_what_was_done_in_vain_is_faint_and_counts_in_no_summary(tmp_path: Path) -> None:
+def test_what_was_done_in_vain_is_faint_and_counts_in_no_summary(
+    tmp_path: Path,
+) -> None:
     page = report(written(tmp_path))
     loss = page.split('class="scroll phone"')[0]
     (faint,) = re.findall(r'<polyline points="([^"]*)"[^>]*opacity', loss)
@@ -138,7 +152,14 @@ def test_whatever_stands_in_the_files_is_escaped(tmp_path: Path) -> None:
     "record",
     [
         {"event": "step", "step": "x", "loss": "nan", "seconds": None},
-        {"event": "start", "step": None, "layout": HOSTILE, "model": 3, "flops": [], "versions": 1},
+        {
+            "event": "start",
+            "step": None,
+            "layout": HOSTILE,
+            "model": 3,
+            "flops": [],
+            "versions": 1,
+        },
         {"event": "memory", "ranks": [1, {"promised": 2}]},
         {"event": HOSTILE, "step": [HOSTILE]},
         {"event": ["step"], "step": 3},
@@ -170,9 +191,14 @@ def test_a_chart_puts_points_in_proportion_and_shows_every_mark() -> None:
     linear = ChartAxis("step", base=0), ChartAxis("u", base=0)
     drawn = chart("t", [Series("a", points)], *linear, marks=[(5.0, "here & now")])
     tree = xml.fromstring(drawn)
-    dots = [(float(c.get("cx", 0)), float(c.get("cy", 0))) for c in tree.iter(f"{SVG}circle")]
+    dots = [
+        (float(c.get("cx", 0)), float(c.get("cy", 0)))
+        for c in tree.iter(f"{SVG}circle")
+    ]
     assert dots[1][0] - dots[0][0] == pytest.approx(dots[2][0] - dots[1][0])
-    assert 2 * (dots[0][1] - dots[1][1]) == pytest.approx(dots[1][1] - dots[2][1], abs=0.2)
+    assert 2 * (dots[0][1] - dots[1][1]) == pytest.approx(
+        dots[1][1] - dots[2][1], abs=0.2
+    )
     assert "here & now" in [t.text for t in tree.iter(f"{SVG}text")]
 
 
@@ -184,12 +210,17 @@ def test_a_chart_of_one_point_and_of_none_are_drawn_too() -> None:
 
 def test_a_logarithmic_chart_has_no_place_for_zero() -> None:
     drawn = chart(
-        "t", [Series("a", [(0.0, 1.0), (1.0, 1.0), (4.0, 8.0)])], ChartAxis("x"), ChartAxis("y")
+        "t",
+        [Series("a", [(0.0, 1.0), (1.0, 1.0), (4.0, 8.0)])],
+        ChartAxis("x"),
+        ChartAxis("y"),
     )
     assert drawn.count("<circle") == 2
 
 
-def test_before_the_first_step_the_page_says_that_nothing_was_recorded(tmp_path: Path) -> None:
+def test_before_the_first_step_the_page_says_that_nothing_was_recorded(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "metrics.jsonl").write_text(json.dumps(journal()[0]) + "\n")
     assert "loss: nothing was recorded" in report(tmp_path)
 
@@ -199,5 +230,6 @@ def test_a_browser_shows_the_page_without_a_complaint(tmp_path: Path) -> None:
     dom, console = opened(report(written(tmp_path, HOSTILE)), tmp_path)
     assert console == []
     assert dom.count("<h2>") == 11
-    assert dom.count("<polyline") == 24  # each start, and again what was repeated; wide and narrow
+    # each start, and again what was repeated; wide and narrow
+    assert dom.count("<polyline") == 24
     assert dom.count("<canvas") == 1

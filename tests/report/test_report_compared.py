@@ -19,7 +19,15 @@ from phalanx.report.compared import HEAD, Compared, compare
 from phalanx.report.step import Step, predicted
 
 SHAPE = Shape(
-    name="small", layers=3, hidden=32, heads=4, kv_heads=2, ffn=64, vocab=256, sequence=16, batch=8
+    name="small",
+    layers=3,
+    hidden=32,
+    heads=4,
+    kv_heads=2,
+    ffn=64,
+    vocab=256,
+    sequence=16,
+    batch=8,
 )
 # Without latency many small messages take as long as one of all their bytes: then the sums of units
 # have to add up to what the planner counts for a step.
@@ -54,7 +62,10 @@ def compared_of(text: str, place: Path) -> Compared:
     step = step_of(text)
     hardware = hardware_of_machine(MACHINE, step.layout.ranks)
     return predicted(
-        step, hardware, local_profile(), partial(cached_costs, target="cpu", place=place)
+        step,
+        hardware,
+        local_profile(),
+        partial(cached_costs, target="cpu", place=place),
     )
 
 
@@ -72,7 +83,13 @@ def test_a_row_has_the_medians_of_its_kind_and_its_part_of_the_step() -> None:
         Span(1, "compute", Op("F", 0, 0), 0.0, 2.0),
         Span(1, "agree", Op("A"), 2.0, 3.0),
     ]
-    prices = {("F", 0): 1.0, ("F", 1): 4.0, ("F", 2): 8.0, ("I", 2): 0.25, ("W", 2): 0.25}
+    prices = {
+        ("F", 0): 1.0,
+        ("F", 1): 4.0,
+        ("F", 2): 8.0,
+        ("I", 2): 0.25,
+        ("W", 2): 0.25,
+    }
     forward, backward, agree = compare(Timeline(tuple(spans)), prices)
     assert (forward.count, forward.predicted, forward.measured) == (2.0, 2.5, 2.5)
     assert forward.share == pytest.approx((1 + 3 + 5 + 2) / 2 / 10)
@@ -80,12 +97,18 @@ def test_a_row_has_the_medians_of_its_kind_and_its_part_of_the_step() -> None:
     assert (agree.words, agree.predicted, agree.ratio) == ("agree on norm", None, None)
 
 
-@pytest.mark.parametrize("text", ["", "dp2", "accum:2", "dp4 zero1", "dp2x2 zero1", "tp2 seq"])
-def test_what_the_rows_predict_adds_up_to_the_planners_step(text: str, place: Path) -> None:
+@pytest.mark.parametrize(
+    "text", ["", "dp2", "accum:2", "dp4 zero1", "dp2x2 zero1", "tp2 seq"]
+)
+def test_what_the_rows_predict_adds_up_to_the_planners_step(
+    text: str, place: Path
+) -> None:
     step = step_of(text)
     hardware, profile = hardware_of_machine(MACHINE, step.layout.ranks), local_profile()
     costs = partial(cached_costs, target="cpu", place=place)
-    request = Request(SHAPE, hardware, profile, costs, SHAPE.sequence, SHAPE.batch, "fp32")
+    request = Request(
+        SHAPE, hardware, profile, costs, SHAPE.sequence, SHAPE.batch, "fp32"
+    )
     (choice,) = judge(request, [step.layout])
     found = compared_of(text, place)
     assert found.predicted == pytest.approx(choice.step)
@@ -140,10 +163,14 @@ def test_the_table_fits_a_terminal_of_80_columns_and_the_page_has_the_same_cells
         for cell in (*HEAD, *row.cells()):
             assert cell in found.text()
             assert cell.replace(">", "&gt;").replace("<", "&lt;") in found.html()
-    assert found.figures()["rows"] == [asdict(r) | {"ratio": r.ratio} for r in found.rows]
+    assert found.figures()["rows"] == [
+        asdict(r) | {"ratio": r.ratio} for r in found.rows
+    ]
 
 
-def test_on_a_gpu_it_is_said_that_operations_are_timed_until_they_are_launched() -> None:
+def test_on_a_gpu_it_is_said_that_operations_are_timed_until_they_are_launched() -> (
+    None
+):
     of = partial(Compared, "dp8", "h100x8", "phalanx", 3, (), 1.0, 2.0)
     assert "launched" in of(launched=True).text()
     assert "launched" not in of().text()

@@ -13,20 +13,29 @@ from . import FAULTS, catch
 
 
 def main() -> int:
-    words = [word for argument in sys.argv[1:] if argument != "--json" for word in argument.split()]
+    words = [
+        word
+        for argument in sys.argv[1:]
+        if argument != "--json"
+        for word in argument.split()
+    ]
     chosen = [fault for fault in FAULTS if all(word in fault.name for word in words)]
     caught = [catch(fault, dtype) for fault in chosen for dtype in fault.dtypes]
     missed = [c for c in caught if not (c.caught and c.named)]
     if "--json" in sys.argv[1:]:
         print(json.dumps({"faults": [asdict(c) for c in caught]}))
         return 1 if missed else 0
-    print("| fault | layout | verify says | loss of the first step off by | of three steps |")
+    print(
+        "| fault | layout | verify says | loss of the first step off by | of three steps |"
+    )
     print("|---|---|---|---|---|")
     for c in caught:
         layout = c.layout.replace(" fp64", "")
         says = c.first_difference.split(" is ")[0]
         says = says if c.caught else f"NOT CAUGHT {says}".strip()
-        print(f"| {c.fault} | {layout} | {says} | {c.first_loss_error:.0e} | {c.loss_error:.0e} |")
+        print(
+            f"| {c.fault} | {layout} | {says} | {c.first_loss_error:.0e} | {c.loss_error:.0e} |"
+        )
     first = sum(c.first_loss_error > 1e-3 for c in caught)
     three = sum(c.loss_error > 1e-3 for c in caught)
     print(

@@ -79,7 +79,9 @@ def truth(
 ) -> Truth:
     """What one process does with one of `verify`'s shapes; trained once."""
     shape = SHAPES[name]
-    setting = setting_of(shape, dtype, optimizer=optimizer, packed=packed, noisy=dropout > 0)
+    setting = setting_of(
+        shape, dtype, optimizer=optimizer, packed=packed, noisy=dropout > 0
+    )
     plain = PlainForward(shape, dropout, z_loss)
     return truth_of(_maker(shape, dropout, z_loss), setting, matmul, cuts, plain)
 
@@ -90,7 +92,11 @@ def _maker(shape: Shape, dropout: float, z_loss: float) -> Callable[[], Model]:
 
 
 def trained(
-    layout: Layout, shape: Shape, setting: Setting, dropout: float = 0.0, z_loss: float = 0.0
+    layout: Layout,
+    shape: Shape,
+    setting: Setting,
+    dropout: float = 0.0,
+    z_loss: float = 0.0,
 ) -> Trace:
     """What a layout does, on ranks that are threads."""
     make = _maker(shape, dropout, z_loss)
@@ -112,7 +118,9 @@ def catch(fault: Fault, dtype: str) -> Catch:
     setting = setting_of(shape, dtype, optimizer=by, packed=fault.packed, noisy=noisy)
     setting = setting_for(layout, setting)
     cuts = sums_of(layout) if layout.matmul else None
-    known = truth(fault.shape, dtype, by, fault.packed, dropout, layout.matmul, cuts, fault.z_loss)
+    known = truth(
+        fault.shape, dtype, by, fault.packed, dropout, layout.matmul, cuts, fault.z_loss
+    )
     try:
         with fault.patch():
             got = trained(layout, shape, setting, dropout, fault.z_loss)
@@ -120,11 +128,20 @@ def catch(fault: Fault, dtype: str) -> Catch:
         says = refusal_of(error)
         caught, said = bool(says), says or f"an accident: {_first_error(error)}"
         return Catch(
-            fault.name, str(layout), caught, caught and fault.names in says, said, nan, nan
+            fault.name,
+            str(layout),
+            caught,
+            caught and fault.names in says,
+            said,
+            nan,
+            nan,
         )
     verdict = judge(layout, got, known, setting)
-    pairs = [(a.loss, b.loss) for a, b in zip(got.steps, known.trace.steps, strict=True)]
-    losses = [abs(a / b - 1) if b else abs(a) for a, b in pairs]  # a step may have no targets
+    pairs = [
+        (a.loss, b.loss) for a, b in zip(got.steps, known.trace.steps, strict=True)
+    ]
+    # a step may have no targets
+    losses = [abs(a / b - 1) if b else abs(a) for a, b in pairs]
     return Catch(
         fault.name, verdict.layout, not verdict.passed, fault.names in verdict.first_difference,
         verdict.first_difference, losses[0], max(losses),
@@ -137,7 +154,11 @@ def refusal_of(error: Exception) -> str:
     text = _first_error(error)
     kind = text.partition(":")[0]
     packages = ("phalanx.", "torch_shm.")
-    ours = {each.__name__ for each in _below(Exception) if each.__module__.startswith(packages)}
+    ours = {
+        each.__name__
+        for each in _below(Exception)
+        if each.__module__.startswith(packages)
+    }
     return text if kind in ours else ""
 
 

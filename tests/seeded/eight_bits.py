@@ -39,7 +39,9 @@ def _() -> AbstractContextManager[None]:
 )
 def _() -> AbstractContextManager[None]:
     def weight(self: Any, weight: Tensor) -> Rounded:
-        z, other = (right(w, self.traits.forward, **self.shared) for w in (weight, weight.mT))
+        z, other = (
+            right(w, self.traits.forward, **self.shared) for w in (weight, weight.mT)
+        )
         same: bool = z.scales.shape == other.scales.shape
         taken: Rounded = z._replace(scales=other.scales) if same else z
         return taken
@@ -108,7 +110,9 @@ def _() -> AbstractContextManager[None]:
         plain(self, *args, **named)
         for weight, (unit, name) in self.owners.items() if self.last else ():
             for module in self.module.modules():
-                if getattr(module, "weight", None) is weight and hasattr(module, "weight_product"):
+                if getattr(module, "weight", None) is weight and hasattr(
+                    module, "weight_product"
+                ):
                     own: Any = module
                     how = How(transposed=False, matmul=unit.precision.matmul)
                     own.weight_product = self._product(_Factor(weight, unit, name, how))
@@ -159,7 +163,9 @@ def _() -> AbstractContextManager[None]:
     plain = low_precision.EightBits.input_gradient
 
     def input_gradient(self: Any, gradient: Tensor, weight: Any) -> Tensor:
-        return plain(self, gradient, weight._replace(scales=weight.scales.roll(1, 0) * 2))
+        return plain(
+            self, gradient, weight._replace(scales=weight.scales.roll(1, 0) * 2)
+        )
 
     return swapped(low_precision.EightBits, "input_gradient", input_gradient)
 

@@ -32,7 +32,12 @@ def _whole(x: Tensor, group: Group, *dims: int) -> Tensor:
 # ---- regions
 
 
-@fault("column region: input gradients are not summed", "gqa", "tp2", "gradient of head.norm")
+@fault(
+    "column region: input gradients are not summed",
+    "gqa",
+    "tp2",
+    "gradient of head.norm",
+)
 def _() -> AbstractContextManager[None]:
     return swapped(regions, "copy", _whole)
 
@@ -42,18 +47,29 @@ def _() -> AbstractContextManager[None]:
     return swapped(regions, "reduce", _whole)
 
 
-@fault("seq: a region's output is cut but not summed", "gqa", "tp2 seq", "output of embed")
+@fault(
+    "seq: a region's output is cut but not summed", "gqa", "tp2 seq", "output of embed"
+)
 def _() -> AbstractContextManager[None]:
-    return swapped(regions, "scatter_sum", lambda x, w, dim: x.chunk(w.size, dim)[w.rank] * 1)
+    return swapped(
+        regions, "scatter_sum", lambda x, w, dim: x.chunk(w.size, dim)[w.rank] * 1
+    )
 
 
-@fault("seq: gathered input keeps only its own gradient", "gqa", "tp2 seq", "gradient of head.norm")
+@fault(
+    "seq: gathered input keeps only its own gradient",
+    "gqa",
+    "tp2 seq",
+    "gradient of head.norm",
+)
 def _() -> AbstractContextManager[None]:
     right = regions.gather
     return swapped(regions, "gather_sum", lambda x, w, dim: right(x, w, dim))
 
 
-@fault("row bias is added on every rank", "gpt", "tp2", "step 1: the output of layers.0")
+@fault(
+    "row bias is added on every rank", "gpt", "tp2", "step 1: the output of layers.0"
+)
 def _() -> AbstractContextManager[None]:
     def forward(self: RowLinear, x: Tensor) -> Tensor:
         y = torch.nn.functional.linear(x, self.weight)
@@ -68,11 +84,18 @@ def _() -> AbstractContextManager[None]:
 def _adds(wrong: Callable[[str, tuple[str, ...]], str]) -> AbstractContextManager[None]:
     right = pieces.sum_over_tp
     return swapped(
-        pieces, "sum_over_tp", lambda dims, cuts, x: wrong(right(dims, cuts, x), tuple(dims))
+        pieces,
+        "sum_over_tp",
+        lambda dims, cuts, x: wrong(right(dims, cuts, x), tuple(dims)),
     )
 
 
-@fault("seq: norm gradients are not summed over tp", "gqa", "tp2 seq", "gradient of head.norm")
+@fault(
+    "seq: norm gradients are not summed over tp",
+    "gqa",
+    "tp2 seq",
+    "gradient of head.norm",
+)
 def _() -> AbstractContextManager[None]:
     return _adds(lambda right, dims: "" if dims == ("embed",) else right)
 
@@ -87,7 +110,12 @@ def _() -> AbstractContextManager[None]:
     return _adds(lambda right, dims: "" if dims == ("head",) else right)
 
 
-@fault("norms summed over tp though all did the same work", "gqa", "tp2", "gradient of head.norm")
+@fault(
+    "norms summed over tp though all did the same work",
+    "gqa",
+    "tp2",
+    "gradient of head.norm",
+)
 def _() -> AbstractContextManager[None]:
     return _adds(lambda right, dims: "norms" if dims == ("embed",) else right)
 
@@ -102,7 +130,9 @@ def _() -> AbstractContextManager[None]:
     return _adds(lambda right, dims: "" if right == "kv" else right)
 
 
-@fault("tied weight: the head's gradient is lost", "gpt", "dp2", "gradient of embed.tokens")
+@fault(
+    "tied weight: the head's gradient is lost", "gpt", "dp2", "gradient of embed.tokens"
+)
 def _() -> AbstractContextManager[None]:
     right = Unit.contribute
 
@@ -117,11 +147,18 @@ def _() -> AbstractContextManager[None]:
 # ---- where a part stands
 
 
-@fault("the shard offset of k and v is forgotten", "gqa", "tp2", "start of layers.0.attn.wk")
+@fault(
+    "the shard offset of k and v is forgotten",
+    "gqa",
+    "tp2",
+    "start of layers.0.attn.wk",
+)
 def _() -> AbstractContextManager[None]:
     right = tensor.cut_of
 
-    def wrong(model: Any, layout: Any, name: str, shape: Any, at: Any) -> tuple[Cut, ...]:
+    def wrong(
+        model: Any, layout: Any, name: str, shape: Any, at: Any
+    ) -> tuple[Cut, ...]:
         here = right(model, layout, name, shape, at)
         if ".wk." not in name and ".wv." not in name:
             return here
@@ -158,7 +195,9 @@ def _() -> AbstractContextManager[None]:
     return swapped(tensor.VocabularyCrossEntropy, "__init__", init)
 
 
-@fault("gathered weights come from the wrong ranks", "gqa", "dp2 zero3", "output of embed")
+@fault(
+    "gathered weights come from the wrong ranks", "gqa", "dp2 zero3", "output of embed"
+)
 def _() -> AbstractContextManager[None]:
     right = Unit.gather
 
@@ -207,7 +246,12 @@ def _summed(change: Callable[[Unit, Tensor], object]) -> AbstractContextManager[
     return swapped(Unit, "summed", summed)
 
 
-@fault("replicas of a shard are not summed (HSDP)", "gqa", "dp2x2 zero2", "gradient of head")
+@fault(
+    "replicas of a shard are not summed (HSDP)",
+    "gqa",
+    "dp2x2 zero2",
+    "gradient of head",
+)
 def _() -> AbstractContextManager[None]:
     def reduce_replicas(self: Unit) -> Work:
         part = self.parts.pop(0)
@@ -217,7 +261,10 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "only the last microbatch's gradient is kept", "gqa", "dp2 zero2 accum:3", "gradient of head"
+    "only the last microbatch's gradient is kept",
+    "gqa",
+    "dp2 zero2 accum:3",
+    "gradient of head",
 )
 def _() -> AbstractContextManager[None]:
     def summed(self: Unit, full: Tensor, part: Tensor) -> None:
@@ -279,7 +326,9 @@ def _() -> AbstractContextManager[None]:
 @fault("each rank divides by its own count of tokens", "gqa", "dp2", "the loss")
 def _() -> AbstractContextManager[None]:
     def count(self: Executor, op: Any) -> None:
-        self.count = torch.stack([*map(count_valid, self.batches)]).sum().double().view(1)
+        self.count = (
+            torch.stack([*map(count_valid, self.batches)]).sum().double().view(1)
+        )
 
     return swapped(Executor, "_count", count)
 
@@ -338,7 +387,14 @@ def _() -> AbstractContextManager[None]:
     return swapped(Update, "__call__", lambda self, lr, scale: right(self, lr, None))
 
 
-@fault("a part of a weight is drawn, not cut from the whole", "gqa", "tp2", "start of embed")
+@fault(
+    "a part of a weight is drawn, not cut from the whole",
+    "gqa",
+    "tp2",
+    "start of embed",
+)
 def _() -> AbstractContextManager[None]:
     right = Weight.rows.func
-    return swapped(Weight, "rows", property(lambda self: torch.arange(1, 1 + len(right(self)))))
+    return swapped(
+        Weight, "rows", property(lambda self: torch.arange(1, 1 + len(right(self))))
+    )

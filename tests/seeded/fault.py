@@ -45,7 +45,9 @@ def swapped(owner: Any, name: str, new: Any) -> Iterator[None]:
     good.
     """
     if threading.current_thread() is not threading.main_thread():
-        raise RuntimeError(f"swap {name} before the ranks start: other threads see it, too")
+        raise RuntimeError(
+            f"swap {name} before the ranks start: other threads see it, too"
+        )
     old = owner.__dict__[name]
     setattr(owner, name, new)
     try:
@@ -71,7 +73,18 @@ def fault(
     def enter(patch: Patch) -> Patch:
         where = Layout.parse(layout)
         FAULTS.append(
-            Fault(name, shape, where, patch, names, packed, dropout, dtypes, optimizer, z_loss)
+            Fault(
+                name,
+                shape,
+                where,
+                patch,
+                names,
+                packed,
+                dropout,
+                dtypes,
+                optimizer,
+                z_loss,
+            )
         )
         return patch
 

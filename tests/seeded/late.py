@@ -50,7 +50,9 @@ def _forward_without_weights() -> AbstractContextManager[None]:
     return without_waits({ops.FORWARD}, {ops.GATHER})
 
 
-@fault("a forward does not wait for its input", "gqa", "pp2 1f1b:3", "output of layers.2")
+@fault(
+    "a forward does not wait for its input", "gqa", "pp2 1f1b:3", "output of layers.2"
+)
 def _forward_without_input() -> AbstractContextManager[None]:
     return without_waits({ops.FORWARD}, {ops.RECEIVE})
 
@@ -98,7 +100,11 @@ def _updated_while_gathered() -> AbstractContextManager[None]:
 
     def gather(self: Unit) -> Work:
         work = right(self)
-        return Then(work, lambda: self.home.mul_(1.5)) if self.groups.gather.size > 1 else work
+        return (
+            Then(work, lambda: self.home.mul_(1.5))
+            if self.groups.gather.size > 1
+            else work
+        )
 
     return swapped(Unit, "gather", gather)
 
@@ -115,7 +121,12 @@ def used_at_once(name: str) -> AbstractContextManager[None]:
     return swapped(Group, name, call)
 
 
-@fault("a gather's result is read before it is there", "gqa", "dp2 zero3", "output of embed")
+@fault(
+    "a gather's result is read before it is there",
+    "gqa",
+    "dp2 zero3",
+    "output of embed",
+)
 def _gathered_too_early() -> AbstractContextManager[None]:
     return used_at_once("all_gather")
 

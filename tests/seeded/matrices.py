@@ -33,12 +33,20 @@ def in_parts(
     return swapped(MuonUpdate, "_wholes", wholes)
 
 
-@fault("muon: each rank of tp updates what it has", "gqa", "tp2", UPDATE, optimizer="muon")
+@fault(
+    "muon: each rank of tp updates what it has", "gqa", "tp2", UPDATE, optimizer="muon"
+)
 def _() -> AbstractContextManager[None]:
     return in_parts(lambda weight: [weight.box_at(tp) for tp in range(2)])
 
 
-@fault("muon: each shard is updated by itself", "gqa", "dp2 zero1", UPDATE, optimizer="muon")
+@fault(
+    "muon: each shard is updated by itself",
+    "gqa",
+    "dp2 zero1",
+    UPDATE,
+    optimizer="muon",
+)
 def _() -> AbstractContextManager[None]:
     def halves(weight: Weight) -> list[tuple[slice, ...]]:
         rows, columns = weight.shape[0], slice(0, weight.shape[1])
@@ -47,7 +55,9 @@ def _() -> AbstractContextManager[None]:
     return in_parts(halves)
 
 
-@fault("muon: rows that pad are in the scale", "gqa", "dp3 zero1", UPDATE, optimizer="muon")
+@fault(
+    "muon: rows that pad are in the scale", "gqa", "dp3 zero1", UPDATE, optimizer="muon"
+)
 def _() -> AbstractContextManager[None]:
     right = Muon.scale_of
 

@@ -25,7 +25,9 @@ def _stale_copy() -> AbstractContextManager[None]:
 
 STALE = "updates reach the master weights and not the copy to compute with"
 for where in ("dp2", "pp2 1f1b:3"):
-    fault(STALE, "gqa", where, "step 2: the output of embed", dtypes=("bfloat16",))(_stale_copy)
+    fault(STALE, "gqa", where, "step 2: the output of embed", dtypes=("bfloat16",))(
+        _stale_copy
+    )
     # The only update before step 2 is that of step 0, too small for 16 bits: step 1 is skipped.
     fault(STALE, "gqa", where, "the validation loss", dtypes=("float16",))(_stale_copy)
 
@@ -44,7 +46,9 @@ def _masters_not_kept() -> AbstractContextManager[None]:
 
 ROUNDED = "weights are rounded to 16 bits after each update"
 fault(ROUNDED, "gqa", "dp2", "step 0: the update of", dtypes=HALVES)(_masters_not_kept)
-fault(ROUNDED, "gqa", "dp2 zero1", "step 0: the update of", dtypes=HALVES)(_masters_not_kept)
+fault(ROUNDED, "gqa", "dp2 zero1", "step 0: the update of", dtypes=HALVES)(
+    _masters_not_kept
+)
 
 
 @fault(
@@ -107,6 +111,10 @@ def _() -> AbstractContextManager[None]:
 
     def update(self: Update, lr: float, scale: Scale | None) -> None:
         assert scale is not None
-        right(self, lr, scale._replace(factor=scale.factor * 1024, divisor=scale.divisor / 1024))
+        right(
+            self,
+            lr,
+            scale._replace(factor=scale.factor * 1024, divisor=scale.divisor / 1024),
+        )
 
     return swapped(Update, "__call__", update)

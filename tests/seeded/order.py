@@ -43,7 +43,9 @@ def _() -> AbstractContextManager[None]:
     return swapped(Executor, "_tie", lambda self, op: None)
 
 
-@fault("gradients are averaged where they cross stages", "gqa", "pp2 1f1b:3", "1/2 of it")
+@fault(
+    "gradients are averaged where they cross stages", "gqa", "pp2 1f1b:3", "1/2 of it"
+)
 def _() -> AbstractContextManager[None]:
     right = Executor._send
 
@@ -136,11 +138,16 @@ def _() -> AbstractContextManager[None]:
 @fault("the causal block of the ring is not masked", "gqa", "cp2", "output of layers.0")
 def _() -> AbstractContextManager[None]:
     right = context.needed
-    return swapped(context, "needed", lambda *where: right(*where)._replace(causal=False))
+    return swapped(
+        context, "needed", lambda *where: right(*where)._replace(causal=False)
+    )
 
 
 @fault(
-    "a cp rank turns its queries and keys by local positions", "gqa", "cp2", "output of layers.0"
+    "a cp rank turns its queries and keys by local positions",
+    "gqa",
+    "cp2",
+    "output of layers.0",
 )
 def _() -> AbstractContextManager[None]:
     right = batch._held
@@ -165,7 +172,11 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "documents are forgotten on visiting blocks", "gqa", "cp2", "output of layers.0", packed=True
+    "documents are forgotten on visiting blocks",
+    "gqa",
+    "cp2",
+    "output of layers.0",
+    packed=True,
 )
 def _() -> AbstractContextManager[None]:
     right = context.visiting_blocks
@@ -184,7 +195,10 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "gradients of visiting blocks do not come home", "gqa", "cp2", "gradient of layers.3.attn.wv"
+    "gradients of visiting blocks do not come home",
+    "gqa",
+    "cp2",
+    "gradient of layers.3.attn.wv",
 )
 def _() -> AbstractContextManager[None]:
     right = context.ring_gradients
@@ -196,7 +210,12 @@ def _() -> AbstractContextManager[None]:
     return swapped(context, "ring_gradients", gradients)
 
 
-@fault("Ulysses gives heads back in the wrong order", "gqa", "cp2:ulysses", "output of layers.0")
+@fault(
+    "Ulysses gives heads back in the wrong order",
+    "gqa",
+    "cp2:ulysses",
+    "output of layers.0",
+)
 def _() -> AbstractContextManager[None]:
     right = regions.exchange
 
@@ -207,7 +226,9 @@ def _() -> AbstractContextManager[None]:
     return swapped(regions, "exchange", exchange)
 
 
-@fault("gradients are summed over dp and not over cp", "gqa", "dp2 cp2", "gradient of head")
+@fault(
+    "gradients are summed over dp and not over cp", "gqa", "dp2 cp2", "gradient of head"
+)
 def _() -> AbstractContextManager[None]:
     wrong = property(lambda self: ("dp.replicate",) if self.zero else ("dp",))
     return swapped(Layout, "replica_axes", wrong)
@@ -265,8 +286,12 @@ def _() -> AbstractContextManager[None]:
 
     def again(self: Executor, op: Op) -> None:
         selected = self.selected[op.piece, op.index]
-        product = next(n for n, kept in enumerate(selected) if isinstance(kept.value, Tensor))
-        selected[product] = selected[product]._replace(value=selected[product].value.flip(0))
+        product = next(
+            n for n, kept in enumerate(selected) if isinstance(kept.value, Tensor)
+        )
+        selected[product] = selected[product]._replace(
+            value=selected[product].value.flip(0)
+        )
         right(self, op)
 
     return swapped(Executor, "_again", again)
@@ -281,7 +306,9 @@ def _() -> AbstractContextManager[None]:
 def _() -> AbstractContextManager[None]:
     right = recompute._Giving.__torch_dispatch__
 
-    def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def dispatch(
+        self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         out = right(self, func, types, args, kwargs)
         if func is recompute._region and args[1] == "gather_sum":
             return torch.cat(out.chunk(args[3], args[4])[::-1], args[4])

@@ -41,11 +41,18 @@ def _() -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(swapped(Router, "scored", scored))
-        stack.enter_context(swapped(Router, "ranked", lambda self, scores: scores.detach()))
+        stack.enter_context(
+            swapped(Router, "ranked", lambda self, scores: scores.detach())
+        )
         yield
 
 
-@fault("experts: results stay in the experts' order", "experts", "dp2", "output of layers.1")
+@fault(
+    "experts: results stay in the experts' order",
+    "experts",
+    "dp2",
+    "output of layers.1",
+)
 def _() -> AbstractContextManager[None]:
     right = ExpertMlps.forward
 
@@ -56,7 +63,12 @@ def _() -> AbstractContextManager[None]:
     return swapped(ExpertMlps, "forward", forward)
 
 
-@fault("experts: tokens above a capacity are dropped", "experts", "dp2", "output of layers.1")
+@fault(
+    "experts: tokens above a capacity are dropped",
+    "experts",
+    "dp2",
+    "output of layers.1",
+)
 def _() -> AbstractContextManager[None]:
     right = ExpertProducts.on_sorted
 
@@ -64,13 +76,18 @@ def _() -> AbstractContextManager[None]:
         runs = right(self, tokens, counts).split(counts.tolist())
         capacity = 5 * len(tokens) // (4 * len(counts))
         taken = [torch.arange(len(run)) < capacity for run in runs]
-        return torch.cat([run * own.unsqueeze(-1) for run, own in zip(runs, taken, strict=True)])
+        return torch.cat(
+            [run * own.unsqueeze(-1) for run, own in zip(runs, taken, strict=True)]
+        )
 
     return swapped(ExpertProducts, "on_sorted", on_sorted)
 
 
 @fault(
-    "experts: one token's mask of groups goes for all", "latent", "dp2", "the routing of layers.1"
+    "experts: one token's mask of groups goes for all",
+    "latent",
+    "dp2",
+    "the routing of layers.1",
 )
 def _() -> AbstractContextManager[None]:
     right = Router.ranked
@@ -98,7 +115,10 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "experts: what is computed again counts again", "experts", "recompute:selective accum:3", BIAS
+    "experts: what is computed again counts again",
+    "experts",
+    "recompute:selective accum:3",
+    BIAS,
 )
 @contextmanager
 def _() -> Iterator[None]:
@@ -134,11 +154,16 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "tp: a gate has the gradient of a part of each expert", "experts", "tp2", "mlp.router.weight"
+    "tp: a gate has the gradient of a part of each expert",
+    "experts",
+    "tp2",
+    "mlp.router.weight",
 )
 def _() -> AbstractContextManager[None]:
     def cut(self: Any, module: nn.Module) -> None:
-        module.register_forward_pre_hook(lambda m, args: (self.fork(args[0]), *args[1:]))
+        module.register_forward_pre_hook(
+            lambda m, args: (self.fork(args[0]), *args[1:])
+        )
 
     return swapped(_Installer, "_cut_experts", cut)
 
@@ -161,12 +186,19 @@ def _() -> AbstractContextManager[None]:
     return _weights(counted=False)
 
 
-@fault("experts: the bias is trained like a weight", "experts", "dp2", "step 0: the norm")
+@fault(
+    "experts: the bias is trained like a weight", "experts", "dp2", "step 0: the norm"
+)
 def _() -> AbstractContextManager[None]:
     return _weights(rate=0.0)
 
 
-@fault("tp: gradients of latents are those of a rank's heads", "latent", "tp2", "attn.kv_a_norm")
+@fault(
+    "tp: gradients of latents are those of a rank's heads",
+    "latent",
+    "tp2",
+    "attn.kv_a_norm",
+)
 def _() -> AbstractContextManager[None]:
     right = pieces.sum_over_tp
 
@@ -181,17 +213,32 @@ def _own_choices() -> AbstractContextManager[None]:
     return swapped(Choices, "sum", lambda self, groups: Work())
 
 
-@fault("cp: a sequence's loss has the counts of a part of it", "latent", "cp2", "mlp.router.weight")
+@fault(
+    "cp: a sequence's loss has the counts of a part of it",
+    "latent",
+    "cp2",
+    "mlp.router.weight",
+)
 def _() -> AbstractContextManager[None]:
     return _own_choices()
 
 
-@fault("seq: a sequence's loss has a rank's counts", "latent", "tp2 seq", "mlp.router.weight")
+@fault(
+    "seq: a sequence's loss has a rank's counts",
+    "latent",
+    "tp2 seq",
+    "mlp.router.weight",
+)
 def _() -> AbstractContextManager[None]:
     return _own_choices()
 
 
-@fault("experts: losses are a mean over a rank's tokens", "latent", "dp2", "mlp.router.weight")
+@fault(
+    "experts: losses are a mean over a rank's tokens",
+    "latent",
+    "dp2",
+    "mlp.router.weight",
+)
 def _() -> AbstractContextManager[None]:
     right = executor.count_tokens
     return swapped(executor, "count_tokens", lambda batch: right(batch) // 2)
@@ -212,12 +259,19 @@ def _axes(wrong: tuple[str, ...]) -> AbstractContextManager[None]:
     return swapped(groups, "unit_axes", axes)
 
 
-@fault("ep: experts are summed over the dense group", "experts", "dp2 ep2", "mlp.routed")
+@fault(
+    "ep: experts are summed over the dense group", "experts", "dp2 ep2", "mlp.routed"
+)
 def _() -> AbstractContextManager[None]:
     return _axes(("dp", "cp", "ep"))
 
 
-@fault("ep: gradients of experts are not summed over dp", "experts", "dp2 ep2", "mlp.routed")
+@fault(
+    "ep: gradients of experts are not summed over dp",
+    "experts",
+    "dp2 ep2",
+    "mlp.routed",
+)
 def _() -> AbstractContextManager[None]:
     return _axes(())
 
@@ -246,7 +300,9 @@ def _() -> AbstractContextManager[None]:
     return swapped(ExpertProducts, "on_runs", on_runs)
 
 
-@fault("ep: the count of tokens is without the ranks of ep", "experts", "ep2", "the loss")
+@fault(
+    "ep: the count of tokens is without the ranks of ep", "experts", "ep2", "the loss"
+)
 def _() -> AbstractContextManager[None]:
     right = groups.open_groups
 
@@ -271,7 +327,9 @@ def _() -> AbstractContextManager[None]:
     return _axes(("dp", "cp", "ep", "tp"))
 
 
-@fault("experts:cp: experts are summed over cp", "experts", "cp2 experts:cp", "mlp.routed")
+@fault(
+    "experts:cp: experts are summed over cp", "experts", "cp2 experts:cp", "mlp.routed"
+)
 def _() -> AbstractContextManager[None]:
     return _axes(("dp", "cp", "ep"))
 
@@ -302,14 +360,21 @@ def _() -> AbstractContextManager[None]:
 
     def cut(model: Any, layout: Any, at: Mapping[str, int]) -> Mapping[str, Weight]:
         return {
-            name: replace(weight, counted=weight.counted and not (".routed." in name and at["tp"]))
+            name: replace(
+                weight, counted=weight.counted and not (".routed." in name and at["tp"])
+            )
             for name, weight in right(model, layout, at).items()
         }
 
     return swapped(local, "cut_weights", cut)
 
 
-@fault("experts:tp: tokens are counted on all ranks of tp", "experts", "tp2 seq experts:tp", BIAS)
+@fault(
+    "experts:tp: tokens are counted on all ranks of tp",
+    "experts",
+    "tp2 seq experts:tp",
+    BIAS,
+)
 def _() -> AbstractContextManager[None]:
     right = Unit.reduce
 

@@ -47,7 +47,12 @@ def _with_factor(scale: Scale, factor: Tensor) -> Scale:
     return scale._replace(factor=factor, divisor=factor.reciprocal().float())
 
 
-@fault("gradients below the limit are scaled up to it", "gqa", "dp2", "step 1: the weight of head")
+@fault(
+    "gradients below the limit are scaled up to it",
+    "gqa",
+    "dp2",
+    "step 1: the weight of head",
+)
 def _() -> AbstractContextManager[None]:
     def unclamped(right: Scale, norm: Tensor, clip: float, loss_scale: float) -> Scale:
         return _with_factor(right, clip / (norm + 1e-6) / loss_scale) if clip else right
@@ -55,7 +60,12 @@ def _() -> AbstractContextManager[None]:
     return _of_scale(unclamped)
 
 
-@fault("gradients are clipped though no limit is set", "mlp", "dp2", "step 2: the weight of layers")
+@fault(
+    "gradients are clipped though no limit is set",
+    "mlp",
+    "dp2",
+    "step 2: the weight of layers",
+)
 def _() -> AbstractContextManager[None]:
     right = Scale.of
 
@@ -68,7 +78,12 @@ def _() -> AbstractContextManager[None]:
 # ---- steps without targets
 
 
-@fault("a step without a target divides by zero", "gqa", "dp2", "step 2: the gradient of head")
+@fault(
+    "a step without a target divides by zero",
+    "gqa",
+    "dp2",
+    "step 2: the gradient of head",
+)
 def _() -> AbstractContextManager[None]:
     right = Executor._backward
 
@@ -80,7 +95,9 @@ def _() -> AbstractContextManager[None]:
     return swapped(Executor, "_backward", backward)
 
 
-@fault("ranks without a target take no part in the count", "gqa", "dp4", "step 1: the loss")
+@fault(
+    "ranks without a target take no part in the count", "gqa", "dp4", "step 1: the loss"
+)
 def _() -> AbstractContextManager[None]:
     right = executor.count_valid
 
@@ -93,7 +110,12 @@ def _() -> AbstractContextManager[None]:
 # ---- numbers that every rank knows
 
 
-@fault("the logged loss is divided by the ranks of tp", "gqa", "tp2", "step 0: the logged loss")
+@fault(
+    "the logged loss is divided by the ranks of tp",
+    "gqa",
+    "tp2",
+    "step 0: the logged loss",
+)
 def _() -> AbstractContextManager[None]:
     right = Executor._use_sums
 
@@ -143,7 +165,12 @@ def _() -> AbstractContextManager[None]:
     return swapped(Executor, "_agree", agree)
 
 
-@fault("a tied weight is in the norm of both stages", "gpt", "pp2 1f1b:3", "step 0: the norm")
+@fault(
+    "a tied weight is in the norm of both stages",
+    "gpt",
+    "pp2 1f1b:3",
+    "step 0: the norm",
+)
 def _() -> AbstractContextManager[None]:
     right = Executor._agree
 
@@ -171,9 +198,14 @@ def _() -> AbstractContextManager[None]:
 def _() -> AbstractContextManager[None]:
     right = loss.token_loss
 
-    def token_loss(logits: Tensor, targets: Tensor, *, z: float = 0.0, **cut: Any) -> Tensor:
+    def token_loss(
+        logits: Tensor, targets: Tensor, *, z: float = 0.0, **cut: Any
+    ) -> Tensor:
         own = logits[..., : cut["width"]].logsumexp(-1)
-        return right(logits.clone(), targets, **cut) + z * own[targets != -100].square().sum()
+        return (
+            right(logits.clone(), targets, **cut)
+            + z * own[targets != -100].square().sum()
+        )
 
     return swapped(tensor, "token_loss", token_loss)
 
@@ -181,7 +213,12 @@ def _() -> AbstractContextManager[None]:
 # ---- memory that nobody has written
 
 
-@fault("gradients are added to memory as it was", "gqa", "dp2 zero1", " is nan, one process has")
+@fault(
+    "gradients are added to memory as it was",
+    "gqa",
+    "dp2 zero1",
+    " is nan, one process has",
+)
 def _() -> AbstractContextManager[None]:
     """Fresh pages are zeros, so that without poison it shows in no first step."""
     right = BufferPool.take
@@ -242,7 +279,13 @@ def _() -> AbstractContextManager[None]:
     return _of_scale(never)
 
 
-@fault("a rank that does not overflow skips no step", "gqa", "dp2", "on rank 0 and", dtypes=HALF)
+@fault(
+    "a rank that does not overflow skips no step",
+    "gqa",
+    "dp2",
+    "on rank 0 and",
+    dtypes=HALF,
+)
 def _() -> AbstractContextManager[None]:
     right = Executor._agree
 
@@ -271,7 +314,12 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "muon: weights decay in a skipped step", "gqa", "dp2", SKIPPED, dtypes=HALF, optimizer="muon"
+    "muon: weights decay in a skipped step",
+    "gqa",
+    "dp2",
+    SKIPPED,
+    dtypes=HALF,
+    optimizer="muon",
 )
 def _() -> AbstractContextManager[None]:
     right = MuonUpdate._apply
@@ -286,12 +334,19 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "muon: momentum decays in a skipped step", "gqa", "dp2", AFTER, dtypes=HALF, optimizer="muon"
+    "muon: momentum decays in a skipped step",
+    "gqa",
+    "dp2",
+    AFTER,
+    dtypes=HALF,
+    optimizer="muon",
 )
 def _() -> AbstractContextManager[None]:
     right = MuonUpdate._momentum
 
-    def momentum(self: MuonUpdate, view: Tensor, gradient: Tensor, scale: Scale | None) -> Tensor:
+    def momentum(
+        self: MuonUpdate, view: Tensor, gradient: Tensor, scale: Scale | None
+    ) -> Tensor:
         if scale is not None and float(scale.skip):
             kept = self.state.get(view, {})
             for buffer in [kept["momentum_buffer"]] if kept else ():
@@ -301,7 +356,9 @@ def _() -> AbstractContextManager[None]:
     return swapped(MuonUpdate, "_momentum", momentum)
 
 
-@fault("the loss scale is not halved", "gqa", "dp2", "step 2: the loss scale", dtypes=HALF)
+@fault(
+    "the loss scale is not halved", "gqa", "dp2", "step 2: the loss scale", dtypes=HALF
+)
 def _() -> AbstractContextManager[None]:
     right = LossScale.saw
 

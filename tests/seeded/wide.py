@@ -19,7 +19,9 @@ from phalanx.parallel import Unit, context, tensor
 from .fault import fault, swapped
 
 
-def _rewritten(owner: Any, name: str, old: str, new: str) -> AbstractContextManager[None]:
+def _rewritten(
+    owner: Any, name: str, old: str, new: str
+) -> AbstractContextManager[None]:
     """`owner.name` with one expression of its source replaced by another."""
     right = inspect.unwrap(getattr(owner, name))
     lines = textwrap.dedent(inspect.getsource(right)).splitlines()
@@ -35,7 +37,13 @@ def _rewritten(owner: Any, name: str, old: str, new: str) -> AbstractContextMana
 
 
 def _enter(
-    name: str, shape: str, layout: str, where: tuple[Any, str], old: str, new: str, names: str
+    name: str,
+    shape: str,
+    layout: str,
+    where: tuple[Any, str],
+    old: str,
+    new: str,
+    names: str,
 ) -> None:
     patch = partial(_rewritten, *where, old, new)
     fault(name, shape, layout, names, dtypes=("bfloat16",))(patch)

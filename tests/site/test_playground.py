@@ -40,7 +40,9 @@ def table() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("tp, rows", [(2, 1), (8, 3)])
-def test_formulas_give_what_costing_a_model_gives(table: Any, tp: int, rows: int) -> None:
+def test_formulas_give_what_costing_a_model_gives(
+    table: Any, tp: int, rows: int
+) -> None:
     cut = piece_layout(Layout.parse(f"tp{tp} seq recompute:selective bf16"))
     shape = Shape.load("70b")
     found = costs_from(table, shape, [cut], sequence=8192)[cut]
@@ -99,10 +101,18 @@ def test_answers_are_those_of_plan_and_need_neither_torch_nor_numpy(
     ]  # fmt: skip
     said, later = asked(costs, *(json.dumps(fields | text) for text in texts))
 
-    hardware, shape = hardware_of(cluster("h100x8")), replace(Shape.load("8b"), batch=16)
+    hardware, shape = (
+        hardware_of(cluster("h100x8")),
+        replace(Shape.load("8b"), batch=16),
+    )
     profile = profile_for(hardware, None, "bf16")
     request = Request(
-        shape, hardware, profile, partial(cached_costs, target="cuda"), shape.sequence, 16
+        shape,
+        hardware,
+        profile,
+        partial(cached_costs, target="cuda"),
+        shape.sequence,
+        16,
     )
     choice = Pricer(request).choose(Layout.parse(words + " bf16"))
     assert f"{bytes_text(choice.bytes)}, and fits" in said[0]["summary"]

@@ -44,7 +44,15 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build.playground(out, costs)
     build.lecture(out / "lab.html")
     assert sum(path.stat().st_size for path in out.rglob("*") if path.is_file()) < 40e6
-    phalanx("draw", "dp2 pp2 zero3 1f1b:4", "--model", "124m", "--out", "step.html", folder=out)
+    phalanx(
+        "draw",
+        "dp2 pp2 zero3 1f1b:4",
+        "--model",
+        "124m",
+        "--out",
+        "step.html",
+        folder=out,
+    )
     phalanx("train", "steps=4", "layout=dp2", "sequence=32", "out=run", folder=out)
     phalanx("report", "run", "--out", "report.html", folder=out)
     return out
@@ -104,7 +112,9 @@ def test_a_layout_is_drawn_checked_edited_and_shared(site: Path, tab: Tab) -> No
     type_in(tab, "layout", "dp3x")
     tab.wait("document.getElementById('wrong').textContent.includes('dp3x')")
     type_in(tab, "layout", "pp2 1f1b:4")
-    tab.wait("document.getElementById('verdict').textContent.startsWith('check: every rank')")
+    tab.wait(
+        "document.getElementById('verdict').textContent.startsWith('check: every rank')"
+    )
     operations = tab.js("document.getElementById('operations').value")
     assert "0F0" in operations
     type_in(tab, "operations", operations.replace(" 0F0 ", " ", 1))
@@ -119,15 +129,15 @@ def test_a_layout_is_drawn_checked_edited_and_shared(site: Path, tab: Tab) -> No
     assert tab.js("document.getElementById('layout').value") == "pp2 1f1b:4"
 
 
-HOSTILE = (
-    "<img src=x onerror=document.title='caught'></script><script>document.title='caught'</script>"
-)
+HOSTILE = "<img src=x onerror=document.title='caught'></script><script>document.title='caught'</script>"
 
 
 @pytest.mark.parametrize(
     "field", ["layout", "shape", "device", "batch", "sequence", "config", "operations"]
 )
-def test_text_in_a_link_is_shown_and_never_run(site: Path, tab: Tab, field: str) -> None:
+def test_text_in_a_link_is_shown_and_never_run(
+    site: Path, tab: Tab, field: str
+) -> None:
     words = HOSTILE if field != "config" else json.dumps({"model_type": HOSTILE})
     address = f"{(site / 'playground.html').as_uri()}?{field}#{field}="
     tab.open(address + "".join(f"%{byte:02x}" for byte in words.encode()))
@@ -142,7 +152,9 @@ def test_text_in_a_link_is_shown_and_never_run(site: Path, tab: Tab, field: str)
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_phone_shows_a_page_without_scrolling_sideways(site: Path, tab: Tab, name: str) -> None:
+def test_a_phone_shows_a_page_without_scrolling_sideways(
+    site: Path, tab: Tab, name: str
+) -> None:
     for dark in (False, True):
         show(tab, site, name, width=400, height=800, dark=dark)
         assert tab.js("document.documentElement.scrollWidth") <= 400

@@ -21,7 +21,16 @@ from phalanx.layout import Layout, Shape
 from phalanx.layout.cases import SHAPES
 from seeded import FAULTS
 
-LOADS = {"src", "srcset", "poster", "data", "action", "formaction", "background", "xlink:href"}
+LOADS = {
+    "src",
+    "srcset",
+    "poster",
+    "data",
+    "action",
+    "formaction",
+    "background",
+    "xlink:href",
+}
 
 
 class Seen(HTMLParser):
@@ -83,7 +92,9 @@ def test_nothing_is_loaded_from_elsewhere(site: dict[Path, Seen]) -> None:
     assert any(page.loads for page in site.values())
     for path, page in site.items():
         for load in page.loads:
-            assert load == "data:," or (path.parent / load).is_file(), f"{path.name}: {load}"
+            assert load == "data:," or (path.parent / load).is_file(), (
+                f"{path.name}: {load}"
+            )
         assert "script" not in page.tags
         assert page.silent == []
 
@@ -92,7 +103,10 @@ def test_headings_are_in_order_under_one_title(site: dict[Path, Seen]) -> None:
     for path, page in site.items():
         assert page.headings[0] == 1
         assert page.headings.count(1) == 1, path.name
-        assert all(b <= a + 1 for a, b in pairwise(page.headings)), (path.name, page.headings)
+        assert all(b <= a + 1 for a, b in pairwise(page.headings)), (
+            path.name,
+            page.headings,
+        )
 
 
 # ---- the wall, of records that are made up
@@ -110,9 +124,17 @@ def comparison(part: str) -> dict[str, Any]:
     return MADE | {"backend": backend, "dtype": dtype, "models": SIZES, "cells": cells}
 
 
-def fault_row(verify: str = "step 0: the loss is 2.0, one process has 1.0") -> dict[str, Any]:
+def fault_row(
+    verify: str = "step 0: the loss is 2.0, one process has 1.0",
+) -> dict[str, Any]:
     loss = [1e-5, 2e-5]
-    row = {"model": "gqa", "layout": "dp2", "dtype": "float64", "sums": "", "loss": loss}
+    row = {
+        "model": "gqa",
+        "layout": "dp2",
+        "dtype": "float64",
+        "sums": "",
+        "loss": loss,
+    }
     return row | {"fault": "the count is forgotten", "verify": verify}
 
 
@@ -175,7 +197,10 @@ def test_a_layout_that_differs_is_red_and_named_with_what_differs() -> None:
     }  # fmt: skip
     assert wall.red(data) == ["gloo mlp dp2"]
     assert {"differs", "1 is red: gloo mlp dp2"} <= {*red(data)}
-    assert 'title="step 1: the norm\nphalanx verify --model mlp --backend gloo' in shown(data)
+    assert (
+        'title="step 1: the norm\nphalanx verify --model mlp --backend gloo'
+        in shown(data)
+    )
 
 
 def test_a_layout_beyond_its_bound_is_red_though_no_difference_is_recorded() -> None:
@@ -185,7 +210,9 @@ def test_a_layout_beyond_its_bound_is_red_though_no_difference_is_recorded() -> 
     assert "differs" in red(data)
 
 
-def test_a_cell_that_was_not_measured_is_red_and_one_that_does_not_fit_is_a_dash() -> None:
+def test_a_cell_that_was_not_measured_is_red_and_one_that_does_not_fit_is_a_dash() -> (
+    None
+):
     data = record()
     del data["shm"]["cells"]["dp2"]["gqa"]
     data["shm"]["cells"]["dp2"]["mlp"] = {"none": "tp=3 does not divide heads=4"}
@@ -206,7 +233,10 @@ def test_a_mistake_that_nothing_finds_is_red() -> None:
     data = record()
     data["faults"]["rows"].append(fault_row(verify=""))
     data["programs"]["rows"].append(program_row())
-    assert wall.red(data) == ["faults the count is forgotten", "programs a send is forgotten"]
+    assert wall.red(data) == [
+        "faults the count is forgotten",
+        "programs a send is forgotten",
+    ]
     assert red(data).count("nothing") == 2
     assert "verify finds 1 of 2," in shown(data)
 
@@ -217,7 +247,12 @@ def test_a_mistake_that_nothing_finds_is_red() -> None:
         ("2026-01-20", 0, "2026-01-20 (today), commit abc1234; 0 commits", False),
         ("2026-01-19", 3, "2026-01-19 (a day ago), commit abc1234; 3 commits", False),
         ("2026-01-06", 9, "2026-01-06 (14 days ago), commit abc1234; 9 commits", False),
-        ("2026-01-05", None, "2026-01-05 (15 days ago), commit abc1234. 2 cores.", True),
+        (
+            "2026-01-05",
+            None,
+            "2026-01-05 (15 days ago), commit abc1234. 2 cores.",
+            True,
+        ),
     ],
 )
 def test_each_part_has_its_commit_and_age_and_an_old_one_is_red(
@@ -238,7 +273,9 @@ def test_columns_have_the_sizes_of_their_small_models() -> None:
 
 
 def test_sizes_are_those_of_the_shape() -> None:
-    shape = Shape("x", layers=3, hidden=32, heads=4, kv_heads=2, vocab=50, sequence=12, batch=5)
+    shape = Shape(
+        "x", layers=3, hidden=32, heads=4, kv_heads=2, vocab=50, sequence=12, batch=5
+    )
     experts = replace(shape, experts=6, top_k=2, expert_ffn=20)
     assert wall.sizes_of(shape) == (
         "3 layers of width 32, 4 heads of 8, 2 of keys and values, MLPs of width 128,"
@@ -254,7 +291,9 @@ def test_commits_since_one_that_git_does_not_know_are_unknown() -> None:
 
 
 def test_mistakes_in_lists_are_found_by_check() -> None:
-    assert [row["fault"] for row in wall.changed_programs()["rows"] if not row["check"]] == []
+    assert [
+        row["fault"] for row in wall.changed_programs()["rows"] if not row["check"]
+    ] == []
 
 
 def test_reported_mistakes_name_seeded_ones() -> None:
@@ -265,7 +304,9 @@ def test_reported_mistakes_name_seeded_ones() -> None:
         assert ("why" in mistake) != ("seeded" in mistake)
 
 
-def test_a_layout_that_differs_is_measured_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layout_that_differs_is_measured_as_such(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(wall, "LAYOUTS", Layout.parse_many("dp2; tp2"))
     monkeypatch.setitem(wall.COMPARISONS, "threads", ("threads", "float64", ("gqa",)))
     row_region = next(fault for fault in FAULTS if fault.name.startswith("row region"))
@@ -295,7 +336,10 @@ def test_everything_on_the_wall_is_escaped() -> None:
     text = changed(record())
     for part in (*wall.COMPARISONS, wall.OWN_CODE):
         cell = {"error": 2.0, "allowed": 2.0, "differs": hostile}
-        text[part] |= {"models": {hostile: hostile}, "cells": {hostile: {hostile: cell}}}
+        text[part] |= {
+            "models": {hostile: hostile},
+            "cells": {hostile: {hostile: cell}},
+        }
     page = Seen(frame(hostile, *wall.page(text, DAY, lambda commit: None)))
     assert not page.tags & {"script", "img"}
     assert page.loads == ["data:,"]

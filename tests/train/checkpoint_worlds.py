@@ -25,7 +25,9 @@ from phalanx.train.program import program_of
 from phalanx.verify import SHAPES, batch_of
 
 # Odd sizes that no tp divides: padding in the vocabulary and in the ffn; tied over stages.
-SHAPE = dataclasses.replace(SHAPES["gpt"], layers=2, vocab=37, ffn=23, batch=6, sequence=6)
+SHAPE = dataclasses.replace(
+    SHAPES["gpt"], layers=2, vocab=37, ffn=23, batch=6, sequence=6
+)
 WIDE = torch.float64
 ADAM = AdamW()
 
@@ -48,7 +50,9 @@ class Run:
         whole = optimizer.whole_matrices
         program = program_of(model, self.layout, StepOptions(whole_matrices=whole))
         precision = Precision(compute, WIDE, WIDE)
-        self.local = build_local(world, self.layout, model, program, seed=seed, precision=precision)
+        self.local = build_local(
+            world, self.layout, model, program, seed=seed, precision=precision
+        )
         self.performer = Executor(
             self.local, program, world.rank, optimizer, clip=0.5,
         )  # fmt: skip

@@ -25,7 +25,14 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from phalanx.comm.tally import TallyWorld
 from phalanx.layout import Layout, Shape
 from phalanx.models import kernels
-from phalanx.parallel import Precision, build_model, context, local, microbatches, pieces
+from phalanx.parallel import (
+    Precision,
+    build_model,
+    context,
+    local,
+    microbatches,
+    pieces,
+)
 from phalanx.parallel.local import build_local
 from phalanx.program import StepOptions
 from phalanx.train.executor import Executor
@@ -35,7 +42,15 @@ from phalanx.train.program import program_of
 from phalanx.verify import batch_of
 
 SHAPE = Shape(
-    "fake", layers=4, hidden=64, heads=4, kv_heads=2, ffn=128, vocab=64, sequence=64, batch=8
+    "fake",
+    layers=4,
+    hidden=64,
+    heads=4,
+    kv_heads=2,
+    ffn=128,
+    vocab=64,
+    sequence=64,
+    batch=8,
 )
 PRECISIONS = {
     "fp32": Precision(),
@@ -60,7 +75,11 @@ class Mixing(Executor):
 
 
 EXECUTORS = {each.__name__: each for each in (Executor, Reading, Mixing)}
-OPTIMIZERS: dict[str, Any] = {"adamw": AdamW(), "sgd": Sgd(momentum=0.9), "muon": Muon()}
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": AdamW(),
+    "sgd": Sgd(momentum=0.9),
+    "muon": Muon(),
+}
 
 
 # Documents of 24 tokens, each row cut elsewhere. With numbers: the host launches by them.
@@ -98,14 +117,20 @@ class Watching(TorchDispatchMode):
         self.attention: set[str] = set()  # the kernels that are asked for
         self.products: set[str] = set()  # and the products of weight gradients
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         name = func.name().removeprefix("aten::")
         if name in WITHIN:  # what it does, and not only what it puts out
             with self:
                 return WITHIN[name](*args)
         if name in ("addmm.dtype_out", "mm.dtype_out"):  # they have no fake form
-            assert kwargs["out"].dtype == torch.float32 != args[0 if name[0] == "m" else 1].dtype
+            assert (
+                kwargs["out"].dtype
+                == torch.float32
+                != args[0 if name[0] == "m" else 1].dtype
+            )
             self.products.add(name)
             return kwargs["out"]
         if "attention" in name:
@@ -121,7 +146,9 @@ class Watching(TorchDispatchMode):
                 dtype = kwargs.get("dtype") or args[0].dtype
                 return torch.empty_like(args[0], dtype=dtype, device=to)
         if name == "copy_" and args[0].device.type != args[1].device.type:
-            self._copied(args[1].device, args[0].device, kwargs.get("non_blocking") or args[2:])
+            self._copied(
+                args[1].device, args[0].device, kwargs.get("non_blocking") or args[2:]
+            )
             return args[0]
         if name == "_fused_sgd_":  # it has no fake form
             assert len({x.device for xs in args[:3] for x in xs}) == 1
@@ -161,14 +188,18 @@ def step(
     """The waits of a step, the second, as some things are made in the first."""
     # Four virtual stages need four blocks.
     model = build_model(SHAPE if layout.pp > 1 else replace(SHAPE, layers=2))
-    program = program_of(model, layout, StepOptions(whole_matrices=optimizer.whole_matrices))
+    program = program_of(
+        model, layout, StepOptions(whole_matrices=optimizer.whole_matrices)
+    )
     rank = layout.ranks - 1  # of the last stage, which has the loss
     mine = build_local(
         TallyWorld(rank, layout.ranks, device), layout, model, program,
         precision=PRECISIONS[precision], seed=None,
     )  # fmt: skip
     trainer = executor(mine, program, rank, optimizer, clip=1.0)
-    rows = {k: torch.empty_like(v, device=device) for k, v in batch_of(SHAPE, 0).items()}
+    rows = {
+        k: torch.empty_like(v, device=device) for k, v in batch_of(SHAPE, 0).items()
+    }
     own = microbatches(rows, layout, mine.coordinates["dp"], mine.coordinates["cp"])
     for each in own if packed else ():
         each["documents"] = PACKED
@@ -200,7 +231,12 @@ def main() -> None:
                     executor.startswith("packed "),
                 )  # fmt: skip
                 results.append(
-                    [watching.waits, watching.copies, [*watching.attention], [*watching.products]]
+                    [
+                        watching.waits,
+                        watching.copies,
+                        [*watching.attention],
+                        [*watching.products],
+                    ]
                 )
             except RuntimeError as error:
                 results.append(str(error))

@@ -110,10 +110,14 @@ class Campaign:
         _wait(lambda: not family(self.mark), "some processes did not end", 20.0)
         # Saves in memory are other runs'.
         new = _shared() - shared
-        left = {name for name in new if "phalanx" in name and "phalanx-memory" not in name}
+        left = {
+            name for name in new if "phalanx" in name and "phalanx-memory" not in name
+        }
         assert not left, f"in shared memory: {left}"
         for step in self._starts()[len(starts) :]:
-            assert step == self.chosen, "it did not begin with the newest that was whole"
+            assert step == self.chosen, (
+                "it did not begin with the newest that was whole"
+            )
         self._look(old)
 
     def restarted(self, kills: int) -> int:
@@ -156,7 +160,9 @@ class Campaign:
 
     def _victims(self, pid: int) -> list[int]:
         there = family(self.mark)
-        return self.random.choice([[pid], there[-2:-1] or [pid], there[-1:] or [pid], there])
+        return self.random.choice(
+            [[pid], there[-2:-1] or [pid], there[-1:] or [pid], there]
+        )
 
     # ---- what must hold
 
@@ -166,7 +172,10 @@ class Campaign:
         for path in there:
             assert verify_checkpoint(path) == [], path
         whole = {int(path.name.removeprefix("step-")) for path in there}
-        begun = {int(name.removeprefix(SAVING)) for name, _ in self._begun().items() - old.items()}
+        begun = {
+            int(name.removeprefix(SAVING))
+            for name, _ in self._begun().items() - old.items()
+        }
         self.killed_in_save += bool(begun - whole)
         self.chosen = max(whole, default=0)
         self.lost.append(self._last() - self.chosen)

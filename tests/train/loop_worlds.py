@@ -27,7 +27,9 @@ validation = {batches = 2}
 def small(out: Path, *more: str) -> Run:
     machine = out.parent / "machine.toml"
     rates = (Rate("fp32", 512, 512, 512, 1e11), Rate("fp64", 512, 512, 512, 5e10))
-    said = Machine("this", "2026-11-21", "by hand", "a CPU", "cpu", 1, 2, 8e9, rates=rates)
+    said = Machine(
+        "this", "2026-11-21", "by hand", "a CPU", "cpu", 1, 2, 8e9, rates=rates
+    )
     machine.write_text(said.text())
     return Run.parse(RUN, "small", (f"out={out}", f"machine={machine}", *more))
 

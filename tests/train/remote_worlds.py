@@ -79,7 +79,17 @@ def _counted(name: str) -> Any:
     return call
 
 
-CALLS = ("mv", "rmdir", "rm_file", "pipe_file", "size", "ls", "modified", "cat_file", "makedirs")
+CALLS = (
+    "mv",
+    "rmdir",
+    "rm_file",
+    "pipe_file",
+    "size",
+    "ls",
+    "modified",
+    "cat_file",
+    "makedirs",
+)
 for each in CALLS:
     setattr(Faulty, each, _counted(each))
 fsspec.register_implementation("faulty", Faulty, clobber=True)
@@ -103,10 +113,15 @@ class Flat(MemoryFileSystem):
     def ls(self, path: Any, detail: bool = True, **words: Any) -> Any:
         Flat.before()
         path = self._strip_protocol(path)
-        found = [name for name in self.store if name == path or name.startswith(f"{path}/")]
+        found = [
+            name for name in self.store if name == path or name.startswith(f"{path}/")
+        ]
         if not found:
             raise FileNotFoundError(path)
-        infos = [{"name": n, "size": self.store[n].size, "type": "file"} for n in sorted(found)]
+        infos = [
+            {"name": n, "size": self.store[n].size, "type": "file"}
+            for n in sorted(found)
+        ]
         return infos if detail else [info["name"] for info in infos]
 
     def open(self, path: Any, mode: str = "rb", *args: Any, **words: Any) -> Any:
@@ -147,7 +162,11 @@ class Vault(LocalFileSystem):
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:
         text = str(path)
-        return infer_storage_options(text)["path"] if text.startswith("vault") else text.rstrip("/")
+        return (
+            infer_storage_options(text)["path"]
+            if text.startswith("vault")
+            else text.rstrip("/")
+        )
 
     def refuse(self) -> None:
         Vault.calls += 1
@@ -186,7 +205,11 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def url_in(scheme: str, path: Path) -> str:
     """A folder of a test's own in a store."""
-    return f"{scheme}://{path}" if scheme in ("file", "faulty") else f"{scheme}://bucket{path}"
+    return (
+        f"{scheme}://{path}"
+        if scheme in ("file", "faulty")
+        else f"{scheme}://bucket{path}"
+    )
 
 
 def listing(url: str) -> dict[str, bytes]:

@@ -67,7 +67,9 @@ def _went(world: World, run: Run, layout: str, steps: int, copy: Path | None) ->
     tells = place["tp"] == place["pp"] == 0
     for step in range(start, start + steps):
         own = rank.batch(step)
-        tokens.append([t for m in own for t in m["tokens"].flatten().tolist()] if tells else [])
+        tokens.append(
+            [t for m in own for t in m["tokens"].flatten().tolist()] if tells else []
+        )
         losses.append(make_step(rank, positions, step).result.total)
     saver = Saver(run.checkpoints, rank.part.local, rank.part.updates)
     saver.save(state.progress(start + steps))
@@ -82,7 +84,9 @@ def _run(out: Path, layout: str, steps: int, copy: Path | None = None) -> Went:
     seen = launch(_went, ranks, run, text, steps, copy, backend="threads", timeout=30.0)
     assert len({tuple(each.losses) for each in seen}) == 1
     steps_of = zip(*(each.tokens for each in seen), strict=True)
-    return Went([sorted(t for part in step for t in part) for step in steps_of], seen[0].losses)
+    return Went(
+        [sorted(t for part in step for t in part) for step in steps_of], seen[0].losses
+    )
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +106,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-
 
 @pytest.mark.parametrize(
     "source, target",
-    [*RING, *(pytest.param(*p, marks=pytest.mark.slow) for p in PAIRS if p not in RING)],
+    [
+        *RING,
+        *(pytest.param(*p, marks=pytest.mark.slow) for p in PAIRS if p not in RING),
+    ],
 )
 def test_each_layout_goes_on_from_every_other(
     saved,

@@ -111,11 +111,19 @@ def test_what_was_left_out_is_compared_as_what_it_meant() -> None:
     ]
 
 
-@pytest.mark.parametrize("config", [{}, {"run": 7}, {"run": {"optimizer": 3, "steps": []}}])
-def test_a_checkpoint_that_knows_no_settings_is_compared_by_what_it_has(config: Any) -> None:
+@pytest.mark.parametrize(
+    "config", [{}, {"run": 7}, {"run": {"optimizer": 3, "steps": []}}]
+)
+def test_a_checkpoint_that_knows_no_settings_is_compared_by_what_it_has(
+    config: Any,
+) -> None:
     before = replace(progress(PLAIN), config=config, shape=None)
     settings = changed_settings(before, PLAIN, Layout(), PLAIN.shape)
-    expected = ["steps: [] in the checkpoint, 100 in the run"] if "steps" in str(config) else []
+    expected = (
+        ["steps: [] in the checkpoint, 100 in the run"]
+        if "steps" in str(config)
+        else []
+    )
     assert settings == expected
 
 
@@ -149,7 +157,9 @@ def test_a_changed_module_behind_a_model_s_file_is_told_by_name(tmp_path: Path) 
     folder = tmp_path / "code"
     model = _model(folder, "import first_part_a")
     (folder / "first_part_a.py").write_text("from second_part_a import WIDTH\n")
-    (folder / "second_part_a.py").write_text("WIDTH = 4\ndef f():\n    import third_part_a\n")
+    (folder / "second_part_a.py").write_text(
+        "WIDTH = 4\ndef f():\n    import third_part_a\n"
+    )
     (folder / "third_part_a.py").write_text("")
     (folder / "unrelated.py").write_text("")
     out = tmp_path / "run"
@@ -162,7 +172,10 @@ def test_a_changed_module_behind_a_model_s_file_is_told_by_name(tmp_path: Path) 
             file.write("# changed\n")
         trained(own(out, f"steps={last}", model=model), "dp2")
         text = records(out, "model")[-1]["text"]
-        assert f"the module {name} of {folder}/mine.py has changed since the checkpoint" in text
+        assert (
+            f"the module {name} of {folder}/mine.py has changed since the checkpoint"
+            in text
+        )
     assert len(records(out, "model")) == 2
 
 
@@ -229,7 +242,9 @@ def test_modules_elsewhere_are_the_user_s_own_unless_they_are_installed(
         "of_mine",
     ]
     root = tmp_path / "venv" / "site-packages"
-    assert [*_sources(root, {"main.py": "import of_site_packages, of_mine"})] == ["of_mine"]
+    assert [*_sources(root, {"main.py": "import of_site_packages, of_mine"})] == [
+        "of_mine"
+    ]
 
 
 def test_a_home_folder_with_a_whole_python_below_it_has_few_modules(

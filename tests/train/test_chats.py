@@ -45,13 +45,19 @@ CHANGING = (
 
 def turns(*texts: str) -> Chat:
     """A user and an assistant in turn."""
-    return [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
+    return [
+        {"role": ("user", "assistant")[n % 2], "content": text}
+        for n, text in enumerate(texts)
+    ]
 
 
 CHATS: list[Chat] = [
     turns("What is the capital of France?", "Paris."),
     turns("Say it in 日本語 😀", "はい😀!", "once more, and longer please", "no"),
-    [{"role": "system", "content": "be brief"}, *turns("hello", "hello user, what is it?")],
+    [
+        {"role": "system", "content": "be brief"},
+        *turns("hello", "hello user, what is it?"),
+    ],
     turns("Tell me nothing of it, " * 3, "ok"),
     turns("a", "the answer is " + "very " * 9 + "long"),
     turns("x", "y", "z", "w", "and?", "what is your name"),
@@ -71,7 +77,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     words.train_from_iterator([m["content"] for chat in CHATS for m in chat], trainer)
     words.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+    }
     config |= {"model_max_length": 10**30}  # as many have it
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "chat_template.jinja").write_text(PLAIN)
@@ -100,7 +110,9 @@ def made(
 
 
 def examples(stream: Stream) -> list[tuple[list[int], list[int]]]:
-    edges = [(int(a), int(b)) for a, b in zip(stream.starts, stream.starts[1:], strict=False)]
+    edges = [
+        (int(a), int(b)) for a, b in zip(stream.starts, stream.starts[1:], strict=False)
+    ]
     return [
         (stream.read(a, b)[0].tolist(), stream.read_answers(a, b).astype(int).tolist())
         for a, b in edges
@@ -119,21 +131,29 @@ def by_hand(folder: Path, chat: Chat) -> tuple[list[int], list[int]]:
     return ids, marks
 
 
-def test_answers_are_the_tokens_that_come_behind_each_prompt(folder: Path, tmp_path: Path) -> None:
-    found, done = made(lines(tmp_path / "a.jsonl", [{"messages": c} for c in CHATS]), folder)
+def test_answers_are_the_tokens_that_come_behind_each_prompt(
+    folder: Path, tmp_path: Path
+) -> None:
+    found, done = made(
+        lines(tmp_path / "a.jsonl", [{"messages": c} for c in CHATS]), folder
+    )
     assert found == [by_hand(folder, chat) for chat in CHATS]
     assert done.answers == sum(sum(marks) for _, marks in found)
     assert done.form == "chats (messages), of which answers are trained on"
 
 
-def test_a_template_that_marks_answers_is_taken_at_its_word(folder: Path, tmp_path: Path) -> None:
+def test_a_template_that_marks_answers_is_taken_at_its_word(
+    folder: Path, tmp_path: Path
+) -> None:
     """transformers' own mask of the same template."""
     marked = tmp_path / "marked"
     marked.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (marked / name).write_bytes((folder / name).read_bytes())
     (marked / "chat_template.jinja").write_text(MARKED)
-    found, _ = made(lines(tmp_path / "a.jsonl", [{"messages": c} for c in CHATS]), marked)
+    found, _ = made(
+        lines(tmp_path / "a.jsonl", [{"messages": c} for c in CHATS]), marked
+    )
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(marked)
     for chat, (ids, marks) in zip(CHATS, found, strict=True):
         made_there = theirs.apply_chat_template(
@@ -141,7 +161,9 @@ def test_a_template_that_marks_answers_is_taken_at_its_word(folder: Path, tmp_pa
         )
         assert (ids, marks) == (made_there["input_ids"], made_there["assistant_masks"])
     # Behind an answer stands a newline, which this template does not mark.
-    assert sum(sum(m) for _, m in found) < sum(sum(by_hand(folder, c)[1]) for c in CHATS)
+    assert sum(sum(m) for _, m in found) < sum(
+        sum(by_hand(folder, c)[1]) for c in CHATS
+    )
 
 
 # As many templates for tools write them: an answer may only reason, or only call tools.
@@ -152,7 +174,9 @@ TOOLS = (
     "{{ m['content'] or '' }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-CALL: dict[str, Any] = {"tool_calls": [{"type": "function", "function": {"name": "weather"}}]}
+CALL: dict[str, Any] = {
+    "tool_calls": [{"type": "function", "function": {"name": "weather"}}]
+}
 WRITTEN = "<call>weather</call>"
 
 
@@ -161,40 +185,57 @@ def test_an_answer_that_only_calls_tools_or_only_reasons_is_an_answer(
     content: dict[str, Any], folder: Path, tmp_path: Path
 ) -> None:
     other = copied(folder, tmp_path / "other", TOOLS)
-    asks, tool = {"role": "user", "content": "is it wet?"}, {"role": "tool", "content": "rain"}
+    asks, tool = (
+        {"role": "user", "content": "is it wet?"},
+        {"role": "tool", "content": "rain"},
+    )
     silent = {"role": "assistant", **content}
     thinks = {"reasoning_content": "it may rain"}
     chats = [
         [asks, silent | CALL],
         [asks, silent | thinks],
         [asks, silent | CALL | thinks, tool, {"role": "assistant", "content": "yes"}],
-        [asks, silent | {"tool_calls": [], "reasoning_content": ""}],  # says nothing at all
+        # says nothing at all
+        [asks, silent | {"tool_calls": [], "reasoning_content": ""}],
         [silent | CALL, asks],  # answers nothing
     ]
-    found, done = made(lines(tmp_path / "a.jsonl", [{"messages": c} for c in chats]), other)
+    found, done = made(
+        lines(tmp_path / "a.jsonl", [{"messages": c} for c in chats]), other
+    )
     # Each turn with its text written by hand.
     said = "<think>it may rain</think>"
     texts = [
         turns("is it wet?", WRITTEN),
         turns("is it wet?", said),
-        [*turns("is it wet?", said + WRITTEN), tool, {"role": "assistant", "content": "yes"}],
+        [
+            *turns("is it wet?", said + WRITTEN),
+            tool,
+            {"role": "assistant", "content": "yes"},
+        ],
     ]
     assert found == [by_hand(folder, chat) for chat in texts]
     assert (done.unanswered, done.skipped, done.empty) == (2, 0, 0)
 
 
-def test_a_token_that_holds_a_character_of_an_answer_counts(folder: Path, tmp_path: Path) -> None:
+def test_a_token_that_holds_a_character_of_an_answer_counts(
+    folder: Path, tmp_path: Path
+) -> None:
     """A word is a token here, and the template writes the answer in the middle of one."""
     template = (
         "{% for m in messages %} {{ m['role'] }}:{{ m['content'] }}{% endfor %}"
         "{% if add_generation_prompt %} assistant:{% endif %}"
     )
     other = copied(folder, tmp_path / "other", template)
-    known = {word: n for n, word in enumerate(("?", "</s>", "user:a", "assistant:b", "c", "<s>"))}
+    known = {
+        word: n
+        for n, word in enumerate(("?", "</s>", "user:a", "assistant:b", "c", "<s>"))
+    }
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel(known, unk_token="?"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     words.save(str(other / "tokenizer.json"))
-    found, _ = made(lines(tmp_path / "a.jsonl", [{"messages": turns("a", "b c")}]), other)
+    found, _ = made(
+        lines(tmp_path / "a.jsonl", [{"messages": turns("a", "b c")}]), other
+    )
     assert found == [([2, 3, 4], [0, 1, 1])]
 
 
@@ -219,7 +260,9 @@ def test_a_tokenizer_that_begins_texts_with_a_token_adds_none_to_documents_or_ch
     template: str, folder: Path, tmp_path: Path
 ) -> None:
     """As Llama's: its post-processor puts BOS before what it encodes. A template writes its own."""
-    plain, other = (copied(folder, tmp_path / name, template) for name in ("plain", "other"))
+    plain, other = (
+        copied(folder, tmp_path / name, template) for name in ("plain", "other")
+    )
     words = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     without = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     words.post_processor = tokenizers.processors.TemplateProcessing(
@@ -232,28 +275,41 @@ def test_a_tokenizer_that_begins_texts_with_a_token_adds_none_to_documents_or_ch
     assert found == made(lines(tmp_path / "b.jsonl", rows), plain)[0]
     assert [ids.count(0) for ids, _ in found] == [1] * len(CHATS)
     texts = [f"document {n} of text" for n in range(9)]
-    found, _ = made(lines(tmp_path / "c.jsonl", [{"text": text} for text in texts]), other)
-    assert [ids for ids, _ in found] == [[*without.encode(text).ids, 1] for text in texts]
+    found, _ = made(
+        lines(tmp_path / "c.jsonl", [{"text": text} for text in texts]), other
+    )
+    assert [ids for ids, _ in found] == [
+        [*without.encode(text).ids, 1] for text in texts
+    ]
 
 
 def test_every_form_of_chat_is_the_same_chat(folder: Path, tmp_path: Path) -> None:
-    pairs = [chat for chat in CHATS if [m["role"] for m in chat] == ["user", "assistant"]]
+    pairs = [
+        chat for chat in CHATS if [m["role"] for m in chat] == ["user", "assistant"]
+    ]
     names = {"user": "human", "assistant": "gpt", "system": "system"}
     rows: dict[str, list[Any]] = {
         "messages": [{"messages": chat, "tools": None} for chat in pairs],
         "sharegpt": [
-            {"conversations": [{"from": names[m["role"]], "value": m["content"]} for m in chat]}
+            {
+                "conversations": [
+                    {"from": names[m["role"]], "value": m["content"]} for m in chat
+                ]
+            }
             for chat in pairs
         ],
         "texts": [
-            {"prompt": chat[0]["content"], "completion": chat[1]["content"]} for chat in pairs
+            {"prompt": chat[0]["content"], "completion": chat[1]["content"]}
+            for chat in pairs
         ],
         "lists": [{"prompt": chat[:1], "completion": chat[1:]} for chat in pairs],
     }
     wanted = [by_hand(folder, chat) for chat in pairs]
     for name, each in rows.items():
         assert made(lines(tmp_path / f"{name}.jsonl", each), folder)[0] == wanted, name
-        parquet.write_table(pyarrow.Table.from_pylist(each), tmp_path / f"{name}.parquet")
+        parquet.write_table(
+            pyarrow.Table.from_pylist(each), tmp_path / f"{name}.parquet"
+        )
         assert made(tmp_path / f"{name}.parquet", folder)[0] == wanted, name
     said = [{"said": chat} for chat in pairs]
     assert made(lines(tmp_path / "said.jsonl", said), folder, field="said")[0] == wanted
@@ -303,7 +359,16 @@ def test_what_is_no_example_is_counted_and_what_is_no_chat_is_named(
     ]
     source = lines(tmp_path / "a.jsonl", rows)
     out = str(tmp_path / "out")
-    said = ["prepare", str(source), "--out", out, "--tokenizer", str(folder), "--held-out", "0"]
+    said = [
+        "prepare",
+        str(source),
+        "--out",
+        out,
+        "--tokenizer",
+        str(folder),
+        "--held-out",
+        "0",
+    ]
     assert data_verb([*said, "--json"]) == 0
     captured = capsys.readouterr()
     counts = json.loads(captured.out)
@@ -337,7 +402,9 @@ def test_a_preparation_of_chats_that_was_stopped_ends_with_the_same_files(
     """With what was left out before the stop, and behind it."""
     module = importlib.import_module("phalanx.train.data.prepare")
     monkeypatch.setattr(module, "BETWEEN", 1)
-    monkeypatch.setattr(importlib.import_module("phalanx.train.data.sources"), "BLOCK", 64)
+    monkeypatch.setattr(
+        importlib.import_module("phalanx.train.data.sources"), "BLOCK", 64
+    )
     rows = [{"messages": chat} for chat in CHATS]
     rows[1:1] = rows[4:4] = [{"messages": "no chat"}]  # type: ignore[dict-item]
     source = lines(tmp_path / "a.jsonl", rows)
@@ -362,7 +429,9 @@ def test_a_preparation_of_chats_that_was_stopped_ends_with_the_same_files(
     assert len((out / "skipped.txt").read_text().splitlines()) == 2
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+)
 def test_tokens_of_another_tokenizer_are_not_gone_on_with(
     name: str, folder: Path, tmp_path: Path
 ) -> None:
@@ -371,14 +440,23 @@ def test_tokens_of_another_tokenizer_are_not_gone_on_with(
     other = copied(folder, tmp_path / "other", PLAIN)
     prepare(source, tmp_path / "out", open_vocabulary(other), share=0.0)  # as it was
     (other / name).write_text((other / name).read_text() + " ")
-    with pytest.raises(DataError, match="begun from other sources or with other settings"):
+    with pytest.raises(
+        DataError, match="begun from other sources or with other settings"
+    ):
         prepare(source, tmp_path / "out", open_vocabulary(other), share=0.0)
 
 
-def test_the_tools_of_a_row_are_written_by_the_template(folder: Path, tmp_path: Path) -> None:
-    other = copied(folder, tmp_path / "other", "{{ tools[0].name if tools else 'none' }}" + PLAIN)
+def test_the_tools_of_a_row_are_written_by_the_template(
+    folder: Path, tmp_path: Path
+) -> None:
+    other = copied(
+        folder, tmp_path / "other", "{{ tools[0].name if tools else 'none' }}" + PLAIN
+    )
     chat = turns("a", "b")
-    rows = [{"messages": chat, "tools": tools} for tools in ([{"name": "weather"}], [], None)]
+    rows = [
+        {"messages": chat, "tools": tools}
+        for tools in ([{"name": "weather"}], [], None)
+    ]
     found, _ = made(lines(tmp_path / "a.jsonl", [*rows, {"messages": chat}]), other)
     words = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     ids, marks = by_hand(folder, chat)
@@ -386,9 +464,14 @@ def test_the_tools_of_a_row_are_written_by_the_template(folder: Path, tmp_path: 
     assert found == [([*head, *ids], [*(0 for _ in head), *marks]) for head in heads]
 
 
-def test_a_completion_of_somebody_else_s_messages_is_named(folder: Path, tmp_path: Path) -> None:
+def test_a_completion_of_somebody_else_s_messages_is_named(
+    folder: Path, tmp_path: Path
+) -> None:
     chat = turns("a", "b", "c", "d")
-    rows = [{"prompt": chat[:1], "completion": chat[1:]}, {"prompt": "a", "completion": "b"}]
+    rows = [
+        {"prompt": chat[:1], "completion": chat[1:]},
+        {"prompt": "a", "completion": "b"},
+    ]
     found, done = made(lines(tmp_path / "a.jsonl", rows), folder)
     assert (len(found), done.skipped) == (1, 1)
     named = (tmp_path / "a.jsonl.tokens" / "skipped.txt").read_text()
@@ -396,7 +479,9 @@ def test_a_completion_of_somebody_else_s_messages_is_named(folder: Path, tmp_pat
 
 
 def test_templates_that_cannot_be_used_say_why(folder: Path, tmp_path: Path) -> None:
-    source = lines(tmp_path / "a.jsonl", [{"messages": CHATS[0]}, {"messages": CHATS[1]}])
+    source = lines(
+        tmp_path / "a.jsonl", [{"messages": CHATS[0]}, {"messages": CHATS[1]}]
+    )
     other = tmp_path / "other"
     other.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -411,7 +496,10 @@ def test_templates_that_cannot_be_used_say_why(folder: Path, tmp_path: Path) -> 
     _, done = made(source, other)
     assert done.skipped == 1
     named = (tmp_path / "a.jsonl.tokens" / "skipped.txt").read_text()
-    assert "line 2: the chat template writes message 1 otherwise when it is the last" in named
+    assert (
+        "line 2: the chat template writes message 1 otherwise when it is the last"
+        in named
+    )
     # The template's own words, and code that the sandbox does not run.
     for words, why in (
         ("{{ raise_exception('no systems here') }}", "no systems here"),
@@ -425,7 +513,9 @@ def test_templates_that_cannot_be_used_say_why(folder: Path, tmp_path: Path) -> 
 def test_prompts_longer_than_the_sequence_are_left_out_and_counted(
     folder: Path, tmp_path: Path
 ) -> None:
-    found, _ = made(lines(tmp_path / "a.jsonl", [{"messages": c} for c in CHATS]), folder)
+    found, _ = made(
+        lines(tmp_path / "a.jsonl", [{"messages": c} for c in CHATS]), folder
+    )
     corpus = open_corpus(tmp_path / "a.jsonl.tokens")
     sequence = 20
     longer = [marks for ids, marks in found if len(ids) > sequence]
@@ -435,12 +525,19 @@ def test_prompts_longer_than_the_sequence_are_left_out_and_counted(
     for packing in ("bfd", "none", ""):
         batches = Batches((corpus,), sequence, 1, packing=packing)
         (notice,) = batches.notices
-        assert f"{len(longer) - len(lost)} of 6 documents are longer than sequence = 20" in notice
+        assert (
+            f"{len(longer) - len(lost)} of 6 documents are longer than sequence = 20"
+            in notice
+        )
         assert f"{len(lost)} more have no answer before that and are left out" in notice
-        targets = torch.cat([batches.batch(n)["targets"] for n in range(batches.sequences)])
+        targets = torch.cat(
+            [batches.batch(n)["targets"] for n in range(batches.sequences)]
+        )
         kept = sum(sum(marks[1 : sequence + 1]) for _, marks in found)
         assert int((targets != -100).sum()) == kept
-    with pytest.raises(DataError, match="no document has a token to train on within 3 tokens"):
+    with pytest.raises(
+        DataError, match="no document has a token to train on within 3 tokens"
+    ):
         Batches((corpus,), 3, 1)
 
 
@@ -470,8 +567,12 @@ def reference(model: Path, *, padded: bool) -> tuple[float, float]:
     longest = max(len(ids) for ids, _ in rows)
     if padded:
         ids = torch.tensor([ids + [0] * (longest - len(ids)) for ids, _ in rows])
-        there = torch.tensor([[1] * len(ids) + [0] * (longest - len(ids)) for ids, _ in rows])
-        marks = torch.tensor([marks + [0] * (longest - len(marks)) for _, marks in rows])
+        there = torch.tensor(
+            [[1] * len(ids) + [0] * (longest - len(ids)) for ids, _ in rows]
+        )
+        marks = torch.tensor(
+            [marks + [0] * (longest - len(marks)) for _, marks in rows]
+        )
         logits = theirs(input_ids=ids, attention_mask=there).logits[:, :-1]
         pairs = [(logits[n], ids[n, 1:], marks[n, 1:]) for n in range(len(rows))]
     else:
@@ -480,7 +581,9 @@ def reference(model: Path, *, padded: bool) -> tuple[float, float]:
              torch.tensor(marks[1:]))
             for ids, marks in rows
         ]  # fmt: skip
-    losses = [F.cross_entropy(x, y, reduction="none")[keep.bool()] for x, y, keep in pairs]
+    losses = [
+        F.cross_entropy(x, y, reduction="none")[keep.bool()] for x, y, keep in pairs
+    ]
     loss = torch.cat(losses).sum() / sum(int(keep.sum()) for *_, keep in pairs)
     loss.backward()
     squares = [weight.grad.square().sum() for weight in theirs.parameters()]
@@ -502,7 +605,15 @@ def test_the_loss_on_answers_is_that_of_transformers_in_every_layout(
     wanted = reference(model, padded=False)
     assert wanted == pytest.approx(reference(model, padded=True), rel=1e-11)
     first: tuple[float, float] | None = None
-    for layout in ("", "dp2", "dp3 zero3", "cp2", "pp2 1f1b:3", "dp2 cp2 zero2", "tp2 seq accum:2"):
+    for layout in (
+        "",
+        "dp2",
+        "dp3 zero3",
+        "cp2",
+        "pp2 1f1b:3",
+        "dp2 cp2 zero2",
+        "tp2 seq accum:2",
+    ):
         out = tmp_path / f"{layout} {packing}"
         config = small(
             out, f"data={corpus.name}", f"model=hf:{model}", f"packing={packing}",

@@ -107,7 +107,9 @@ def test_damage_is_named_and_the_one_before_is_used(folder: Path, kind: str) -> 
     assert any(words in fault for fault in verify_checkpoint(newest(folder)))
 
 
-def test_when_none_is_sound_the_run_does_not_begin_anew_without_a_word(folder: Path) -> None:
+def test_when_none_is_sound_the_run_does_not_begin_anew_without_a_word(
+    folder: Path,
+) -> None:
     for each in steps(folder):
         os.truncate(each / FIRST, 10)
 
@@ -132,7 +134,9 @@ def test_a_checksum_is_that_of_the_bytes_in_the_file(two: Path) -> None:
         content = (newest(two) / file.name).read_bytes()
         pieces = [content[at : at + CHUNK] for at in range(0, len(content), CHUNK)]
         assert file.checksum == "xxh3_128"
-        assert list(file.chunks) == [xxhash.xxh3_128_hexdigest(piece) for piece in pieces]
+        assert list(file.chunks) == [
+            xxhash.xxh3_128_hexdigest(piece) for piece in pieces
+        ]
 
 
 def test_a_checkpoint_of_version_1_is_loaded_and_its_damage_found(folder: Path) -> None:
@@ -167,7 +171,9 @@ def test_a_file_that_reads_back_as_something_else_is_no_save(
         return count
 
     monkeypatch.setattr(os, "preadv", another)
-    with pytest.raises(CheckpointError, match="the bytes read back differ from those written"):
+    with pytest.raises(
+        CheckpointError, match="the bytes read back differ from those written"
+    ):
         write_file(tmp_path / "x.safetensors", {"x": torch.arange(9.0)})
 
 
@@ -233,7 +239,10 @@ def test_a_full_disk_on_the_first_rank_alone_is_decided_alike(
 
     one, other = run("dp2", work)
     assert one == other
-    assert sorted(p.name for p in folder.iterdir()) == ["step-00000001", "step-00000002"]
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "step-00000001",
+        "step-00000002",
+    ]
 
 
 # ---- killed at any moment

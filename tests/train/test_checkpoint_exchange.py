@@ -136,7 +136,9 @@ def theirs(family: str) -> Any:
         rope_parameters=rope,
     )  # fmt: skip
     torch.manual_seed(0)
-    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    model: nn.Module = (
+        transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    )
     with torch.no_grad():
         for weight in model.parameters():
             weight += 0.2 * torch.randn_like(weight)
@@ -144,7 +146,9 @@ def theirs(family: str) -> Any:
 
 
 @pytest.mark.parametrize("family", LIKE)
-def test_imported_weights_give_the_logits_of_transformers(family: str, tmp_path: Path) -> None:
+def test_imported_weights_give_the_logits_of_transformers(
+    family: str, tmp_path: Path
+) -> None:
     model = theirs(family)
     model.save_pretrained(tmp_path / "hub")
     path = import_weights(tmp_path / "hub", tmp_path / "run")
@@ -160,12 +164,20 @@ def test_imported_weights_give_the_logits_of_transformers(family: str, tmp_path:
 
 
 @pytest.mark.parametrize("family", LIKE)
-def test_exported_weights_give_the_same_logits_in_transformers(family: str, tmp_path: Path) -> None:
+def test_exported_weights_give_the_same_logits_in_transformers(
+    family: str, tmp_path: Path
+) -> None:
     shape = replace(LIKE[family], batch=6)
     trained(tmp_path / "run", "dp2 tp2 zero3", shape=shape)
     path = tmp_path / "run" / "step-00000002"
-    export_weights(path, tmp_path / "hub", family=FAMILY.get(family, family), dtype="F32")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hub").float().eval()
+    export_weights(
+        path, tmp_path / "hub", family=FAMILY.get(family, family), dtype="F32"
+    )
+    model = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hub")
+        .float()
+        .eval()
+    )
     assert type(model).__name__ == THEIRS[family]
     tokens = torch.randint(0, 61, (2, 20), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -176,12 +188,16 @@ def test_exported_weights_give_the_same_logits_in_transformers(family: str, tmp_
 
 
 @pytest.mark.parametrize("family", LIKE)
-def test_every_exported_tensor_is_the_one_of_that_name(family: str, tmp_path: Path) -> None:
+def test_every_exported_tensor_is_the_one_of_that_name(
+    family: str, tmp_path: Path
+) -> None:
     """A swap in the table of names would survive export and import; here it does not."""
     shape = replace(LIKE[family], batch=6)
     trained(tmp_path / "run", "tp2", shape=shape)
     path = tmp_path / "run" / "step-00000002"
-    export_weights(path, tmp_path / "hub", family=FAMILY.get(family, family), dtype="F32")
+    export_weights(
+        path, tmp_path / "hub", family=FAMILY.get(family, family), dtype="F32"
+    )
     exported: dict[str, Tensor] = {}
     for file in (tmp_path / "hub").glob("*.safetensors"):
         exported |= safetensors.torch.load_file(file)
@@ -197,7 +213,9 @@ def test_every_exported_tensor_is_the_one_of_that_name(family: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("family", LIKE)
-def test_what_is_exported_and_imported_is_the_same_to_the_bit(family: str, tmp_path: Path) -> None:
+def test_what_is_exported_and_imported_is_the_same_to_the_bit(
+    family: str, tmp_path: Path
+) -> None:
     shape = replace(LIKE[family], batch=6)
     trained(tmp_path / "run", "pp2 tp2", shape=shape)
     path = tmp_path / "run" / "step-00000002"
@@ -206,7 +224,9 @@ def test_what_is_exported_and_imported_is_the_same_to_the_bit(family: str, tmp_p
     back = import_weights(tmp_path / "hub", tmp_path / "back")
     weights = {k: v for k, v in hash_tensors(path).items() if k.startswith("weight/")}
     assert hash_tensors(back) == weights
-    assert read_manifest(back).shape == replace(shape, name=FAMILY.get(family, family), batch=8)
+    assert read_manifest(back).shape == replace(
+        shape, name=FAMILY.get(family, family), batch=8
+    )
 
 
 def test_a_shape_that_is_none_of_theirs_is_refused_with_all_reasons() -> None:
@@ -217,7 +237,9 @@ def test_a_shape_that_is_none_of_theirs_is_refused_with_all_reasons() -> None:
         family_of(wrong)
     with pytest.raises(ValueError, match=r"for qwen2 qk_norm would be false, not true"):
         family_of(SHAPES["qwen"])
-    with pytest.raises(ValueError, match=r"is no llama: qk_norm would be false, not true"):
+    with pytest.raises(
+        ValueError, match=r"is no llama: qk_norm would be false, not true"
+    ):
         family_of(LIKE["qwen3"], "llama")
     assert family_of(SHAPES["gpt"]) == "gpt2"
     assert family_of(SHAPES["olmo"]) == "olmo2"
@@ -230,7 +252,9 @@ def hub(folder: Path) -> Path:
     shape = replace(BASE, layers=1)
     ours = build_model(shape).weights
     where = sources(FAMILIES["llama"], ours)
-    names = {where[name].name: torch.zeros(weight.shape) for name, weight in ours.items()}
+    names = {
+        where[name].name: torch.zeros(weight.shape) for name, weight in ours.items()
+    }
     folder.mkdir()
     write_file(folder / "model.safetensors", names)
     config = config_of(shape, "llama", "float32")
@@ -248,7 +272,9 @@ def config(**changed: object) -> Callable[[Path], None]:
 
 def index(name: str) -> Callable[[Path], None]:
     said = {"weight_map": {"model.norm.weight": name}}
-    return lambda f: (f / "model.safetensors.index.json").write_text(json.dumps(said)) and None
+    return lambda f: (
+        (f / "model.safetensors.index.json").write_text(json.dumps(said)) and None
+    )
 
 
 def pickled(folder: Path) -> None:
@@ -299,7 +325,9 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_cannot_be_imported_is_refused_and_nothing_is_left(kind: str, tmp_path: Path) -> None:
+def test_what_cannot_be_imported_is_refused_and_nothing_is_left(
+    kind: str, tmp_path: Path
+) -> None:
     change, words = REFUSED[kind]
     folder = hub(tmp_path / "hub")
     change(folder)
@@ -320,7 +348,9 @@ def test_the_command_shows_verifies_exports_and_imports(
     told = json.loads(capsys.readouterr().out)
     assert (told["step"], told["shape"], told["parameters"]) == (0, "llama", BASE_ONE)
     assert command(["verify", run]) == 0
-    assert command(["export", run, "--to", str(tmp_path / "bf16"), "--dtype", "bf16"]) == 0
+    assert (
+        command(["export", run, "--to", str(tmp_path / "bf16"), "--dtype", "bf16"]) == 0
+    )
     again = read_manifest(import_weights(tmp_path / "bf16", tmp_path / "again"))
     assert {tensor.dtype for tensor in again.tensors} == {"BF16"}
     file = next((tmp_path / "run" / "checkpoints" / "step-00000000").glob("rank-*"))
@@ -376,18 +406,26 @@ def test_a_run_begins_from_imported_weights_without_their_sizes(
     assert kept is not None
     assert replace(kept, batch=8) == replace(shape, name="llama")
     # The loss of the first step is transformers' own on the same batch.
-    (step,) = [r for r in read_journal(Path(run, "metrics.jsonl")) if r["event"] == "step"]
-    wanted = Run.parse("", "run", ("model={layers=1,hidden=8,vocab=256,sequence=32}", "batch=2"))
+    (step,) = [
+        r for r in read_journal(Path(run, "metrics.jsonl")) if r["event"] == "step"
+    ]
+    wanted = Run.parse(
+        "", "run", ("model={layers=1,hidden=8,vocab=256,sequence=32}", "batch=2")
+    )
     batch = batches_of(wanted, wanted.shape).batch(0)
     counted = batch["targets"] >= 0
     documents = batch.get("documents", torch.zeros_like(batch["tokens"]))
     same = documents.unsqueeze(-1) == documents.unsqueeze(-2)
     mask = torch.zeros(same.shape).masked_fill(~same.tril(), -torch.inf).unsqueeze(1)
     with torch.no_grad():
-        logits = model(batch["tokens"], attention_mask=mask, position_ids=batch["positions"]).logits
+        logits = model(
+            batch["tokens"], attention_mask=mask, position_ids=batch["positions"]
+        ).logits
     loss = torch.nn.functional.cross_entropy(logits[counted], batch["targets"][counted])
     assert step["loss"] == pytest.approx(float(loss), rel=1e-5)
     # Sizes that are given must be those of the checkpoint.
     sizes = toml_value(table_of(replace(LIKE["llama"], vocab=256)))
-    with pytest.raises(CheckpointError, match=r"rope_factor: 8\.0 in the checkpoint, 1\.0 in"):
+    with pytest.raises(
+        CheckpointError, match=r"rope_factor: 8\.0 in the checkpoint, 1\.0 in"
+    ):
         train_command([*words, "steps=2", f"model={sizes}"])

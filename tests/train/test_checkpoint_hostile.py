@@ -60,13 +60,16 @@ def forge(path: Path, content: bytes) -> None:
     content = content.ljust((path / FIRST).stat().st_size, b"\0")
     (path / FIRST).write_bytes(content)
     sums = [
-        hashlib.sha256(content[at : at + CHUNK]).hexdigest() for at in range(0, len(content), CHUNK)
+        hashlib.sha256(content[at : at + CHUNK]).hexdigest()
+        for at in range(0, len(content), CHUNK)
     ]
     told = {"size": len(content), "chunks": sums, "checksum": "sha256"}
     sign(path, lambda body: body["files"][0].update(told))
 
 
-def header(path: Path, change: Callable[[dict[str, Any]], object], *, raw: bytes = b"") -> None:
+def header(
+    path: Path, change: Callable[[dict[str, Any]], object], *, raw: bytes = b""
+) -> None:
     """Change the header of a file."""
     content = (path / FIRST).read_bytes()
     length = int.from_bytes(content[:8], "little")
@@ -77,7 +80,9 @@ def header(path: Path, change: Callable[[dict[str, Any]], object], *, raw: bytes
     forge(path, len(text).to_bytes(8, "little") + text + content[8 + length :])
 
 
-def tensor(change: dict[str, Any], title: str = "embed.tokens.weight") -> Callable[[Path], None]:
+def tensor(
+    change: dict[str, Any], title: str = "embed.tokens.weight"
+) -> Callable[[Path], None]:
     def found(body: dict[str, Any]) -> None:
         next(t for t in body["tensors"] if t["name"] == title).update(change)
 

@@ -59,8 +59,12 @@ def test_copies_of_heads_padding_and_other_optimizers(
             t.name for t in manifest.tensors if ".mlp." in t.name
         }
         whole = math.prod(tensor.shape)
-        assert numbers == whole or (numbers > whole and tensor.name in padding), tensor.title
-    resaved(tmp_path / "a", "dp2 pp2 tp2", tmp_path / "b", shape=GQA, optimizer=optimizer)
+        assert numbers == whole or (numbers > whole and tensor.name in padding), (
+            tensor.title
+        )
+    resaved(
+        tmp_path / "a", "dp2 pp2 tp2", tmp_path / "b", shape=GQA, optimizer=optimizer
+    )
     resaved(tmp_path / "b", layout, tmp_path / "c", shape=GQA, optimizer=optimizer)
     assert hash_tensors(tmp_path / "c" / "step-00000002") == hash_tensors(path)
 
@@ -98,7 +102,9 @@ def test_to_go_on_in_the_same_layout_is_to_have_never_stopped(
     undisturbed = run(layout, through, compute=compute)[0]
     resumed = run(layout, again, seed=5, compute=compute)[0]
     assert resumed == undisturbed[2:]
-    ends = [hash_tensors(tmp_path / name / "step-00000005") for name in ("end", "other")]
+    ends = [
+        hash_tensors(tmp_path / name / "step-00000005") for name in ("end", "other")
+    ]
     assert ends[0] == ends[1]
 
 
@@ -151,10 +157,16 @@ def test_the_newest_stay_and_what_was_begun_and_left_goes(tmp_path: Path) -> Non
             saver.save(each.progress)
 
     run("dp2", work)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "step-00000003",
+        "step-00000004",
+    ]
     before = hash_tensors(tmp_path / "step-00000004")
     resaved(tmp_path, "tp2", tmp_path)  # the same step once more, where it already is
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "step-00000003",
+        "step-00000004",
+    ]
     assert hash_tensors(tmp_path / "step-00000004") == before
 
 
@@ -165,20 +177,27 @@ def test_a_course_that_was_left_is_not_gone_back_to(tmp_path: Path) -> None:
     assert verify_checkpoint(tmp_path / "set-aside-step-00000005") == []
 
 
-def test_another_model_or_optimizer_is_refused_and_nothing_is_touched(saved: Path) -> None:
+def test_another_model_or_optimizer_is_refused_and_nothing_is_touched(
+    saved: Path,
+) -> None:
     def work(each: Run) -> str:
         before = each.steps(1)
         weights = {n: u.home.clone() for n, u in each.local.units.items()}
         with pytest.raises(CheckpointError) as refused:
             each.resume(saved)
-        assert all(bool((weights[n] == u.home).all()) for n, u in each.local.units.items())
+        assert all(
+            bool((weights[n] == u.home).all()) for n, u in each.local.units.items()
+        )
         assert before
         return str(refused.value)
 
     for options, words in (
         ({"shape": replace(SHAPE, hidden=24)}, "embed.tokens.weight is [37, 16]"),
         ({"shape": replace(SHAPE, layers=3)}, "has no weight layers.2"),
-        ({"optimizer": Sgd(momentum=0.9)}, "state of AdamW, the run's optimizer is SGD"),
+        (
+            {"optimizer": Sgd(momentum=0.9)},
+            "state of AdamW, the run's optimizer is SGD",
+        ),
         ({"optimizer": Muon()}, "state of AdamW, the run's optimizer is Muon"),
     ):
         said = run("dp2 zero3", work, **options)
@@ -209,7 +228,9 @@ def test_a_rank_whose_part_is_past_the_end_holds_nothing_of_it(tmp_path: Path) -
     assert verify_checkpoint(path) == []
     model = build_model(shape)
     with TensorReader(path, manifest) as reader:
-        weights = {t.name: reader.whole(t) for t in manifest.tensors if t.kind == "weight"}
+        weights = {
+            t.name: reader.whole(t) for t in manifest.tensors if t.kind == "weight"
+        }
     assert weights.keys() == model.weights.keys()
     for name, weight in weights.items():
         assert torch.equal(weight, start(model, name, 0, torch.float64)), name

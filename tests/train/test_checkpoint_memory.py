@@ -72,14 +72,17 @@ def test_a_lost_host_is_made_good_by_the_copies_on_the_next(
 ) -> None:
     (truth, *_) = launch(saves, 4, layout, tmp_path, 2, backend="threads")
     for host in ("host0", "host1"):
-        assert [p.name for p in steps(tmp_path / host)] == ["step-00000003"]  # older ones are gone
+        # older ones are gone
+        assert [p.name for p in steps(tmp_path / host)] == ["step-00000003"]
         assert len(list((tmp_path / host / "step-00000003").glob("*.safetensors"))) >= 2
     shutil.rmtree(tmp_path / f"host{lost}")
     for each in launch(goes_on, 4, layout, tmp_path, 2, backend="threads"):
         assert each == truth
 
 
-def test_what_one_host_has_is_enough_for_another_layout_on_it_alone(tmp_path: Path) -> None:
+def test_what_one_host_has_is_enough_for_another_layout_on_it_alone(
+    tmp_path: Path,
+) -> None:
     (truth, *_) = launch(saves, 4, "dp2 tp2 zero1", tmp_path, 2, backend="threads")
     shutil.rmtree(tmp_path / "host1")
     (left, right) = launch(goes_on, 2, "pp2 1f1b:3", tmp_path, 1, backend="threads")
@@ -93,7 +96,9 @@ def test_of_three_hosts_two_neighbours_may_not_be_lost(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     shutil.copytree(tmp_path / "host0", kept)
     shutil.rmtree(tmp_path / "host0")
-    assert launch(goes_on, 3, "dp3 zero2", tmp_path, 3, backend="threads") == [truth] * 3
+    assert (
+        launch(goes_on, 3, "dp3 zero2", tmp_path, 3, backend="threads") == [truth] * 3
+    )
     for host in ("host0", "host1", "host2"):
         shutil.rmtree(tmp_path / host)
     shutil.copytree(kept, tmp_path / "host0")
@@ -101,7 +106,9 @@ def test_of_three_hosts_two_neighbours_may_not_be_lost(tmp_path: Path) -> None:
     assert launch(goes_on, 3, "dp3 zero2", tmp_path, 3, backend="threads") == [None] * 3
 
 
-def resumes(world: Any, layout: str, folder: Path, count: int) -> tuple[int, str] | None:
+def resumes(
+    world: Any, layout: str, folder: Path, count: int
+) -> tuple[int, str] | None:
     """The step that a run resumes at, and the folder that it was in."""
     run = Run(world, layout, seed=1)
     memory = MemoryCheckpoints(*hosts_of(world, folder, count), run.local, run.updates)
@@ -115,7 +122,10 @@ def both_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(checkpoint_memory.checkpoint, "prune", lambda *_: None)
     launch(saves, 2, "dp2 zero1", tmp_path, 2, backend="threads")
     for host in ("host0", "host1"):
-        assert [p.name for p in steps(tmp_path / host)] == ["step-00000003", "step-00000002"]
+        assert [p.name for p in steps(tmp_path / host)] == [
+            "step-00000003",
+            "step-00000002",
+        ]
     return tmp_path
 
 
@@ -142,7 +152,9 @@ def test_a_newest_step_with_a_part_that_is_nowhere_is_passed_over(
     assert found == [(2, "host0"), (2, "host1")]
 
 
-def test_a_newest_step_that_only_one_host_knows_is_brought_to_the_other(both_steps: Path) -> None:
+def test_a_newest_step_that_only_one_host_knows_is_brought_to_the_other(
+    both_steps: Path,
+) -> None:
     """As when a host is lost between the commits of two."""
     shutil.rmtree(both_steps / "host1" / "step-00000003")
     found = launch(resumes, 2, "dp2 zero1", both_steps, 2, backend="threads")
@@ -164,10 +176,13 @@ def test_memory_is_resumed_unless_the_disk_is_newer(
     assert found == (max(3, on_disk), expected)
 
 
-def test_what_is_damaged_in_memory_is_taken_from_the_copy_or_not_at_all(tmp_path: Path) -> None:
+def test_what_is_damaged_in_memory_is_taken_from_the_copy_or_not_at_all(
+    tmp_path: Path,
+) -> None:
     (truth, *_) = launch(saves, 2, "dp2 zero1", tmp_path, 2, backend="threads")
     one, other = (
-        tmp_path / host / "step-00000003" / "rank-00000.safetensors" for host in ("host0", "host1")
+        tmp_path / host / "step-00000003" / "rank-00000.safetensors"
+        for host in ("host0", "host1")
     )
     for file, there in ((one, [truth] * 2), (other, [None] * 2)):
         raw = bytearray(file.read_bytes())
@@ -198,7 +213,9 @@ def test_where_there_is_no_room_nothing_is_written(
 
     def refused(world: Any) -> list[str]:
         run = Run(world, "dp2")
-        memory = MemoryCheckpoints(*hosts_of(world, tmp_path, 1), run.local, run.updates)
+        memory = MemoryCheckpoints(
+            *hosts_of(world, tmp_path, 1), run.local, run.updates
+        )
         return memory.save(run.progress)
 
     for errors in launch(refused, 2, backend="threads"):
@@ -208,8 +225,11 @@ def test_where_there_is_no_room_nothing_is_written(
 
 
 def test_memory_of_a_run_that_is_gone_is_given_back(tmp_path: Path) -> None:
-    (tmp_path / f"{NAME}-{os.getpid()}-1-a").mkdir()  # this process was not started at that tick
-    mine = tmp_path / f"{NAME}-{os.getpid()}-{checkpoint_memory.started_at(os.getpid())}-a"
+    # this process was not started at that tick
+    (tmp_path / f"{NAME}-{os.getpid()}-1-a").mkdir()
+    mine = (
+        tmp_path / f"{NAME}-{os.getpid()}-{checkpoint_memory.started_at(os.getpid())}-a"
+    )
     mine.mkdir()
     remove_left(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == [mine.name]
@@ -230,10 +250,14 @@ def ranks_of(pid: int) -> list[int]:
 
 
 @pytest.mark.slow
-def test_after_a_rank_was_killed_the_run_goes_on_from_memory_bit_for_bit(tmp_path: Path) -> None:
+def test_after_a_rank_was_killed_the_run_goes_on_from_memory_bit_for_bit(
+    tmp_path: Path,
+) -> None:
     truth, out = tmp_path / "truth", tmp_path / "run"
     command = [sys.executable, "-c", CODE, *WORDS]
-    subprocess.run([*command, f"out={truth}"], check=True, timeout=200, capture_output=True)
+    subprocess.run(
+        [*command, f"out={truth}"], check=True, timeout=200, capture_output=True
+    )
     words = (f"out={out}", "train.restarts=1", "train.in_memory=1")
     run = RunFile.parse("", "run", words)
     process = subprocess.Popen([*command, *words], stderr=subprocess.PIPE, text=True)

@@ -53,7 +53,10 @@ def _there(out: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     "layout, key",
-    [*(("", key) for key in CHANGED), *(("dp2 zero3", key) for key in ("heads", "tied", "ffn"))],
+    [
+        *(("", key) for key in CHANGED),
+        *(("dp2 zero3", key) for key in ("heads", "tied", "ffn")),
+    ],
 )
 def test_another_model_is_refused_by_every_rank_with_both_values(
     key: str, layout: str, saved: Path
@@ -89,13 +92,19 @@ def test_other_sizes_are_adopted_if_asked_for_and_changed_settings_are_told(
     out = tmp_path / "run"
     shutil.copytree(saved, out)
     run = small(out, "steps=5", "optimizer.lr=1e-9")
-    words = [f"model={toml_value(PLAIN | {'rope_theta': 5e5})}", f"out={out}", "steps=5"]
+    words = [
+        f"model={toml_value(PLAIN | {'rope_theta': 5e5})}",
+        f"out={out}",
+        "steps=5",
+    ]
     words += [f"batch={run.batch}", "optimizer.lr=1e-9", "layout="]
     with pytest.raises(CheckpointError, match="--adopt to continue"):
         train_verb.run(words)
     assert train_verb.run([*words, "--adopt"]) == 0
     told = [each["text"] for each in records(out, "model")]
-    assert told == ["adopted: rope_theta: 10000.0 in the checkpoint, 500000.0 in the run"]
+    assert told == [
+        "adopted: rope_theta: 10000.0 in the checkpoint, 500000.0 in the run"
+    ]
     settings = [each["text"] for each in records(out, "settings")]
     assert "steps: 4 in the checkpoint, 5 in the run" in settings
     assert "optimizer.lr: 0.01 in the checkpoint, 1e-09 in the run" in settings
@@ -127,7 +136,11 @@ def test_every_key_of_a_shape_is_compared_unless_it_belongs_to_the_run() -> None
     others = (other, experts, adapted, latent, replace(plain, freeze=("embed",)))
     wrong = [each for one in others for each in differing_sizes(plain, one)]
     keys = {each.partition(":")[0] for each in wrong}
-    assert keys == {f.name for f in dataclasses.fields(Shape)} - {"name", "source", "batch"}
+    assert keys == {f.name for f in dataclasses.fields(Shape)} - {
+        "name",
+        "source",
+        "batch",
+    }
     # A longer sequence is another model only where positions are weights.
     assert differing_sizes(plain, replace(plain, sequence=9)) == []
 
@@ -142,7 +155,9 @@ def test_a_shape_as_a_table_reads_back() -> None:
         assert Shape.parse(text, "other") == shape
 
 
-def test_a_manifest_without_a_shape_is_compared_by_all_of_its_weights(saved: Path) -> None:
+def test_a_manifest_without_a_shape_is_compared_by_all_of_its_weights(
+    saved: Path,
+) -> None:
     manifest = read_manifest(steps(saved / "checkpoints")[0])
     old = Manifest.parse(str(replace(manifest, shape=None, config={})), Path("old"))
     shape = manifest.shape
@@ -171,7 +186,10 @@ def test_a_run_that_names_no_model_goes_on_with_that_of_its_checkpoint(
     out = tmp_path / "run"
     sizes = toml_value({**PLAIN, "heads": 4, "rope_theta": 500.0})
     words = [f"out={out}", "layout=fp32", "validation.batches=0"]
-    assert train_verb.run([*words, f"model={sizes}", "batch=6", "sequence=18", "steps=1"]) == 0
+    assert (
+        train_verb.run([*words, f"model={sizes}", "batch=6", "sequence=18", "steps=1"])
+        == 0
+    )
     assert train_verb.run([*words, "steps=2"]) == 0
     assert "model: 'model' with 3 layers" in capsys.readouterr().out
     first, second = (read_manifest(path).shape for path in steps(out / "checkpoints"))
@@ -187,7 +205,9 @@ def _file(folder: Path) -> tuple[Path, str]:
     return file, f"{file}:Stranger"
 
 
-def test_a_changed_source_is_a_notice_and_another_structure_a_refusal(tmp_path: Path) -> None:
+def test_a_changed_source_is_a_notice_and_another_structure_a_refusal(
+    tmp_path: Path,
+) -> None:
     file, model = _file(tmp_path)
     out = tmp_path / "run"
     trained(own(out, "steps=1", model=model), "")
@@ -201,7 +221,9 @@ def test_a_changed_source_is_a_notice_and_another_structure_a_refusal(tmp_path: 
     text = file.read_text()
     assert '"heads": HEADS' in text
     file.write_text(text.replace('"heads": HEADS', '"heads": HEADS // 2'))
-    with pytest.raises(CheckpointError, match=r"counts: .* in the checkpoint, .* in the run") as no:
+    with pytest.raises(
+        CheckpointError, match=r"counts: .* in the checkpoint, .* in the run"
+    ) as no:
         trained(own(out, "steps=4", model=model), "")
     assert f"Undo the change of {model}" in str(no.value)
 

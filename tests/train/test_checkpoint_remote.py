@@ -48,7 +48,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a checkpoint at each of five steps."""
     out = tmp_path_factory.mktemp("saved") / "run"
     trained(
-        small(out, "checkpoint.every=1", "checkpoint.keep=5", "validation.batches=0"), "dp2 zero1"
+        small(out, "checkpoint.every=1", "checkpoint.keep=5", "validation.batches=0"),
+        "dp2 zero1",
     )
     return out
 
@@ -71,7 +72,11 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_run_goes_on_where_nothing_is_left_of_it(
     scheme: str, truth: Path, tmp_path: Path
 ) -> None:
-    url = f"memory://bucket/{tmp_path.name}" if scheme == "memory" else f"file://{tmp_path}/there"
+    url = (
+        f"memory://bucket/{tmp_path.name}"
+        if scheme == "memory"
+        else f"file://{tmp_path}/there"
+    )
     words = (f"checkpoint.remote={url}", "checkpoint.every=1", CONSTANT)
     first, second = (tmp_path / name / "run" for name in ("first", "second"))
     for out in (first, second):
@@ -93,12 +98,18 @@ def test_what_is_damaged_here_is_fetched_and_what_is_damaged_there_passed_over(
     shutil.copytree(saved / "checkpoints", folder)
     for n in (3, 4, 5):
         put(f"file://{there}", folder / f"step-0000000{n}")
-    for path in (folder / "step-00000005", there / "step-00000005", folder / "step-00000004"):
+    for path in (
+        folder / "step-00000005",
+        there / "step-00000005",
+        folder / "step-00000004",
+    ):
         file = path / "rank-00001.safetensors"
         raw = bytearray(file.read_bytes())
         raw[-1] ^= 1
         file.write_bytes(raw)
-    run = small(tmp_path / "run", f"checkpoint.remote=file://{there}", "validation.batches=0")
+    run = small(
+        tmp_path / "run", f"checkpoint.remote=file://{there}", "validation.batches=0"
+    )
     trained(run, "dp2 zero1")
     assert "resuming at step 4" in records(tmp_path / "run", "resume")[0]["text"]
     said = " ".join(r["text"] for r in records(tmp_path / "run", "damaged"))
@@ -138,7 +149,9 @@ def test_an_upload_that_is_killed_anywhere_leaves_no_part_and_holds_up_no_start(
     ended, number = set[str](), 1
     while True:
         there = tmp_path / str(number)
-        killed = killed_in_call(number, partial(uploaded, saved, [1, 3], f"faulty://{there}"))
+        killed = killed_in_call(
+            number, partial(uploaded, saved, [1, 3], f"faulty://{there}")
+        )
         no_part(there)
         ended.add(" ".join(sound_there(there)) if there.exists() else "")
         # The next start takes another course since step 1, and owns the folder at once.
@@ -152,7 +165,12 @@ def test_an_upload_that_is_killed_anywhere_leaves_no_part_and_holds_up_no_start(
             break
         number += 1
     assert number > 40
-    assert ended == {"", "step-00000001", "step-00000003 step-00000001", "step-00000003"}
+    assert ended == {
+        "",
+        "step-00000001",
+        "step-00000003 step-00000001",
+        "step-00000003",
+    }
 
 
 def test_an_upload_that_fails_for_good_is_told_at_the_end(tmp_path: Path) -> None:
@@ -170,7 +188,11 @@ def test_an_upload_that_fails_for_good_is_told_at_the_end(tmp_path: Path) -> Non
 def test_a_run_in_a_folder_below_or_above_does_not_count(
     scheme: str, saved: Path, tmp_path: Path
 ) -> None:
-    top = f"file://{tmp_path}/team" if scheme == "file" else f"{scheme}://{tmp_path.name}/team"
+    top = (
+        f"file://{tmp_path}/team"
+        if scheme == "file"
+        else f"{scheme}://{tmp_path.name}/team"
+    )
     urls = [top, f"{top}/run1", f"{top}/run1/step-00000009", f"{top}/run10"]
     for step, url in enumerate(urls, 1):
         assert RemoteFolder(url).steps() == []
@@ -188,9 +210,15 @@ def test_a_run_in_a_folder_below_or_above_does_not_count(
 def test_a_new_run_begins_above_the_folder_of_another(
     scheme: str, saved: Path, tmp_path: Path
 ) -> None:
-    top = f"file://{tmp_path}/team" if scheme == "file" else f"{scheme}://{tmp_path.name}/team"
+    top = (
+        f"file://{tmp_path}/team"
+        if scheme == "file"
+        else f"{scheme}://{tmp_path.name}/team"
+    )
     put(f"{top}/run1", saved / "checkpoints" / "step-00000005")
-    run = small(tmp_path / "run", f"checkpoint.remote={top}", "steps=1", "validation.batches=0")
+    run = small(
+        tmp_path / "run", f"checkpoint.remote={top}", "steps=1", "validation.batches=0"
+    )
     (outcome,) = trained(run, "")
     assert (outcome.step, outcome.unsaved, outcome.not_uploaded) == (1, "", "")
     assert RemoteFolder(top).steps() == [1]
@@ -201,8 +229,12 @@ def test_a_listing_that_cannot_be_understood_is_no_empty_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a run would begin anew beside its checkpoints."""
-    monkeypatch.setattr(Flat, "ls", lambda *args, **words: [{"name": "/elsewhere/step-00000001"}])
-    with pytest.raises(CheckpointError, match="'/elsewhere/step-00000001', which is not in it"):
+    monkeypatch.setattr(
+        Flat, "ls", lambda *args, **words: [{"name": "/elsewhere/step-00000001"}]
+    )
+    with pytest.raises(
+        CheckpointError, match="'/elsewhere/step-00000001', which is not in it"
+    ):
         RemoteFolder("flat://bucket/run").steps()
 
 
@@ -223,12 +255,21 @@ def test_a_password_is_in_no_file_and_in_no_line(
     assert main(["train", *words, "steps=4"]) == 1
     shutil.rmtree(out / "checkpoints")
     assert main(["train", *words, "steps=4"]) != 0
-    assert main(["train", *[w.replace(PASSWORD, "guess1ed") for w in words], "steps=4"]) != 0
+    assert (
+        main(["train", *[w.replace(PASSWORD, "guess1ed") for w in words], "steps=4"])
+        != 0
+    )
     assert main(["report", str(out)]) == 0
     said = "".join(capfd.readouterr())
     assert "no answer of vault://runner:***@host/x?token=*** ***" in said
     texts = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    for name in ("run.toml", "metrics.jsonl", "report.html", "manifest.json", "rank-0.log"):
+    for name in (
+        "run.toml",
+        "metrics.jsonl",
+        "report.html",
+        "manifest.json",
+        "rank-0.log",
+    ):
         assert [path for path in texts if path.name == name], name
     for secret in (PASSWORD, "guess1ed"):
         assert secret not in said
@@ -248,11 +289,15 @@ def test_what_cannot_be_uploaded_to_is_refused_at_once(words: str, said: str) ->
         Run.parse("", "run", (words,))
 
 
-def test_without_fsspec_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_fsspec_it_is_said_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from importlib import util
 
     find = util.find_spec
-    monkeypatch.setattr(util, "find_spec", lambda name: None if name == "fsspec" else find(name))
+    monkeypatch.setattr(
+        util, "find_spec", lambda name: None if name == "fsspec" else find(name)
+    )
     with pytest.raises(RunError, match=r"pip install 'phalanx\[remote\]'"):
         Run.parse("", "run", ("checkpoint.remote=s3://bucket/run",))
 
@@ -291,14 +336,18 @@ def blocked_at(*marks: str) -> tuple[threading.Event, threading.Event]:
     return stands, goes_on
 
 
-def test_work_without_progress_stands_and_slow_work_does_not(clock: type[Clock]) -> None:
+def test_work_without_progress_stands_and_slow_work_does_not(
+    clock: type[Clock],
+) -> None:
     task = Task(lambda task: "")
     for _ in range(5):
         clock.now += 299
         assert not task.stands(300.0)
         task.moved()
     clock.now += 300
-    assert task.stands(300.0).startswith("no progress for 300 s (checkpoint.remote_timeout = 300)")
+    assert task.stands(300.0).startswith(
+        "no progress for 300 s (checkpoint.remote_timeout = 300)"
+    )
     assert not task.stands(0.0)
     task.abandoned = True
     with pytest.raises(Abandoned):
@@ -380,7 +429,11 @@ def test_the_end_of_a_run_waits_for_a_standing_upload_no_longer_than_was_asked(
 ) -> None:
     out, there = tmp_path / "run", tmp_path / "there"
     _, goes_on = blocked_at("step-00000003/")
-    words = (f"checkpoint.remote=faulty://{there}", "checkpoint.remote_timeout=0.2", "steps=3")
+    words = (
+        f"checkpoint.remote=faulty://{there}",
+        "checkpoint.remote_timeout=0.2",
+        "steps=3",
+    )
     outcomes = trained(small(out, *words, "validation.batches=0"), layout)
     goes_on.set()
     assert len(set(outcomes)) == 1
@@ -403,7 +456,11 @@ def test_a_stop_ends_the_wait_for_an_upload(tmp_path: Path) -> None:
 
     stopper = threading.Thread(target=stop)
     stopper.start()
-    words = (f"checkpoint.remote=faulty://{there}", "checkpoint.remote_timeout=0", "steps=3")
+    words = (
+        f"checkpoint.remote=faulty://{there}",
+        "checkpoint.remote_timeout=0",
+        "steps=3",
+    )
     outcomes = trained(small(out, *words, "validation.batches=0"), "dp2")
     stopper.join()
     goes_on.set()
@@ -434,11 +491,16 @@ def test_ranks_meet_while_rank_0_waits_for_the_network(
 
 def _answers(world: World, enough: threading.Event) -> Answer:
     group = world.split("all", [range(world.size)])
-    work: Callable[[Task], str] = lambda task: "it came" if enough.wait(60.0) else "it did not"  # noqa: E731
+
+    def work(task: Task) -> str:
+        return "it came" if enough.wait(60.0) else "it did not"
+
     return on_first_rank(group, work, 60.0, str)
 
 
-def test_a_checkpoint_that_is_being_uploaded_is_not_removed_from_the_disk(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_being_uploaded_is_not_removed_from_the_disk(
+    tmp_path: Path,
+) -> None:
     """Three later ones are saved meanwhile, of which two are kept."""
     out, there = tmp_path / "run", tmp_path / "there"
     stands, goes_on = blocked_at("step-00000001/rank")

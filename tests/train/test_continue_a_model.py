@@ -24,7 +24,9 @@ SMALL = {
 
 
 @pytest.mark.slow
-def test_every_command_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_of_the_page_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     saved(theirs("llama"), tmp_path / "Llama-3.1-8B")
     words = {f"w{n}": n for n in range(59)} | {"</s>": 59, "<unk>": 60}

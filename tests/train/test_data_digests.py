@@ -22,7 +22,13 @@ from phalanx.train import agreement
 from phalanx.train.agreement import agreed_data
 from phalanx.train.checkpoint import steps
 from phalanx.train.data import digests
-from phalanx.train.data.digests import blocks_of, chance_missed, differences, digest_of, kept_digest
+from phalanx.train.data.digests import (
+    blocks_of,
+    chance_missed,
+    differences,
+    digest_of,
+    kept_digest,
+)
 from phalanx.train.data.prepare import prepare
 from phalanx.train.data.token_files import DataError, describe, open_corpus
 from phalanx.train.data.vocabulary import Bytes
@@ -117,7 +123,9 @@ def noticed(source: Path, before: str) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_change_of_any_file_of_any_kind_of_source_is_noticed(kind: str, tmp_path: Path) -> None:
+def test_a_change_of_any_file_of_any_kind_of_source_is_noticed(
+    kind: str, tmp_path: Path
+) -> None:
     source = KINDS[kind](tmp_path / "here")
     corpus = open_corpus(source)
     before = corpus.fingerprint
@@ -156,13 +164,17 @@ def test_the_same_content_elsewhere_or_at_another_time_is_no_change(
         assert open_corpus(moved.with_name("b.uint32")).fingerprint != before
 
 
-def test_bytes_that_are_read_as_another_type_or_held_out_otherwise_are_told(tmp_path: Path) -> None:
+def test_bytes_that_are_read_as_another_type_or_held_out_otherwise_are_told(
+    tmp_path: Path,
+) -> None:
     path = tokens(tmp_path / "a.bin", count=1 << 19)
     before = describe([open_corpus(path, share=0.2)])
     (told,) = differences(before, describe([open_corpus(path, share=0.5)]))
     assert re.search(r"[\d,]+ tokens of .*a.bin are held out, and [\d,]+ were", told)
     path.rename(tmp_path / "a.uint32")
-    (told,) = differences(before, describe([open_corpus(tmp_path / "a.uint32", share=0.2)]))
+    (told,) = differences(
+        before, describe([open_corpus(tmp_path / "a.uint32", share=0.2)])
+    )
     assert "a.uint32 is read as uint32, and was as uint16" in told
 
 
@@ -175,16 +187,22 @@ def test_files_that_change_places_are_noticed(tmp_path: Path) -> None:
     assert open_corpus(folder).fingerprint != before
 
 
-def test_another_vocabulary_type_or_share_of_the_same_bytes_is_noticed(tmp_path: Path) -> None:
+def test_another_vocabulary_type_or_share_of_the_same_bytes_is_noticed(
+    tmp_path: Path,
+) -> None:
     folder = prepared(tmp_path / "a")
     before = open_corpus(folder).fingerprint
     index = (folder / "index.json").read_text()
-    (folder / "index.json").write_text(json.dumps(json.loads(index)))  # written otherwise
+    # written otherwise
+    (folder / "index.json").write_text(json.dumps(json.loads(index)))
     assert open_corpus(folder).fingerprint == before
     (folder / "index.json").write_text(index.replace('"vocab": 256', '"vocab": 255'))
     assert open_corpus(folder).fingerprint != before
     raw = tokens(tmp_path / "raw.bin", count=1 << 19)
-    assert open_corpus(raw, share=0.2).fingerprint != open_corpus(raw, share=0.5).fingerprint
+    assert (
+        open_corpus(raw, share=0.2).fingerprint
+        != open_corpus(raw, share=0.5).fingerprint
+    )
 
 
 # ---- on resume
@@ -231,7 +249,8 @@ RESUMED: list[tuple[str, str, Callable[[], object], list[str]]] = [
     (ONE, "python", lambda: None, ["python is read in place of one.bin"]),
     (ONE, f"{ONE}, {TWO}", lambda: None, ["there are 2 sources, and there were 1: one.bin"]),
     (f"{ONE}, {TWO}", f"{ONE}, {TWO}", _exchange, ["in another order", "was two.bin, one.bin"]),
-    (f"{ONE}, {TWO}", f"{TWO}, {ONE}", _exchange, []),  # the same contents in the same order
+    # the same contents in the same order
+    (f"{ONE}, {TWO}", f"{TWO}, {ONE}", _exchange, []),
     (f"{ONE}:1, {TWO}:2", f"{ONE}:2, {TWO}:4", lambda: None, []),
     (f"{ONE}:1, {TWO}:2", f"{ONE}:1, {TWO}:3", lambda: None, ["weights of the sources are 1, 3", "1, 2"]),
 ]  # fmt: skip
@@ -239,7 +258,11 @@ RESUMED: list[tuple[str, str, Callable[[], object], list[str]]] = [
 
 @pytest.mark.parametrize("before, after, change, expected", RESUMED)
 def test_a_resumed_run_says_which_data_changed_and_how(
-    before: str, after: str, change: Callable[[], object], expected: list[str], here: Path
+    before: str,
+    after: str,
+    change: Callable[[], object],
+    expected: list[str],
+    here: Path,
 ) -> None:
     out = _begun(here, before)
     change()
@@ -247,7 +270,10 @@ def test_a_resumed_run_says_which_data_changed_and_how(
     told = _data_of(out)
     assert len(told) == bool(expected)
     for text in told:
-        assert f"the data is not what {steps(out / 'checkpoints')[1]} was trained on" in text
+        assert (
+            f"the data is not what {steps(out / 'checkpoints')[1]} was trained on"
+            in text
+        )
         assert "The run continues after 6 sequences of it" in text
         assert all(words in text for words in expected), text
     # Once: the checkpoint after it is of the new data.
@@ -290,7 +316,9 @@ def test_a_checkpoint_of_an_earlier_version_is_no_false_alarm(here: Path) -> Non
     assert "its beginning or its size differs" in _data_of(out)[1]
 
 
-def test_of_the_built_in_text_an_earlier_version_recorded_everything(tmp_path: Path) -> None:
+def test_of_the_built_in_text_an_earlier_version_recorded_everything(
+    tmp_path: Path,
+) -> None:
     out = _begun(tmp_path, "python")
     _of_an_earlier_version(out, open_corpus("python").mark)
     trained(small(out, "steps=2"), "")
@@ -307,7 +335,9 @@ def test_of_the_built_in_text_an_earlier_version_recorded_everything(tmp_path: P
 @pytest.mark.parametrize(
     "wrong", [7, [], {"sources": 1}, {"sources": [{"name": []}]}, {"x": "\x1b"}]
 )
-def test_a_record_that_is_none_is_a_notice_and_not_the_end(wrong: object, here: Path) -> None:
+def test_a_record_that_is_none_is_a_notice_and_not_the_end(
+    wrong: object, here: Path
+) -> None:
     out = _begun(here, ONE)
     _rewritten(out, lambda body: body["config"].update(data=wrong))
     trained(small(out, "steps=2", f"data={ONE}"), "")
@@ -315,7 +345,9 @@ def test_a_record_that_is_none_is_a_notice_and_not_the_end(wrong: object, here: 
     assert "the data cannot be compared" in told
 
 
-def test_a_digest_that_was_made_in_another_way_is_made_once_more_in_that_way(here: Path) -> None:
+def test_a_digest_that_was_made_in_another_way_is_made_once_more_in_that_way(
+    here: Path,
+) -> None:
     """As when there is more data now, so that less of each file is read."""
     path = here / ONE
     (now,) = describe([open_corpus(path)])
@@ -328,11 +360,16 @@ def test_a_digest_that_was_made_in_another_way_is_made_once_more_in_that_way(her
     for blocks, checksum in ((3, "xxh3_128"), (0, "sha256"), (5, "sha256")):
         old = digest_of(path, blocks, checksum)
         (file,) = now.files
-        then = digests.replace(now, files=(digests.replace(file, blocks=blocks, digest=old),))
+        then = digests.replace(
+            now, files=(digests.replace(file, blocks=blocks, digest=old),)
+        )
         assert differences([then], [now], again) == []
         assert asked.pop() == (path, blocks, checksum)
         _flipped(0.0)(path)
-        assert "has other content" in differences([then], describe([open_corpus(path)]), again)[0]
+        assert (
+            "has other content"
+            in differences([then], describe([open_corpus(path)]), again)[0]
+        )
         _flipped(0.0)(path)
         asked.clear()
     assert differences([now], [now], again) == []
@@ -373,7 +410,9 @@ def test_one_rank_of_a_host_reads_the_data_and_hosts_are_compared(
     _flipped(0.5)(Path("copy.bin"))
     with pytest.raises(RankFailed) as differ:
         launch(_agreed, 2, [ONE, "copy.bin"], ["a", "b"], backend="shm", timeout=30.0)
-    assert {each.error.split(":")[0] for each in differ.value.reports} == {RanksDiffer.__name__}
+    assert {each.error.split(":")[0] for each in differ.value.reports} == {
+        RanksDiffer.__name__
+    }
     assert "data: rank 1 has 10,000 bytes xxh3_128:" in str(differ.value)
 
 
@@ -386,7 +425,9 @@ def _unread(world: World, paths: list[str]) -> None:
     agreed_data(group, corpora)
 
 
-def test_a_host_that_cannot_read_the_data_ends_all_ranks_with_its_words(here: Path) -> None:
+def test_a_host_that_cannot_read_the_data_ends_all_ranks_with_its_words(
+    here: Path,
+) -> None:
     with pytest.raises(RankFailed) as failed:
         launch(_unread, 2, [ONE, TWO], backend="threads", timeout=30.0)
     errors = {report.rank: report.error for report in failed.value.reports}
@@ -462,7 +503,9 @@ def test_a_large_file_is_known_by_the_blocks_that_are_read(tmp_path: Path) -> No
 
 @pytest.mark.usefixtures("scaled")
 @pytest.mark.parametrize("share", [0.005, 0.02, 0.05])
-def test_changes_all_over_a_file_are_missed_no_more_often_than_stated(share: float) -> None:
+def test_changes_all_over_a_file_are_missed_no_more_often_than_stated(
+    share: float,
+) -> None:
     size = 64 * 32 * 40
     read, draw = _read(size, 64), np.random.default_rng(7)
     blocks = size // 32
@@ -560,7 +603,8 @@ def test_a_start_goes_well_without_a_folder_for_digests(
     open_corpus(ONE).fingerprint  # noqa: B018
     assert not (here / "other").exists()
     monkeypatch.setattr(digests, "KEPT", 0)
-    monkeypatch.setenv("XDG_CACHE_HOME", "~/.cache")  # as of a user without a home folder
+    # as of a user without a home folder
+    monkeypatch.setenv("XDG_CACHE_HOME", "~/.cache")
     assert open_corpus(ONE).fingerprint
     assert not (here / "~").exists()
 
@@ -600,7 +644,9 @@ def test_old_digests_make_room(
 # ---- text that is prepared
 
 
-def test_prepared_text_is_known_by_its_contents_and_not_by_its_times(tmp_path: Path) -> None:
+def test_prepared_text_is_known_by_its_contents_and_not_by_its_times(
+    tmp_path: Path,
+) -> None:
     folder = prepared(tmp_path / "here" / "a")
     source = folder.parent / "texts"
     for path in source.iterdir():

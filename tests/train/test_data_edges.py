@@ -28,14 +28,20 @@ from phalanx.train.data.token_files import (
 from phalanx.train.data.vocabulary import Bytes, open_vocabulary
 
 
-def test_a_token_as_large_as_the_vocabulary_or_below_0_is_refused(tmp_path: Path) -> None:
+def test_a_token_as_large_as_the_vocabulary_or_below_0_is_refused(
+    tmp_path: Path,
+) -> None:
     corpora = corpus_of([11])  # of the tokens 0 to 10
     Batches(corpora, 11, 1, vocab=11).batch(0)
-    with pytest.raises(DataError, match=r"holds the token 10; the vocabulary is 0 to 9"):
+    with pytest.raises(
+        DataError, match=r"holds the token 10; the vocabulary is 0 to 9"
+    ):
         Batches(corpora, 11, 1, vocab=10).batch(0)
     megatron(tmp_path / "m", [[3, -1, 4], [5, 6]])
     corpus = open_corpus(tmp_path / "m.bin", share=0.0)
-    with pytest.raises(DataError, match=r"holds the token -1; the vocabulary is 0 to 9"):
+    with pytest.raises(
+        DataError, match=r"holds the token -1; the vocabulary is 0 to 9"
+    ):
         Batches((corpus,), 8, 1, vocab=10).batch(0)
 
 
@@ -52,19 +58,25 @@ def test_bits_per_byte_are_those_of_the_held_out_parts() -> None:
     # 4 tokens of 2 bytes and 12 of 6: 80 bytes for 16 tokens.
     bits = Batches(corpora, 2, 1).bits_per_byte(math.log(2))
     assert bits == pytest.approx(16 / 80)
-    assert Batches((replace(one, bytes_per_token=None),), 2, 1).bits_per_byte(1.0) is None
+    assert (
+        Batches((replace(one, bytes_per_token=None),), 2, 1).bits_per_byte(1.0) is None
+    )
 
 
 def test_the_bytes_of_a_token_are_those_of_the_held_out_part(tmp_path: Path) -> None:
     folder = prepared(tmp_path / "here" / "a")
     index = json.loads((folder / "index.json").read_text())
-    index["splits"]["validation"]["text_bytes"] = 3 * index["splits"]["validation"]["tokens"]
+    index["splits"]["validation"]["text_bytes"] = (
+        3 * index["splits"]["validation"]["tokens"]
+    )
     (folder / "index.json").write_text(json.dumps(index))
     assert open_corpus(folder).bytes_per_token == 3.0
 
 
 @pytest.mark.parametrize("answer", range(12))
-def test_a_long_chat_is_kept_if_a_target_within_the_sequence_is_an_answer(answer: int) -> None:
+def test_a_long_chat_is_kept_if_a_target_within_the_sequence_is_an_answer(
+    answer: int,
+) -> None:
     """Of a document of 12 tokens in sequences of 6, tokens 1 to 6 are targets."""
     plain = corpus_of([12, 4])[0]
     answers = np.zeros(16, np.uint8)
@@ -81,10 +93,14 @@ def test_a_long_chat_is_kept_if_a_target_within_the_sequence_is_an_answer(answer
         assert ("1 more have no answer" in notice) != kept
 
 
-def test_rows_keep_their_numbers_where_some_before_them_are_empty(tmp_path: Path) -> None:
+def test_rows_keep_their_numbers_where_some_before_them_are_empty(
+    tmp_path: Path,
+) -> None:
     """The number is part of the name by which a document is held out."""
     pyarrow, parquet = map(pytest.importorskip, ("pyarrow", "pyarrow.parquet"))
-    texts = [None if n % 3 == 1 else "" if n % 7 == 2 else f"row {n}" for n in range(60)]
+    texts = [
+        None if n % 3 == 1 else "" if n % 7 == 2 else f"row {n}" for n in range(60)
+    ]
     parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
     prepare(tmp_path / "a.parquet", tmp_path / "out", Bytes(), share=0.3)
     there = [n for n, text in enumerate(texts) if text]
@@ -95,7 +111,9 @@ def test_rows_keep_their_numbers_where_some_before_them_are_empty(tmp_path: Path
     assert [bytes(stream.read(a, b)[0].tolist()).decode() for a, b in edges] == expected
 
 
-def test_files_are_read_by_name_folder_by_folder_and_hidden_ones_are_not(tmp_path: Path) -> None:
+def test_files_are_read_by_name_folder_by_folder_and_hidden_ones_are_not(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "texts"
     for name, size in (("a/z.txt", 3), ("a-b.txt", 1), ("b/a/x.txt", 2), ("c.txt", 0)):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -107,7 +125,12 @@ def test_files_are_read_by_name_folder_by_folder_and_hidden_ones_are_not(tmp_pat
     stream = open_corpus(tmp_path / "out").train
     edges = zip(stream.starts, stream.starts[1:], strict=False)
     texts = [bytes(stream.read(a, b)[0].tolist()).decode() for a, b in edges]
-    assert [text.split()[0] for text in texts] == ["a/z.txt", "a-b.txt", "b/a/x.txt", "c.txt"]
+    assert [text.split()[0] for text in texts] == [
+        "a/z.txt",
+        "a-b.txt",
+        "b/a/x.txt",
+        "c.txt",
+    ]
 
 
 @pytest.mark.parametrize("end", ["\n", ""])
@@ -136,10 +159,14 @@ def test_an_element_of_a_list_without_end_is_named_and_not_read_whole(
     (tmp_path / "a.json").write_text(endless)
     prepare(tmp_path / "a.json", tmp_path / "out", Bytes(), share=0.0)
     (named,) = (tmp_path / "out" / "skipped.txt").read_text().splitlines()
-    assert named.startswith(f"{tmp_path}/a.json, element 1: has no end within 64 characters")
+    assert named.startswith(
+        f"{tmp_path}/a.json, element 1: has no end within 64 characters"
+    )
 
 
-def test_offsets_of_documents_that_are_cut_under_a_run_are_named(tmp_path: Path) -> None:
+def test_offsets_of_documents_that_are_cut_under_a_run_are_named(
+    tmp_path: Path,
+) -> None:
     folder = prepared(tmp_path / "here" / "a")
     stream = open_corpus(folder).train
     stream.read(0, 5)
@@ -169,14 +196,17 @@ def _words(folder: Path, last: int = 6) -> Any:
     """A tokenizer of four words, the last of this id, and two that were added."""
     tokenizers = pytest.importorskip("tokenizers")
     folder.mkdir()
-    model = tokenizers.models.WordLevel({"a": 0, "b": 1, "c": last, "?": 2}, unk_token="?")
+    model = tokenizers.models.WordLevel(
+        {"a": 0, "b": 1, "c": last, "?": 2}, unk_token="?"
+    )
     words = tokenizers.Tokenizer(model)
     words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     words.add_special_tokens(["<end>", "<turn>"])
     return words
 
 
-@pytest.mark.parametrize("last", [3, 6])  # without a gap the added ones have the highest ids
+# without a gap the added ones have the highest ids
+@pytest.mark.parametrize("last", [3, 6])
 def test_the_vocabulary_reaches_to_the_highest_id_also_of_added_tokens(
     last: int, tmp_path: Path
 ) -> None:
@@ -189,7 +219,9 @@ def test_the_vocabulary_reaches_to_the_highest_id_also_of_added_tokens(
     assert vocabulary.end == words.token_to_id("<turn>")
 
 
-def test_padding_and_truncation_of_a_tokenizer_do_not_change_documents(tmp_path: Path) -> None:
+def test_padding_and_truncation_of_a_tokenizer_do_not_change_documents(
+    tmp_path: Path,
+) -> None:
     words = _words(tmp_path / "words")
     words.enable_padding(length=9, pad_id=2)
     words.enable_truncation(2)

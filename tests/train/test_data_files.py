@@ -17,10 +17,18 @@ import pytest
 from phalanx.cli.data import run
 from phalanx.cli.usage import UsageError
 from phalanx.train.data.prepare import prepare
-from phalanx.train.data.token_files import Corpus, DataError, Stream, open_corpus, verify_prepared
+from phalanx.train.data.token_files import (
+    Corpus,
+    DataError,
+    Stream,
+    open_corpus,
+    verify_prepared,
+)
 from phalanx.train.data.vocabulary import Bytes, open_vocabulary
 
-TEXTS = {f"{n:02}.txt": f"This is document {n}. " * (n + 1) + "ünïcode\n" for n in range(60)}
+TEXTS = {
+    f"{n:02}.txt": f"This is document {n}. " * (n + 1) + "ünïcode\n" for n in range(60)
+}
 
 
 @pytest.fixture
@@ -50,7 +58,9 @@ def made(source: Path, out: Path, share: float = 0.2) -> Corpus:
     return open_corpus(out)
 
 
-def test_a_folder_of_texts_comes_back_document_by_document(books: Path, tmp_path: Path) -> None:
+def test_a_folder_of_texts_comes_back_document_by_document(
+    books: Path, tmp_path: Path
+) -> None:
     corpus = made(books, tmp_path / "out")
     assert both(corpus) == sorted(text.encode() for text in TEXTS.values())
     assert 3 <= len(corpus.validation.starts) - 1 <= 25
@@ -67,7 +77,9 @@ def test_what_is_held_out_is_decided_by_the_name_and_not_by_the_place(
     assert one.fingerprint == other.fingerprint
 
 
-def test_json_lines_and_parquet_hold_a_document_each_line_and_row(tmp_path: Path) -> None:
+def test_json_lines_and_parquet_hold_a_document_each_line_and_row(
+    tmp_path: Path,
+) -> None:
     said = list(TEXTS.values())
     lines = tmp_path / "a.jsonl"
     lines.write_text("".join(json.dumps({"body": text}) + "\n\n" for text in said))
@@ -80,7 +92,9 @@ def test_json_lines_and_parquet_hold_a_document_each_line_and_row(tmp_path: Path
     assert both(open_corpus(tmp_path / "rows")) == sorted(t.encode() for t in said)
 
 
-def test_one_long_text_is_cut_at_line_ends_so_that_some_is_held_out(tmp_path: Path) -> None:
+def test_one_long_text_is_cut_at_line_ends_so_that_some_is_held_out(
+    tmp_path: Path,
+) -> None:
     text = "".join(f"line {n} of a long text\n" for n in range(20_000))
     (tmp_path / "long.txt").write_text(text)
     corpus = made(tmp_path / "long.txt", tmp_path / "out", 0.05)
@@ -99,7 +113,9 @@ def test_a_preparation_goes_on_where_it_was_stopped(
 ) -> None:
     module = importlib.import_module("phalanx.train.data.prepare")
     monkeypatch.setattr(module, "BETWEEN", 1500)
-    monkeypatch.setattr(importlib.import_module("phalanx.train.data.sources"), "BLOCK", 400)
+    monkeypatch.setattr(
+        importlib.import_module("phalanx.train.data.sources"), "BLOCK", 400
+    )
     big = books / "many.jsonl"
     big.write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS.values()))
     undisturbed = made(books, tmp_path / "whole")
@@ -127,7 +143,9 @@ def test_a_preparation_goes_on_where_it_was_stopped(
             return super().encode(raw, lengths)
 
     prepare(books, out, Counting(), share=0.2)
-    assert (out / "index.json").read_text() == (tmp_path / "whole" / "index.json").read_text()
+    assert (out / "index.json").read_text() == (
+        tmp_path / "whole" / "index.json"
+    ).read_text()
     assert both(open_corpus(out)) == both(undisturbed)
     assert (sum(encoded) < 120) == (after > 2), "what was done is done again"
     again = len(encoded)
@@ -182,14 +200,20 @@ def test_nanogpt_and_llm_c_files_are_read_as_they_are(tmp_path: Path) -> None:
     for magic, version, dtype in ((20240520, 1, "<u2"), (20240801, 7, "<u4")):
         head = np.zeros(256, "<i4")
         head[:3] = magic, version, 300_000
-        (tmp_path / "c.bin").write_bytes(head.tobytes() + tokens.astype(dtype).tobytes())
+        (tmp_path / "c.bin").write_bytes(
+            head.tobytes() + tokens.astype(dtype).tobytes()
+        )
         found = open_corpus(tmp_path / "c.bin", share=0.0)
         assert found.train.read(0, 300_000)[0].tolist() == tokens.tolist()
 
 
-def megatron(path: Path, documents: list[list[int]], code: int = 4, dtype: str = "<i4") -> None:
+def megatron(
+    path: Path, documents: list[list[int]], code: int = 4, dtype: str = "<i4"
+) -> None:
     """As Megatron-LM's IndexedDatasetBuilder writes: a sequence is a document."""
-    np.concatenate([np.array(d, dtype) for d in documents]).tofile(path.with_suffix(".bin"))
+    np.concatenate([np.array(d, dtype) for d in documents]).tofile(
+        path.with_suffix(".bin")
+    )
     lengths = np.array([len(d) for d in documents], "<i4")
     pointers = (np.cumsum(lengths) - lengths).astype("<i8") * np.dtype(dtype).itemsize
     path.with_suffix(".idx").write_bytes(
@@ -241,9 +265,18 @@ def _offsets(out: Path) -> None:
 
 LIES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no JSON": (lambda out: (out / "index.json").write_text("{"), "is not JSON"),
-    "a list": (lambda out: (out / "index.json").write_text("[]"), "is not a JSON object"),
-    "deep": (lambda out: (out / "index.json").write_text("[" * 200_000), "more than 32 deep"),
-    "huge index": (lambda out: (out / "index.json").write_text(" " * (2 << 20)), "at most"),
+    "a list": (
+        lambda out: (out / "index.json").write_text("[]"),
+        "is not a JSON object",
+    ),
+    "deep": (
+        lambda out: (out / "index.json").write_text("[" * 200_000),
+        "more than 32 deep",
+    ),
+    "huge index": (
+        lambda out: (out / "index.json").write_text(" " * (2 << 20)),
+        "at most",
+    ),
     "no text": (lambda out: (out / "index.json").write_bytes(b"\x80\x04."), "not text"),
     "other format": (lambda out: _index(out, format="pickle"), "this reads"),
     "newer": (lambda out: _index(out, version=2), "of version 1"),
@@ -262,7 +295,9 @@ LIES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_prepared_folder_that_lies_is_refused(books: Path, tmp_path: Path, lie: str) -> None:
+def test_a_prepared_folder_that_lies_is_refused(
+    books: Path, tmp_path: Path, lie: str
+) -> None:
     out = tmp_path / "out"
     made(books, out)
     change, words = LIES[lie]
@@ -321,7 +356,9 @@ def test_the_command_prepares_and_shows(
     books: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = str(tmp_path / "out")
-    assert run(["prepare", str(books), "--out", out, "--held-out", "0.2", "--json"]) == 0
+    assert (
+        run(["prepare", str(books), "--out", out, "--held-out", "0.2", "--json"]) == 0
+    )
     said = json.loads(capsys.readouterr().out)
     assert said["train"]["documents"] + said["validation"]["documents"] == 60
     assert run(["show", "python"]) == 0

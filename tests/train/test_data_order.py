@@ -17,7 +17,13 @@ from loop_worlds import losses, small, trained, weights
 
 from phalanx.parallel import share
 from phalanx.train.checkpoint_format import read_manifest
-from phalanx.train.data.batches import Batches, Permutation, Sequences, best_fit, shared_out
+from phalanx.train.data.batches import (
+    Batches,
+    Permutation,
+    Sequences,
+    best_fit,
+    shared_out,
+)
 from phalanx.train.data.token_files import Corpus, DataError, Stream, open_library
 
 
@@ -64,13 +70,18 @@ def test_neighbours_do_not_stay_together_and_every_place_is_about_as_likely() ->
 
 @pytest.mark.parametrize("batch", [1, 3, 8])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_an_epoch_shows_every_sequence_once_for_any_number_of_ranks(batch: int, ranks: int) -> None:
+def test_an_epoch_shows_every_sequence_once_for_any_number_of_ranks(
+    batch: int, ranks: int
+) -> None:
     batches = Batches(corpus_of([100, 53]), 8, batch, masks=False)
     assert batches.sequences == 19
     seen = []
     for step in range(19):  # as many epochs as the batch has sequences
         whole = batches.batch(step)["tokens"]
-        own = [batches.batch(step, share(batch, ranks, rank))["tokens"] for rank in range(ranks)]
+        own = [
+            batches.batch(step, share(batch, ranks, rank))["tokens"]
+            for rank in range(ranks)
+        ]
         assert torch.equal(torch.cat(own), whole)
         seen += whole[:, 0].tolist()
     for epoch in range(batch):
@@ -82,7 +93,9 @@ def test_a_run_goes_on_behind_what_was_taken_in_another_batch_size() -> None:
     other = Batches(corpus_of([400]), 4, 10, seed=3).resumed(5, one.cursor(5))
     assert other.cursor(5) == 30
     stream = torch.cat([one.batch(step)["tokens"] for step in range(5, 10)])
-    assert torch.equal(torch.cat([other.batch(step)["tokens"] for step in (5, 6, 7)]), stream)
+    assert torch.equal(
+        torch.cat([other.batch(step)["tokens"] for step in (5, 6, 7)]), stream
+    )
 
 
 def order_by_hand(size: int, seed: int, epoch: int) -> list[int]:
@@ -113,7 +126,9 @@ def firsts(batches: Batches, steps: range) -> list[int]:
     return [int(token) // batches.sequence for token in tokens]
 
 
-@pytest.mark.parametrize("tokens, batch", [(77, 3), (77, 19), (150, 7), (13, 5), (6, 4)])
+@pytest.mark.parametrize(
+    "tokens, batch", [(77, 3), (77, 19), (150, 7), (13, 5), (6, 4)]
+)
 @pytest.mark.parametrize("seed", [0, 9])
 def test_each_epoch_shows_its_sequences_in_its_own_order(
     tokens: int, batch: int, seed: int
@@ -141,7 +156,9 @@ def test_a_run_in_another_batch_size_shows_exactly_what_would_have_come_next(
     wanted = [n for epoch in range(8) for n in order_by_hand(25, 3, epoch)]
     other = Batches(corpus_of([100]), 4, after, seed=3, masks=False).resumed(at, taken)
     steps = range(at, at + 5)
-    assert [other.cursor(step) for step in steps] == [taken + n * after for n in range(5)]
+    assert [other.cursor(step) for step in steps] == [
+        taken + n * after for n in range(5)
+    ]
     assert firsts(other, steps) == wanted[taken : taken + 5 * after]
     # A part of the rows is the same part.
     some = other.batch(at + 1, slice(after // 2, after))["tokens"]
@@ -216,14 +233,21 @@ def test_the_held_out_part_is_read_whole_in_one_order() -> None:
     found = [batches.validation(n) for n in range(2)]
     targets = torch.cat([b["targets"].flatten() for b in found])
     assert targets[targets >= 0].tolist() == list(range(1, 14))
-    assert found[1]["documents" if "documents" in found[1] else "targets"].shape == (3, 4)
-    assert torch.equal(batches.validation(1, slice(1, 3))["tokens"], found[1]["tokens"][1:])
+    assert found[1]["documents" if "documents" in found[1] else "targets"].shape == (
+        3,
+        4,
+    )
+    assert torch.equal(
+        batches.validation(1, slice(1, 3))["tokens"], found[1]["tokens"][1:]
+    )
     with pytest.raises(DataError, match="no validation batch 2 of 2"):
         batches.validation(2)
 
 
 def test_bits_per_byte_do_not_depend_on_the_tokenizer() -> None:
-    assert Batches(corpus_of([9], [4]), 2, 1).bits_per_byte(2 * np.log(2)) == pytest.approx(1.0)
+    assert Batches(corpus_of([9], [4]), 2, 1).bits_per_byte(
+        2 * np.log(2)
+    ) == pytest.approx(1.0)
 
 
 def test_the_library_is_there_and_a_part_of_it_is_held_out() -> None:
@@ -232,12 +256,16 @@ def test_the_library_is_there_and_a_part_of_it_is_held_out() -> None:
     assert total > 1_000_000
     assert 0.01 < library.validation.size / total < 0.12
     batch = Batches((library,), 64, 4, vocab=256).batch(5)
-    text = bytes(batch["tokens"][0].tolist()) + bytes([max(0, int(batch["targets"][0, -1]))])
+    text = bytes(batch["tokens"][0].tolist()) + bytes(
+        [max(0, int(batch["targets"][0, -1]))]
+    )
     assert text[:-1] in bytes(library.train.tokens)
 
 
 def test_tokens_that_the_model_does_not_know_are_refused() -> None:
-    with pytest.raises(DataError, match=r"holds the token \d+; the vocabulary is 0 to 9"):
+    with pytest.raises(
+        DataError, match=r"holds the token \d+; the vocabulary is 0 to 9"
+    ):
         list(map(Batches(corpus_of([40]), 4, 2, vocab=10).batch, range(9)))
     with pytest.raises(DataError, match="a vocabulary of 256, the model knows 100"):
         Batches((open_library(),), 4, 2, vocab=100)
@@ -251,7 +279,9 @@ def test_tokens_that_the_model_does_not_know_are_refused() -> None:
 @pytest.mark.parametrize(
     "weights", [(7, 3), (1, 1), (5, 0, 2), (1, 10, 100, 1000), (3,), (2, 2, 2)]
 )
-def test_sequences_of_several_corpora_are_merged_by_their_times(weights: tuple[int, ...]) -> None:
+def test_sequences_of_several_corpora_are_merged_by_their_times(
+    weights: tuple[int, ...],
+) -> None:
     """Number j of a corpus stands at (2j + 1) / 2 of its weight: all of them, sorted."""
     times = sorted(
         (Fraction(2 * j + 1, 2 * weight), which, j)
@@ -270,17 +300,25 @@ def corpora_of(*sizes: int, weights: tuple[int, ...]) -> tuple[Corpus, ...]:
     """Of corpus c token n is 1000 c + n, and as many more are held out."""
     made = []
     for which, (size, weight) in enumerate(zip(sizes, weights, strict=True)):
-        first = Stream(np.arange(1000 * which, 1000 * which + size), np.array([0, size]))
-        second = Stream(np.arange(1000 * which, 1000 * which + size // 2), np.array([0, size // 2]))
+        first = Stream(
+            np.arange(1000 * which, 1000 * which + size), np.array([0, size])
+        )
+        second = Stream(
+            np.arange(1000 * which, 1000 * which + size // 2), np.array([0, size // 2])
+        )
         made.append(Corpus(f"c{which}", first, second, 0, str(which), 1.0, weight))
     return tuple(made)
 
 
 @pytest.mark.parametrize("weights", [(7, 3, 2), (0, 0, 0)])
-def test_a_mixed_run_shows_each_corpus_in_its_own_order_and_share(weights: tuple[int, ...]) -> None:
+def test_a_mixed_run_shows_each_corpus_in_its_own_order_and_share(
+    weights: tuple[int, ...],
+) -> None:
     corpora = corpora_of(41, 81, 161, weights=weights)  # 10, 20 and 40 sequences
     batches = Batches(corpora, 4, 6, seed=5)
-    tokens = torch.cat([batches.batch(step)["tokens"][:, 0] for step in range(35)]).tolist()
+    tokens = torch.cat(
+        [batches.batch(step)["tokens"][:, 0] for step in range(35)]
+    ).tolist()
     shares = weights if sum(weights) else (10, 20, 40)
     for which, (total, weight) in enumerate(zip((10, 20, 40), shares, strict=True)):
         seen = [(token % 1000) // 4 for token in tokens if token // 1000 == which]
@@ -299,30 +337,47 @@ def test_held_out_parts_of_several_corpora_are_read_whole_and_mixed() -> None:
     batches = Batches(corpora_of(41, 81, 161, weights=(1, 1, 1)), 4, 6)
     found = [batches.validation(n) for n in range(batches.validations)]
     targets = torch.cat([batch["targets"].flatten() for batch in found])
-    wanted = [1000 * c + n for c, size in enumerate((20, 40, 80)) for n in range(1, size)]
+    wanted = [
+        1000 * c + n for c, size in enumerate((20, 40, 80)) for n in range(1, size)
+    ]
     assert sorted(targets[targets >= 0].tolist()) == wanted
     assert {int(token) // 1000 for token in found[0]["tokens"][:, 0]} == {0, 1, 2}
     assert batches.bits_per_byte(math.log(2)) == pytest.approx(1.0)
 
 
-def test_a_mixed_run_goes_on_to_the_bit_and_is_alike_in_every_layout(tmp_path: Path) -> None:
+def test_a_mixed_run_goes_on_to_the_bit_and_is_alike_in_every_layout(
+    tmp_path: Path,
+) -> None:
     """Four steps at once, and two and two in another layout."""
     paths = []
     for name in ("a", "b"):
         path = tmp_path / f"{name}.bin"
-        np.random.default_rng(ord(name)).integers(0, 200, 4000).astype("<u2").tofile(path)
+        np.random.default_rng(ord(name)).integers(0, 200, 4000).astype("<u2").tofile(
+            path
+        )
         paths.append(str(path))
     data = f"data={paths[0]}:0.7, {paths[1]}:0.3"
     more = (data, "checkpoint.every=1", "precision=fp64")
     trained(small(tmp_path / "whole", "steps=4", *more), "dp2 fp64")
-    trained(small(tmp_path / "parts", "steps=2", *more, "optimizer.schedule=constant"), "dp2 fp64")
-    trained(small(tmp_path / "again", "steps=4", *more, "optimizer.schedule=constant"), "dp2 fp64")
-    trained(small(tmp_path / "parts", "steps=4", *more, "optimizer.schedule=constant"), "dp2 fp64")
+    trained(
+        small(tmp_path / "parts", "steps=2", *more, "optimizer.schedule=constant"),
+        "dp2 fp64",
+    )
+    trained(
+        small(tmp_path / "again", "steps=4", *more, "optimizer.schedule=constant"),
+        "dp2 fp64",
+    )
+    trained(
+        small(tmp_path / "parts", "steps=4", *more, "optimizer.schedule=constant"),
+        "dp2 fp64",
+    )
     assert weights(tmp_path / "parts", 4) == weights(tmp_path / "again", 4)
     seen = losses(tmp_path / "whole")
     trained(small(tmp_path / "other", "steps=4", *more), "pp2 cp2 fp64")
     for step, loss in losses(tmp_path / "other").items():
-        assert float.fromhex(loss) == pytest.approx(float.fromhex(seen[step]), rel=1e-11)
+        assert float.fromhex(loss) == pytest.approx(
+            float.fromhex(seen[step]), rel=1e-11
+        )
 
 
 # ---- packing
@@ -336,7 +391,8 @@ def test_best_fit_puts_the_longest_first_into_the_fullest_row_with_room() -> Non
 @pytest.mark.parametrize("room", [5, 8, 13])
 def test_best_fit_needs_as_many_rows_as_a_search_through_all_of_them(room: int) -> None:
     lengths = np.random.default_rng(room).integers(1, room + 1, 300).tolist()
-    left: list[int] = []  # in each row; rows with as much left are as good as each other
+    # in each row; rows with as much left are as good as each other
+    left: list[int] = []
     for length in sorted(lengths, reverse=True):
         space = min((x for x in left if x >= length), default=room)
         if space in left and space >= length:

@@ -20,7 +20,9 @@ from phalanx.train.data.prepare import Prepared, prepare
 from phalanx.train.data.token_files import Corpus, DataError, Stream, open_corpus
 from phalanx.train.data.vocabulary import Bytes, open_vocabulary
 
-TEXTS = [f"Document {n}: " + 'ünï😀 "quoted"\t\\ \n' * (n % 5) + "end" for n in range(70)]
+TEXTS = [
+    f"Document {n}: " + 'ünï😀 "quoted"\t\\ \n' * (n % 5) + "end" for n in range(70)
+]
 LINES = "".join(json.dumps({"text": text, "n": 1}) + "\n" for text in TEXTS).encode()
 
 
@@ -57,15 +59,23 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "a.jsonl.zst": lambda path: path.write_bytes(
         zstandard.compress(LINES[:900]) + zstandard.compress(LINES[900:])
     ),
-    "a.json": lambda path: path.write_text(json.dumps([{"text": t} for t in TEXTS], indent=2)),
+    "a.json": lambda path: path.write_text(
+        json.dumps([{"text": t} for t in TEXTS], indent=2)
+    ),
     "a.json.gz": lambda path: path.write_bytes(
         gzip.compress(json.dumps([{"text": t} for t in TEXTS]).encode())
     ),
     "lines.json": lambda path: path.write_bytes(LINES),
     "a.parquet": lambda path: _parquet(path, n=[1] * 70, text=TEXTS),
-    "large.parquet": lambda path: _parquet(path, text=pyarrow.array(TEXTS, "large_string")),
-    "words.parquet": lambda path: _parquet(path, text=pyarrow.array(TEXTS).dictionary_encode()),
-    "saved": lambda path: dataset(n=[1] * 70, text=TEXTS).save_to_disk(path, num_shards=3),
+    "large.parquet": lambda path: _parquet(
+        path, text=pyarrow.array(TEXTS, "large_string")
+    ),
+    "words.parquet": lambda path: _parquet(
+        path, text=pyarrow.array(TEXTS).dictionary_encode()
+    ),
+    "saved": lambda path: dataset(n=[1] * 70, text=TEXTS).save_to_disk(
+        path, num_shards=3
+    ),
 }
 
 
@@ -73,7 +83,9 @@ WRITERS: dict[str, Callable[[Path], object]] = {
 def test_every_kind_of_file_gives_its_documents(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importlib.import_module("phalanx.train.data.sources"), "BLOCK", 700)
+    monkeypatch.setattr(
+        importlib.import_module("phalanx.train.data.sources"), "BLOCK", 700
+    )
     WRITERS[name](tmp_path / name)
     corpus, done = made(tmp_path / name)
     assert both(corpus) == sorted(TEXTS)
@@ -100,7 +112,10 @@ def test_datasets_with_splits_train_on_train_hold_out_validation_and_leave_test_
 ) -> None:
     import datasets
 
-    parts = {name: [f"{name} {n}" for n in range(9)] for name in ("train", "validation", "test")}
+    parts = {
+        name: [f"{name} {n}" for n in range(9)]
+        for name in ("train", "validation", "test")
+    }
     split = {name: dataset(text=x) for name, x in parts.items()}
     datasets.DatasetDict(split).save_to_disk(tmp_path / "dict")
     corpus, _ = made(tmp_path / "dict")
@@ -128,7 +143,10 @@ def _not_utf8(path: Path) -> None:
     values = pyarrow.py_buffer(b"a\xffb")
     column = pyarrow.Array.from_buffers(pyarrow.string(), 3, [None, offsets, values])
     batch = pyarrow.record_batch([column], ["text"])
-    with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_stream(sink, batch.schema) as to:
+    with (
+        pyarrow.OSFile(str(path), "wb") as sink,
+        pyarrow.ipc.new_stream(sink, batch.schema) as to,
+    ):
         to.write_batch(batch)
 
 
@@ -174,7 +192,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_bad_files_and_rows_are_left_out_and_named_and_nothing_else_is(folder: Path) -> None:
+def test_bad_files_and_rows_are_left_out_and_named_and_nothing_else_is(
+    folder: Path,
+) -> None:
     corpus, done = made(folder)
     good = [text for _, rows, _ in BAD.values() for text in rows]
     # What a cut file still has before its end is good.
@@ -184,11 +204,16 @@ def test_bad_files_and_rows_are_left_out_and_named_and_nothing_else_is(folder: P
     named = (folder.parent / "sources.tokens" / "skipped.txt").read_text().splitlines()
     assert len(named) == done.skipped == len(BAD) + 1  # both rows of w.parquet
     for name, (_, _, words) in BAD.items():
-        assert any(line.startswith(f"{folder / name}{words}") for line in named), (name, named)
+        assert any(line.startswith(f"{folder / name}{words}") for line in named), (
+            name,
+            named,
+        )
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_run_that_refuses_stops_at_the_first_bad_place(name: str, folder: Path) -> None:
+def test_a_run_that_refuses_stops_at_the_first_bad_place(
+    name: str, folder: Path
+) -> None:
     lone = folder.parent / f"only {name}"
     lone.mkdir()
     (lone / name).write_bytes((folder / name).read_bytes())
@@ -199,12 +224,18 @@ def test_a_run_that_refuses_stops_at_the_first_bad_place(name: str, folder: Path
     assert "--on-bad skip" in str(caught.value)
 
 
-def test_what_cannot_be_read_at_all_is_refused_with_its_first_place(tmp_path: Path) -> None:
+def test_what_cannot_be_read_at_all_is_refused_with_its_first_place(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xff")
-    with pytest.raises(DataError, match=r"nothing to train on: 1 places.*a.txt: byte 0"):
+    with pytest.raises(
+        DataError, match=r"nothing to train on: 1 places.*a.txt: byte 0"
+    ):
         made(tmp_path / "a.txt")
     (tmp_path / "b.jsonl").write_text('{"text": "a", "messages": [1]}')
-    with pytest.raises(DataError, match=r"has text and messages\. Choose one with --field"):
+    with pytest.raises(
+        DataError, match=r"has text and messages\. Choose one with --field"
+    ):
         made(tmp_path / "b.jsonl")
 
 
@@ -228,7 +259,9 @@ def test_a_byte_order_mark_is_no_character_of_the_text(tmp_path: Path) -> None:
 def test_several_processes_write_the_same_files(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importlib.import_module("phalanx.train.data.prepare"), "WORTH", 1)
+    monkeypatch.setattr(
+        importlib.import_module("phalanx.train.data.prepare"), "WORTH", 1
+    )
     for workers in (1, 2):
         prepare(folder, tmp_path / str(workers), Bytes(), share=0.2, workers=workers)
     for path in (tmp_path / "1").iterdir():
@@ -237,7 +270,11 @@ def test_several_processes_write_the_same_files(
 
 @pytest.mark.parametrize(
     "name, package",
-    [("a.parquet", "pyarrow"), ("a.jsonl.zst", "zstandard"), ("tokenizer.json", "tokenizers")],
+    [
+        ("a.parquet", "pyarrow"),
+        ("a.jsonl.zst", "zstandard"),
+        ("tokenizer.json", "tokenizers"),
+    ],
 )
 def test_a_package_that_is_missing_is_named_with_what_installs_it(
     name: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -270,11 +307,13 @@ def test_a_saved_folder_may_not_name_files_elsewhere(tmp_path: Path) -> None:
 def test_raw_tokens_of_32_bits_are_read_as_such_and_never_as_16(tmp_path: Path) -> None:
     tokens = np.random.default_rng(0).integers(0, 120_000, 5000)
     tokens.astype("<u4").tofile(tmp_path / "a.uint32")
-    assert open_corpus(tmp_path / "a.uint32", share=0.0).train.read(0, 5000)[0].tolist() == list(
-        tokens
-    )
+    assert open_corpus(tmp_path / "a.uint32", share=0.0).train.read(0, 5000)[
+        0
+    ].tolist() == list(tokens)
     (tmp_path / "a.uint32").rename(tmp_path / "a.bin")
-    with pytest.raises(DataError, match=r"every second number is below 8.*Name it \.uint32"):
+    with pytest.raises(
+        DataError, match=r"every second number is below 8.*Name it \.uint32"
+    ):
         open_corpus(tmp_path / "a.bin")
     (tmp_path / "odd.uint32").write_bytes(b"123456")
     with pytest.raises(DataError, match="a multiple of 4"):

@@ -50,7 +50,9 @@ class Watch(threading.local):
     def axes(self, ranks: tuple[int, ...]) -> set[str]:
         """The mesh axes along which some ranks differ, in their parts: dp.shard, cp.ring."""
         places = [self.mesh.coordinates(rank) for rank in ranks]
-        differ = {axis for axis in places[0] if len({place[axis] for place in places}) > 1}
+        differ = {
+            axis for axis in places[0] if len({place[axis] for place in places}) > 1
+        }
         parted = {axis.partition(".")[0] for axis in differ if "." in axis}
         return differ - parted
 
@@ -59,12 +61,16 @@ class Watch(threading.local):
         if self.handling is None:
             return
         kind = ops.KINDS[self.handling.kind]
-        named = {*kind.axes, *kind.inside} | ({"pp"} if kind.on == ops.MESSAGE else set())
+        named = {*kind.axes, *kind.inside} | (
+            {"pp"} if kind.on == ops.MESSAGE else set()
+        )
         if undeclared := _outside(self.axes(ranks), named):
             self.faults[f"{self.handling} calls {call.kind} over {undeclared}"] = None
 
         # Its attention sends keys and values; nothing else of the model is over these ranks.
-        over_cp = self.axes(ranks) <= {"cp.ring", "cp.ulysses"} and "cp" not in kind.axes
+        over_cp = (
+            self.axes(ranks) <= {"cp.ring", "cp.ulysses"} and "cp" not in kind.axes
+        )
         if over_cp and call.kind == "all_reduce":
             self.faults[f"{self.handling} calls all_reduce over cp"] = None
 
@@ -75,9 +81,13 @@ class Watch(threading.local):
             if begun != self.handling or _outside(self.axes(ranks), {*kind.inside}):
                 over = ", ".join(sorted(self.axes(ranks)))
                 of = "" if begun == self.handling else f" of {begun}"
-                self.faults[f"{self.handling} waits for {call.kind}{of} over {over} inside"] = None
+                self.faults[
+                    f"{self.handling} waits for {call.kind}{of} over {over} inside"
+                ] = None
         elif self.preparing is not None and begun not in self.needs:
-            self.faults[f"{self.preparing} waits for {begun}, which it does not need"] = None
+            self.faults[
+                f"{self.preparing} waits for {begun}, which it does not need"
+            ] = None
 
 
 def _outside(axes: set[str], named: set[str]) -> str:
@@ -116,7 +126,9 @@ class WatchedWorld(ThreadWorld):
 class Watched(Executor):
     """Says where it is; what its program needs is derived anew, and not taken from the executor."""
 
-    def __init__(self, local: Any, program: Program, rank: int, optimizer: Optimizer) -> None:
+    def __init__(
+        self, local: Any, program: Program, rank: int, optimizer: Optimizer
+    ) -> None:
         super().__init__(local, program, rank, optimizer, clip=1.0)
         state = State(program, program.owner[rank])
         self.declared = {
@@ -151,7 +163,9 @@ def here(**place: Any) -> Iterator[None]:
             setattr(watch, name, value)
 
 
-def watched_step(world: Any, layout: Layout, shape: Shape, optimizer: Optimizer) -> list[str]:
+def watched_step(
+    world: Any, layout: Layout, shape: Shape, optimizer: Optimizer
+) -> list[str]:
     """What this rank did in one step that its program does not declare."""
     watch.mesh = layout.mesh
     model = cut_blocks(build_model(shape), layout)
@@ -181,7 +195,9 @@ def _small(name: str) -> Shape:
 
 def _all_undeclared(name: str, ranks: int) -> dict[str, list[str]]:
     layouts = [replace(layout, precision="fp32") for layout in covered(name, ranks)]
-    found = {str(layout): undeclared(layout, _small(name), AdamW()) for layout in layouts}
+    found = {
+        str(layout): undeclared(layout, _small(name), AdamW()) for layout in layouts
+    }
     return {text: faults for text, faults in found.items() if faults}
 
 
@@ -192,7 +208,9 @@ def test_no_handler_waits_for_what_its_row_does_not_name(name: str, ranks: int) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SHAPES if name != "mlp"])
-def test_no_handler_of_any_shape_waits_for_what_its_row_does_not_name(name: str) -> None:
+def test_no_handler_of_any_shape_waits_for_what_its_row_does_not_name(
+    name: str,
+) -> None:
     assert not _all_undeclared(name, 4)
 
 
@@ -224,7 +242,9 @@ OPTIONS = (
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_no_handler_waits_for_what_its_row_does_not_name_with_any_option(first: int) -> None:
+def test_no_handler_waits_for_what_its_row_does_not_name_with_any_option(
+    first: int,
+) -> None:
     found = {
         (shape.name, text): undeclared(Layout.parse(text), shape, optimizer)
         for (shape, text), optimizer in zip(OPTIONS[first::2], cycle((AdamW(), Muon())))
@@ -233,7 +253,9 @@ def test_no_handler_waits_for_what_its_row_does_not_name_with_any_option(first: 
 
 
 @pytest.mark.slow
-def test_no_compiled_forward_waits_for_the_count_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_compiled_forward_waits_for_the_count_of_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Losses of routers are divided by it, in the backward."""
     monkeypatch.setenv(BACKEND, "aot_eager")
     assert not undeclared(Layout.parse("dp2 compile"), LATENT, AdamW())

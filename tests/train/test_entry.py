@@ -26,7 +26,9 @@ def test_names_of_the_package_come_without_torch() -> None:
 
 
 def test_a_run_alone_is_two_lines(tmp_path: Path) -> None:
-    outcome = train(join(environment={}), small(tmp_path / "run", "layout=fp32"), quiet=True)
+    outcome = train(
+        join(environment={}), small(tmp_path / "run", "layout=fp32"), quiet=True
+    )
     assert outcome.step == 5
     trained(small(tmp_path / "same"), "fp32")
     assert losses(tmp_path / "run") == losses(tmp_path / "same")
@@ -35,16 +37,21 @@ def test_a_run_alone_is_two_lines(tmp_path: Path) -> None:
 def _joined(world: World, run: Run) -> float:
     """What a worker of Ray or Accelerate does: its process has a process group already."""
     there = join()
-    with pytest.raises(CommMisuse, match="needs 3 ranks and the process group that is there has 2"):
+    with pytest.raises(
+        CommMisuse, match="needs 3 ranks and the process group that is there has 2"
+    ):
         join(3)
     train(there, run, quiet=True)
     there.close()
     x = torch.tensor([float(world.rank + 1)])
-    world.split("after", [range(2)]).all_reduce(x)  # the group is its maker's, and still works
+    # the group is its maker's, and still works
+    world.split("after", [range(2)]).all_reduce(x)
     return float(x)
 
 
-def test_a_process_group_that_is_there_is_joined_and_left_as_it_was(tmp_path: Path) -> None:
+def test_a_process_group_that_is_there_is_joined_and_left_as_it_was(
+    tmp_path: Path,
+) -> None:
     run = small(tmp_path / "run", "layout=dp4", "train.fallback=dp2 zero1")
     assert launch(_joined, 2, run, backend="gloo", timeout=60.0) == [3.0, 3.0]
     trained(small(tmp_path / "same"), "dp2 zero1", backend="gloo")
@@ -52,5 +59,7 @@ def test_a_process_group_that_is_there_is_joined_and_left_as_it_was(tmp_path: Pa
 
 
 def test_a_layout_for_other_ranks_than_there_are_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(LayoutError, match=r"is for 4 ranks, and there are 1.*train\.fallback"):
+    with pytest.raises(
+        LayoutError, match=r"is for 4 ranks, and there are 1.*train\.fallback"
+    ):
         train(join(environment={}), small(tmp_path / "run", "layout=dp4"), quiet=True)

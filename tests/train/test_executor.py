@@ -80,7 +80,9 @@ def performer_of(
         held, program, world.rank, AdamW(), clip=1.0, **options  # type: ignore[arg-type]
     )  # fmt: skip
     batch = batch_of(GQA, 0, dtype=precision.compute)  # type: ignore[attr-defined]
-    return performer, microbatches(batch, layout, held.coordinates["dp"], held.coordinates["cp"])
+    return performer, microbatches(
+        batch, layout, held.coordinates["dp"], held.coordinates["cp"]
+    )
 
 
 def in_8_bits_with_another_program(world: World) -> str:
@@ -105,13 +107,16 @@ class Products(TorchDispatchMode):
         super().__init__()
         self.count = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name = func._schema.name
         if name in ("aten::mm", "aten::bmm", "aten::addmm", "aten::addmm_"):
             a, b = args[-2:] if "addmm" in name else args[:2]
             self.count += a.numel() * b.shape[-1]
         elif "flash_attention" in name:
-            self.count += args[0].numel() * 1_000_003  # each call counts, and is told apart
+            # each call counts, and is told apart
+            self.count += args[0].numel() * 1_000_003
         return func(*args, **(kwargs or {}))
 
 
@@ -149,7 +154,9 @@ def test_a_program_from_an_edited_file_trains_as_the_one_it_came_from() -> None:
     a = launch(step_of, 2, layout, loaded, backend="threads")
     b = launch(step_of, 2, layout, None, backend="threads")
     assert a[0].norm == pytest.approx(b[0].norm, rel=1e-12)
-    assert [str(s.op) for s in a[0].timeline.spans] != [str(s.op) for s in b[0].timeline.spans]
+    assert [str(s.op) for s in a[0].timeline.spans] != [
+        str(s.op) for s in b[0].timeline.spans
+    ]
 
 
 def test_a_timeline_holds_every_operation_of_the_row_once() -> None:
@@ -187,11 +194,14 @@ def test_a_file_that_is_no_run_is_refused(text: str) -> None:
 
 def overflowing(world: World, layout: Layout) -> tuple[list[float | None], bool, float]:
     scaling = LossScale(2.0**24)
-    performer, own = performer_of(world, layout, precision=precision_of("fp16"), scaling=scaling)
+    performer, own = performer_of(
+        world, layout, precision=precision_of("fp16"), scaling=scaling
+    )
     homes = [u.home.clone() for u in performer.local.units.values()]
     norms = [performer.step(own, 1e-3).norm]
     same = all(
-        torch.equal(a, u.home) for a, u in zip(homes, performer.local.units.values(), strict=True)
+        torch.equal(a, u.home)
+        for a, u in zip(homes, performer.local.units.values(), strict=True)
     )
     while norms[-1] != norms[-1] or norms[-1] == float("inf"):
         norms.append(performer.step(own, 1e-3).norm)
@@ -199,7 +209,9 @@ def overflowing(world: World, layout: Layout) -> tuple[list[float | None], bool,
     return norms, same, scaling.scale
 
 
-def test_float16_overflow_skips_the_step_alike_on_all_ranks_and_halves_the_scale() -> None:
+def test_float16_overflow_skips_the_step_alike_on_all_ranks_and_halves_the_scale() -> (
+    None
+):
     told = launch(overflowing, 4, Layout.parse("dp2 tp2 zero1"), backend="threads")
     norms, same, scale = told[0]
     assert len(norms) > 1
@@ -225,7 +237,9 @@ def dying(world: World, layout: Layout, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["raises", "killed"])
-def test_a_rank_that_fails_mid_step_ends_all_with_the_operation_each_was_at(how: str) -> None:
+def test_a_rank_that_fails_mid_step_ends_all_with_the_operation_each_was_at(
+    how: str,
+) -> None:
     backend = "threads" if how == "raises" else "gloo"
     with pytest.raises(RankFailed) as failed:
         launch(dying, 2, Layout.parse("pp2 1f1b:3"), how, backend=backend, timeout=20)
@@ -264,7 +278,9 @@ def losses(world: World, optimizer: Sgd | AdamW) -> list[float]:
     return seen
 
 
-@pytest.mark.parametrize("optimizer", [Sgd(momentum=0.9), AdamW()], ids=["sgd", "adamw"])
+@pytest.mark.parametrize(
+    "optimizer", [Sgd(momentum=0.9), AdamW()], ids=["sgd", "adamw"]
+)
 def test_without_clipping_each_unit_is_updated_as_soon_as_it_is_summed(
     optimizer: Sgd | AdamW,
 ) -> None:

@@ -29,11 +29,16 @@ def test_a_router_counts_what_it_chooses() -> None:
     torch.nn.init.normal_(router.weight)
     router.tally = torch.zeros(5, dtype=torch.int64)
     chosen = router(torch.randn(3, 7, 8)).chosen
-    assert router.tally.tolist() == torch.bincount(chosen.flatten(), minlength=5).tolist()
+    assert (
+        router.tally.tolist() == torch.bincount(chosen.flatten(), minlength=5).tolist()
+    )
     valid = torch.rand(3, 7) < 0.5  # the others pad
     router.tally.zero_()
     chosen = router(torch.randn(3, 7, 8), valid).chosen
-    assert router.tally.tolist() == torch.bincount(chosen[valid].flatten(), minlength=5).tolist()
+    assert (
+        router.tally.tolist()
+        == torch.bincount(chosen[valid].flatten(), minlength=5).tolist()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +48,16 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     "layout",
-    ["dp2", "ep2", "tp2", "tp2 seq", "tp2 seq experts:tp", "cp2", "pp2 1f1b:2", "recompute:all"],
+    [
+        "dp2",
+        "ep2",
+        "tp2",
+        "tp2 seq",
+        "tp2 seq experts:tp",
+        "cp2",
+        "pp2 1f1b:2",
+        "recompute:all",
+    ],
 )
 def test_every_layout_counts_the_choices_of_all_tokens_once(
     layout: str, alone: list[list[int]], tmp_path: Path
@@ -51,15 +65,29 @@ def test_every_layout_counts_the_choices_of_all_tokens_once(
     assert routing(tmp_path / "run", f"{layout} fp64") == alone
 
 
-def test_the_planner_reads_what_a_run_has_counted(alone: list[list[int]], tmp_path: Path) -> None:
-    assert [sum(layer) for layer in alone] == [2 * 6 * 18 * 2] * 3  # batches, rows, tokens, top_k
+def test_the_planner_reads_what_a_run_has_counted(
+    alone: list[list[int]], tmp_path: Path
+) -> None:
+    # batches, rows, tokens, top_k
+    assert [sum(layer) for layer in alone] == [2 * 6 * 18 * 2] * 3
     file = tmp_path / "routing.json"
     file.write_text(json.dumps(alone))
-    shape = Shape.of({"layers": 3, "hidden": 16, "vocab": 256, "experts": 5, "top_k": 2})
+    shape = Shape.of(
+        {"layers": 3, "hidden": 16, "vocab": 256, "experts": 5, "top_k": 2}
+    )
     # Of ranks with three and two experts, the one with more tokens, in each layer.
     most = [max(sum(x[:3]), sum(x[3:])) / sum(x) for x in alone]
-    assert Routing.parse(str(file), shape).busiest(2) == pytest.approx(2 * sum(most) / 3)
-    for text in ("[[1, 2]]", "[[1, 1, 1, 1, 1], 3]", "[]", "{}", "[[]]", "[1, 1, 1, 1, 1e999]"):
+    assert Routing.parse(str(file), shape).busiest(2) == pytest.approx(
+        2 * sum(most) / 3
+    )
+    for text in (
+        "[[1, 2]]",
+        "[[1, 1, 1, 1, 1], 3]",
+        "[]",
+        "{}",
+        "[[]]",
+        "[1, 1, 1, 1, 1e999]",
+    ):
         file.write_text(text)
         with pytest.raises(LayoutError, match="not a list of 5 counts"):
             Routing.parse(str(file), shape)

@@ -30,8 +30,14 @@ PACKED = [
     for layout in ("", "tp2", "cp2", "cp2:ulysses", "recompute:selective")
     for precision in ("bf16", "fp32")
 ]
-CASES = [*PACKED, *((layout, "bf16", "Executor", "adamw") for layout in LAYOUTS), *RUNS, *WRONG]
-READ = ("a number is read", "step")  # of one tensor, whose numbers are counted one by one here
+CASES = [
+    *PACKED,
+    *((layout, "bf16", "Executor", "adamw") for layout in LAYOUTS),
+    *RUNS,
+    *WRONG,
+]
+# of one tensor, whose numbers are counted one by one here
+READ = ("a number is read", "step")
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +68,9 @@ def test_the_host_waits_once_a_step_and_after_its_last_operation(
 
 
 @pytest.mark.parametrize("case", RUNS, ids="-".join)
-def test_a_run_waits_no_more(case: tuple[str, ...], results: dict[tuple[str, ...], Any]) -> None:
+def test_a_run_waits_no_more(
+    case: tuple[str, ...], results: dict[tuple[str, ...], Any]
+) -> None:
     waits, copies, *_ = results[case]
     assert ({*map(tuple, waits)}, copies) == ({READ}, 0)
 
@@ -92,7 +100,9 @@ def test_gradients_of_16_bits_are_added_in_float32_as_they_are_computed(
     assert {*results[layout, "bf16", "Executor", "adamw"][3]} == products
 
 
-def test_a_read_and_a_mix_of_devices_would_be_seen(results: dict[tuple[str, ...], Any]) -> None:
+def test_a_read_and_a_mix_of_devices_would_be_seen(
+    results: dict[tuple[str, ...], Any],
+) -> None:
     reading, mixing = (results[case] for case in WRONG)
     assert reading[0].count(["a number is read", "_forward"]) == 2
     assert "devices" in mixing

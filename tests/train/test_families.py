@@ -39,10 +39,19 @@ from phalanx.layout.families import code_of, config_of, family_of, shape_of
 from phalanx.layout.journal import read_journal
 from phalanx.layout.run import Run
 from phalanx.models.decoder import Head
-from phalanx.parallel import build_model, described_whole, load_model, transformers_frame
+from phalanx.parallel import (
+    build_model,
+    described_whole,
+    load_model,
+    transformers_frame,
+)
 from phalanx.train import checkpoint_exchange, checkpoint_load
 from phalanx.train.checkpoint_exchange import HubReader, export_weights, import_weights
-from phalanx.train.checkpoint_format import CheckpointError, read_manifest, verify_checkpoint
+from phalanx.train.checkpoint_format import (
+    CheckpointError,
+    read_manifest,
+    verify_checkpoint,
+)
 from phalanx.train.data.token_files import open_prepared
 from phalanx.train.loop import train
 from phalanx.train.rank import batches_of
@@ -56,7 +65,9 @@ EVERY += [pytest.param(n, marks=pytest.mark.slow) for n in LONG]
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(0, VOCAB, (2, TIME + 1), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(
+        0, VOCAB, (2, TIME + 1), generator=torch.Generator().manual_seed(1)
+    )
     return tokens[:, :-1], tokens[:, 1:].contiguous()
 
 
@@ -64,7 +75,9 @@ def ours(folder: Path, **changed: Any) -> Any:
     """The pieces of our model with a folder's weights."""
     name = f"hf:{folder}"
     code = bool(code_of(name)[0])
-    model = load_model(name) if code else build_model(replace(Shape.load(name), **changed))
+    model = (
+        load_model(name) if code else build_model(replace(Shape.load(name), **changed))
+    )
     with HubReader(folder) as reader:
         whole = {t.name: reader.whole(t).float() for t in reader.manifest.tensors}
     names = {parameter: name for name, parameter in model.weights.items()}
@@ -95,7 +108,9 @@ def test_logits_and_loss_are_those_of_transformers(name: str, tmp_path: Path) ->
     tokens, targets = batch()
     with torch.no_grad():
         wanted = model(tokens).logits
-        found = logits(ours(folder, **({"sequence": TIME} if name == "dynamic" else {})), tokens)
+        found = logits(
+            ours(folder, **({"sequence": TIME} if name == "dynamic" else {})), tokens
+        )
     assert wanted.std() > 0.1
     assert (found - wanted).abs().max() < 2e-6 * wanted.abs().max()
     losses = [
@@ -106,7 +121,9 @@ def test_logits_and_loss_are_those_of_transformers(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_rows_of_pieces_are_the_same_from_the_shape_and_the_model_of_a_family(name: str) -> None:
+def test_rows_of_pieces_are_the_same_from_the_shape_and_the_model_of_a_family(
+    name: str,
+) -> None:
     kind, changed = FAMILIES[name]
     plain = {} if kind == "gpt2" else PLAIN
     config = transformers.AutoConfig.for_model(kind, **plain | changed)
@@ -162,7 +179,9 @@ def test_weights_in_mxfp4_are_what_transformers_makes_of_them(tmp_path: Path) ->
     save_file(table, folder / "model.safetensors")
     del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"are no mxfp4, which has \(experts, rows, n, 16\)"):
+    with pytest.raises(
+        CheckpointError, match=r"are no mxfp4, which has \(experts, rows, n, 16\)"
+    ):
         HubReader(folder)
 
 
@@ -176,7 +195,10 @@ def their_steps(model: Any, run: Run) -> tuple[list[float], dict[str, Tensor]]:
         wide = in_float64(model)
         weights = list(wide.parameters())
         groups = [
-            {"params": [w for w in weights if w.dim() > 1], "weight_decay": o.weight_decay},
+            {
+                "params": [w for w in weights if w.dim() > 1],
+                "weight_decay": o.weight_decay,
+            },
             {"params": [w for w in weights if w.dim() == 1], "weight_decay": 0.0},
         ]
         update = torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps)
@@ -191,7 +213,9 @@ def their_steps(model: Any, run: Run) -> tuple[list[float], dict[str, Tensor]]:
         for step in range(run.steps):
             batch = batches.batch(step)
             scores = wide(batch["tokens"]).logits
-            loss = nn.functional.cross_entropy(scores.flatten(0, 1), batch["targets"].flatten())
+            loss = nn.functional.cross_entropy(
+                scores.flatten(0, 1), batch["targets"].flatten()
+            )
             update.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(weights, o.clip)
@@ -237,7 +261,9 @@ def test_four_steps_in_three_layouts_are_those_of_transformers(
     for number, layout in enumerate(LAYOUTS):
         if name in WHOLE:
             layout = layout.replace(" seq", "")
-        run = Run.parse("", "run", (*words, f"layout={layout}", f"out={tmp_path}/{number}"))
+        run = Run.parse(
+            "", "run", (*words, f"layout={layout}", f"out={tmp_path}/{number}")
+        )
         if run.shape.positions == "learned":
             assert run.shape.sequence == 32
         losses, weights = wanted = wanted or their_steps(model, run)
@@ -246,7 +272,9 @@ def test_four_steps_in_three_layouts_are_those_of_transformers(
         path = run.checkpoints / "step-00000004"
         exported = tmp_path / f"exported-{number}"
         export_weights(path, exported)
-        again = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float64)
+        again = transformers.AutoModelForCausalLM.from_pretrained(
+            exported, dtype=torch.float64
+        )
         for key, weight in [*again.named_parameters(), *biases(again).items()]:
             error = (weight - weights[key]).abs().max() / weights[key].abs().max()
             assert error < 1e-9, (layout, key, error)
@@ -255,7 +283,9 @@ def test_four_steps_in_three_layouts_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_what_is_exported_and_read_again_is_equal_to_the_bit(name: str, tmp_path: Path) -> None:
+def test_what_is_exported_and_read_again_is_equal_to_the_bit(
+    name: str, tmp_path: Path
+) -> None:
     model = theirs(name)
     folder = saved(model, tmp_path / "hub")
     first = import_weights(folder, tmp_path / "run")
@@ -275,11 +305,15 @@ def test_what_is_exported_and_read_again_is_equal_to_the_bit(name: str, tmp_path
     assert read_manifest(back).shape == read_manifest(first).shape
 
 
-def test_a_bias_that_balances_keeps_its_digits_in_an_export_of_16_bits(tmp_path: Path) -> None:
+def test_a_bias_that_balances_keeps_its_digits_in_an_export_of_16_bits(
+    tmp_path: Path,
+) -> None:
     model = theirs("deepseek_v3")
     first = import_weights(saved(model, tmp_path / "hub"), tmp_path / "run")
     export_weights(first, tmp_path / "exported", dtype="BF16")
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype="auto")
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "exported", dtype="auto"
+    )
     assert again.lm_head.weight.dtype == torch.bfloat16
     for name, bias in biases(model).items():
         assert bias.bfloat16().float().ne(bias).any()
@@ -289,7 +323,11 @@ def test_a_bias_that_balances_keeps_its_digits_in_an_export_of_16_bits(tmp_path:
 def test_blocks_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
     model = theirs("deepseek_v3")
     state = {n: x.clone() for n, x in model.state_dict().items()}
-    more = {n.replace(".1.", ".2."): x.clone() for n, x in state.items() if ".layers.1." in n}
+    more = {
+        n.replace(".1.", ".2."): x.clone()
+        for n, x in state.items()
+        if ".layers.1." in n
+    }
     model.save_pretrained(tmp_path / "hub", state_dict=state | more)
     found = logits(ours(tmp_path / "hub"), batch()[0])
     with torch.no_grad():
@@ -342,8 +380,12 @@ def test_one_line_from_a_folder_to_training_and_back(
     folder, out = saved(model, tmp_path / "hub"), tmp_path / "run"
     tokenizer(folder)
     draw = random.Random(0)
-    texts = [" ".join(f"w{draw.randrange(VOCAB - 3)}" for _ in range(30)) for _ in range(200)]
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": x}) + "\n" for x in texts))
+    texts = [
+        " ".join(f"w{draw.randrange(VOCAB - 3)}" for _ in range(30)) for _ in range(200)
+    ]
+    (tmp_path / "texts.jsonl").write_text(
+        "".join(json.dumps({"text": x}) + "\n" for x in texts)
+    )
     words = [
         f"model=hf:{folder}", f"data={tmp_path}/texts.jsonl", f"out={out}", "sequence=16", "batch=4",
         "layout=dp2 zero3", "optimizer.lr=1e-9", "validation.batches=0",
@@ -360,7 +402,9 @@ def test_one_line_from_a_folder_to_training_and_back(
     rows = batches_of(run, run.shape).batch(0)
     same = rows["documents"].unsqueeze(-1) == rows["documents"].unsqueeze(-2)
     both = same.tril(), same.tril().triu(-5)  # a window of 6
-    masks = [torch.zeros(x.shape).masked_fill(~x, -torch.inf).unsqueeze(1) for x in both]
+    masks = [
+        torch.zeros(x.shape).masked_fill(~x, -torch.inf).unsqueeze(1) for x in both
+    ]
     with torch.no_grad():
         scores = model(
             rows["tokens"], position_ids=rows["positions"],
@@ -414,7 +458,9 @@ def test_pieces_that_are_not_what_transformers_computes_are_not_compared(
     assert main(words) == 0
     with monkeypatch.context() as patch:
         patch.setattr(
-            transformers_frame.TransformersHead, "logits", lambda *args: 1.01 * plain(*args)
+            transformers_frame.TransformersHead,
+            "logits",
+            lambda *args: 1.01 * plain(*args),
         )
         assert main(words) == 2
     said = capsys.readouterr().err
@@ -434,10 +480,16 @@ def test_pieces_that_are_not_what_transformers_computes_are_not_compared(
         "steps=1",
         "batch=2",
     ]
-    for argv in (words, [*train, "sequence=8", "--layout", "dp2 fp32", "--backend", "threads"]):
+    for argv in (
+        words,
+        [*train, "sequence=8", "--layout", "dp2 fp32", "--backend", "threads"],
+    ):
         assert main(argv) == 2
         said = capsys.readouterr().err
-        assert "layers.0 takes something else in GraniteForCausalLM.forward than what embed" in said
+        assert (
+            "layers.0 takes something else in GraniteForCausalLM.forward than what embed"
+            in said
+        )
 
 
 @pytest.mark.parametrize("name", [*CODE, *MORE_CODE])

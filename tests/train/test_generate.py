@@ -23,7 +23,9 @@ Capture = pytest.CaptureFixture[str]
 
 # Dynamic rope: its angles depend on the length of the whole sequence, which grows here.
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "dynamic"])
-def test_logits_of_one_token_at_a_time_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_logits_of_one_token_at_a_time_are_those_of_transformers(
+    name: str, tmp_path: Path
+) -> None:
     model = theirs(name)
     generator = Generator.open(f"hf:{saved(model, tmp_path / 'hub')}")
     vocabulary = generator.shape.vocab
@@ -70,10 +72,14 @@ def test_top_k_and_top_p_keep_the_likeliest_tokens() -> None:
 def test_a_temperature_sharpens_and_zero_takes_the_likeliest() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0]]).expand(4000, -1)
     cold = Sampling(temperature=0.5)
-    drawn = torch.bincount(cold.choose(logits, cold.generator()), minlength=3) / len(logits)
+    drawn = torch.bincount(cold.choose(logits, cold.generator()), minlength=3) / len(
+        logits
+    )
     wanted = (logits[0] / 0.5).softmax(-1)
     assert (drawn - wanted).abs().max() < 0.03
-    assert Sampling(temperature=0).choose(logits, cold.generator()).unique().tolist() == [1]
+    assert Sampling(temperature=0).choose(
+        logits, cold.generator()
+    ).unique().tolist() == [1]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +138,14 @@ def test_a_run_in_several_parts_is_sampled_with_its_own_tokens(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = "model={layers=2,hidden=16,heads=2,ffn=32,vocab=256}"
-    words = ["steps=2", "batch=4", "sequence=16", model, "validation.batches=0", f"out={tmp_path}"]
+    words = [
+        "steps=2",
+        "batch=4",
+        "sequence=16",
+        model,
+        "validation.batches=0",
+        f"out={tmp_path}",
+    ]
     assert main(["train", *words, "layout=dp2 tp2 zero3", "--backend", "threads"]) == 0
     capsys.readouterr()
     options = ["--tokens", "6", "--temperature", "0"]

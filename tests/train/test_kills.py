@@ -30,7 +30,9 @@ def _killed(
     return run
 
 
-@pytest.mark.parametrize("layout, asynchronous", [("dp2 zero1", False), ("pp2 1f1b:2", True)])
+@pytest.mark.parametrize(
+    "layout, asynchronous", [("dp2 zero1", False), ("pp2 1f1b:2", True)]
+)
 def test_a_kill_inside_a_save_leaves_a_run_that_ends_bit_for_bit_as_one_undisturbed(
     layout: str, asynchronous: bool, tmp_path: Path
 ) -> None:
@@ -38,7 +40,9 @@ def test_a_kill_inside_a_save_leaves_a_run_that_ends_bit_for_bit_as_one_undistur
     assert run.killed_in_save >= 1
 
 
-@pytest.mark.parametrize("layout", ["dp2 zero1", pytest.param("fp32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "layout", ["dp2 zero1", pytest.param("fp32", marks=pytest.mark.slow)]
+)
 def test_ranks_start_again_after_a_kill_and_end_bit_for_bit_as_if_undisturbed(
     layout: str, tmp_path: Path
 ) -> None:
@@ -63,5 +67,7 @@ def test_ranks_that_are_killed_again_and_again_before_a_save_start_as_often_as_t
 def test_thirty_kills_never_cost_more_than_an_interval(
     layout: str, asynchronous: bool, kills: int, in_save: int, tmp_path: Path
 ) -> None:
-    run = _killed(tmp_path / "run", layout, asynchronous, kills=kills, in_save=in_save, seed=7)
+    run = _killed(
+        tmp_path / "run", layout, asynchronous, kills=kills, in_save=in_save, seed=7
+    )
     assert run.killed >= kills

@@ -27,7 +27,14 @@ from phalanx.comm import RankFailed
 from phalanx.train import lock
 from phalanx.train.checkpoint import steps
 from phalanx.train.checkpoint_format import verify_checkpoint
-from phalanx.train.lock import Owner, RunLocked, hold_as_rank, hold_run, owner_of, unshared
+from phalanx.train.lock import (
+    Owner,
+    RunLocked,
+    hold_as_rank,
+    hold_run,
+    owner_of,
+    unshared,
+)
 from torch_shm.watch import process_state
 
 CODE = "import sys; from phalanx.cli.main import main; sys.exit(main(sys.argv[1:]))"
@@ -87,7 +94,10 @@ def test_a_second_run_is_refused_at_once_and_the_first_goes_on(
 ) -> None:
     out = tmp_path / "run"
     first = begin(out, "layout=dp2 zero1")
-    for where in ([f"out={out}"], [f"out={tmp_path / 'b'}", f"checkpoint.dir={out}/checkpoints"]):
+    for where in (
+        [f"out={out}"],
+        [f"out={tmp_path / 'b'}", f"checkpoint.dir={out}/checkpoints"],
+    ):
         assert main(["train", *SMALL, LONG, "layout=fp32", *where]) == 2
         said = capsys.readouterr().err
         assert f"host {socket.gethostname()!r}, process {first.pid}, since '20" in said
@@ -117,7 +127,9 @@ def test_a_stopped_rank_goes_with_its_launcher_and_frees_the_folder(
 
 
 @pytest.mark.parametrize("layout", ["", "dp2"])
-def test_rank_0_holds_the_folder_where_no_launcher_does(layout: str, tmp_path: Path) -> None:
+def test_rank_0_holds_the_folder_where_no_launcher_does(
+    layout: str, tmp_path: Path
+) -> None:
     """As under torchrun: every rank hears the same refusal."""
     out = tmp_path / "run"
     with hold_run(out), pytest.raises((RankFailed, RunLocked)) as refused:
@@ -140,7 +152,9 @@ def _racer(folder: Path, go: Event, results: Any) -> None:
             inside.unlink()
         results.put("in")
     except RunLocked as error:
-        results.put("refused" if "process" in str(error) or "just begun" in str(error) else "?")
+        results.put(
+            "refused" if "process" in str(error) or "just begun" in str(error) else "?"
+        )
     except BaseException as error:
         results.put(repr(error))
 
@@ -149,7 +163,10 @@ def test_of_many_starts_at_once_never_two_are_in(tmp_path: Path) -> None:
     context = get_context("fork")
     for _ in range(3):
         go, results = context.Event(), context.SimpleQueue()
-        racers = [context.Process(target=_racer, args=(tmp_path, go, results)) for _ in range(6)]
+        racers = [
+            context.Process(target=_racer, args=(tmp_path, go, results))
+            for _ in range(6)
+        ]
         for each in racers:
             each.start()
         go.set()
@@ -187,7 +204,9 @@ def _rank(folder: Path, ready: Event) -> None:
         time.sleep(100)
 
 
-def test_a_rank_holds_the_folder_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_holds_the_folder_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ranks that were not forked from their launcher have no part of its lock."""
     monkeypatch.setattr(lock, "ENDING", 0.2)
     context = get_context("fork")
@@ -195,7 +214,10 @@ def test_a_rank_holds_the_folder_by_itself(tmp_path: Path, monkeypatch: pytest.M
     process = context.Process(target=_rank, args=(tmp_path, ready))
     process.start()
     ready.wait(30)
-    with pytest.raises(RunLocked, match=f"process {process.pid}. End them"), hold_run(tmp_path):
+    with (
+        pytest.raises(RunLocked, match=f"process {process.pid}. End them"),
+        hold_run(tmp_path),
+    ):
         pass
     process.kill()
     process.join()
@@ -217,7 +239,9 @@ def test_where_there_are_no_locks_a_file_holds_the_folder(
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    refused = pytest.raises(RunLocked, match=rf"process {os.getpid()}.*remove .*run\.held")
+    refused = pytest.raises(
+        RunLocked, match=rf"process {os.getpid()}.*remove .*run\.held"
+    )
     with hold_run(tmp_path), hold_as_rank(tmp_path), refused, hold_run(tmp_path):
         pass
     assert not (tmp_path / lock.HELD).exists()
@@ -239,14 +263,18 @@ def test_a_host_that_does_not_see_the_run_s_folder_is_named(tmp_path: Path) -> N
         assert unshared(tmp_path / "shared", owner) == ""
         with hold_run(tmp_path / "another"):
             (tmp_path / "another" / ".run.lock").write_bytes(Owner("b", 1, "now").text)
-            assert "is not the folder that rank 0" in unshared(tmp_path / "another", owner, 0.0)
+            assert "is not the folder that rank 0" in unshared(
+                tmp_path / "another", owner, 0.0
+            )
         assert "all hosts share" in unshared(tmp_path / "missing", owner, 0.0)
 
 
 # ---- STOP
 
 
-def test_a_rank_never_writes_stop_with_the_handler_it_was_forked_with(tmp_path: Path) -> None:
+def test_a_rank_never_writes_stop_with_the_handler_it_was_forked_with(
+    tmp_path: Path,
+) -> None:
     """A STOP that a failed rank wrote would end the next run."""
     file = tmp_path / "STOP"
     with _passed_on(file):
@@ -301,7 +329,9 @@ def test_signals_that_ask_for_it_save_and_stop(
     assert steps(out / "checkpoints")[0].name == f"step-{stopped['step']:08}"
 
 
-def test_a_second_ctrl_c_ends_at_once_without_a_traceback(begin: Any, tmp_path: Path) -> None:
+def test_a_second_ctrl_c_ends_at_once_without_a_traceback(
+    begin: Any, tmp_path: Path
+) -> None:
     run = begin(tmp_path / "run", "layout=dp2")
     rank = _children(run.pid)[-1]
     os.kill(rank, signal.SIGSTOP)  # no step ends any more

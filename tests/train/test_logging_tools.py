@@ -52,7 +52,9 @@ def no_patience(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     return
 
 
-def run(out: Path, tool: _Fails, layout: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def run(
+    out: Path, tool: _Fails, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> list[str]:
     """Trains beside the tool; returns the lines about tools."""
     monkeypatch.setitem(sys.modules, "wandb", tool)
     trained(small(out, "metrics.wandb=true", "metrics.every=1", "steps=4"), layout)
@@ -69,7 +71,11 @@ def run(out: Path, tool: _Fails, layout: str, monkeypatch: pytest.MonkeyPatch) -
     "error", [OSError("no route to host"), SystemExit(3), KeyboardInterrupt()], ids=repr
 )
 def test_a_tool_that_raises_is_named_once_and_the_run_is_as_without_it(
-    call: str, error: BaseException, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: str,
+    error: BaseException,
+    layout: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lines = run(tmp_path / "with", _Fails(call, error), layout, monkeypatch)
     assert len(lines) == 1
@@ -151,9 +157,15 @@ def finish(): threading.Event().wait()
 
 @pytest.mark.slow  # waits for the tool as long as a run does
 @pytest.mark.parametrize("layout", ["", "dp2"])
-def test_a_command_ends_though_a_tool_never_finishes(layout: str, tmp_path: Path) -> None:
+def test_a_command_ends_though_a_tool_never_finishes(
+    layout: str, tmp_path: Path
+) -> None:
     (tmp_path / "wandb.py").write_text(HANGS)
-    words = ["model={layers=2,hidden=16,heads=2,ffn=24,vocab=256,sequence=8}", "steps=2", "batch=4"]
+    words = [
+        "model={layers=2,hidden=16,heads=2,ffn=24,vocab=256,sequence=8}",
+        "steps=2",
+        "batch=4",
+    ]
     command = [sys.executable, "-m", "phalanx", "train", *words, f"layout={layout}"]
     done = subprocess.run(
         [*command, "metrics.wandb=true", f"out={tmp_path / 'run'}", "machine="],
@@ -164,5 +176,10 @@ def test_a_command_ends_though_a_tool_never_finishes(layout: str, tmp_path: Path
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "wandb.finish has not returned: the run ends without it" in done.stdout + done.stderr
-    assert (tmp_path / "run" / "checkpoints" / "step-00000002" / "manifest.json").is_file()
+    assert (
+        "wandb.finish has not returned: the run ends without it"
+        in done.stdout + done.stderr
+    )
+    assert (
+        tmp_path / "run" / "checkpoints" / "step-00000002" / "manifest.json"
+    ).is_file()

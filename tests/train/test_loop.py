@@ -54,7 +54,9 @@ def test_a_run_that_goes_on_draws_no_weights(
     """Of 70B weights that takes minutes."""
     out, drawn = tmp_path / "run", []
     right = local.start
-    monkeypatch.setattr(local, "start", lambda *args: drawn.append(args[1]) or right(*args))
+    monkeypatch.setattr(
+        local, "start", lambda *args: drawn.append(args[1]) or right(*args)
+    )
     trained(small(out), "fp64")
     assert drawn
     drawn.clear()
@@ -75,12 +77,16 @@ def test_every_layout_sees_the_same_losses_and_validates_alike(
         for one, other in zip(found, truth, strict=True):
             assert one["step"] == other["step"]
             assert one["loss"] == pytest.approx(other["loss"], rel=1e-12)
-    assert records(out, "step")[0]["norm"] == pytest.approx(records(alone, "step")[0]["norm"])
+    assert records(out, "step")[0]["norm"] == pytest.approx(
+        records(alone, "step")[0]["norm"]
+    )
 
 
 def test_the_parts_of_goodput_are_the_time_that_passed(alone: Path) -> None:
     (end,) = records(alone, "end")
-    assert sum(end["parts"].values()) == pytest.approx(end["clock"] - end["began"], abs=0.05)
+    assert sum(end["parts"].values()) == pytest.approx(
+        end["clock"] - end["began"], abs=0.05
+    )
     for part in ("steps", "starting", "saving", "validating"):
         assert end["parts"][part] > 0
     assert end["parts"]["lost steps"] == end["parts"]["down"] == 0
@@ -92,7 +98,9 @@ def test_bits_per_byte_are_the_validation_loss_in_bits(alone: Path) -> None:
         assert one["bits_per_byte"] == pytest.approx(one["loss"] / math.log(2))
 
 
-def test_a_validation_of_dropped_weights_holds_no_more_of_them_at_once_than_a_step() -> None:
+def test_a_validation_of_dropped_weights_holds_no_more_of_them_at_once_than_a_step() -> (
+    None
+):
     layout = Layout.parse("dp2 zero3 accum:2")
     program = build(layout, plain_pieces([range(5)]), StepOptions(agree=False))
     bare = forward_only(program, layout)
@@ -125,7 +133,11 @@ def _crashing_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )  # fmt: skip
 def test_a_run_that_was_interrupted_ends_bit_for_bit_as_one_that_was_not(
-    layout: str, crash: int, asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    layout: str,
+    crash: int,
+    asynchronous: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     more = (f"checkpoint.async={str(asynchronous).lower()}", "checkpoint.every=1")
     whole, broken = tmp_path / "whole", tmp_path / "broken"
@@ -165,7 +177,9 @@ def test_a_run_goes_on_in_another_layout(
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-12)
 
 
-def test_a_run_goes_on_behind_what_it_has_seen_with_another_batch(tmp_path: Path) -> None:
+def test_a_run_goes_on_behind_what_it_has_seen_with_another_batch(
+    tmp_path: Path,
+) -> None:
     out = tmp_path / "run"
     trained(small(out, "steps=2"), "")
     trained(small(out, "steps=3", "batch=3"), "")
@@ -176,7 +190,9 @@ def test_a_run_goes_on_behind_what_it_has_seen_with_another_batch(tmp_path: Path
 def test_another_seed_is_refused_as_the_data_would_be_others(tmp_path: Path) -> None:
     out = tmp_path / "run"
     trained(small(out, "steps=1"), "")
-    with pytest.raises(CheckpointError, match="was begun with seed = 0, the run says 7"):
+    with pytest.raises(
+        CheckpointError, match="was begun with seed = 0, the run says 7"
+    ):
         trained(small(out, "seed=7"), "")
 
 
@@ -218,7 +234,9 @@ class _Spoiled(Rank):
         setattr(piece, name, spoiled)
 
 
-@pytest.mark.parametrize("layout, piece", [("dp2", 2), ("dp2 zero3", 1), ("pp2 1f1b:2", 3)])
+@pytest.mark.parametrize(
+    "layout, piece", [("dp2", 2), ("dp2 zero3", 1), ("pp2 1f1b:2", 3)]
+)
 def test_a_step_that_is_not_finite_is_skipped_everywhere_and_its_place_named(
     layout: str, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,7 +248,9 @@ def test_a_step_that_is_not_finite_is_skipped_everywhere_and_its_place_named(
     assert {o.step for o in outcomes} == {5}
     (skip,) = records(out, "skip")
     assert skip["step"] == 3
-    assert skip["why"].endswith(f"first in the output of piece layers.{piece - 1} on rank 1")
+    assert skip["why"].endswith(
+        f"first in the output of piece layers.{piece - 1} on rank 1"
+    )
     assert weights(out, 2) == weights(out, 3)  # untouched, the optimizer's averages too
     assert weights(out, 3) != weights(out, 4)
     assert records(out, "step")[2]["loss"] == "nan"
@@ -387,12 +407,15 @@ def test_another_tool_hears_every_line_once(
     ]  # fmt: skip
 
 
-def test_a_trace_names_the_operations_of_the_steps_it_was_asked_for(tmp_path: Path) -> None:
+def test_a_trace_names_the_operations_of_the_steps_it_was_asked_for(
+    tmp_path: Path,
+) -> None:
     out = tmp_path / "run"
     trained(small(out, "profile.steps=1", "profile.start=1"), "")
     said = json.loads((out / "profile" / "rank-0.json").read_text())["traceEvents"]
     names = [event["name"] for event in said if event.get("cat") == "user_annotation"]
-    assert names.count("1F0") == names.count("3B0") == names.count("A") == 1  # one step of five
+    # one step of five
+    assert names.count("1F0") == names.count("3B0") == names.count("A") == 1
 
 
 def test_float16_finds_its_scale_without_ending_the_run(tmp_path: Path) -> None:

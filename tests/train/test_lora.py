@@ -18,7 +18,11 @@ from phalanx.comm import launch
 from phalanx.layout.run import Run, RunError
 from phalanx.parallel import build_model, start
 from phalanx.parallel.model import is_lora
-from phalanx.train.checkpoint_exchange import export_adapter, export_weights, import_weights
+from phalanx.train.checkpoint_exchange import (
+    export_adapter,
+    export_weights,
+    import_weights,
+)
 from phalanx.train.checkpoint_format import CheckpointError, read_manifest
 from phalanx.train.checkpoint_load import TensorReader
 from phalanx.train.loop import train
@@ -35,7 +39,15 @@ LAYOUTS = (
 # peft's names of what has adapters, by family; of packed linears all parts have them.
 TARGETS: dict[str, list[str]] = {
     "llama": ["q_proj", "v_proj", "o_proj", "down_proj"],
-    "qwen2": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    "qwen2": [
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    ],
 }
 WHERE = {"llama": LAYOUTS[:3], "qwen2": LAYOUTS[3:]}
 
@@ -63,18 +75,30 @@ def with_adapter(base: Any, folder: Path) -> Any:
     return peft.PeftModel.from_pretrained(base, folder)
 
 
-def their_steps(model: Any, run: Run, targets: list[str]) -> tuple[list[float], dict[str, Tensor]]:
+def their_steps(
+    model: Any, run: Run, targets: list[str]
+) -> tuple[list[float], dict[str, Tensor]]:
     """Losses, and the adapters at the end, of peft under torch's AdamW on one process."""
     import peft
 
-    batches, o, plain = batches_of(run, run.shape), run.optimizer, build_model(run.shape)
-    starts = {name: start(plain, name, run.seed) for name in plain.weights if is_lora(name)}
+    batches, o, plain = (
+        batches_of(run, run.shape),
+        run.optimizer,
+        build_model(run.shape),
+    )
+    starts = {
+        name: start(plain, name, run.seed) for name in plain.weights if is_lora(name)
+    }
     with widened():
         wide: Any = transformers.AutoModelForCausalLM.from_config(
             model.config, attn_implementation="eager"
         )
-        wide.load_state_dict({name: x.double() for name, x in model.state_dict().items()})
-        config = peft.LoraConfig(r=R, lora_alpha=ALPHA, target_modules=targets, bias="none")
+        wide.load_state_dict(
+            {name: x.double() for name, x in model.state_dict().items()}
+        )
+        config = peft.LoraConfig(
+            r=R, lora_alpha=ALPHA, target_modules=targets, bias="none"
+        )
         wide = peft.get_peft_model(wide, config)
         weights = {n: p for n, p in wide.named_parameters() if p.requires_grad}
         ours = {"q_proj": "wq", "k_proj": "wk", "v_proj": "wv", "o_proj": "wo"}
@@ -86,19 +110,27 @@ def their_steps(model: Any, run: Run, targets: list[str]) -> tuple[list[float], 
                 path = f"layers.{layer}.{part}.{own}.lora.{which[-1].lower()}.weight"
                 weight.copy_(starts[path])
         update = torch.optim.AdamW(
-            weights.values(), lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay
+            weights.values(),
+            lr=o.lr,
+            betas=o.betas,
+            eps=o.eps,
+            weight_decay=o.weight_decay,
         )
         losses = []
         for step in range(run.steps):
             batch = batches.batch(step)
             scores = wide(batch["tokens"]).logits
-            loss = nn.functional.cross_entropy(scores.flatten(0, 1), batch["targets"].flatten())
+            loss = nn.functional.cross_entropy(
+                scores.flatten(0, 1), batch["targets"].flatten()
+            )
             update.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(weights.values(), o.clip)
             update.step()
             losses.append(float(loss.detach()))
-    return losses, {name.replace(".default", ""): x.detach() for name, x in weights.items()}
+    return losses, {
+        name.replace(".default", ""): x.detach() for name, x in weights.items()
+    }
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -118,16 +150,24 @@ def test_four_steps_in_every_layout_are_those_of_peft(
         path = run.checkpoints / "step-00000004"
         adapter, merged = tmp_path / f"adapter-{number}", tmp_path / f"merged-{number}"
         export_adapter(path, adapter)
-        base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+        base = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float64
+        )
         tuned = with_adapter(base, adapter)
-        found = {n.replace(".default", ""): p for n, p in tuned.named_parameters() if "lora" in n}
+        found = {
+            n.replace(".default", ""): p
+            for n, p in tuned.named_parameters()
+            if "lora" in n
+        }
         assert found.keys() == weights.keys()
         for key, weight in weights.items():
             error = (found[key] - weight).abs().max() / weight.abs().max()
             assert error < 1e-9, (layout, key, error)
             assert weight.abs().max() > 1e-3, "it was trained"
         export_weights(path, merged)
-        again = transformers.AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float64)
+        again = transformers.AutoModelForCausalLM.from_pretrained(
+            merged, dtype=torch.float64
+        )
         with torch.no_grad():
             first, second = tuned(tokens).logits, again(tokens).logits
             plain = tuned.get_base_model()
@@ -154,7 +194,9 @@ def test_an_adapter_of_packed_linears_gives_the_merged_logits(
     export_adapter(path, tmp_path / "adapter")
     tokens = torch.randint(0, VOCAB, (2, 9), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+        base = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float64
+        )
         before = base(tokens).logits
         tuned = with_adapter(base, tmp_path / "adapter")
         merged = transformers.AutoModelForCausalLM.from_pretrained(
@@ -177,10 +219,18 @@ def test_a_run_that_goes_on_is_equal_to_the_bit_and_its_frozen_weights_have_no_s
             launch(train, 2, run, layout, True, backend="threads")
         states.append(hash_tensors(run.checkpoints / "step-00000004"))
     assert states[0] == states[1]
-    stored = {each.title: each for each in read_manifest(run.checkpoints / "step-00000004").tensors}
-    frozen, trained = stored["weight/embed.tokens.weight"], "layers.0.attn.wq.lora.a.weight"
+    stored = {
+        each.title: each
+        for each in read_manifest(run.checkpoints / "step-00000004").tensors
+    }
+    frozen, trained = (
+        stored["weight/embed.tokens.weight"],
+        "layers.0.attn.wq.lora.a.weight",
+    )
     assert frozen.dtype == "BF16", "what is not trained is kept as it is computed with"
-    assert stored[f"exp_avg/{trained}"].dtype == stored[f"weight/{trained}"].dtype == "F32"
+    assert (
+        stored[f"exp_avg/{trained}"].dtype == stored[f"weight/{trained}"].dtype == "F32"
+    )
     assert {n.partition("/")[2] for n in stored if n.startswith("exp_avg/")} == {
         n.partition("/")[2] for n in stored if ".lora." in n
     }
@@ -191,12 +241,20 @@ def test_a_run_holds_what_by_hand_frozen_weights_and_adapters_take(
     layout: str, tmp_path: Path, corpus: Path
 ) -> None:
     folder = saved(theirs("qwen2"), tmp_path / "hub")
-    more = (f"layout={layout}", f"out={tmp_path}/run", "steps=1", 'lora.targets=["wq","down"]')
+    more = (
+        f"layout={layout}",
+        f"out={tmp_path}/run",
+        "steps=1",
+        'lora.targets=["wq","down"]',
+    )
     run = Run.parse("", "run", words(folder, corpus, *more))
     launch(train, 2, run, layout, True, backend="threads")
-    events = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    events = map(
+        json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    )
     held = next(event for event in events if event["event"] == "memory")["ranks"]
-    adapters = 2 * R * (32 + 32 + 40 + 32)  # two blocks; wq and down are 32 by 32 and 32 by 40
+    # two blocks; wq and down are 32 by 32 and 32 by 40
+    adapters = 2 * R * (32 + 32 + 40 + 32)
     base = sum(p.numel() for p in theirs("qwen2").parameters())
     parts = 2 if "dp2" in layout else 1
     for rank in held:
@@ -205,11 +263,17 @@ def test_a_run_holds_what_by_hand_frozen_weights_and_adapters_take(
         assert measured["optimizer"] == promised["optimizer"]
         if "tp" not in layout:
             whole = base / (2 if "zero3" in layout else 1)
-            assert measured["optimizer"] == pytest.approx(8 * adapters / parts, rel=0.02)
-            assert measured["weights"] == pytest.approx(2 * whole + 4 * adapters / parts, rel=0.02)
+            assert measured["optimizer"] == pytest.approx(
+                8 * adapters / parts, rel=0.02
+            )
+            assert measured["weights"] == pytest.approx(
+                2 * whole + 4 * adapters / parts, rel=0.02
+            )
 
 
-def test_pieces_that_a_run_freezes_stay_and_the_others_train(tmp_path: Path, corpus: Path) -> None:
+def test_pieces_that_a_run_freezes_stay_and_the_others_train(
+    tmp_path: Path, corpus: Path
+) -> None:
     folder = saved(theirs("qwen2"), tmp_path / "hub")
     more = ("layout=pp2", f"out={tmp_path}/run", "lora.r=0", "freeze=embed, layers.0")
     run = Run.parse("", "run", words(folder, corpus, *more))
@@ -217,15 +281,23 @@ def test_pieces_that_a_run_freezes_stay_and_the_others_train(tmp_path: Path, cor
     path = run.checkpoints / "step-00000004"
     export_weights(path, tmp_path / "out")
     before, after = (
-        transformers.AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32).state_dict()
+        transformers.AutoModelForCausalLM.from_pretrained(
+            each, dtype=torch.float32
+        ).state_dict()
         for each in (folder, tmp_path / "out")
     )
     changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed == {n for n in before if n.startswith(("model.layers.1", "model.norm", "lm_"))}
+    assert changed == {
+        n for n in before if n.startswith(("model.layers.1", "model.norm", "lm_"))
+    }
 
 
-@pytest.mark.parametrize("layout", ["ep2", "ep2 tp2 seq experts:tp zero1", "dp2 ep2 zero3"])
-def test_frozen_experts_that_ranks_share_are_saved_whole(layout: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "layout", ["ep2", "ep2 tp2 seq experts:tp zero1", "dp2 ep2 zero3"]
+)
+def test_frozen_experts_that_ranks_share_are_saved_whole(
+    layout: str, tmp_path: Path
+) -> None:
     """Each rank has other experts, and none of them is a copy. Another layout goes on from the save."""
     sizes = "model={layers=1,hidden=16,heads=2,ffn=24,vocab=256,experts=4,top_k=2}"
     more = (sizes, "lora.r=2", "validation.batches=0", "train.check_copies=1")
@@ -243,7 +315,9 @@ def test_frozen_experts_that_ranks_share_are_saved_whole(layout: str, tmp_path: 
         assert torch.equal(saved, start(model, name, run.seed).to(saved.dtype)), name
 
 
-def test_an_adapter_is_exported_of_a_run_with_lora_only(tmp_path: Path, corpus: Path) -> None:
+def test_an_adapter_is_exported_of_a_run_with_lora_only(
+    tmp_path: Path, corpus: Path
+) -> None:
     folder = saved(theirs("llama"), tmp_path / "hub")
     path = import_weights(folder, tmp_path / "run")
     with pytest.raises(CheckpointError, match="trained no LoRA"):
@@ -253,7 +327,10 @@ def test_an_adapter_is_exported_of_a_run_with_lora_only(tmp_path: Path, corpus: 
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (("lora.r=2", 'lora.targets=["q_proj","w9"]'), "lora_targets names 'w9'. Linears are wq"),
+        (
+            ("lora.r=2", 'lora.targets=["q_proj","w9"]'),
+            "lora_targets names 'w9'. Linears are wq",
+        ),
         (("lora.r=2", "freeze=embed"), "freeze beside LoRA"),
         (("freeze=embed,layers.0-9",), "freeze names block 9 of 4"),
         (("freeze=layer.0",), "freeze names 'layer.0', which is no piece"),
@@ -261,7 +338,9 @@ def test_an_adapter_is_exported_of_a_run_with_lora_only(tmp_path: Path, corpus: 
         (("lora_rank=2",), "Write lora.r"),
     ],
 )
-def test_what_cannot_be_trained_is_refused_with_its_key(more: tuple[str, ...], said: str) -> None:
+def test_what_cannot_be_trained_is_refused_with_its_key(
+    more: tuple[str, ...], said: str
+) -> None:
     with pytest.raises(RunError) as refused:
         Run.parse("", "run", ("model=tiny", *more))
     assert said in str(refused.value)

@@ -33,7 +33,10 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Any:
 def queries(dtype: torch.dtype) -> Any:
     """What the choice of a kernel looks at: a tensor on a GPU cannot be made here."""
     return SimpleNamespace(
-        shape=(2, 4, 64, 64), device=GPU, dtype=dtype, element_size=lambda: dtype.itemsize
+        shape=(2, 4, 64, 64),
+        device=GPU,
+        dtype=dtype,
+        element_size=lambda: dtype.itemsize,
     )
 
 
@@ -47,7 +50,9 @@ def test_attention_takes_no_flash_kernel_on_an_old_gpu(
     assert kernels._kernels(queries(dtype)) is kernels.EFFICIENT
     on(A100)
     flash = dtype == torch.float16
-    assert kernels._kernels(queries(dtype)) is (kernels.FLASH if flash else kernels.EFFICIENT)
+    assert kernels._kernels(queries(dtype)) is (
+        kernels.FLASH if flash else kernels.EFFICIENT
+    )
 
 
 def test_documents_take_no_kernel_for_lengths_on_an_old_gpu(on: Any) -> None:

@@ -18,7 +18,13 @@ from phalanx.train.program import fitting_program, maker_of
 from phalanx.train.rank import GIB, Rank, batches_of, memory_limit
 
 STRANGER = f"{Path(__file__).parents[2] / 'examples' / 'stranger.py'}:Stranger"
-SMALL = ("batch=6", "steps=4", "optimizer.lr=1e-2", "checkpoint.every=2", "validation.batches=1")
+SMALL = (
+    "batch=6",
+    "steps=4",
+    "optimizer.lr=1e-2",
+    "checkpoint.every=2",
+    "validation.batches=1",
+)
 
 
 def own(out: Path, *more: str, model: str = STRANGER) -> Run:
@@ -78,12 +84,16 @@ def test_a_model_of_one_s_own_is_not_exported_under_names_of_others(
         checkpoint_verb.run(["export", str(alone), "--to", str(tmp_path / "a")])
     # Even when its sizes are those of a llama: what its weights are is in its own code.
     text = Path(STRANGER.rpartition(":")[0]).read_text()
-    text = text.replace('positions="learned", gated=False', 'positions="rope", gated=True')
+    text = text.replace(
+        'positions="learned", gated=False', 'positions="rope", gated=True'
+    )
     file = tmp_path / "alike.py"
     file.write_text(text)
     out = tmp_path / "run"
     trained(own(out, "steps=1", "batch=2", "sequence=12", model=f"{file}:Stranger"), "")
-    with pytest.raises(ValueError, match=r"embed.words.weight is not a weight of the built-in"):
+    with pytest.raises(
+        ValueError, match=r"embed.words.weight is not a weight of the built-in"
+    ):
         checkpoint_verb.run(["export", str(out), "--to", str(tmp_path / "b")])
 
 
@@ -122,7 +132,14 @@ def test_what_does_not_fit_it_is_refused_before_any_rank_starts(
     }.get(text, source)
     assert (broken == source) == (not text)
     file.write_text(broken)
-    argv = [f"model={file}:Stranger", f"out={tmp_path / 'run'}", *SMALL, *more, "--ranks", "3"]
+    argv = [
+        f"model={file}:Stranger",
+        f"out={tmp_path / 'run'}",
+        *SMALL,
+        *more,
+        "--ranks",
+        "3",
+    ]
     with pytest.raises((LayoutError, RunError), match=f"(?s){said}"):
         train_verb.run(argv if more[:1] == ("layout=tp3",) else [*argv[:-1], "2"])
     assert not (tmp_path / "run").exists()
@@ -131,7 +148,11 @@ def test_what_does_not_fit_it_is_refused_before_any_rank_starts(
 # ---- recomputation to fit
 
 
-SIZES = ("model={layers=4,hidden=16,heads=2,ffn=24,vocab=256}", "batch=8", "sequence=32")
+SIZES = (
+    "model={layers=4,hidden=16,heads=2,ffn=24,vocab=256}",
+    "batch=8",
+    "sequence=32",
+)
 
 
 def _whole(layout: str) -> float:
@@ -146,19 +167,27 @@ def _whole(layout: str) -> float:
     return found[0] / GIB
 
 
-def test_recomputation_to_fit_recomputes_no_more_than_memory_asks_for(tmp_path: Path) -> None:
+def test_recomputation_to_fit_recomputes_no_more_than_memory_asks_for(
+    tmp_path: Path,
+) -> None:
     whole = _whole("recompute:fit")
 
     def of(part: float) -> int:
-        run = Run.parse("", "fit", (f"out={tmp_path}", *SIZES, f"memory={part * whole}"))
-        program = Rank(AloneWorld("cpu"), run, Layout.parse("recompute:fit")).part.program
+        run = Run.parse(
+            "", "fit", (f"out={tmp_path}", *SIZES, f"memory={part * whole}")
+        )
+        program = Rank(
+            AloneWorld("cpu"), run, Layout.parse("recompute:fit")
+        ).part.program
         return sum(op.kind == "R" for row in program.rows for op in row)
 
     counts = [of(part) for part in (1.01, 0.9, 0.75, 0.65)]
     assert counts[0] == 0
     assert counts == sorted(counts)
     assert len(set(counts)) > 2
-    with pytest.raises(ProgramError, match=r"with everything recomputed .* the limit is"):
+    with pytest.raises(
+        ProgramError, match=r"with everything recomputed .* the limit is"
+    ):
         of(0.05)
 
 

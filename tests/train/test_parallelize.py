@@ -25,7 +25,9 @@ STEPS, LR, CLIP, SEED = 3, 0.05, 0.4, 3
 
 def _batch(step: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(step)
-    ids = torch.randint(SHAPE.vocab, (SHAPE.batch, SHAPE.sequence + 1), generator=generator)
+    ids = torch.randint(
+        SHAPE.vocab, (SHAPE.batch, SHAPE.sequence + 1), generator=generator
+    )
     return {
         "tokens": ids[:, :-1].contiguous(),
         "targets": ids[:, 1:].contiguous(),
@@ -60,14 +62,19 @@ def _losses(world: World, text: str) -> list[float]:
 
 def _plain() -> list[float]:
     """The same by torch.optim on one process."""
-    sizes = {name: getattr(SHAPE, name) for name in ("vocab", "hidden", "layers", "heads", "ffn")}
+    sizes = {
+        name: getattr(SHAPE, name)
+        for name in ("vocab", "hidden", "layers", "heads", "ffn")
+    }
     decoder = Decoder(**sizes, eps=SHAPE.eps).double()
     ours = build_model(SHAPE)
     weights = dict(decoder.named_parameters())
     with torch.no_grad():
         for name, weight in weights.items():
             weight.copy_(start(ours, name, SEED, WIDE))
-    optimizer = torch.optim.AdamW(weights.values(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        weights.values(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0
+    )
     losses = []
     for step in range(STEPS + 1):
         batch = _batch(step)
@@ -82,7 +89,8 @@ def _plain() -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "layout", ["", "dp2 zero3 accum:2", "tp2 seq zero1", "pp2 1f1b:2", "cp2 recompute:all"]
+    "layout",
+    ["", "dp2 zero3 accum:2", "tp2 seq zero1", "pp2 1f1b:2", "cp2 recompute:all"],
 )
 def test_steps_need_no_run_and_no_folder(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -25,7 +25,12 @@ from phalanx.train.data.batches import Batches
 from phalanx.train.executor import Executor
 from phalanx.train.rank import Rank, batches_of
 
-PLAIN = ("optimizer.schedule=constant", "optimizer.warmup_steps=0", "optimizer.lr=0.02", "steps=4")
+PLAIN = (
+    "optimizer.schedule=constant",
+    "optimizer.warmup_steps=0",
+    "optimizer.lr=0.02",
+    "steps=4",
+)
 SGD, MUON = "optimizer.name=sgd", "optimizer.name=muon"
 # Each key with a value that changes the losses, and what else it needs. A key that is added to the run
 # file and not here fails `test_every_key_of_the_optimizer_is_in_the_table`.
@@ -53,8 +58,14 @@ def test_every_key_of_the_optimizer_is_in_the_table() -> None:
 class Unrounded(TorchFunctionMode):
     """While it is on, torch's Muon does not round to bfloat16 what it makes orthogonal."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return args[0].clone() if func is Tensor.bfloat16 else func(*args, **(kwargs or {}))
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return (
+            args[0].clone()
+            if func is Tensor.bfloat16
+            else func(*args, **(kwargs or {}))
+        )
 
 
 class _ZLoss(nn.Module):
@@ -63,7 +74,9 @@ class _ZLoss(nn.Module):
         self.z = z
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        losses = F.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), reduction="sum"
+        )
         return losses + self.z * logits.logsumexp(-1)[targets != -100].square().sum()
 
 
@@ -95,7 +108,9 @@ def _by_hand(run: Run, skipped: Collection[int] = ()) -> tuple[list[float], floa
     weights = dict(decoder.named_parameters())
     still = [w for n, w in weights.items() if n.endswith(("norm.weight", "bias"))]
     moving = [w for n, w in weights.items() if not n.endswith(("norm.weight", "bias"))]
-    matrices = [w for n, w in weights.items() if n.startswith("layers.") and w.dim() == 2]
+    matrices = [
+        w for n, w in weights.items() if n.startswith("layers.") and w.dim() == 2
+    ]
     if o.name == "muon":
         moving = [w for w in moving if not any(w is each for each in matrices)]
     groups = [
@@ -211,7 +226,9 @@ def test_muons_momentum_and_decay_are_torchs(tmp_path: Path) -> None:
     run = small(tmp_path / "run", *PLAIN, *MOMENTUM)
     trained(run, "dp2 zero1 fp64")
     wanted, _ = _by_hand(run)
-    assert [r["loss"] for r in records(tmp_path / "run", "step")] == pytest.approx(wanted, rel=1e-9)
+    assert [r["loss"] for r in records(tmp_path / "run", "step")] == pytest.approx(
+        wanted, rel=1e-9
+    )
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -222,7 +239,9 @@ def test_every_key_of_the_optimizer_does_what_torch_does(
     run = small(tmp_path / "run", *PLAIN, *KEYS[key])
     trained(run, layout)
     wanted, validation = _by_hand(run)
-    assert [r["loss"] for r in records(tmp_path / "run", "step")] == pytest.approx(wanted, rel=1e-9)
+    assert [r["loss"] for r in records(tmp_path / "run", "step")] == pytest.approx(
+        wanted, rel=1e-9
+    )
     assert records(tmp_path / "run", "validation")[-1]["loss"] == pytest.approx(
         validation, rel=1e-9
     )
@@ -236,7 +255,9 @@ def test_z_loss_is_what_torch_adds(layout: str, tmp_path: Path) -> None:
     run = small(tmp_path / "run", *PLAIN, "z_loss=0.1")
     trained(run, layout)
     wanted, _ = _by_hand(run)
-    assert [r["loss"] for r in records(tmp_path / "run", "step")] == pytest.approx(wanted, rel=1e-9)
+    assert [r["loss"] for r in records(tmp_path / "run", "step")] == pytest.approx(
+        wanted, rel=1e-9
+    )
     assert wanted[0] > _by_hand(small(tmp_path / "run", *PLAIN))[0][0] + 1.0
 
 
@@ -249,12 +270,16 @@ class _Uneven(Batches):
         return found
 
 
-@pytest.mark.parametrize("layout", ["fp64", "dp2 fp64", "pp2 1f1b:3 fp64", "tp2 fp64", "cp2 fp64"])
+@pytest.mark.parametrize(
+    "layout", ["fp64", "dp2 fp64", "pp2 1f1b:3 fp64", "tp2 fp64", "cp2 fp64"]
+)
 def test_the_validation_loss_is_a_mean_over_all_tokens_and_not_of_means(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank, "Batches", _Uneven)
-    run = small(tmp_path / "run", *PLAIN, "steps=1", "validation.batches=3", "sequence=24")
+    run = small(
+        tmp_path / "run", *PLAIN, "steps=1", "validation.batches=3", "sequence=24"
+    )
     trained(run, layout)
     _, wanted = _by_hand(run)
     (found,) = records(tmp_path / "run", "validation")

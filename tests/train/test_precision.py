@@ -62,7 +62,10 @@ def test_the_loss_scale_is_that_of_torchs_scaler(interval: int, seed: int) -> No
 
 def test_the_loss_scale_begins_and_grows_as_torchs_does_by_default() -> None:
     torchs, ours = torch.amp.GradScaler("cpu"), LossScale()
-    assert (ours.scale, ours.patience) == (torchs.get_scale(), torchs.get_growth_interval())
+    assert (ours.scale, ours.patience) == (
+        torchs.get_scale(),
+        torchs.get_growth_interval(),
+    )
 
 
 def test_the_loss_scale_stays_between_1_and_2_to_the_24() -> None:
@@ -78,7 +81,11 @@ def test_the_loss_scale_stays_between_1_and_2_to_the_24() -> None:
 def test_only_float16_has_a_loss_scale_and_weights_are_kept_in_float32() -> None:
     for word, compute in {"fp16": torch.float16, "bf16": torch.bfloat16}.items():
         said = precision_of(word)
-        assert (said.compute, said.master, said.reduce) == (compute, torch.float32, torch.float32)
+        assert (said.compute, said.master, said.reduce) == (
+            compute,
+            torch.float32,
+            torch.float32,
+        )
     for word, dtype in {"fp32": torch.float32, "fp64": torch.float64}.items():
         assert precision_of(word) == Precision(dtype, dtype, dtype)
 
@@ -93,7 +100,9 @@ def test_a_run_that_goes_on_has_the_loss_scale_it_stopped_with(
     layout: str, stop: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The default would stay 65536 for 2000 steps, restored or not.
-    monkeypatch.setattr("phalanx.train.parallelize.LossScale", partial(LossScale, 1024.0, 3))
+    monkeypatch.setattr(
+        "phalanx.train.parallelize.LossScale", partial(LossScale, 1024.0, 3)
+    )
     expected = torch_scales([True] * 8, 1024.0, 3)
     for until in (stop, 8):
         trained(small(tmp_path / "run", f"steps={until}", "checkpoint.every=1"), layout)
@@ -105,7 +114,9 @@ def test_a_run_that_goes_on_after_skipped_steps_counts_its_updates_and_not_its_s
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # So large that the first steps overflow and are skipped: Adam's count is then below the step.
-    monkeypatch.setattr("phalanx.train.parallelize.LossScale", partial(LossScale, 2.0**23, 1000))
+    monkeypatch.setattr(
+        "phalanx.train.parallelize.LossScale", partial(LossScale, 2.0**23, 1000)
+    )
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     steps = 14
     constant = "optimizer.schedule=constant"  # whatever the number of steps
@@ -134,7 +145,9 @@ def uneven(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every batch of a validation has targets in fewer rows than the one before, the last none."""
     whole = Batches.validation
 
-    def validation(self: Batches, index: int, rows: slice | None = None) -> dict[str, Tensor]:
+    def validation(
+        self: Batches, index: int, rows: slice | None = None
+    ) -> dict[str, Tensor]:
         batch = whole(self, index)
         batch["targets"][: 2 * index] = -100
         return {name: x[rows or slice(None)] for name, x in batch.items()}
@@ -160,7 +173,9 @@ def plain_losses(run: Run, batches: int) -> list[tuple[float, int]]:
     return found
 
 
-@pytest.mark.parametrize("layout", ["", "dp2", "dp3 zero3 accum:2", "tp2 seq", "pp2 1f1b:3", "cp2"])
+@pytest.mark.parametrize(
+    "layout", ["", "dp2", "dp3 zero3 accum:2", "tp2 seq", "pp2 1f1b:3", "cp2"]
+)
 @pytest.mark.parametrize("count", [2, 4])
 def test_the_validation_loss_is_the_mean_over_all_tokens_of_all_batches(
     layout: str, count: int, tmp_path: Path
@@ -169,7 +184,9 @@ def test_the_validation_loss_is_the_mean_over_all_tokens_of_all_batches(
     losses = plain_losses(run, count)
     mean = sum(loss for loss, _ in losses) / sum(tokens for _, tokens in losses)
     where = f"{layout} fp64"
-    for found in launch(validations, Layout.parse(where).ranks, run, where, backend="threads"):
+    for found in launch(
+        validations, Layout.parse(where).ranks, run, where, backend="threads"
+    ):
         assert found == pytest.approx(mean, rel=1e-12)
     assert (losses[-1] == (0.0, 0)) == (count == 4)
     # Else the mean of their means would do.

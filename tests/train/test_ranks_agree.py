@@ -69,7 +69,11 @@ DIFFERENT = [
     (["optimizer.lr=0.5"], [], "optimizer.lr: rank 1 has 0.5, rank 0 has 0.0003"),
     (["seed=3"], [], "seed: rank 1 has 3, rank 0 has 0"),
     (["optimizer.clip=0.5"], [], "optimizer.clip: rank 1 has 0.5, rank 0 has 1.0"),
-    (["optimizer.schedule=linear"], [], "schedule: rank 1 has linear, rank 0 has cosine"),
+    (
+        ["optimizer.schedule=linear"],
+        [],
+        "schedule: rank 1 has linear, rank 0 has cosine",
+    ),
     (["batch=8"], [], "batch: rank 1 has 8, rank 0 has 4"),
     (["sequence=8"], [], "sequence: rank 1 has 8, rank 0 has 12"),
     (["steps=2"], [], "steps: rank 1 has 2, rank 0 has 1"),
@@ -80,7 +84,11 @@ DIFFERENT = [
     (["layout=tp2"], [], "layout: rank 1 has tp2, rank 0 has dp2"),
     (["layout=pp2"], [], "layout: rank 1 has pp2"),
     (["layout=dp2 bf16"], [], "layout: rank 1 has dp2 bf16, rank 0 has dp2"),
-    ([MODEL.replace("heads=4", "heads=2")], [], "model.heads: rank 1 has 2, rank 0 has 4"),
+    (
+        [MODEL.replace("heads=4", "heads=2")],
+        [],
+        "model.heads: rank 1 has 2, rank 0 has 4",
+    ),
     (["data=other"], ["data=tokens"], "data: rank 1 has"),
     (["model=edited:Stranger"], ["model=own:Stranger"], "model file: rank 1 has"),
     (
@@ -90,7 +98,11 @@ DIFFERENT = [
     ),
     (["out=elsewhere"], [], "out: rank 1 has"),
     # Refused by one rank alone: the other says which, and why.
-    (["layout=dp4"], [], "rank 1 could not begin: UsageError: layout 'dp4' is for 4 ranks"),
+    (
+        ["layout=dp4"],
+        [],
+        "rank 1 could not begin: UsageError: layout 'dp4' is for 4 ranks",
+    ),
     (["no.such=1"], [], "rank 1 could not begin: RunError"),
     ([], ["data=nowhere.bin"], "rank 0 could not begin: RunError"),
 ]
@@ -106,8 +118,17 @@ def free_ports(count: int) -> list[int]:
 
 def words(more: list[str], named: dict[str, str], folder: Path) -> list[str]:
     """A rank's command; names of files become their paths, a later word replaces an earlier one."""
-    said = [MODEL, "batch=4", "sequence=12", "steps=1", "layout=dp2", "validation.batches=0"]
-    said = {word.partition("=")[0]: word for word in [*said, f"out={folder / 'run'}", *more]}
+    said = [
+        MODEL,
+        "batch=4",
+        "sequence=12",
+        "steps=1",
+        "layout=dp2",
+        "validation.batches=0",
+    ]
+    said = {
+        word.partition("=")[0]: word for word in [*said, f"out={folder / 'run'}", *more]
+    }
     for key, word in said.items():
         name, colon, rest = word.partition("=")[2].partition(":")
         if name in named:
@@ -116,7 +137,9 @@ def words(more: list[str], named: dict[str, str], folder: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[tuple[int, str], ...]]:
+def started(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> list[tuple[tuple[int, str], ...]]:
     """How both ranks of each start ended. In the last two the ranks agree: one trains, and one is to
     go on with another seed."""
     folder = tmp_path_factory.mktemp("agreement")
@@ -150,7 +173,9 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[tuple[int, s
     return [((a[0], a[1]), (b[0], b[1])) for a, b in zip(*ends, strict=True)]
 
 
-@pytest.mark.parametrize("number", range(len(DIFFERENT)), ids=lambda n: DIFFERENT[n][2][:24])
+@pytest.mark.parametrize(
+    "number", range(len(DIFFERENT)), ids=lambda n: DIFFERENT[n][2][:24]
+)
 def test_ranks_started_differently_all_refuse_and_name_rank_and_key(
     number: int, started: list[tuple[tuple[int, str], ...]]
 ) -> None:
@@ -185,7 +210,9 @@ def test_what_all_ranks_refuse_while_they_resume_is_a_sentence_of_each(
 
 def train_apart(world: World, out: str, keys: list[str], layouts: list[str]) -> None:
     """Each rank with a key and a layout of its own."""
-    run = Run.parse("", "apart", (MODEL, "batch=4", "sequence=16", f"out={out}", keys[world.rank]))
+    run = Run.parse(
+        "", "apart", (MODEL, "batch=4", "sequence=16", f"out={out}", keys[world.rank])
+    )
     train(world, run, layouts[world.rank], quiet=True)
 
 
@@ -193,8 +220,16 @@ def train_apart(world: World, out: str, keys: list[str], layouts: list[str]) -> 
 @pytest.mark.parametrize(
     "keys, layouts, named",
     [
-        (["seed=1", "seed=1", "seed=2"], ["dp3"] * 3, "seed: rank 2 has 2, ranks 0-1 have 1"),
-        (["steps=1", "steps=2", "steps=1"], ["dp3"] * 3, "steps: rank 1 has 2, ranks 0, 2 have 1"),
+        (
+            ["seed=1", "seed=1", "seed=2"],
+            ["dp3"] * 3,
+            "seed: rank 2 has 2, ranks 0-1 have 1",
+        ),
+        (
+            ["steps=1", "steps=2", "steps=1"],
+            ["dp3"] * 3,
+            "steps: rank 1 has 2, ranks 0, 2 have 1",
+        ),
         (["steps=1"] * 3, ["dp3", "pp3", "dp3"], "layout: rank 1 has pp3"),
     ],
 )
@@ -202,5 +237,13 @@ def test_local_ranks_that_differ_refuse_too(
     backend: str, keys: list[str], layouts: list[str], named: str, tmp_path: Path
 ) -> None:
     with pytest.raises(RankFailed, match=named) as caught:
-        launch(train_apart, 3, str(tmp_path / "run"), keys, layouts, backend=backend, timeout=30.0)
+        launch(
+            train_apart,
+            3,
+            str(tmp_path / "run"),
+            keys,
+            layouts,
+            backend=backend,
+            timeout=30.0,
+        )
     assert len(caught.value.reports) == 3

@@ -57,7 +57,9 @@ def test_every_rate_is_the_one_of_a_table_by_hand(
     scaled = rates(steps, schedule=schedule, lr=5.0, min_lr=2.0, **keys)
     rise = keys.get("warmup_steps", 0)
     assert scaled[:rise] == pytest.approx([5.0 * share for share in wanted[:rise]])
-    assert scaled[rise:] == pytest.approx([2.0 + 3.0 * share for share in wanted[rise:]])
+    assert scaled[rise:] == pytest.approx(
+        [2.0 + 3.0 * share for share in wanted[rise:]]
+    )
 
 
 # ---- closed forms, over every rise of every short run
@@ -71,7 +73,9 @@ def linear(done: float) -> float:
     return 1.0 - done
 
 
-@pytest.mark.parametrize(("schedule", "falling"), [("cosine", cosine), ("linear", linear)])
+@pytest.mark.parametrize(
+    ("schedule", "falling"), [("cosine", cosine), ("linear", linear)]
+)
 @pytest.mark.parametrize("steps", [1, 2, 7, 16])
 def test_a_rise_of_none_some_or_all_steps_ends_at_the_peak_and_the_fall_at_the_end(
     schedule: str, falling: Callable[[float], float], steps: int
@@ -94,7 +98,9 @@ def test_without_an_end_the_rate_falls_to_a_tenth_of_the_peak(schedule: str) -> 
 # ---- torch's schedulers, of which epoch n is the rate after n steps
 
 
-def of_torch(scheduler: Callable[[torch.optim.Optimizer], object], steps: int) -> list[float]:
+def of_torch(
+    scheduler: Callable[[torch.optim.Optimizer], object], steps: int
+) -> list[float]:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
     made: torch.optim.lr_scheduler.LRScheduler = scheduler(optimizer)  # type: ignore[assignment]
     found = []
@@ -108,11 +114,19 @@ def of_torch(scheduler: Callable[[torch.optim.Optimizer], object], steps: int) -
 @pytest.mark.parametrize("steps", [1, 9, 40])
 def test_rates_are_those_of_torchs_schedulers(steps: int) -> None:
     torchs = torch.optim.lr_scheduler
-    annealed = of_torch(lambda o: torchs.CosineAnnealingLR(o, steps, eta_min=0.5), steps)
-    assert rates(steps, schedule="cosine", lr=2.0, min_lr=0.5) == pytest.approx(annealed)
-    falling = of_torch(lambda o: torchs.LinearLR(o, 1.0, 0.25, total_iters=steps), steps)
+    annealed = of_torch(
+        lambda o: torchs.CosineAnnealingLR(o, steps, eta_min=0.5), steps
+    )
+    assert rates(steps, schedule="cosine", lr=2.0, min_lr=0.5) == pytest.approx(
+        annealed
+    )
+    falling = of_torch(
+        lambda o: torchs.LinearLR(o, 1.0, 0.25, total_iters=steps), steps
+    )
     assert rates(steps, schedule="linear", lr=2.0, min_lr=0.5) == pytest.approx(falling)
     # A rise of all steps, from zero, is the same for every schedule.
     rising = of_torch(lambda o: torchs.LambdaLR(o, lambda epoch: epoch / steps), steps)
     for schedule in ("cosine", "linear", "wsd", "constant"):
-        assert rates(steps, schedule=schedule, lr=2.0, warmup_steps=steps) == pytest.approx(rising)
+        assert rates(
+            steps, schedule=schedule, lr=2.0, warmup_steps=steps
+        ) == pytest.approx(rising)

@@ -115,18 +115,24 @@ def test_a_run_whose_output_cannot_be_written_says_so_once_and_ends_with_0(
         run = start(out, "layout=dp2", "steps=5", stdout=full, stderr=subprocess.PIPE)
         _, told = run.communicate(timeout=240)
     assert run.returncode == 0
-    assert re.search(rb"phalanx: \d+ lines of standard output were not shown: No space left", told)
+    assert re.search(
+        rb"phalanx: \d+ lines of standard output were not shown: No space left", told
+    )
     assert b"Traceback" not in told
     _whole(out, 5)
 
 
 def test_a_reader_gets_every_line_in_order(start: Start, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    run = start(out, "layout=dp2", "steps=300", stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    run = start(
+        out, "layout=dp2", "steps=300", stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     told, _ = run.communicate(timeout=240)
     assert run.returncode == 0
     lines = told.decode().splitlines()
-    numbers = [int(m[1]) for line in lines if (m := re.match(r"step (\d+)/300  loss", line))]
+    numbers = [
+        int(m[1]) for line in lines if (m := re.match(r"step (\d+)/300  loss", line))
+    ]
     assert numbers == [*range(1, 301)]
     first = [line.partition(",")[0] for line in lines[:3]]
     assert "dp2: 2 ranks" in first  # of the command, before those of its ranks
@@ -137,7 +143,9 @@ def test_a_reader_gets_every_line_in_order(start: Start, tmp_path: Path) -> None
 def test_the_result_is_whole_in_a_pipe_that_is_read_after_the_end(
     start: Start, tmp_path: Path
 ) -> None:
-    run = start(tmp_path / "run", "layout=fp32", "steps=3", "--json", stdout=subprocess.PIPE)
+    run = start(
+        tmp_path / "run", "layout=fp32", "steps=3", "--json", stdout=subprocess.PIPE
+    )
     assert run.wait(240) == 0
     assert run.stdout is not None
     assert json.load(run.stdout)["step"] == 3

@@ -28,7 +28,11 @@ from phalanx.train.rank import Rank
 from phalanx.train.step import TrainError
 from phalanx.train.stop import FolderReplaced
 
-WORDS = ["model={layers=2,hidden=16,heads=2,ffn=24,vocab=256}", "batch=4", "sequence=12"]
+WORDS = [
+    "model={layers=2,hidden=16,heads=2,ffn=24,vocab=256}",
+    "batch=4",
+    "sequence=12",
+]
 
 
 def families() -> Iterator[type[ValueError]]:
@@ -43,24 +47,37 @@ def families() -> Iterator[type[ValueError]]:
             yield kind
 
 
-BEGUN = {TrainError, CopiesDiffer, JournalError, SaveError, FolderReplaced}  # the run had begun
-AMONG_RANKS = {RanksDiffer, PeerFailed}  # sentences, though they are errors between ranks
+# the run had begun
+BEGUN = {TrainError, CopiesDiffer, JournalError, SaveError, FolderReplaced}
+# sentences, though they are errors between ranks
+AMONG_RANKS = {RanksDiffer, PeerFailed}
 
 
 def test_every_error_for_the_user_has_an_exit_code_wherever_it_is_raised() -> None:
     kinds = set(families())
-    assert {CheckpointError, RanksFailed, DataError, RunError} | BEGUN | AMONG_RANKS < kinds
+    assert {
+        CheckpointError,
+        RanksFailed,
+        DataError,
+        RunError,
+    } | BEGUN | AMONG_RANKS < kinds
     for kind in kinds:
         error = kind.__new__(kind)
         misuse = issubclass(kind, CommError) and kind not in AMONG_RANKS
         expected = 1 if kind in BEGUN else 0 if misuse else 2
         assert exit_code_of(error) == expected, kind
-    assert [exit_code_of(each) for each in (ValueError(), OSError(), CommMisuse())] == [0, 0, 0]
+    assert [exit_code_of(each) for each in (ValueError(), OSError(), CommMisuse())] == [
+        0,
+        0,
+        0,
+    ]
 
 
 def _refuse(world: World) -> None:
     if world.rank == 1:
-        raise RanksFailed("step-1 cannot be loaded. ", ["rank 1: it is of another optimizer"])
+        raise RanksFailed(
+            "step-1 cannot be loaded. ", ["rank 1: it is of another optimizer"]
+        )
     world.split("all", [range(world.size)]).barrier()
 
 
@@ -68,7 +85,9 @@ def _refuse(world: World) -> None:
 def test_what_a_rank_refuses_reaches_its_launcher_as_a_sentence(backend: str) -> None:
     with pytest.raises(RankFailed) as failed:
         launch(_refuse, 2, backend=backend, timeout=30.0)
-    sentence = "RanksFailed: step-1 cannot be loaded. rank 1: it is of another optimizer"
+    sentence = (
+        "RanksFailed: step-1 cannot be loaded. rank 1: it is of another optimizer"
+    )
     assert (failed.value.refusal, failed.value.exit_code) == (sentence, 2)
 
 
@@ -114,12 +133,18 @@ def test_only_what_may_go_well_the_next_time_is_started_again(
 
 
 @pytest.mark.parametrize("layout", ["", "dp2"])
-def test_another_optimizer_is_refused_with_both_names(layout: str, tmp_path: Path) -> None:
+def test_another_optimizer_is_refused_with_both_names(
+    layout: str, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
     trained(small(out, "steps=1"), "")
     with pytest.raises((CheckpointError, RankFailed)) as refused:
-        trained(small(out, "steps=2", "optimizer.name=sgd", "checkpoint.adopt=true"), layout)
-    assert "holds the state of optimizer.name = 'adamw', the run says 'sgd'" in str(refused.value)
+        trained(
+            small(out, "steps=2", "optimizer.name=sgd", "checkpoint.adopt=true"), layout
+        )
+    assert "holds the state of optimizer.name = 'adamw', the run says 'sgd'" in str(
+        refused.value
+    )
     # One that keeps no state has nothing that could be of another.
     trained(small(tmp_path / "sgd", "steps=1", "optimizer.name=sgd"), "")
     trained(small(tmp_path / "sgd", "steps=2", "optimizer.name=adamw"), layout)
@@ -147,7 +172,13 @@ def test_data_that_fails_within_a_run_is_no_wrong_usage(
 
     plain = Rank.batch
     monkeypatch.setattr(loop.Rank, "batch", batch)
-    words = [*WORDS, "validation.batches=0", "steps=4", "layout=fp32", f"out={tmp_path}"]
+    words = [
+        *WORDS,
+        "validation.batches=0",
+        "steps=4",
+        "layout=fp32",
+        f"out={tmp_path}",
+    ]
     assert main(["train", *words]) == 1
     error = capfd.readouterr().err
     assert "TrainError: step 3: train.tokens: was cut while in use" in error

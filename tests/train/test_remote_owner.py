@@ -17,7 +17,16 @@ from typing import Any
 import fsspec
 import pytest
 from loop_worlds import records, small, trained
-from remote_worlds import Faulty, Flat, at_once, listing, put, remote_of, uploaded, url_in
+from remote_worlds import (
+    Faulty,
+    Flat,
+    at_once,
+    listing,
+    put,
+    remote_of,
+    uploaded,
+    url_in,
+)
 
 from phalanx.cli.main import main
 from phalanx.train import remote_owner
@@ -70,7 +79,9 @@ def written(url: str) -> RemoteOwner:
 
 
 def write(url: str, owner: RemoteOwner | bytes) -> None:
-    RemoteFolder(url).write("owner.json", owner if isinstance(owner, bytes) else owner.raw)
+    RemoteFolder(url).write(
+        "owner.json", owner if isinstance(owner, bytes) else owner.raw
+    )
 
 
 def elsewhere(owner: RemoteOwner) -> RemoteOwner:
@@ -105,7 +116,10 @@ def test_a_folder_with_checkpoints_is_used_under_its_own_id_or_not_at_all() -> N
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_run_with_checkpoints_of_its_own_is_refused_in_the_folder_of_another(
-    scheme: str, runs: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    scheme: str,
+    runs: dict[str, Path],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Though the first has ended, and the second is further: it would remove the first one's."""
     url = url_in(scheme, tmp_path / "there")
@@ -161,7 +175,10 @@ def test_a_run_keeps_its_id_without_a_remote_folder(tmp_path: Path) -> None:
     for last in (1, 2):
         trained(small(out, f"steps={last}"), "dp2")
     assert read_manifest(out / "checkpoints" / "step-00000001").run_id
-    assert len({read_manifest(p).run_id for p in (out / "checkpoints").glob("step-*")}) == 1
+    assert (
+        len({read_manifest(p).run_id for p in (out / "checkpoints").glob("step-*")})
+        == 1
+    )
 
 
 # ---- which start of it
@@ -173,7 +190,9 @@ def test_another_start_of_the_same_run_is_refused_until_its_heartbeat_is_old(
 ) -> None:
     url = url_in(scheme, tmp_path)
     write(url, elsewhere(claimed(url, runs["first"]).me))
-    with pytest.raises(RunLocked, match=r"another start of this run is active .*'node7'.* 0 s ago"):
+    with pytest.raises(
+        RunLocked, match=r"another start of this run is active .*'node7'.* 0 s ago"
+    ):
         claimed(url, runs["first"])
     _age(url, remote_owner.STALE - 5)
     with pytest.raises(RunLocked, match=r"17[456] s ago"):
@@ -201,14 +220,22 @@ def test_what_the_clocks_of_machines_say_makes_no_owner_old(
 ) -> None:
     url = url_in("file", tmp_path)
     owner = elsewhere(claimed(url, runs["first"]).me)
-    write(url, replace(owner, heartbeat="1970-01-01 00:00:00 UTC", since="2999-01-01 00:00:00 UTC"))
+    write(
+        url,
+        replace(
+            owner, heartbeat="1970-01-01 00:00:00 UTC", since="2999-01-01 00:00:00 UTC"
+        ),
+    )
     with pytest.raises(RunLocked, match="is active there"):
         claimed(url, runs["first"])
 
 
 @pytest.mark.parametrize("told", [None, -3600.0], ids=["no time", "set back"])
 def test_an_owner_of_whom_no_time_is_known_is_watched(
-    told: float | None, runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    told: float | None,
+    runs: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A store that tells no times, or whose clock was set back since."""
     url, now = url_in("file", tmp_path), [0.0]
@@ -237,15 +264,25 @@ def test_who_is_known_to_be_gone_is_not_waited_for() -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     me = RemoteOwner(
-        A, new_id(), "h", os.getpid(), remote_owner.started_at(os.getpid()), "m", "/o", B, 7
+        A,
+        new_id(),
+        "h",
+        os.getpid(),
+        remote_owner.started_at(os.getpid()),
+        "m",
+        "/o",
+        B,
+        7,
     )
     other = replace(me, start=new_id(), folder=A)  # another folder on this machine
     assert not gone(other, me)
     assert gone(replace(other, pid=dead.pid), me)
-    assert gone(replace(other, born=other.born + 1), me)  # the number is another process's by now
+    # the number is another process's by now
+    assert gone(replace(other, born=other.born + 1), me)
     assert gone(replace(other, ended=True), me)
     assert gone(replace(other, folder=B), me)  # whose lock this start holds
-    assert not gone(replace(other, folder=B, lock=8), me)  # a copy of the folder has it not
+    # a copy of the folder has it not
+    assert not gone(replace(other, folder=B, lock=8), me)
     assert not gone(replace(other, machine="n", pid=dead.pid), me)
     assert not gone(replace(other, machine="", pid=dead.pid), replace(me, machine=""))
     assert not gone(replace(other, folder="", lock=7), replace(me, folder=""))
@@ -259,12 +296,22 @@ def test_the_start_that_holds_the_folder_goes_on_at_once_on_another_machine(
     shutil.copytree(runs["first"], out)
     run = small(out, f"checkpoint.remote={url}", "steps=4", "validation.batches=0")
     trained(run, "")
-    write(url, replace(written(url), machine="another", host="node7", start=new_id(), ended=False))
+    write(
+        url,
+        replace(
+            written(url), machine="another", host="node7", start=new_id(), ended=False
+        ),
+    )
     (outcome,) = trained(replace(run, steps=5), "")
     assert (outcome.step, outcome.not_uploaded) == (5, "")
     copy = tmp_path / "copy"
     shutil.copytree(out, copy)
-    write(url, replace(written(url), machine="another", host="node7", start=new_id(), ended=False))
+    write(
+        url,
+        replace(
+            written(url), machine="another", host="node7", start=new_id(), ended=False
+        ),
+    )
     with pytest.raises(RunLocked, match="is active there"):
         trained(replace(run, out=str(copy), steps=6), "")
 
@@ -286,7 +333,9 @@ def test_a_start_whose_process_was_killed_is_not_waited_for(tmp_path: Path) -> N
     newest = RemoteFolder(url).steps()[0]
     shutil.rmtree(first)
     # Nothing is left of it but the remote folder.
-    (outcome,) = trained(small(tmp_path / "run", f"checkpoint.remote={url}", f"steps={newest}"), "")
+    (outcome,) = trained(
+        small(tmp_path / "run", f"checkpoint.remote={url}", f"steps={newest}"), ""
+    )
     assert (outcome.step, outcome.not_uploaded) == (newest, "")
 
 
@@ -363,7 +412,8 @@ def test_two_that_claim_at_once_do_not_both_keep_a_folder(
     on one where the last writer wins."""
     for scheme in ("faulty", "flat"):
         kept = list[tuple[bool, bool]]()
-        while len(kept) < 3 or kept[-3:] != [(True, False)] * 3:  # the first has made all its calls
+        # the first has made all its calls
+        while len(kept) < 3 or kept[-3:] != [(True, False)] * 3:
             url = url_in(scheme, tmp_path / f"{scheme}{len(kept)}")
             first, second = _both_claim(url, runs, len(kept) + 1)
             kept.append((_keeps(first, url), _keeps(second, url)))
@@ -423,7 +473,10 @@ def test_a_start_that_another_has_written_over_does_not_begin(
         if raw:
             write(url, other)
         else:
-            Faulty.before, Flat.before = staticmethod(write_over), staticmethod(write_over)
+            Faulty.before, Flat.before = (
+                staticmethod(write_over),
+                staticmethod(write_over),
+            )
 
     Faulty.before, Flat.before = staticmethod(write_over), staticmethod(write_over)
     with pytest.raises(RunLocked, match=r"another run is active there .*'node7'"):
@@ -481,7 +534,8 @@ def test_an_owner_file_that_says_nothing_is_written_again(
     write(url, text)
     stranger = remote_of(url, runs["second"]).owner
     assert stranger is not None
-    for _ in range(3):  # one that knows nothing gives an owner at work the time to write again
+    # one that knows nothing gives an owner at work the time to write again
+    for _ in range(3):
         assert not stranger.claim(RemoteFolder(url))
     monkeypatch.setattr(remote_owner, "STALE", 0.0)
     assert stranger.claim(RemoteFolder(url))
@@ -518,7 +572,9 @@ def test_what_is_not_this_run_s_is_never_removed_renamed_or_gone_on_with(
     assert uploaded(out, [1], url) == [""]
     assert listing(url) == before
     # A further step of this run: its own older one goes, and nothing else.
-    run = small(out, f"checkpoint.remote={url}", "steps=20", "seed=0", "checkpoint.keep=2")
+    run = small(
+        out, f"checkpoint.remote={url}", "steps=20", "seed=0", "checkpoint.keep=2"
+    )
     shutil.rmtree(out / "checkpoints" / "step-00000003")
     shutil.rmtree(out / "checkpoints" / "step-00000002")
     (outcome,) = trained(replace(run, checkpoint=replace(run.checkpoint, every=10)), "")
@@ -562,7 +618,8 @@ def test_what_an_earlier_version_uploaded_is_adopted_if_it_is_the_run_s(
         small(out, f"checkpoint.remote={url}", "steps=4", "checkpoint.every=1"), ""
     )
     assert (outcome.step, outcome.not_uploaded) == (4, "")
-    assert RemoteFolder(url).steps() == [4, 3]  # those without an id were its own, and old
+    # those without an id were its own, and old
+    assert RemoteFolder(url).steps() == [4, 3]
 
 
 def _without_id(out: Path, step: int) -> Path:
@@ -652,7 +709,9 @@ def test_a_start_that_is_refused_leaves_no_one_waiting(
     url = url_in("file", tmp_path / "there")
     assert uploaded(runs["first"], [3], url) == [""]
     other: Any = {"hidden": 32, "heads": 2, "layers": 3, "ffn": 24, "vocab": 256}
-    wrong = replace(small(tmp_path / "run", f"checkpoint.remote={url}", "steps=4"), model=other)
+    wrong = replace(
+        small(tmp_path / "run", f"checkpoint.remote={url}", "steps=4"), model=other
+    )
     with pytest.raises(CheckpointError, match="belongs to another model"):
         trained(wrong, "")
     assert written(url).ended

@@ -47,7 +47,9 @@ def executor_of(
     wide = torch.promote_types(dtype, torch.float32)
     model = build_model(shape)
     program = program_of(model, layout)
-    local = build_local(world, layout, model, program, precision=Precision(dtype, wide, wide))
+    local = build_local(
+        world, layout, model, program, precision=Precision(dtype, wide, wide)
+    )
     batch, at = batch_of(shape, 0, dtype=dtype), local.coordinates
     own = microbatches(batch, layout, at["data"], at["cp"])
     return Watched(local, program, world.rank, AdamW()), own
@@ -79,8 +81,12 @@ def test_a_rank_computes_angles_once_for_each_microbatch_and_theta(
     assert counts == [layout.microbatches * (2 if shape is LOCAL else 1)] * layout.ranks
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("text", ["accum:2", "tp2 seq", "cp2", "pp2 zb-v:4 offload:activations"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str
+)
+@pytest.mark.parametrize(
+    "text", ["accum:2", "tp2 seq", "cp2", "pp2 zb-v:4 offload:activations"]
+)
 def test_shared_angles_give_the_bits_that_every_block_gave_by_itself(
     text: str, dtype: torch.dtype
 ) -> None:
@@ -114,7 +120,9 @@ def test_angles_of_a_16_bit_model_are_of_32_bits() -> None:
 
 def test_only_microbatches_under_way_have_their_angles() -> None:
     def most(world: World) -> int:
-        executor, own = executor_of(world, GQA, Layout.parse("pp2 1f1b:4"), torch.float64)
+        executor, own = executor_of(
+            world, GQA, Layout.parse("pp2 1f1b:4"), torch.float64
+        )
         executor.step(own, 1e-3)
         return executor.most
 

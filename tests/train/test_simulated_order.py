@@ -27,7 +27,16 @@ from phalanx.parallel.local import build_local
 from phalanx.parallel.low_precision import matmul_named
 from phalanx.parallel.pieces import CopyLane
 from phalanx.parallel.works import Then
-from phalanx.program import Costs, Op, Program, Span, StepOptions, Timeline, ops, simulate
+from phalanx.program import (
+    Costs,
+    Op,
+    Program,
+    Span,
+    StepOptions,
+    Timeline,
+    ops,
+    simulate,
+)
 from phalanx.train.executor import Executor, StepClock
 from phalanx.train.optimizer import AdamW
 from phalanx.train.program import program_of
@@ -66,11 +75,15 @@ class Delayed(Group):
         if call.kind == "receive":
             began = torch.zeros(1, dtype=torch.float64)
             lane: object = call.at
-            timed = Timed(self, lane, work, self.times.receive(began, call.at, wait=False))
+            timed = Timed(
+                self, lane, work, self.times.receive(began, call.at, wait=False)
+            )
             timed.posted, timed.began = self.clock.now, began
         else:
             lane = "all"
-            timed = Timed(self, lane, work, self.times.all_reduce(now, "max", wait=False))
+            timed = Timed(
+                self, lane, work, self.times.all_reduce(now, "max", wait=False)
+            )
             timed.began = now
         self.begun[lane].append(timed)
         return timed
@@ -157,15 +170,20 @@ def timed_step(
         theirs = times.units[number].also
         also = {
             name: delayed.setdefault(
-                (name, id(group)), Delayed(group, theirs[name], clock, costs[ops.SUM_PARTS])
+                (name, id(group)),
+                Delayed(group, theirs[name], clock, costs[ops.SUM_PARTS]),
             )
             for name, group in unit.groups.also.items()
         }
-        unit.groups = replace(unit.groups, **slow(unit.groups, times.units[number]), also=also)
+        unit.groups = replace(
+            unit.groups, **slow(unit.groups, times.units[number]), also=also
+        )
     known = {field.name for kind in (Groups, UnitGroups) for field in fields(kind)}
     assert known >= set(GROUPS) - {"norms"}
     executor = Executor(held, program, world.rank, AdamW(), clip=float(agree))
-    executor.out, executor.back = (Copies(clock, kinds[k]) for k in (ops.OFFLOAD, ops.RELOAD))
+    executor.out, executor.back = (
+        Copies(clock, kinds[k]) for k in (ops.OFFLOAD, ops.RELOAD)
+    )
     moments = StepClock(torch.device("cpu"))
     moments.moment = lambda: clock.now  # type: ignore[method-assign]
     executor.checked, executor.clock = True, moments
@@ -180,13 +198,19 @@ def timed_step(
     batch = batch_of(SHAPES[shape], 0, dtype=torch.float32)
     own = microbatches(batch, layout, held.coordinates["data"], held.coordinates["cp"])
     timeline = executor.step(own, 1e-3).timeline
-    logs = {name: log for (name, _), group in delayed.items() for log in group.log.values()}
+    logs = {
+        name: log for (name, _), group in delayed.items() for log in group.log.values()
+    }
     world.clear()
     return program, timeline, logs
 
 
-def _by_op(spans: tuple[Span, ...], rank: int, lane: str) -> dict[str, tuple[float, float]]:
-    return {str(s.op): (s.start, s.end) for s in spans if (s.rank, s.lane) == (rank, lane)}
+def _by_op(
+    spans: tuple[Span, ...], rank: int, lane: str
+) -> dict[str, tuple[float, float]]:
+    return {
+        str(s.op): (s.start, s.end) for s in spans if (s.rank, s.lane) == (rank, lane)
+    }
 
 
 FAST = {"F": 1, "B": 2, "I": 1, "W": 1, "R": 1, "U": 0.2, "G": 0.7, "M": 0.2, "C": 0.3, "S": 0.9,
@@ -216,13 +240,21 @@ def test_every_operation_starts_and_ends_when_simulate_says(
     shape: str, text: str, agree: bool, kinds: dict[str, float]
 ) -> None:
     layout = Layout.parse(text)
-    if text == "tp2 seq":  # one copy, one microbatch: no call that sums, as there is nothing to sum
+    # one copy, one microbatch: no call that sums, as there is nothing to sum
+    if text == "tp2 seq":
         kinds = {**kinds, ops.REDUCE: 0.0}
     routed = SHAPES[shape].experts > 0
     if routed:  # a block's experts are a unit of their own, whose calls are others
         kinds = {**kinds, "S": 0.0, "G": 0.0}
     ranks = launch(
-        timed_step, layout.ranks, layout, shape, agree, kinds, backend="threads", timeout=60
+        timed_step,
+        layout.ranks,
+        layout,
+        shape,
+        agree,
+        kinds,
+        backend="threads",
+        timeout=60,
     )
     program = ranks[0][0]
     expected = simulate(program, Costs(kinds))
@@ -238,14 +270,20 @@ def test_every_operation_starts_and_ends_when_simulate_says(
         for name, kind in GROUPS.items():
             if kind in (ops.GATHER, *ops.REDUCTIONS) and (routed or text == "tp2 seq"):
                 continue
-            if kind in ops.KINDS and not (kind == ops.REDUCE_REPLICAS and not program.replicated):
+            if kind in ops.KINDS and not (
+                kind == ops.REDUCE_REPLICAS and not program.replicated
+            ):
                 # The gradients of tokens go over the tokens' group.
                 also = (ops.EXCHANGE_GRADIENT,) if kind == ops.EXCHANGE else ()
                 kinds_ = (kind, *also)
-                spans = [s for s in expected.spans if s.rank == rank and s.op.kind in kinds_]
+                spans = [
+                    s for s in expected.spans if s.rank == rank and s.op.kind in kinds_
+                ]
                 if kind == ops.REDUCE and not layout.zero:
                     name = "replica"
-                assert logs.get(name, []) == [pytest.approx((s.start, s.end)) for s in spans]
+                assert logs.get(name, []) == [
+                    pytest.approx((s.start, s.end)) for s in spans
+                ]
 
 
 def test_slow_reductions_hold_up_the_backward_as_simulated() -> None:
@@ -274,7 +312,14 @@ def test_dispatch_is_hidden_behind_another_microbatch() -> None:
         ("ep2 accum:3 overlap", 108 + 12 * 0.5),
     ):
         program, timeline, _ = launch(
-            timed_step, 2, Layout.parse(text), "experts", True, kinds, backend="threads", timeout=60
+            timed_step,
+            2,
+            Layout.parse(text),
+            "experts",
+            True,
+            kinds,
+            backend="threads",
+            timeout=60,
         )[0]
         for spans in (timeline.spans, simulate(program, Costs(kinds)).spans):
             assert max(s.end for s in spans) == pytest.approx(seconds)

@@ -151,7 +151,9 @@ def test_a_run_whose_folder_is_removed_saves_its_step_there_and_ends(
     words = [f"checkpoint.async={asynchronous}", "checkpoint.every=2"]
     assert run(remove, *words) == 1
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith(f"{out}, or its file .run.lock, was removed or renamed during the run.")
+    assert line.startswith(
+        f"{out}, or its file .run.lock, was removed or renamed during the run."
+    )
     assert "Step 3 is saved in" in line
     assert steps(out / "checkpoints")[0].name == "step-00000003"
     assert run(lambda out: None, *words) == 0
@@ -178,7 +180,9 @@ def test_a_run_leaves_another_run_s_folder_in_the_place_of_its_own_alone(
     assert (out / ".run.lock").read_text() == locked
 
 
-def test_a_file_system_that_numbers_its_files_anew_stops_no_run(run: Run, tmp_path: Path) -> None:
+def test_a_file_system_that_numbers_its_files_anew_stops_no_run(
+    run: Run, tmp_path: Path
+) -> None:
     def copy(out: Path) -> None:
         lock = out / ".run.lock"
         text = lock.read_text()
@@ -226,7 +230,9 @@ def test_a_user_s_file_counts_more_than_a_signal(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [".run.lock"]
 
 
-def test_all_ranks_give_the_same_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_give_the_same_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rank 0 alone sees the file; the exit code of every rank goes by it."""
     out = tmp_path / "run"
 
@@ -337,14 +343,18 @@ def test_a_stop_between_two_starts_of_a_launcher_counts(tmp_path: Path) -> None:
     journal.write_text(ended)
     (out / STOP).touch()
     os.utime(out / STOP, (time.time() - 60,) * 2)
-    assert not trained(small(out, "steps=9", "optimizer.schedule=constant"), "")[0].stopped
+    assert not trained(small(out, "steps=9", "optimizer.schedule=constant"), "")[
+        0
+    ].stopped
 
 
 def test_the_last_record_of_a_journal_is_read_from_its_end(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("")
     assert last_record(path) == {}
-    path.write_text('{"event": "start"}\n{"event": "stop", "step": 3}\nno record\n[1]\n\n{"ev')
+    path.write_text(
+        '{"event": "start"}\n{"event": "stop", "step": 3}\nno record\n[1]\n\n{"ev'
+    )
     assert last_record(path) == {"event": "stop", "step": 3}
     path.write_text("x" * (1 << 20) + '\n{"event": "end"}\n')
     assert last_record(path) == {"event": "end"}

@@ -29,7 +29,11 @@ from phalanx.layout.journal import read_journal
 from phalanx.layout.run import Run, RunError
 from phalanx.train import checkpoint, loop
 from phalanx.train.checkpoint import steps
-from phalanx.train.checkpoint_format import CheckpointError, read_manifest, verify_checkpoint
+from phalanx.train.checkpoint_format import (
+    CheckpointError,
+    read_manifest,
+    verify_checkpoint,
+)
 from phalanx.train.data.token_files import DataError
 from phalanx.train.log import Journal, JournalError
 from phalanx.train.rank import Rank, batches_of
@@ -48,7 +52,9 @@ def test_a_seed_that_no_checkpoint_can_tell_is_refused_before_anything_starts(
     tmp_path: Path,
 ) -> None:
     for seed in (2**62, 2**63 - 1, 2**64, 10**30):
-        with pytest.raises(RunError, match=r"Write (0 to 4,611,686,018,427,387,903|less)"):
+        with pytest.raises(
+            RunError, match=r"Write (0 to 4,611,686,018,427,387,903|less)"
+        ):
             Run.parse("", "run", (f"seed={seed}",))
     out = tmp_path / "run"
     for last in (1, 2):
@@ -73,7 +79,9 @@ def test_go_on_goes_on_when_no_metrics_can_be_written(
     for layout in ("", "dp2"):
         with pytest.raises((JournalError, RankFailed)) as refused:
             trained(Run.parse("", "run", (*WORDS, "steps=3", f"out={out}")), layout)
-        assert "metrics.jsonl cannot be written: No space left on device" in str(refused.value)
+        assert "metrics.jsonl cannot be written: No space left on device" in str(
+            refused.value
+        )
 
 
 def test_a_line_that_the_disk_cuts_costs_no_other_line(
@@ -154,12 +162,18 @@ def test_an_error_after_the_rename_says_that_the_checkpoint_is_there(
         failing = _fails(checkpoint.sync_folder, lambda path: path == folder)
         monkeypatch.setattr(checkpoint, "sync_folder", failing)
     else:
-        failing = _fails(checkpoint.shutil.rmtree, lambda path, *_: ".removed-" in str(path))
+        failing = _fails(
+            checkpoint.shutil.rmtree, lambda path, *_: ".removed-" in str(path)
+        )
         monkeypatch.setattr(checkpoint.shutil, "rmtree", failing)
     words = [*WORDS, "checkpoint.every=1", "steps=4", f"out={out}"]
     assert main(["train", *words]) == 0
     said = capfd.readouterr().out
-    why = "its folder could not be brought" if what == "sync" else "old checkpoints could not be"
+    why = (
+        "its folder could not be brought"
+        if what == "sync"
+        else "old checkpoints could not be"
+    )
     assert "it is there and sound, but" in said
     assert why in said
     assert "not saved" not in said
@@ -177,9 +191,12 @@ def test_a_save_that_cannot_take_its_name_leaves_the_one_that_had_it(
         saver = each.saver(tmp_path)
         saver.save(each.progress)
         before = hash_tensors(steps(tmp_path)[0])
-        monkeypatch.setattr(Path, "rename", _fails(rename, lambda p, *_: ".saving" in p.name))
+        monkeypatch.setattr(
+            Path, "rename", _fails(rename, lambda p, *_: ".saving" in p.name)
+        )
         with pytest.raises(
-            CheckpointError, match="could not be saved; the previous checkpoint is intact"
+            CheckpointError,
+            match="could not be saved; the previous checkpoint is intact",
         ):
             saver.save(each.progress)
         monkeypatch.setattr(Path, "rename", rename)
@@ -234,7 +251,9 @@ def test_a_token_file_that_is_cut_under_a_run_is_named(tokens: Path) -> None:
     batches.batch(0)
     size = file.stat().st_size
     os.truncate(file, 10)
-    with pytest.raises(DataError, match=rf"train\.tokens: has 10 bytes, and had {size:,} when"):
+    with pytest.raises(
+        DataError, match=rf"train\.tokens: has 10 bytes, and had {size:,} when"
+    ):
         batches.batch(1)
     with pytest.raises(DataError, match=r"train\.tokens: has 10 bytes"):
         batches_of(run, run.shape)
@@ -267,7 +286,11 @@ def test_a_run_saves_though_its_terminal_or_pipe_is_gone(tmp_path: Path) -> None
             break
     process.stdout.close()
     end = time.monotonic() + 60
-    while len(records(out, "step")) < 5 and process.poll() is None and time.monotonic() < end:
+    while (
+        len(records(out, "step")) < 5
+        and process.poll() is None
+        and time.monotonic() < end
+    ):
         time.sleep(0.05)
     process.send_signal(signal.SIGHUP)
     assert process.wait(60) == 75
@@ -299,14 +322,18 @@ def test_a_loss_scale_off_its_default_is_gone_on_with(
     trained(small(out, "machine=", "steps=2", "optimizer.schedule=constant"), "fp16")
     trained(small(out, "machine=", "steps=4", "optimizer.schedule=constant"), "fp16")
     assert scales == [(256.0, 41), (256.0, 42), (256.0, 43), (256.0, 44)]
-    assert read_manifest(steps(out / "checkpoints")[0]).state == {"loss_scale": [256.0, 45]}
+    assert read_manifest(steps(out / "checkpoints")[0]).state == {
+        "loss_scale": [256.0, 45]
+    }
     whole = tmp_path / "whole"
     trained(small(whole, "machine=", "steps=4", "optimizer.schedule=constant"), "fp16")
     assert losses(out) == losses(whole)
     assert weights(out, 4) == weights(whole, 4)
 
 
-@pytest.mark.parametrize("kept", [["x", 1], [256.0], [0.0, 1], [math.inf, 1], [-2.0, 0], 7])
+@pytest.mark.parametrize(
+    "kept", [["x", 1], [256.0], [0.0, 1], [math.inf, 1], [-2.0, 0], 7]
+)
 def test_a_loss_scale_that_is_none_is_refused(kept: Any, tmp_path: Path) -> None:
     out = tmp_path / "run"
     trained(small(out, "machine=", "steps=1"), "fp16")
@@ -316,5 +343,7 @@ def test_a_loss_scale_that_is_none_is_refused(kept: Any, tmp_path: Path) -> None
     body = json.dumps(said["body"], sort_keys=True, separators=(",", ":"))
     said["sha256"] = hashlib.sha256(body.encode()).hexdigest()
     path.write_text(json.dumps(said))
-    with pytest.raises(CheckpointError, match=r"'loss_scale' is|is not JSON|beyond 64 bits"):
+    with pytest.raises(
+        CheckpointError, match=r"'loss_scale' is|is not JSON|beyond 64 bits"
+    ):
         trained(small(out, "machine=", "steps=2"), "fp16")

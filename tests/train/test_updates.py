@@ -46,7 +46,9 @@ class FlatUnit:
         self.refreshed += 1
 
 
-def of_torch(kind: AdamW | Sgd, start: Tensor) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
+def of_torch(
+    kind: AdamW | Sgd, start: Tensor
+) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
     weights = [nn.Parameter(start[:16].clone()), nn.Parameter(start[16:].clone())]
     groups = [
         {"params": weights[:1], "weight_decay": kind.decay},
@@ -76,7 +78,10 @@ def test_updates_are_torchs_under_its_scaler_with_overflows_at_any_step(
     unit = FlatUnit(start)
     update = Update(unit, kind)  # type: ignore[arg-type]
     optimizer, weights = of_torch(kind, start)
-    ours, scaler = LossScale(64.0, 2), torch.amp.GradScaler("cpu", 64.0, growth_interval=2)
+    ours, scaler = (
+        LossScale(64.0, 2),
+        torch.amp.GradScaler("cpu", 64.0, growth_interval=2),
+    )
     for step in range(6):
         lr, clip = 0.1 / (step + 1), (0.5, 0.0, 1e3)[step % 3]
         gradient = torch.randn(SIZE, generator=draw, dtype=dtype)
@@ -84,7 +89,9 @@ def test_updates_are_torchs_under_its_scaler_with_overflows_at_any_step(
         if step in bad:
             scaled[5 + step] = math.inf
         before = unit.home.clone()
-        states = [{k: x.clone() for k, x in each.items()} for each in update.state.values()]
+        states = [
+            {k: x.clone() for k, x in each.items()} for each in update.state.values()
+        ]
         unit.gradient = scaled.clone()
         norm = norm_of(scaled) / ours.scale
         update(lr, Scale.of(norm, clip, ours.scale))
@@ -160,7 +167,9 @@ def unit_of(*tensors: Tensor, reduce: torch.dtype = torch.float32) -> Any:
 
 
 def squares(*tensors: Tensor, reduce: torch.dtype = torch.float32) -> float:
-    return float(sum_of_squares([_norms(unit_of(*tensors, reduce=reduce))], torch.device("cpu")))
+    return float(
+        sum_of_squares([_norms(unit_of(*tensors, reduce=reduce))], torch.device("cpu"))
+    )
 
 
 def test_squares_of_float32_gradients_are_added_up_in_float64() -> None:
@@ -176,8 +185,12 @@ def test_squares_of_float32_gradients_are_added_up_in_float64() -> None:
 
 @pytest.mark.parametrize("size", [1, 1023, 1024, 1025, 2049, 1 << 21])
 @pytest.mark.parametrize("reduce", [torch.float32, torch.float64])
-def test_the_norm_is_torchs_in_float64_whatever_the_size(size: int, reduce: torch.dtype) -> None:
-    x = torch.randn(size, generator=torch.Generator().manual_seed(size), dtype=torch.float64)
+def test_the_norm_is_torchs_in_float64_whatever_the_size(
+    size: int, reduce: torch.dtype
+) -> None:
+    x = torch.randn(
+        size, generator=torch.Generator().manual_seed(size), dtype=torch.float64
+    )
     x = x.to(reduce)
     exact = float(x.double().square().sum())
     # The norm of each run of 1,024 is rounded to float32 once; over many runs that averages out.

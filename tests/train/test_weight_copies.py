@@ -67,7 +67,9 @@ def test_every_single_bit_changes_the_checksum(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("count", [1, 5, COLUMNS - 1, COLUMNS, COLUMNS + 1, 5 * COLUMNS + 3])
+@pytest.mark.parametrize(
+    "count", [1, 5, COLUMNS - 1, COLUMNS, COLUMNS + 1, 5 * COLUMNS + 3]
+)
 def test_the_checksum_of_equal_bits_is_equal_wherever_they_lie(
     dtype: torch.dtype, count: int
 ) -> None:
@@ -92,10 +94,14 @@ def test_a_large_tensor_is_taken_in_pieces_and_has_the_same_checksum(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_changes_that_a_plain_sum_would_not_see_change_the_checksum(dtype: torch.dtype) -> None:
+def test_changes_that_a_plain_sum_would_not_see_change_the_checksum(
+    dtype: torch.dtype,
+) -> None:
     count = 3 * COLUMNS
     x = _numbers(count, dtype)
-    x[:8] = torch.tensor([0.0, -0.0, 1.0, 2.0, -1.0, float("nan"), float("inf"), 0.5], dtype=dtype)
+    x[:8] = torch.tensor(
+        [0.0, -0.0, 1.0, 2.0, -1.0, float("nan"), float("inf"), 0.5], dtype=dtype
+    )
     x[COLUMNS : COLUMNS + 8] = x[:8]
     known = int(checksum(x))
 
@@ -136,17 +142,25 @@ def test_changes_that_a_plain_sum_would_not_see_change_the_checksum(dtype: torch
 # ---- copies of every kind
 
 
-def held(world: World, layout: Layout, shape: Shape, optimizer: Optimizer, steps: int) -> Any:
+def held(
+    world: World, layout: Layout, shape: Shape, optimizer: Optimizer, steps: int
+) -> Any:
     """A rank's copies after some steps, its model and its updates."""
     model = cut_blocks(build_model(shape), layout)
-    program = program_of(model, layout, StepOptions(whole_matrices=optimizer.whole_matrices))
+    program = program_of(
+        model, layout, StepOptions(whole_matrices=optimizer.whole_matrices)
+    )
     precision = precision_of(layout.precision or "fp32")
     local = build_local(world, layout, model, program, precision=precision)
     scaling = LossScale(1024.0) if layout.precision == "fp16" else None
-    executor = Executor(local, program, world.rank, optimizer, clip=0.5, scaling=scaling)
+    executor = Executor(
+        local, program, world.rank, optimizer, clip=0.5, scaling=scaling
+    )
     for step in range(steps):
         batch = batch_of(shape, step, dtype=precision.compute)
-        own = microbatches(batch, layout, local.coordinates["data"], local.coordinates["cp"])
+        own = microbatches(
+            batch, layout, local.coordinates["data"], local.coordinates["cp"]
+        )
         executor.step(own, 1e-2)
     names = [name for name, _ in model.pieces]
     return Copies(local, executor.updates, names), local, executor.updates
@@ -156,12 +170,21 @@ def every_number(local: Any, updates: Any) -> Iterator[tuple[str, str, Tensor]]:
     """All that a rank keeps: what it is called in a message, what its copies have in common, and it."""
     for unit in local.every_unit:
         for entry in unit.entries():
-            name, place = entry.weight.name, f"{entry.weight.box} {entry.start} {entry.stop}"
+            name, place = (
+                entry.weight.name,
+                f"{entry.weight.box} {entry.start} {entry.stop}",
+            )
             for kind, numbers in kept_of(unit, entry, updates):
                 known = name if kind == "weight" else f"{name}[{kind}]"
                 yield known, f"{kind} {name} {place}", numbers
-            if unit.buffer is not None and not unit.same and unit.groups.gather.size == 1:
-                numbers = unit.buffer[entry.offset : entry.offset + entry.stop - entry.start]
+            if (
+                unit.buffer is not None
+                and not unit.same
+                and unit.groups.gather.size == 1
+            ):
+                numbers = unit.buffer[
+                    entry.offset : entry.offset + entry.stop - entry.start
+                ]
                 yield f"{name}[compute copy]", f"compute copy {name} {place}", numbers
 
 
@@ -201,7 +224,9 @@ def flips(
             assert found.count(":") == 1, found  # and nothing else
         others = [rank for rank in ranks if rank != flipped]
         if len(others) > 1:
-            wrong, _, right = found.rpartition(": ")[2].partition(" has another copy than ")
+            wrong, _, right = found.rpartition(": ")[2].partition(
+                " has another copy than "
+            )
             assert (ranks_in(wrong), ranks_in(right)) == ([flipped], others), found
         else:
             both = found.rpartition(": ")[2].removesuffix(" have copies that differ")
@@ -258,7 +283,10 @@ CLASSES = [
 @pytest.mark.parametrize(
     ("layout", "shape", "optimizer", "copied"),
     CLASSES,
-    ids=[f"{layout} {shape.name} {optimizer.name}" for layout, shape, optimizer, _ in CLASSES],
+    ids=[
+        f"{layout} {shape.name} {optimizer.name}"
+        for layout, shape, optimizer, _ in CLASSES
+    ],
 )
 def test_a_bit_that_differs_is_found_in_whatever_ranks_have_copies_of(
     layout: str, shape: Shape, optimizer: Optimizer, copied: str
@@ -287,13 +315,19 @@ def compared(world: World, shape: Shape, names: list[str]) -> tuple[str, str, st
 
 def test_a_buffer_may_change_on_all_ranks_and_not_on_one_alone() -> None:
     first, second = launch(compared, 2, SMALL, [], backend="threads")
-    assert first == second == ("", "layers.0.piece[buffer]: ranks 0-1 have copies that differ", "")
+    assert (
+        first
+        == second
+        == ("", "layers.0.piece[buffer]: ranks 0-1 have copies that differ", "")
+    )
 
 
 # ---- runs
 
 
-def flipping(monkeypatch: pytest.MonkeyPatch, rank: int, *steps: int, times: int = 1) -> None:
+def flipping(
+    monkeypatch: pytest.MonkeyPatch, rank: int, *steps: int, times: int = 1
+) -> None:
     """One bit of one rank's weights changes as each of these steps begins, so often in all."""
     original, left = loop.Rank.batch, [times]
 
@@ -311,18 +345,24 @@ def test_a_run_whose_copies_differ_ends_before_the_next_save_and_names_the_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flipping(monkeypatch, 2, 3)
-    run = small(tmp_path / "run", "checkpoint.every=2", "train.check_copies=100", "steps=8")
+    run = small(
+        tmp_path / "run", "checkpoint.every=2", "train.check_copies=100", "steps=8"
+    )
     with pytest.raises(RankFailed) as failed:
         trained(run, "dp3")
     text = failed.value.refusal
-    assert text.startswith("CopiesDiffer: step 4: copies that were equal bit by bit differ.")
+    assert text.startswith(
+        "CopiesDiffer: step 4: copies that were equal bit by bit differ."
+    )
     assert "rank 2 has another copy than ranks 0-1" in text
     assert "The same command continues from" in text
     assert failed.value.restart_helps
     assert failed.value.exit_code == 1
     # Each other rank says the same, and the newest checkpoint is of before the change.
     assert len({report.error for report in failed.value.reports}) == 1
-    assert [p.name for p in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-00000002"]
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").glob("step-*")] == [
+        "step-00000002"
+    ]
     (event,) = records(tmp_path / "run", "copies")
     assert event["step"] == 4
     # The same command goes on to the end that a run without the change has.
@@ -335,7 +375,9 @@ def test_copies_are_compared_between_saves_too_and_not_where_that_is_switched_of
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flipping(monkeypatch, 1, 1, times=9)
-    with pytest.raises(RankFailed, match=r"step 3: copies .* ranks 0-1 have copies that differ"):
+    with pytest.raises(
+        RankFailed, match=r"step 3: copies .* ranks 0-1 have copies that differ"
+    ):
         trained(small(tmp_path / "run", "train.check_copies=3", "steps=8"), "dp2")
     assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
     trained(small(tmp_path / "off", "train.check_copies=0", "steps=4"), "dp2")
@@ -346,13 +388,19 @@ def test_a_save_in_the_background_that_was_begun_with_equal_copies_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flipping(monkeypatch, 1, 2)
-    run = small(tmp_path / "run", "checkpoint.every=2", "checkpoint.async=true", "steps=6")
+    run = small(
+        tmp_path / "run", "checkpoint.every=2", "checkpoint.async=true", "steps=6"
+    )
     with pytest.raises(RankFailed, match="step 4: "):
         trained(run, "dp2 bf16")
-    assert [p.name for p in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-00000002"]
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").glob("step-*")] == [
+        "step-00000002"
+    ]
 
 
-@pytest.mark.parametrize("layout", ["dp2", "tp2 seq bf16", "dp2x2 zero3 fp16", "pp2 1f1b:3"])
+@pytest.mark.parametrize(
+    "layout", ["dp2", "tp2 seq bf16", "dp2x2 zero3 fp16", "pp2 1f1b:3"]
+)
 def test_a_sound_run_that_compares_at_every_step_is_the_run_that_never_does(
     layout: str, tmp_path: Path
 ) -> None:

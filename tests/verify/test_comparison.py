@@ -222,7 +222,9 @@ def test_a_gradient_of_zero_is_compared_with_a_millionth_of_the_largest() -> Non
 
 
 def test_a_step_without_any_gradient_agrees_with_none_and_with_nothing_else() -> None:
-    want = in_step(1, loss=0.0, logged=0.0, norm=0.0, gradients=tensors(0.0, 0.0, 0.0, 0.0))
+    want = in_step(
+        1, loss=0.0, logged=0.0, norm=0.0, gradients=tensors(0.0, 0.0, 0.0, 0.0)
+    )
     assert first(want, want) is None
     for wrong in (
         replace(want.steps[1], loss=1e-20),
@@ -232,7 +234,9 @@ def test_a_step_without_any_gradient_agrees_with_none_and_with_nothing_else() ->
         assert first(replace(want, steps=[want.steps[0], wrong]), want) is not None
 
 
-def test_a_skipped_step_agrees_where_neither_is_finite_and_its_weights_are_compared() -> None:
+def test_a_skipped_step_agrees_where_neither_is_finite_and_its_weights_are_compared() -> (
+    None
+):
     bad = {"loss": math.inf, "norm": math.nan, "logged": math.inf}
     want = in_step(0, **bad)
     other = {"loss": math.nan, "norm": math.inf, "logged": math.nan}
@@ -246,7 +250,12 @@ def test_a_skipped_step_agrees_where_neither_is_finite_and_its_weights_are_compa
 
 @pytest.mark.parametrize(
     ("ratio", "hint"),
-    [(2.0, "2 times as much"), (16.0, "16 times as much"), (1 / 3, "1/3 of it"), (1.5, "")],
+    [
+        (2.0, "2 times as much"),
+        (16.0, "16 times as much"),
+        (1 / 3, "1/3 of it"),
+        (1.5, ""),
+    ],
 )
 def test_a_wrong_factor_is_explained(ratio: float, hint: str) -> None:
     found = first(in_step(0, loss=3.0 * ratio))
@@ -261,8 +270,14 @@ def test_a_wrong_factor_is_explained(ratio: float, hint: str) -> None:
 def test_the_verdict_has_the_first_difference_and_the_largest_error_of_all() -> None:
     truth, setting = Truth(account()), Setting(lambda step: {}, rate=rate)
     clean = judge(Layout.parse("dp2"), account(), truth, setting)
-    assert (clean.passed, clean.max_rel_error, clean.first_difference) == (True, 0.0, "")
-    near = judge(Layout.parse("dp2"), in_step(1, loss=3.0 * (1 + 5e-11)), truth, setting)
+    assert (clean.passed, clean.max_rel_error, clean.first_difference) == (
+        True,
+        0.0,
+        "",
+    )
+    near = judge(
+        Layout.parse("dp2"), in_step(1, loss=3.0 * (1 + 5e-11)), truth, setting
+    )
     assert near.passed
     assert near.max_rel_error == pytest.approx(5e-11, rel=1e-4)
     assert near.of_allowed == pytest.approx(0.5, rel=1e-4)
@@ -272,25 +287,38 @@ def test_the_verdict_has_the_first_difference_and_the_largest_error_of_all() -> 
     assert (wrong.layout, wrong.ranks) == ("dp2 tp2", 4)
     assert wrong.max_rel_error == pytest.approx(1.0)
     assert wrong.of_allowed == pytest.approx(1e10)
-    assert wrong.first_difference.startswith("step 1: the loss is 3.3, one process has 3;")
+    assert wrong.first_difference.startswith(
+        "step 1: the loss is 3.3, one process has 3;"
+    )
 
 
 # ---- bounds in a narrow precision
 
 
-def test_bounds_are_twice_the_largest_change_of_any_nudged_training_and_a_rounding() -> None:
+def test_bounds_are_twice_the_largest_change_of_any_nudged_training_and_a_rounding() -> (
+    None
+):
     """By hand, for bfloat16, whose unit in the last place is 2^-8 (torch calls 2^-7 eps)."""
     least = 2.0**-7 / 16 + 4 * 2.0**-23
-    nudged = [in_step(1, loss=3.0 * 1.01), in_step(1, loss=3.0 * 0.97), in_step(0, norm=2.02)]
+    nudged = [
+        in_step(1, loss=3.0 * 1.01),
+        in_step(1, loss=3.0 * 0.97),
+        in_step(0, norm=2.02),
+    ]
     bounds = bounds_of(account(), nudged, rate, torch.bfloat16)
     assert bounds[1, "loss", ""] == pytest.approx(2 * 0.03 + least)
     assert bounds[0, "loss", ""] == pytest.approx(least)
     assert bounds[0, "norm", ""] == pytest.approx(2 * 0.01 + least)
     # Tensors go by the root of the sum of squares: (3, 4) beside (4, -0.5) and (1, -8).
     step = account().steps[0]
-    changed = {"a": step.gradients["a"] + torch.tensor([3.0, 4.0]), "b": step.gradients["b"]}
+    changed = {
+        "a": step.gradients["a"] + torch.tensor([3.0, 4.0]),
+        "b": step.gradients["b"],
+    }
     bounds = bounds_of(account(), [in_step(0, gradients=changed)], rate, torch.bfloat16)
-    assert bounds[0, "gradient", "a"] == pytest.approx(2 * 5 / math.hypot(4.0, 0.5) + least)
+    assert bounds[0, "gradient", "a"] == pytest.approx(
+        2 * 5 / math.hypot(4.0, 0.5) + least
+    )
     assert bounds[0, "gradient", "b"] == pytest.approx(least)
 
 
@@ -317,7 +345,9 @@ def test_in_a_narrow_precision_each_quantity_keeps_its_own_bound() -> None:
         (0, "output", "embed"): lambda by: in_tensor(
             0, "outputs", "embed", 0, by * math.hypot(1, 2)
         ),
-        (2, "validation loss", ""): lambda by: replace(account(), validation=4.0 * (1 + by)),
+        (2, "validation loss", ""): lambda by: replace(
+            account(), validation=4.0 * (1 + by)
+        ),
     }
     for key, change in wanted.items():
         for share, agrees in ((0.99, True), (1.01, False)):
@@ -325,6 +355,8 @@ def test_in_a_narrow_precision_each_quantity_keeps_its_own_bound() -> None:
             off = [(d.step, d.what, d.name) for d in found if not d.agrees]
             assert off == ([] if agrees else [key])
     # Starts are computed in no dtype.
-    assert [d.what for d in compare(start_off(1e-9), account(), rate, bounds) if not d.agrees][
-        :1
-    ] == ["start"]
+    assert [
+        d.what
+        for d in compare(start_off(1e-9), account(), rate, bounds)
+        if not d.agrees
+    ][:1] == ["start"]

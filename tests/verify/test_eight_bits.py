@@ -15,15 +15,24 @@ from phalanx.verify import SHAPES, low_precision, verify
 from phalanx.verify.low_precision import Rounding, can_replay, sums_of
 
 # Matrices of several squares of 128 x 128, and of parts of some.
-WIDE = replace(SHAPES["gqa"], name="wide", layers=2, hidden=144, ffn=268, sequence=9, batch=6)
-SHAPES_OF = SHAPES | {"wide": WIDE, "lora": replace(SHAPES["gqa"], name="lora", lora_r=3)}
+WIDE = replace(
+    SHAPES["gqa"], name="wide", layers=2, hidden=144, ffn=268, sequence=9, batch=6
+)
+SHAPES_OF = SHAPES | {
+    "wide": WIDE,
+    "lora": replace(SHAPES["gqa"], name="lora", lora_r=3),
+}
 
 
 def verdicts(
     name: str, text: str, dtype: str = "float64", backend: str = "threads"
 ) -> list[tuple[str, bool, float]]:
-    layouts = [replace(x, precision="fp64") for x in Layout.parse_many(" ".join(text.split()))]
-    found = list(verify(SHAPES_OF[name], layouts, dtype=dtype, steps=2, backend=backend))
+    layouts = [
+        replace(x, precision="fp64") for x in Layout.parse_many(" ".join(text.split()))
+    ]
+    found = list(
+        verify(SHAPES_OF[name], layouts, dtype=dtype, steps=2, backend=backend)
+    )
     assert len(found) == len(layouts)
     return [(v.first_difference, v.passed, v.max_rel_error) for v in found]
 
@@ -45,7 +54,9 @@ def test_where_sums_are_whole_a_layout_has_the_numbers_of_one_process() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gqa", "gpt", "qwen"])
 def test_so_it_is_with_every_kind_of_scales(name: str) -> None:
-    assert [v for v in verdicts(name, EXACT + ";" + MORE) if not v[1] or v[2] > 1e-10] == []
+    assert [
+        v for v in verdicts(name, EXACT + ";" + MORE) if not v[1] or v[2] > 1e-10
+    ] == []
 
 
 NARROW = """
@@ -97,12 +108,18 @@ def test_so_they_have_with_biases_and_with_groups_of_experts(name: str) -> None:
         ("wide", "dp2 zero3 compile fp8:tile"),
     ],
 )
-def test_kernels_of_torch_compile_have_the_numbers_of_one_process(name: str, text: str) -> None:
-    assert [v for v in verdicts(name, text, backend="gloo") if not v[1] or v[2] > 1e-12] == []
+def test_kernels_of_torch_compile_have_the_numbers_of_one_process(
+    name: str, text: str
+) -> None:
+    assert [
+        v for v in verdicts(name, text, backend="gloo") if not v[1] or v[2] > 1e-12
+    ] == []
 
 
 # Ranks that share a head of k and v (tp4 of gqa), uneven parts, a padded length, both kinds of cp.
-CUT = "tp4 {0}; tp3 {0}; dp2 tp2 seq zero1 accum:2 {0}; cp2 {0}; cp2:ulysses tp2 seq {0}"
+CUT = (
+    "tp4 {0}; tp3 {0}; dp2 tp2 seq zero1 accum:2 {0}; cp2 {0}; cp2:ulysses tp2 seq {0}"
+)
 FEW = "tp4 {0}; dp2 tp2 seq zero1 {0}; cp2 tp2 {0}"
 
 
@@ -112,7 +129,9 @@ FEW = "tp4 {0}; dp2 tp2 seq zero1 {0}; cp2 tp2 {0}"
 def test_where_tp_or_cp_cuts_sums_one_process_that_cuts_them_alike_has_the_same_numbers(
     name: str, word: str
 ) -> None:
-    assert [v for v in verdicts(name, FEW.format(word)) if not v[1] or v[2] > 1e-12] == []
+    assert [
+        v for v in verdicts(name, FEW.format(word)) if not v[1] or v[2] > 1e-12
+    ] == []
 
 
 CUT_EXPERTS = "tp4 zero3 accum:2 reduce:step prefetch:3 {0}; ep2 tp2 seq experts:tp {0}"
@@ -133,8 +152,12 @@ def test_so_they_are_where_experts_are_chosen_and_heads_are_made_of_latents(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in SHAPES_OF if n not in ("mlp", "wide")])
 @pytest.mark.parametrize("word", ["fp8", "fp8:e5m2", "fp8:tile", "mxfp8"])
-def test_so_they_are_in_every_model_and_with_every_kind_of_scales(name: str, word: str) -> None:
-    assert [v for v in verdicts(name, CUT.format(word)) if not v[1] or v[2] > 1e-10] == []
+def test_so_they_are_in_every_model_and_with_every_kind_of_scales(
+    name: str, word: str
+) -> None:
+    assert [
+        v for v in verdicts(name, CUT.format(word)) if not v[1] or v[2] > 1e-10
+    ] == []
 
 
 def test_a_model_that_one_process_cannot_cut_is_held_to_what_cuts_at_random_change(
@@ -156,7 +179,12 @@ def test_in_bfloat16_layouts_keep_the_bounds_of_a_unit_in_the_last_place() -> No
 
 
 def test_only_tp_and_cp_cut_what_shares_a_scale() -> None:
-    for text in ("dp4 zero3 fp8", "pp4 fp8", "dp2 pp2 zb-h1:4 fp8", "ep2 recompute:all fp8"):
+    for text in (
+        "dp4 zero3 fp8",
+        "pp4 fp8",
+        "dp2 pp2 zb-h1:4 fp8",
+        "ep2 recompute:all fp8",
+    ):
         assert sums_of(Layout.parse(text)) == Layout()
     for text, cuts in (
         ("dp2 tp2 seq zero3 fp8", "tp2 seq"), ("pp2 cp4:2x2 1f1b:3 mxfp8", "cp4:2x2"),
@@ -168,8 +196,12 @@ def test_only_tp_and_cp_cut_what_shares_a_scale() -> None:
 @pytest.mark.parametrize("form", ["float8_e4m3fn", "float8_e5m2"])
 def test_the_reference_s_arithmetic_rounds_as_torch_s_dtypes_do(form: str) -> None:
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(64, 96, generator=generator).exp2() * torch.randn(64, 96, generator=generator)
-    x[0, :8] = torch.tensor([0.0, 1.0, 2.0**-9, 2.0**-10, 3 * 2.0**-10, 1.0625, 1.1875, -448.0])
+    x = torch.randn(64, 96, generator=generator).exp2() * torch.randn(
+        64, 96, generator=generator
+    )
+    x[0, :8] = torch.tensor(
+        [0.0, 1.0, 2.0**-9, 2.0**-10, 3 * 2.0**-10, 1.0625, 1.1875, -448.0]
+    )
     x[0, 8:] = 0.0
     dtype = getattr(torch, form)
     most = torch.finfo(dtype).max

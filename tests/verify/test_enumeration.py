@@ -29,7 +29,8 @@ def by_hand(dp: int, pp: int, cp: int, tp: int, ep: int, *, pipelines: bool) -> 
     if tp not in (1, 2, 4):
         return 0
     sequence_parallel = 1 if tp == 1 else 2
-    if cp > 1 and 2 * cp > TOKENS:  # each rank of cp has a part from the start and one from the end
+    # each rank of cp has a part from the start and one from the end
+    if cp > 1 and 2 * cp > TOKENS:
         return 0
     # A ring of cp / u ranks around Ulysses groups of u, which cut the heads of a rank of tp.
     context = sum(cp % u == 0 and (HEADS // tp) % u == 0 for u in range(1, cp + 1))
@@ -96,7 +97,9 @@ BESIDE = (
 )  # fmt: skip
 
 
-def test_with_options_beside_there_are_as_many_and_each_option_is_met_by_each_stage() -> None:
+def test_with_options_beside_there_are_as_many_and_each_option_is_met_by_each_stage() -> (
+    None
+):
     plain, more = (every_layout(SHAPES["gqa"], 4, besides=b) for b in (False, True))
     assert len(set(more)) == len(more) > 0.9 * len(plain)
     for text, zero in product(BESIDE, range(4)):
@@ -104,14 +107,24 @@ def test_with_options_beside_there_are_as_many_and_each_option_is_met_by_each_st
             continue  # weights that are not dropped are not gathered again
         option = Layout.written(text).items()
         stage = (x for x in more if x.zero == zero)
-        assert any(all(getattr(x, k) == v for k, v in option) for x in stage), (text, zero)
+        assert any(all(getattr(x, k) == v for k, v in option) for x in stage), (
+            text,
+            zero,
+        )
 
 
 def choices(x: Layout) -> dict[str, object]:
     """What is chosen in a layout over dp, pp and tp."""
     order = x.schedule, x.chunks, x.microbatches
     sizes = {axis: x.mesh.of(axis) for axis in ("dp.shard", "pp", "tp")}
-    return {**sizes, "dp": x.dp, "zero": x.zero, "seq": x.seq, "how": x.recompute, "order": order}
+    return {
+        **sizes,
+        "dp": x.dp,
+        "zero": x.zero,
+        "seq": x.seq,
+        "how": x.recompute,
+        "order": order,
+    }
 
 
 def pairs(layouts: tuple[Layout, ...]) -> set[tuple[object, object]]:

@@ -35,23 +35,38 @@ def test_a_cell_counts_the_layouts_that_have_both_and_names_the_worst() -> None:
             cells[pair] = rest, e.get("fill")
     agree, differ = cells["dp"][1], cells["pp"][1]
     assert agree != differ
-    assert cells["dp"] == ("2 layouts, 0 differ; error at most 3.0e-13, in dp2 tp2 seq fp64", agree)
+    assert cells["dp"] == (
+        "2 layouts, 0 differ; error at most 3.0e-13, in dp2 tp2 seq fp64",
+        agree,
+    )
     assert cells["tp"] == (
         "2 layouts, 1 differ; error at most 5.0e-01, in pp2 tp2 1f1b:4 fp64",
         differ,
     )
     assert cells["tp with pp"][1] == cells["1f1b with tp"][1] == differ
     assert cells["seq with tp"][0].startswith("1 layouts, 0 differ")
-    assert not {"pp with dp", "zero1 with tp"} & set(cells)  # of which nothing was compared
-    assert len(cells) == 6 + 7  # dp pp tp 1f1b seq zero1, and the pairs that some layout has
+    # of which nothing was compared
+    assert not {"pp with dp", "zero1 with tp"} & set(cells)
+    # dp pp tp 1f1b seq zero1, and the pairs that some layout has
+    assert len(cells) == 6 + 7
 
 
 def test_the_page_of_a_command_has_every_layout_and_escapes(tmp_path: Path) -> None:
     page = tmp_path / "v.html"
-    words = ["verify", "--layouts", "dp2; tp2 seq", "--steps", "1", "--quiet", "--out", str(page)]
+    words = [
+        "verify",
+        "--layouts",
+        "dp2; tp2 seq",
+        "--steps",
+        "1",
+        "--quiet",
+        "--out",
+        str(page),
+    ]
     assert main(words) == 0
     shown = re.findall(
-        r"<code>([^<]*)</code></td><td>2</td><td><span class=\"good\">agrees", page.read_text()
+        r"<code>([^<]*)</code></td><td>2</td><td><span class=\"good\">agrees",
+        page.read_text(),
     )
     assert sorted(shown) == ["dp2 fp64", "tp2 seq fp64"]
     assert "loss of step 0 &lt;b&gt;" in verified_page("t", "", VERDICTS)

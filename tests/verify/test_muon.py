@@ -48,13 +48,17 @@ def test_layouts_agree_with_torchs_muon_on_one_process(name: str) -> None:
             ep2 cp2 experts:cp zero1""",
     }[name]
     layouts = Layout.parse_many(" ".join(texts.split()))
-    assert failures(name, [replace(x, precision="fp64") for x in layouts], steps=2) == []
+    assert (
+        failures(name, [replace(x, precision="fp64") for x in layouts], steps=2) == []
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("name", COVERED)
-def test_many_layouts_agree_with_torchs_muon_on_one_process(name: str, part: int) -> None:
+def test_many_layouts_agree_with_torchs_muon_on_one_process(
+    name: str, part: int
+) -> None:
     axes, least = COVERED[name]
     layouts = covering(every_layout(SHAPES[name], 8, axes=axes, besides=True), least)
     assert len(layouts) >= least
@@ -81,18 +85,25 @@ def test_matrices_are_the_weights_of_a_block_between_features(
     shape: str, one: int, expected: set[str]
 ) -> None:
     model = build_model(SHAPES[shape])
-    found = {n for n, w in model.weights.items() if model.rules.matrices(n, tuple(w.shape))}
+    found = {
+        n for n, w in model.weights.items() if model.rules.matrices(n, tuple(w.shape))
+    }
     block = f"layers.{one}."
     assert {n.removeprefix(block) for n in found if n.startswith(block)} == expected
     assert all(n.startswith("layers.") for n in found)
 
 
 def test_a_rule_says_which_matrices_a_weight_joins() -> None:
-    rules = Rules.parse("qkv : features/8,4,4 embed\ngate_up : features/2 embed\nhead : heads/2 -")
+    rules = Rules.parse(
+        "qkv : features/8,4,4 embed\ngate_up : features/2 embed\nhead : heads/2 -"
+    )
     whole = slice(0, 6)
     rows = [slice(0, 8), slice(8, 12), slice(12, 16)]
     assert rules.matrices("qkv", (16, 6)) == tuple((r, whole) for r in rows)
-    assert rules.matrices("gate_up", (10, 6)) == ((slice(0, 5), whole), (slice(5, 10), whole))
+    assert rules.matrices("gate_up", (10, 6)) == (
+        (slice(0, 5), whole),
+        (slice(5, 10), whole),
+    )
     assert rules.matrices("head", (8, 6)) == ()
     assert rules.dims("qkv", 2) == ("features", "embed")
     assert Rules.parse(str(rules)) == rules
@@ -103,8 +114,14 @@ def test_a_rule_says_which_matrices_a_weight_joins() -> None:
 
 
 class _Unrounded(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return args[0].clone() if func is torch.Tensor.bfloat16 else func(*args, **(kwargs or {}))
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return (
+            args[0].clone()
+            if func is torch.Tensor.bfloat16
+            else func(*args, **(kwargs or {}))
+        )
 
 
 def fused() -> Model:
@@ -119,7 +136,10 @@ def test_matrices_that_share_a_weight_are_updated_each_by_itself(layout: str) ->
 
 
 def test_matrices_that_share_a_weight_and_are_updated_as_one_are_caught() -> None:
-    with in_parts(lambda w: [tuple(slice(0, n) for n in w.shape)]), pytest.raises(AssertionError):
+    with (
+        in_parts(lambda w: [tuple(slice(0, n) for n in w.shape)]),
+        pytest.raises(AssertionError),
+    ):
         _compare_shared("")
 
 
@@ -138,7 +158,9 @@ def _compare_shared(layout: str) -> None:
         for name, x in got.start.items()
     }
     every = [part for each in parts.values() for part in each]
-    plain = torch.optim.Muon(every, momentum=0.8, weight_decay=0.2, adjust_lr_fn="match_rms_adamw")
+    plain = torch.optim.Muon(
+        every, momentum=0.8, weight_decay=0.2, adjust_lr_fn="match_rms_adamw"
+    )
     for step, seen in enumerate(got.steps):
         batch = setting.batches(step)
         x, count = batch["inputs"], len(batch["inputs"])
@@ -151,13 +173,17 @@ def _compare_shared(layout: str) -> None:
         with _Unrounded():
             plain.step()
         for name, each in parts.items():
-            torch.testing.assert_close(seen.weights[name], torch.cat(each), rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(
+                seen.weights[name], torch.cat(each), rtol=1e-10, atol=1e-12
+            )
 
 
 def test_what_is_made_orthogonal_has_singular_values_near_one() -> None:
     """Jordan et al. 2024: between 0.7 and 1.2 after five steps, for those that are not tiny at first."""
     for shape in ((3, 24, 16), (2, 16, 24)):
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        x = torch.randn(
+            shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+        )
         values = torch.linalg.svdvals(orthogonalized(x))
         assert 0.6 < float(values.min()) <= float(values.max()) < 1.25
 
@@ -175,7 +201,10 @@ def test_the_dearest_owner_has_at_most_a_matrix_more_than_its_share(ranks: int) 
     firsts = set()
     for number in range(4):
         unit: Any = SimpleNamespace(
-            number=number, order=order, offsets=offsets, groups=SimpleNamespace(places=range(ranks))
+            number=number,
+            order=order,
+            offsets=offsets,
+            groups=SimpleNamespace(places=range(ranks)),
         )
         blocks = matrices_of(unit)
         assert len(blocks) == 7
@@ -194,7 +223,9 @@ def test_the_cost_of_a_matrix_is_that_of_its_products() -> None:
 
 def test_the_ways_to_and_from_owners_are_simulated_and_needed() -> None:
     layout = Layout.parse("dp2 zero1")
-    program = program_of(build_model(SHAPES["gqa"]), layout, StepOptions(whole_matrices=True))
+    program = program_of(
+        build_model(SHAPES["gqa"]), layout, StepOptions(whole_matrices=True)
+    )
     assert Program.parse(str(program)) == program
     (row,) = program.rows
     # Beside the update before it; neither the embedding nor the head has matrices.
@@ -202,7 +233,10 @@ def test_the_ways_to_and_from_owners_are_simulated_and_needed() -> None:
     assert {op.piece for op in row if op.kind == ops.TO_OWNERS} == {1, 2, 3, 4}
     costs = {"F": 1.0, "B": 2.0, "U": 1.0}
     slow = Costs({**costs, ops.TO_OWNERS: 5.0})
-    assert simulate(program, slow).makespan >= simulate(program, Costs(costs)).makespan + 4 * 5 - 3
+    assert (
+        simulate(program, slow).makespan
+        >= simulate(program, Costs(costs)).makespan + 4 * 5 - 3
+    )
     plain = program_of(build_model(SHAPES["gqa"]), layout)
     assert not {ops.TO_OWNERS, ops.FROM_OWNERS} & {op.kind for op in plain.rows[0]}
     check(program)

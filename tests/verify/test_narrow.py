@@ -30,7 +30,9 @@ def exact(name: str) -> Trace:
 def changed(trace: Trace, factor: float) -> Trace:
     """The same training with every gradient multiplied."""
     steps = [
-        replace(step, gradients={name: x * factor for name, x in step.gradients.items()})
+        replace(
+            step, gradients={name: x * factor for name, x in step.gradients.items()}
+        )
         for step in trace.steps
     ]
     return replace(trace, steps=steps)
@@ -54,7 +56,11 @@ CHOSEN = [pytest.param(n, marks=[pytest.mark.slow] * (n in LONG)) for n in SHAPE
 def test_a_gradient_that_is_zeroed_or_flipped_is_rejected_for_every_weight_and_step(
     name: str, dtype: str
 ) -> None:
-    setting, known, free = setting_of(SHAPES[name], dtype), truth(name, dtype), vanishing(name)
+    setting, known, free = (
+        setting_of(SHAPES[name], dtype),
+        truth(name, dtype),
+        vanishing(name),
+    )
     assert judge(Layout(), known.trace, known, setting).passed
     assert all(n.endswith("wk.bias") for n in free)
     for factor in (0.0, -1.0):
@@ -62,12 +68,17 @@ def test_a_gradient_that_is_zeroed_or_flipped_is_rejected_for_every_weight_and_s
         found = compare(wrong, known.trace, setting.rate, known.bounds)
         gradients = [d for d in found if d.what == "gradient"]
         # One step of three has no gradient: in bfloat16 no targets, in float16 one that overflows.
-        taught = [n for n, s in enumerate(known.trace.steps) if s.loss and math.isfinite(s.norm)]
+        taught = [
+            n
+            for n, s in enumerate(known.trace.steps)
+            if s.loss and math.isfinite(s.norm)
+        ]
         assert len(taught) == (3 if (name, dtype) == ("mlp", "bfloat16") else 2)
         gradients = [d for d in gradients if d.step in taught]
         assert len(gradients) == len(taught) * len(known.trace.start)
         accepted = [d for d in gradients if d.agrees and d.name not in free]
-        if name == "latent":  # rounding decides which groups some tokens choose: counts are apart
+        # rounding decides which groups some tokens choose: counts are apart
+        if name == "latent":
             accepted = [d for d in accepted if not d.name.endswith("router.bias")]
         if (name, dtype) == ("experts", "bfloat16"):
             # So it does here in the last blocks, of experts that few tokens choose.
@@ -76,7 +87,9 @@ def test_a_gradient_that_is_zeroed_or_flipped_is_rejected_for_every_weight_and_s
             # Rounding moves what its attention learns by more than itself: the norms of q and k and
             # the cap of the scores leave little of it. float16 and float32 tell these apart.
             assert len(accepted) <= 4
-            assert all((d.step and ".attn.w" in d.name) or "_norm" in d.name for d in accepted)
+            assert all(
+                (d.step and ".attn.w" in d.name) or "_norm" in d.name for d in accepted
+            )
         else:
             assert accepted == []
         assert not judge(Layout(), wrong, known, setting).passed
@@ -84,7 +97,9 @@ def test_a_gradient_that_is_zeroed_or_flipped_is_rejected_for_every_weight_and_s
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", ["gqa", "gpt"])
-def test_clean_layouts_that_cover_the_choices_keep_the_bounds(name: str, dtype: str) -> None:
+def test_clean_layouts_that_cover_the_choices_keep_the_bounds(
+    name: str, dtype: str
+) -> None:
     layouts = covered(name, 8)
     # Spread evenly, and every one in the precision's own word as a run would have it.
     some = [replace(x, precision="fp32") for x in layouts[:: len(layouts) // 30]][:30:2]
@@ -143,7 +158,9 @@ def added_in_compute_dtype() -> AbstractContextManager[None]:
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_gradients_added_up_in_16_bits_show_where_one_microbatch_is_large(dtype: str) -> None:
+def test_gradients_added_up_in_16_bits_show_where_one_microbatch_is_large(
+    dtype: str,
+) -> None:
     precision = precision_named(dtype)
     batches = partial(one_large_many_small, dtype=precision.compute)
     setting = Setting(batches, steps=1, precision=precision, scaling=(1.0, 2))

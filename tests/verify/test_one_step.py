@@ -41,7 +41,9 @@ _TRAINED = ({}, {"lora_r": 2}, {"freeze": ("embed", "layers.1")})
 
 def _ran(step: RunStep, optimizer: str, clip: float) -> Rows:
     """The operations that ranks carry out: of the model's own modules, with the run's options."""
-    run = Run.parse("", "run", (f"optimizer.name={optimizer}", f"optimizer.clip={clip}"))
+    run = Run.parse(
+        "", "run", (f"optimizer.name={optimizer}", f"optimizer.clip={clip}")
+    )
     model = build_model(step.shape)
     return program_of(model, step.layout, options_of(run)).rows
 
@@ -72,7 +74,9 @@ def test_check_draw_and_plan_have_the_operations_of_the_run() -> None:
         ran = _ran(step, optimizer, clip)
         where = f"{layout} on {shape.name}, {optimizer}"
         assert proved_program(step).rows == ran, where
-        assert step_of(layout, shape, {"optimizer": optimizer}).program.rows == ran, where
+        assert step_of(layout, shape, {"optimizer": optimizer}).program.rows == ran, (
+            where
+        )
         assert _planned(step) == ran, where
         compared += 1
     assert compared > 300
@@ -98,7 +102,9 @@ def test_the_commands_show_the_step_of_a_run_file(
     assert layout
     program = program_of(build_model(run.shape), layout, options_of(run))
     assert main(["check", str(file), *words, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["operations"] == sum(map(len, program.rows))
+    assert json.loads(capsys.readouterr().out)["operations"] == sum(
+        map(len, program.rows)
+    )
     assert main(["draw", str(file), *words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["program"] == str(program)
     assert check(run).figures["operations"] == sum(map(len, program.rows))
@@ -106,7 +112,12 @@ def test_the_commands_show_the_step_of_a_run_file(
 
 def test_a_run_s_rank_has_the_program_that_check_proves(tmp_path: Path) -> None:
     for optimizer in OPTIMIZERS:
-        words = (f"out={tmp_path}", "layout=accum:2", f"optimizer.name={optimizer}", "batch=2")
+        words = (
+            f"out={tmp_path}",
+            "layout=accum:2",
+            f"optimizer.name={optimizer}",
+            "batch=2",
+        )
         run = Run.parse("", "run", words)
         step = step_of_run(run)
         rank = Rank(AloneWorld("cpu"), run, step.layout, drawn=False)
@@ -176,7 +187,9 @@ def test_sums_are_proved_of_the_operations_of_the_run(
     text: str, optimizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The proof looks at fewer pieces and ranks, so kinds of operations are compared."""
-    step = step_of_layout(text, _EXPERTS if "ep2" in text else _DENSE, optimizer=optimizer)
+    step = step_of_layout(
+        text, _EXPERTS if "ep2" in text else _DENSE, optimizer=optimizer
+    )
     built: list[Program] = []
 
     def recorded(*arguments: Any) -> Program:

@@ -73,8 +73,12 @@ MANY = [
 
 
 @pytest.mark.parametrize("name, layout", MANY)
-def test_nothing_is_found_in_layouts_that_equal_one_process(name: str, layout: str) -> None:
-    assert placement_faults(partial(build_model, SHAPES[name]), Layout.parse(layout)) == ()
+def test_nothing_is_found_in_layouts_that_equal_one_process(
+    name: str, layout: str
+) -> None:
+    assert (
+        placement_faults(partial(build_model, SHAPES[name]), Layout.parse(layout)) == ()
+    )
 
 
 def test_tokens_of_ranks_of_tp_that_do_not_reach_all_experts_are_found(
@@ -82,15 +86,21 @@ def test_tokens_of_ranks_of_tp_that_do_not_reach_all_experts_are_found(
 ) -> None:
     right = groups.open_groups
 
-    def opened(world: World, layout: Layout, *rest: object, **more: object) -> groups.Groups:
+    def opened(
+        world: World, layout: Layout, *rest: object, **more: object
+    ) -> groups.Groups:
         found = right(world, layout, *rest, **more)  # type: ignore[arg-type]
-        alone = (world.split(name, layout.mesh.groups(["ep"])) for name in ("few", "fewer"))
+        alone = (
+            world.split(name, layout.mesh.groups(["ep"])) for name in ("few", "fewer")
+        )
         return replace(found, **dict(zip(("ep", "routes"), alone, strict=True)))
 
     monkeypatch.setattr(local, "open_groups", opened)
     layout = Layout.parse("ep2 tp2 seq experts:tp")
     found = placement_faults(partial(build_model, SHAPES["experts"]), layout)
-    assert any("the output of layers.1 was not summed over tp" in each for each in found), found
+    assert any(
+        "the output of layers.1 was not summed over tp" in each for each in found
+    ), found
 
 
 def summed_forwards_only(self: tensor.CutRMSNorm, x: Tensor) -> Tensor:
@@ -105,7 +115,9 @@ def counted_by_each(self: tensor.CutRMSNorm, x: Tensor) -> Tensor:
     return x * torch.rsqrt(squares / self.width + self.eps) * self.weight
 
 
-def of_own_words(self: tensor.VocabularyCrossEntropy, logits: Tensor, targets: Tensor) -> Tensor:
+def of_own_words(
+    self: tensor.VocabularyCrossEntropy, logits: Tensor, targets: Tensor
+) -> Tensor:
     words = self.cut.stop - self.cut.start
     return token_loss(logits, targets, first=self.cut.start, width=words)
 
@@ -202,10 +214,14 @@ def test_counts_of_a_batch_over_some_of_its_ranks_are_found() -> None:
     layout = Layout.parse("dp2 cp2 tp2 seq")
     assert placement_faults(make, layout) == ()
     with swapped(
-        Choices, "sum", lambda self, groups: right_sum(self, replace(groups, batch=groups.tp))
+        Choices,
+        "sum",
+        lambda self, groups: right_sum(self, replace(groups, batch=groups.tp)),
     ):
         found = placement_faults(make, layout)
-    assert any("a router's counts of the batch were not summed over" in each for each in found)
+    assert any(
+        "a router's counts of the batch were not summed over" in each for each in found
+    )
 
 
 right_sum = Choices.sum

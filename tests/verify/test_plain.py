@@ -39,10 +39,17 @@ def by_our_names(model: Any, folder: Path) -> dict[str, Tensor]:
 def batch_of(rows: tuple[tuple[int, ...], ...]) -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(1)
     size = len(rows), TIME
-    batch = {name: torch.randint(0, VOCAB, size, generator=draw) for name in ("tokens", "targets")}
+    batch = {
+        name: torch.randint(0, VOCAB, size, generator=draw)
+        for name in ("tokens", "targets")
+    }
     batch["targets"][1, 5:12] = IGNORED
-    batch["positions"] = torch.stack([torch.cat([*map(torch.arange, row)]) for row in rows])
-    numbers = [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in rows]
+    batch["positions"] = torch.stack(
+        [torch.cat([*map(torch.arange, row)]) for row in rows]
+    )
+    numbers = [
+        torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in rows
+    ]
     return {**batch, "documents": torch.stack(numbers)}
 
 
@@ -80,13 +87,16 @@ def test_loss_and_gradients_of_the_plain_form_are_those_of_transformers(
     weights = {name: nn.Parameter(x) for name, x in values.items()}
     assert {x.dtype for x in weights.values()} == {torch.float64}
     found = plain.decoder(shape, weights, batch)
-    assert float(found.loss.detach()) == pytest.approx(float(wanted.detach()), rel=1e-12)
+    assert float(found.loss.detach()) == pytest.approx(
+        float(wanted.detach()), rel=1e-12
+    )
     found.loss.backward()
     with torch.no_grad():
         for weight in model.parameters():
             weight.copy_(weight.grad)
     for key, gradient in by_our_names(model, tmp_path / "gradients").items():
-        if key.endswith("router.bias"):  # a buffer of theirs: it has a part in the choice alone
+        # a buffer of theirs: it has a part in the choice alone
+        if key.endswith("router.bias"):
             assert weights[key].grad is None
             continue
         own = weights[key].grad
@@ -102,12 +112,14 @@ def test_the_loss_of_a_router_over_a_batch_is_that_of_mixtral() -> None:
     shape = replace(SHAPES["experts"], scores="softmax", balance="none", batch_loss=1.0)
     draw = torch.Generator().manual_seed(0)
     x, matrix = (
-        torch.randn(*size, generator=draw, dtype=torch.float64) for size in ((3, 7, 16), (9, 16))
+        torch.randn(*size, generator=draw, dtype=torch.float64)
+        for size in ((3, 7, 16), (9, 16))
     )
     routing = plain.route(shape, {"mlp.router.weight": matrix}, x)[1]
     logits = (x @ matrix.T).flatten(0, 1)
     wanted = load_balancing_loss_func((logits,), shape.experts, shape.top_k)
-    assert routing.loss.item() == pytest.approx(float(wanted), rel=1e-6)  # theirs is in float32
+    # theirs is in float32
+    assert routing.loss.item() == pytest.approx(float(wanted), rel=1e-6)
 
 
 def test_an_adapter_is_that_of_peft() -> None:
@@ -135,7 +147,9 @@ def test_an_adapter_is_that_of_peft() -> None:
 
 MORE: dict[str, Shape] = {
     "linear": replace(SHAPES["gqa"], rope_scaling="linear", rope_factor=4.0),
-    "dynamic": replace(SHAPES["gqa"], rope_scaling="dynamic", rope_factor=4.0, rope_original=6),
+    "dynamic": replace(
+        SHAPES["gqa"], rope_scaling="dynamic", rope_factor=4.0, rope_original=6
+    ),
     "llama3": replace(SHAPES["gqa"], rope_factor=4.0, rope_original=16),
     "adapters": replace(SHAPES["gpt"], lora_r=3),
     "adapted latents": replace(SHAPES["latent"], lora_r=3),
@@ -145,7 +159,9 @@ MORE: dict[str, Shape] = {
 }
 
 
-def differences(shape: Shape, *, packed: bool, dropout: float = 0.0, z: float = 0.0) -> str:
+def differences(
+    shape: Shape, *, packed: bool, dropout: float = 0.0, z: float = 0.0
+) -> str:
     make: partial[Model] = partial(build_model, shape, dropout=dropout)
     if z:
         make = partial(with_z_loss, make, z)
@@ -156,7 +172,9 @@ def differences(shape: Shape, *, packed: bool, dropout: float = 0.0, z: float = 
 @pytest.mark.parametrize("name", [*SHAPES, *MORE])
 def test_the_modules_of_every_kind_of_model_are_their_formulas(name: str) -> None:
     shape = (SHAPES | MORE)[name]
-    assert differences(shape, packed=False, dropout=0.2 * (shape.kind == "decoder")) == ""
+    assert (
+        differences(shape, packed=False, dropout=0.2 * (shape.kind == "decoder")) == ""
+    )
     assert differences(shape, packed=True, z=0.1 * (shape.kind == "decoder")) == ""
 
 
@@ -200,8 +218,20 @@ def _a_mask_of_other_features() -> AbstractContextManager[None]:
     ("patch", "name", "layout", "dtype", "where"),
     [
         (_another_eps, "gqa", "dp2", "bfloat16", "the output of layers.0"),
-        (_a_gradient_by_hand, "gemma", "dp2 fp8", "float64", "the gradient of layers.3"),
-        (_weights_that_count_from_zero, "gemma", "tp2", "float16", "the output of layers.0"),
+        (
+            _a_gradient_by_hand,
+            "gemma",
+            "dp2 fp8",
+            "float64",
+            "the gradient of layers.3",
+        ),
+        (
+            _weights_that_count_from_zero,
+            "gemma",
+            "tp2",
+            "float16",
+            "the output of layers.0",
+        ),
         (_a_mask_of_other_features, "gqa", "dp2", "float32", "the output of layers.0"),
     ],
 )
@@ -219,5 +249,8 @@ def test_verify_says_in_any_precision_that_modules_are_not_their_formulas(
     with patch():
         (verdict,) = verify(SHAPES[name], layouts, **terms)
     assert not verdict.passed
-    assert "the model's modules are not its formulas (verify/plain.py)" in verdict.first_difference
+    assert (
+        "the model's modules are not its formulas (verify/plain.py)"
+        in verdict.first_difference
+    )
     assert where in verdict.first_difference

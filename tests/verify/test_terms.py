@@ -59,15 +59,23 @@ def targets(name: str, step: int, dtype: torch.dtype = torch.float64) -> torch.T
 
 
 @pytest.mark.parametrize("name", TEXT)
-def test_one_step_has_targets_on_the_last_rank_alone_and_one_has_none(name: str) -> None:
+def test_one_step_has_targets_on_the_last_rank_alone_and_one_has_none(
+    name: str,
+) -> None:
     for ranks in (3, 4, 5, 8):
         layout = Layout.parse(f"dp{ranks}")
         batch = trial_batch(SHAPES[name], 1)
-        parts = [microbatches(batch, layout, rank)[0]["targets"] for rank in range(ranks)]
+        parts = [
+            microbatches(batch, layout, rank)[0]["targets"] for rank in range(ranks)
+        ]
         counts = [int((part != IGNORED).sum()) for part in parts]
         assert counts[0] == 0 < counts[-1]
     thirds = microbatches(trial_batch(SHAPES[name], 1), Layout.parse("accum:3"), 0)
-    assert [bool((part["targets"] != IGNORED).any()) for part in thirds] == [False, False, True]
+    assert [bool((part["targets"] != IGNORED).any()) for part in thirds] == [
+        False,
+        False,
+        True,
+    ]
     assert not targets(name, 2).any()
     for step in (0, 3, 4, 5):
         assert targets(name, step).any(1).all()  # in every row
@@ -89,7 +97,9 @@ def test_validation_has_targets_after_any_number_of_steps(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_of_three_steps_in_float16_the_second_overflows_and_is_skipped_by_torch(name: str) -> None:
+def test_of_three_steps_in_float16_the_second_overflows_and_is_skipped_by_torch(
+    name: str,
+) -> None:
     known = truth(name, "float16").trace
     finite = [math.isfinite(step.norm) for step in known.steps]
     assert finite == [True, False, True]
@@ -102,21 +112,26 @@ def test_of_three_steps_in_float16_the_second_overflows_and_is_skipped_by_torch(
 
 # ---- a step that float16 skips
 
-SKIPPING = (
-    "; dp2; tp2 seq; pp2 1f1b:3; cp2; dp2 zero1; dp3 zero3; dp2x2 zero2 accum:2; offload:optimizer"
+SKIPPING = "; dp2; tp2 seq; pp2 1f1b:3; cp2; dp2 zero1; dp3 zero3; dp2x2 zero2 accum:2; offload:optimizer"
+
+
+@pytest.mark.parametrize(
+    "optimizer", [name for name in OPTIMIZERS if name != "muon:original"]
 )
-
-
-@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "muon:original"])
 def test_an_overflow_is_skipped_in_every_kind_of_layout_as_torchs_scaler_skips_it(
     optimizer: str,
 ) -> None:
     assert failures(SKIPPING, dtype="float16", optimizer=optimizer) == []
     if optimizer == "adamw":
-        assert failures("ep2 tp2 seq; dp2 zero1", "experts", dtype="float16", steps=2) == []
+        assert (
+            failures("ep2 tp2 seq; dp2 zero1", "experts", dtype="float16", steps=2)
+            == []
+        )
 
 
-@pytest.mark.parametrize("layout", ["dp2", "dp2 zero1", "dp2 zero3", "pp2 1f1b:3", "tp2"])
+@pytest.mark.parametrize(
+    "layout", ["dp2", "dp2 zero1", "dp2 zero3", "pp2 1f1b:3", "tp2"]
+)
 def test_the_overflow_is_of_one_rank_and_all_ranks_skip_the_step(
     layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,7 +140,11 @@ def test_the_overflow_is_of_one_rank_and_all_ranks_skip_the_step(
 
     def reduce(self: Executor, op: Op) -> Any:
         for unit in self.local.of_piece(op.piece, trained=True):
-            tensors = [unit.full] if unit.full is not None else unit.gradients(unit.counted_runs)
+            tensors = (
+                [unit.full]
+                if unit.full is not None
+                else unit.gradients(unit.counted_runs)
+            )
             if not all(bool(x.isfinite().all()) for x in tensors):
                 bad.add(self.rank)
         return right(self, op)
@@ -157,11 +176,15 @@ def test_z_loss_is_in_the_loss_that_is_compared() -> None:
     assert more.loss - plain.loss == pytest.approx(0.1 * math.log(37) ** 2, rel=0.02)
 
 
-def test_a_mistake_in_our_own_loss_is_caught_though_both_sides_train_the_same_model() -> None:
+def test_a_mistake_in_our_own_loss_is_caught_though_both_sides_train_the_same_model() -> (
+    None
+):
     """One process has torch's cross-entropy and not ours, which would be compared with itself."""
     right = loss.token_loss
 
-    def too_large(logits: torch.Tensor, targets: torch.Tensor, **how: Any) -> torch.Tensor:
+    def too_large(
+        logits: torch.Tensor, targets: torch.Tensor, **how: Any
+    ) -> torch.Tensor:
         return right(logits, targets, **how) * (1 + 1e-6)
 
     assert failures("dp2", steps=1) == []
@@ -183,9 +206,14 @@ def test_muon_with_torchs_original_scale_agrees_over_ranks(layout: str) -> None:
 
 
 def test_both_scales_of_muon_are_compared() -> None:
-    plain, original = (truth("gqa", optimizer=name).trace for name in ("muon", "muon:original"))
+    plain, original = (
+        truth("gqa", optimizer=name).trace for name in ("muon", "muon:original")
+    )
     name = "layers.0.attn.wq.weight"
-    moved = [float((t.steps[0].weights[name] - t.start[name]).norm()) for t in (plain, original)]
+    moved = [
+        float((t.steps[0].weights[name] - t.start[name]).norm())
+        for t in (plain, original)
+    ]
     # A square of 16: 0.2 sqrt(16) and sqrt(max(1, 16 / 16)), of matrices with singular values near 1.
     assert moved[0] / moved[1] == pytest.approx(0.8, rel=0.1)
 
@@ -193,12 +221,22 @@ def test_both_scales_of_muon_are_compared() -> None:
 def test_the_command_takes_z_loss_and_the_other_scale_of_muon(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["verify", "--z-loss", "0.1", "--optimizer", "muon:original", "--layouts", "dp2; tp2"]
+    words = [
+        "verify",
+        "--z-loss",
+        "0.1",
+        "--optimizer",
+        "muon:original",
+        "--layouts",
+        "dp2; tp2",
+    ]
     assert main([*words, "--steps", "1"]) == 0
     assert "2 of 2 layouts of gqa agree" in capsys.readouterr().out
     assert main(["verify", "--z-loss", "-1", "--layouts", "dp2"]) == 2
     assert "--z-loss is -1; write a number from 0 to 1." in capsys.readouterr().err
-    assert main(["verify", "--model", "mlp", "--z-loss", "0.1", "--layouts", "dp2"]) == 2
+    assert (
+        main(["verify", "--model", "mlp", "--z-loss", "0.1", "--layouts", "dp2"]) == 2
+    )
     assert "has no phalanx.models.loss.CrossEntropy" in capsys.readouterr().err
 
 
@@ -276,7 +314,9 @@ def test_memory_that_nobody_has_written_is_nan_on_ranks_and_nowhere_else() -> No
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_the_setting_of_deterministic_algorithms_is_as_it_was_after_ranks_that_fail() -> None:
+def test_the_setting_of_deterministic_algorithms_is_as_it_was_after_ranks_that_fail() -> (
+    None
+):
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         with swapped(Executor, "_update", lambda self, op: 1 / 0):
@@ -297,4 +337,7 @@ def test_a_loss_scale_that_would_spoil_the_first_step_is_lowered() -> None:
     first, patience = setting_of(SHAPES["olmo"], "float16").scaling
     assert first < 2.0**16
     assert patience == 1
-    assert replace(setting_of(SHAPES["olmo"]), scaling=(1.0, 1)).precision.compute == torch.float64
+    assert (
+        replace(setting_of(SHAPES["olmo"]), scaling=(1.0, 1)).precision.compute
+        == torch.float64
+    )

@@ -135,7 +135,8 @@ FOLDERS = (
     "src/phalanx/comm",
     "torch-shm/src/torch_shm",
 )
-FILES = ("executor", "optimizer", "muon", "precision", "copies")  # of `train`: what a step runs
+# of `train`: what a step runs
+FILES = ("executor", "optimizer", "muon", "precision", "copies")
 
 
 def large_constants(path: Path) -> Iterator[str]:
@@ -148,7 +149,11 @@ def large_constants(path: Path) -> Iterator[str]:
         if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
             pairs = list(zip(target.elts, node.value.elts, strict=True))
         for name, value in pairs:
-            if isinstance(name, ast.Name) and name.id.strip("_").isupper() and _is_large(value):
+            if (
+                isinstance(name, ast.Name)
+                and name.id.strip("_").isupper()
+                and _is_large(value)
+            ):
                 yield name.id
 
 
@@ -159,7 +164,9 @@ def _is_large(node: ast.expr) -> bool:
         return isinstance(node.op, ast.LShift | ast.Pow | ast.Sub | ast.Mult) and (
             _is_whole(node.left) and _is_whole(node.right)
         )
-    return isinstance(node, ast.Constant) and type(node.value) is int and node.value >= 8
+    return (
+        isinstance(node, ast.Constant) and type(node.value) is int and node.value >= 8
+    )
 
 
 def _is_whole(node: ast.expr) -> bool:
@@ -169,7 +176,9 @@ def _is_whole(node: ast.expr) -> bool:
 
 
 def test_every_large_constant_of_a_step_is_in_the_table_or_has_a_reason() -> None:
-    paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    paths = [
+        path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))
+    ]
     paths += [ROOT / "src" / "phalanx" / "train" / f"{name}.py" for name in FILES]
     found = set()
     for path in paths:

@@ -26,7 +26,8 @@ def failures(verdicts: object) -> list[str]:
     return [f"{v.layout}: {v.first_difference}" for v in verdicts if not v.passed]  # type: ignore[attr-defined]
 
 
-RANKS = {"gqa": 8, "mlp": 8}  # of the others up to four: `make slow` has all layouts of eight
+# of the others up to four: `make slow` has all layouts of eight
+RANKS = {"gqa": 8, "mlp": 8}
 # Parts of the subset, as they can run beside each other. The shapes of the second line differ from
 # `gqa` in what a block computes alone: the default suite has every layout with one of the four.
 COUNTS = {name: 4 if name == "gqa" else 2 for name in SHAPES} | dict.fromkeys(
@@ -35,7 +36,9 @@ COUNTS = {name: 4 if name == "gqa" else 2 for name in SHAPES} | dict.fromkeys(
 DEFAULT = {"qwen": {0}, "odd": {1}, "gemma": {2}, "olmo": {3}, "experts": {0}}
 DEFAULT |= {"latent": set[int](), "sinks": set[int]()}
 CHOSEN = [
-    pytest.param(name, part, marks=[pytest.mark.slow] * (part not in DEFAULT.get(name, {part})))
+    pytest.param(
+        name, part, marks=[pytest.mark.slow] * (part not in DEFAULT.get(name, {part}))
+    )
     for name, parts in COUNTS.items()
     for part in range(parts)
 ]
@@ -65,13 +68,20 @@ def test_recomputation_to_fit_selective_and_offload_agree_in_combination() -> No
         dp2 zero1 reduce:micro accum:3; dp2 zero3 prefetch:0; dp2 zero3 prefetch:3 accum:2;
         pp2 stages:1-3; pp2 stages:4-0 zero1 dp2; dp2 pp2 zero3 gather:step 1f1b:4
     """
-    assert failures(verify(SHAPES["gqa"], Layout.parse_many(" ".join(texts.split())))) == []
+    assert (
+        failures(verify(SHAPES["gqa"], Layout.parse_many(" ".join(texts.split()))))
+        == []
+    )
 
 
 def _with_frozen_weights(shape: Shape) -> Model:
     """A weight without its bias, a norm, a tied embedding."""
     model = build_model(shape)
-    for name in ("embed.tokens.weight", "layers.0.attn.wq.weight", "layers.1.mlp_norm.weight"):
+    for name in (
+        "embed.tokens.weight",
+        "layers.0.attn.wq.weight",
+        "layers.1.mlp_norm.weight",
+    ):
         model.weights[name].requires_grad_(False)
     return model
 
@@ -89,13 +99,19 @@ def test_adapters_and_frozen_weights_agree_with_one_process(name: str) -> None:
     frozen = replace(shape, freeze=("embed", "layers.1"))
     make = partial(_with_frozen_weights, shape)
     found = [failures(verify(each, layouts, steps=2)) for each in (adapted, frozen)]
-    assert [*found, failures(verify(shape, layouts, steps=2, make=make))] == [[], [], []]
+    assert [*found, failures(verify(shape, layouts, steps=2, make=make))] == [
+        [],
+        [],
+        [],
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("packed", [False, True])
-def test_experts_agree_in_every_pair_of_choices_of_eight_ranks(packed: bool, part: int) -> None:
+def test_experts_agree_in_every_pair_of_choices_of_eight_ranks(
+    packed: bool, part: int
+) -> None:
     """All choices that there are; and, packed and with Muon, those over which ranks share experts."""
     shape, optimizer = SHAPES["experts"], "muon" if packed else "adamw"
     every = every_layout(shape, 8, besides=True)
@@ -113,7 +129,9 @@ def sharing(name: str, ranks: int) -> tuple[Layout, ...]:
     shape = SHAPES[name]
     ways: list[tuple[str, ...]] = [("tp",), ("cp",), ("tp", "cp")]
     every = (
-        replace(x, experts=way) for x in every_layout(shape, ranks, besides=True) for way in ways
+        replace(x, experts=way)
+        for x in every_layout(shape, ranks, besides=True)
+        for way in ways
     )
     return covering(tuple(x for x in every if not legal(x, shape)), 1)
 
@@ -123,7 +141,9 @@ def sharing(name: str, ranks: int) -> tuple[Layout, ...]:
 @pytest.mark.parametrize(
     "name, part", [("experts", n) for n in range(4)] + [("latent", n) for n in range(4)]
 )
-def test_experts_agree_that_ranks_of_tp_and_cp_share(name: str, part: int, packed: bool) -> None:
+def test_experts_agree_that_ranks_of_tp_and_cp_share(
+    name: str, part: int, packed: bool
+) -> None:
     layouts, optimizer = sharing(name, 8), "muon" if packed else "adamw"
     assert len(layouts) > 90
     some = layouts[part::4]
@@ -140,7 +160,9 @@ SHARED = """
 @pytest.mark.parametrize("name", ["latent", "sinks"])
 def test_experts_agree_that_other_axes_share(name: str) -> None:
     layouts = Layout.parse_many(" ".join(SHARED.split()))
-    assert failures(verify(SHAPES[name], layouts, steps=2, packed=name == "latent")) == []
+    assert (
+        failures(verify(SHAPES[name], layouts, steps=2, packed=name == "latent")) == []
+    )
 
 
 def test_experts_without_a_token_agree_over_ranks() -> None:
@@ -152,19 +174,25 @@ def test_experts_without_a_token_agree_over_ranks() -> None:
 
 def test_latents_and_groups_of_experts_agree_over_ranks() -> None:
     texts = "tp4 zero1; dp2 tp2 seq zero3; cp2 tp2 accum:2; pp2 cp2:ulysses zb-h1:2; ep2 tp2 seq"
-    layouts = Layout.parse_many(f"{texts}; ep3 recompute:selective; pp2 ep2 zero2 1f1b:2")
+    layouts = Layout.parse_many(
+        f"{texts}; ep3 recompute:selective; pp2 ep2 zero2 1f1b:2"
+    )
     assert failures(verify(SHAPES["latent"], layouts, steps=2)) == []
 
 
 def test_sinks_biases_of_experts_and_losses_of_early_stages_agree_over_ranks() -> None:
     texts = "tp4 zero1; dp2 tp2 seq zero3; cp2 tp2 accum:2; pp2 cp2:ulysses zb-h1:2; ep2 tp2 seq"
-    layouts = Layout.parse_many(f"{texts}; ep3 recompute:selective; pp2 ep2 zero2 1f1b:2")
+    layouts = Layout.parse_many(
+        f"{texts}; ep3 recompute:selective; pp2 ep2 zero2 1f1b:2"
+    )
     assert failures(verify(SHAPES["sinks"], layouts, steps=2, packed=True)) == []
 
 
 def test_a_loss_of_the_whole_batch_agrees_over_ranks() -> None:
     shape = replace(SHAPES["latent"], sequence_loss=0.0, batch_loss=0.3)
-    layouts = Layout.parse_many("dp2; cp2 tp2 seq; ep2 tp2 zero3; pp2 cp2:ulysses 1f1b:1")
+    layouts = Layout.parse_many(
+        "dp2; cp2 tp2 seq; ep2 tp2 zero3; pp2 cp2:ulysses 1f1b:1"
+    )
     assert failures(verify(shape, layouts, steps=1)) == []
 
 
@@ -192,7 +220,9 @@ def nan_for_empty() -> Iterator[None]:
 def test_no_row_that_nobody_has_written_is_used(experts: int) -> None:
     """Of 16 experts most have no token; of seven the last has all of them."""
     shape = replace(SHAPES["experts"], experts=experts, top_k=1, batch=9, sequence=5)
-    layouts = Layout.parse_many("ep3 dp2 zero3; ep4 tp2 seq; pp2 ep2 zb-h1:2; ep2 recompute:all")
+    layouts = Layout.parse_many(
+        "ep3 dp2 zero3; ep4 tp2 seq; pp2 ep2 zb-h1:2; ep2 recompute:all"
+    )
     make = partial(_drawn, shape) if experts == 7 else partial(build_model, shape)
     assert failures(verify(shape, layouts, steps=1, make=make)) == []
 
@@ -200,18 +230,24 @@ def test_no_row_that_nobody_has_written_is_used(experts: int) -> None:
 def test_all_tokens_to_one_expert_agree_over_ranks() -> None:
     """The choice of every token is the last expert of nine: all other ranks have none."""
     shape = replace(SHAPES["experts"], top_k=1, batch=9, sequence=5)
-    layouts = Layout.parse_many("ep8; ep2 tp2 seq; ep3 zero3; pp2 ep4 zb-h1:2; ep2 recompute:all")
+    layouts = Layout.parse_many(
+        "ep8; ep2 tp2 seq; ep3 zero3; pp2 ep4 zb-h1:2; ep2 recompute:all"
+    )
     assert failures(verify(shape, layouts, steps=1, make=partial(_drawn, shape))) == []
 
 
 def test_a_forward_beside_a_backward_agrees_with_one_process() -> None:
     shape = replace(SHAPES["experts"], batch=10, freeze=("layers.1",))
-    layouts = "ep2 pp2 dualpipe-v:5 zero2; ep2 tp2 seq accum:2 overlap recompute:selective"
+    layouts = (
+        "ep2 pp2 dualpipe-v:5 zero2; ep2 tp2 seq accum:2 overlap recompute:selective"
+    )
     assert failures(verify(shape, Layout.parse_many(layouts), steps=1)) == []
 
 
 @pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_packed_documents_agree_over_context_and_tensor_parallel_layouts(part: int) -> None:
+def test_packed_documents_agree_over_context_and_tensor_parallel_layouts(
+    part: int,
+) -> None:
     layouts = covering(every_layout(SHAPES["gqa"], 8, axes="dp cp tp"), 1)
     some = [x for x in layouts if x.cp > 1][part:30:2]
     assert len(some) > 12
@@ -261,11 +297,17 @@ def _unlisted(error: Exception) -> Fault:
         raise error
 
     row = next(each for each in FAULTS if each.name.startswith("row region"))
-    return replace(row, name="unlisted", patch=lambda: swapped(regions, "reduce", wrong), names="")
+    return replace(
+        row, name="unlisted", patch=lambda: swapped(regions, "reduce", wrong), names=""
+    )
 
 
 @pytest.mark.parametrize(
-    "error", [NameError("name 'x' is not defined"), RuntimeError("shapes (3) and (4) do not match")]
+    "error",
+    [
+        NameError("name 'x' is not defined"),
+        RuntimeError("shapes (3) and (4) do not match"),
+    ],
 )
 def test_an_accident_in_a_seeded_fault_catches_nothing(error: Exception) -> None:
     seen = catch(_unlisted(error), "float64")
@@ -275,9 +317,13 @@ def test_an_accident_in_a_seeded_fault_catches_nothing(error: Exception) -> None
 
 
 def test_a_refusal_of_ours_catches_a_seeded_fault() -> None:
-    seen = catch(_unlisted(CommMisuse("the parts of two ranks differ in size")), "float64")
+    seen = catch(
+        _unlisted(CommMisuse("the parts of two ranks differ in size")), "float64"
+    )
     assert seen.caught
-    assert seen.first_difference.startswith("CommMisuse: the parts of two ranks differ in size")
+    assert seen.first_difference.startswith(
+        "CommMisuse: the parts of two ranks differ in size"
+    )
 
 
 def test_a_replacement_by_a_rank_that_is_a_thread_is_refused() -> None:
@@ -335,14 +381,19 @@ def test_a_true_gradient_of_zero_is_compared_on_the_scale_of_the_model() -> None
         gradients = {"a": torch.tensor([1.0]), "b": torch.tensor([noise])}
         return Trace({}, [TracedStep(1.0, 1.0, gradients, {"a": torch.ones(1)}, {})])
 
-    worst = max(d.error for d in compare(trace(1e-18), trace(-1e-18), lambda step: 0.01))
+    worst = max(
+        d.error for d in compare(trace(1e-18), trace(-1e-18), lambda step: 0.01)
+    )
     assert worst < 1e-10
 
 
 def test_the_command_says_which_layouts_failed_and_exits_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["verify", "--model", "mlp", "--layouts", "dp2; dp2 tp2 zero3", "--json"]) == 0
+    assert (
+        main(["verify", "--model", "mlp", "--layouts", "dp2; dp2 tp2 zero3", "--json"])
+        == 0
+    )
     said = json.loads(capsys.readouterr().out)
     assert (said["passed"], said["failed"]) == (2, 0)
     assert set(said["layouts"][0]) >= {

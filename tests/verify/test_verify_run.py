@@ -21,7 +21,13 @@ from phalanx.verify.run_trial import _batches, plain_rate, run_trial, verify_run
 from seeded import swapped
 
 MODEL = "model={layers=4,hidden=64,heads=4,kv_heads=2,ffn=96,vocab=256,sequence=64,windows=[16,0]}"
-WORDS = (MODEL, "batch=16", "steps=100", "optimizer.warmup_steps=20", "optimizer.betas=[0.7,0.8]")
+WORDS = (
+    MODEL,
+    "batch=16",
+    "steps=100",
+    "optimizer.warmup_steps=20",
+    "optimizer.betas=[0.7,0.8]",
+)
 
 
 def verdicts(out: Path, *words: str) -> list[Verdict]:
@@ -55,7 +61,9 @@ def without_warmup() -> AbstractContextManager[None]:
 
 def with_default_betas() -> AbstractContextManager[None]:
     plain: Callable[[Run], Any] = rank.optimizer_of
-    return swapped(rank, "optimizer_of", lambda run: replace(plain(run), beta1=0.9, beta2=0.95))
+    return swapped(
+        rank, "optimizer_of", lambda run: replace(plain(run), beta1=0.9, beta2=0.95)
+    )
 
 
 def without_clip() -> AbstractContextManager[None]:
@@ -94,7 +102,9 @@ def test_a_mistake_in_what_trains_the_run_is_named(
     assert named in first.first_difference
 
 
-def test_clipping_is_at_work_in_some_steps_and_an_epoch_ends_within_them(tmp_path: Path) -> None:
+def test_clipping_is_at_work_in_some_steps_and_an_epoch_ends_within_them(
+    tmp_path: Path,
+) -> None:
     run = Run.parse("", "run", (*WORDS, "layout=dp2 zero1"))
     trial = run_trial(run, run.shape, Layout.parse("dp2 zero1"), str(tmp_path))
     for packing in ("", "bfd", "none"):
@@ -109,7 +119,10 @@ def test_clipping_is_at_work_in_some_steps_and_an_epoch_ends_within_them(tmp_pat
         (("schedule=constant", "warmup_steps=2"), [0.5, 1.0, 1.0, 1.0]),
         (("schedule=linear", "min_lr=0.2"), [0.8, 0.6, 0.4, 0.2]),
         (("schedule=linear",), [0.775, 0.55, 0.325, 0.1]),
-        (("schedule=cosine", "min_lr=0.0"), [0.8535533905932737, 0.5, 0.14644660940672627, 0.0]),
+        (
+            ("schedule=cosine", "min_lr=0.0"),
+            [0.8535533905932737, 0.5, 0.14644660940672627, 0.0],
+        ),
         (("schedule=wsd", "decay_steps=2", "min_lr=0.0"), [1.0, 1.0, 0.5, 0.0]),
     ],
 )
@@ -118,11 +131,17 @@ def test_the_rate_of_the_one_process_is_the_one_by_hand(
 ) -> None:
     keys = (f"optimizer.{word}" for word in ("lr=1.0", *words))
     choice = Run.parse("", "run", ("steps=4", *keys)).optimizer
-    assert [plain_rate(choice, 4, n) for n in range(4)] == pytest.approx(rates, abs=1e-15)
+    assert [plain_rate(choice, 4, n) for n in range(4)] == pytest.approx(
+        rates, abs=1e-15
+    )
 
 
-@pytest.mark.parametrize("name", [n for n in Shape.names() if Shape.load(n).kind == "decoder"])
-def test_a_small_shape_has_every_kind_of_block_and_the_ratios_of_heads(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [n for n in Shape.names() if Shape.load(n).kind == "decoder"]
+)
+def test_a_small_shape_has_every_kind_of_block_and_the_ratios_of_heads(
+    name: str,
+) -> None:
     shape = Shape.load(name)
     small = small_shape(shape)
     assert small.total < 1e6
@@ -149,11 +168,24 @@ def test_a_small_layout_keeps_each_axis_and_choice(large: str, small: str) -> No
 
 
 def test_the_small_form_of_a_run_keeps_its_keys(tmp_path: Path) -> None:
-    words = ("optimizer.eps=1e-6", "optimizer.schedule=wsd", "optimizer.decay_steps=30", "seed=7")
+    words = (
+        "optimizer.eps=1e-6",
+        "optimizer.schedule=wsd",
+        "optimizer.decay_steps=30",
+        "seed=7",
+    )
     run = Run.parse("", "run", (*WORDS, "layout=dp4 tp2", *words))
     small = small_run(run, run.shape, Layout.parse("dp4 tp2"), str(tmp_path))
-    assert (small.optimizer.eps, small.optimizer.betas, small.seed) == (1e-6, (0.7, 0.8), 7)
-    assert (small.optimizer.warmup_steps, small.optimizer.decay_steps, small.steps) == (2, 1, STEPS)
+    assert (small.optimizer.eps, small.optimizer.betas, small.seed) == (
+        1e-6,
+        (0.7, 0.8),
+        7,
+    )
+    assert (small.optimizer.warmup_steps, small.optimizer.decay_steps, small.steps) == (
+        2,
+        1,
+        STEPS,
+    )
     layout = small.layout_of(small.shape)
     assert layout is not None
     assert not legal(layout, small.shape)
@@ -171,8 +203,14 @@ def test_the_command_says_what_it_has_compared_and_what_not(
     assert any("its own text" in text for text in figures["left_out"])
     for words, said in (
         (["verify", MODEL, "batch=16"], "layout of the run is auto"),
-        (["verify", MODEL, "layout=dp2", "--steps", "2"], "--steps is for layouts of a model"),
-        (["verify", "model=examples/stranger.py:Stranger", "layout=dp2"], "has no smaller form"),
+        (
+            ["verify", MODEL, "layout=dp2", "--steps", "2"],
+            "--steps is for layouts of a model",
+        ),
+        (
+            ["verify", "model=examples/stranger.py:Stranger", "layout=dp2"],
+            "has no smaller form",
+        ),
     ):
         assert main(words) == 2
         assert said in capsys.readouterr().err

@@ -72,13 +72,18 @@ def test_dropout_changes_what_is_computed() -> None:
     plain, noisy = (
         truth_of(
             partial(build_model, SHAPES["gqa"], dropout=rate),
-            Setting(partial(batch_of, SHAPES["gqa"], noisy=True), precision=WIDE, steps=1),
+            Setting(
+                partial(batch_of, SHAPES["gqa"], noisy=True), precision=WIDE, steps=1
+            ),
         ).trace
         for rate in (0.0, 0.2)
     )
     assert abs(plain.steps[0].loss - noisy.steps[0].loss) > 1e-4
     for step in (0, 1):  # and every step drops something else
-        assert batch_of(SHAPES["gqa"], step, noisy=True)["noise"].unique().numel() == 25 * 12
+        assert (
+            batch_of(SHAPES["gqa"], step, noisy=True)["noise"].unique().numel()
+            == 25 * 12
+        )
     one, other = (batch_of(SHAPES["gqa"], step, noisy=True)["noise"] for step in (0, 1))
     assert not set(one.flatten().tolist()) & set(other.flatten().tolist())
 
@@ -108,7 +113,9 @@ def test_heads_of_tp_ranks_that_drop_alike_are_caught_and_named() -> None:
     def forward(
         self: Dropout, x: Tensor, noise: Tensor | None, index: Tensor | None = None
     ) -> Tensor:
-        return right_dropout(self, x, noise, None if index is None else torch.arange(len(index)))
+        return right_dropout(
+            self, x, noise, None if index is None else torch.arange(len(index))
+        )
 
     assert first("tp2", dropout=0.2) == ""
     with swapped(Dropout, "forward", forward):
@@ -124,7 +131,9 @@ def test_both_optimizers_agree_over_axes(optimizer: str) -> None:
     assert [v for v in verdicts(layouts, optimizer=optimizer) if not v.passed] == []
 
 
-def ignoring(optimizer: str, option: str, value: object) -> AbstractContextManager[None]:
+def ignoring(
+    optimizer: str, option: str, value: object
+) -> AbstractContextManager[None]:
     kind: Any = AdamW if optimizer == "adamw" else Sgd
     right = kind.kernel
 
@@ -147,7 +156,9 @@ def test_an_option_of_an_optimizer_that_is_ignored_is_caught(
     optimizer: str, option: str, value: object, step: int
 ) -> None:
     with ignoring(optimizer, option, value):
-        assert f"step {step}: the weight of head.output" in first("dp2", optimizer=optimizer)
+        assert f"step {step}: the weight of head.output" in first(
+            "dp2", optimizer=optimizer
+        )
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
@@ -173,7 +184,9 @@ def overflowing(step: int) -> Mapping[str, Tensor]:
     return {"inputs": torch.full_like(batch["inputs"], 6e4)} if step == 1 else batch
 
 
-def scaled(patch: AbstractContextManager[None] | None = None, optimizer: str = "adamw") -> Verdict:
+def scaled(
+    patch: AbstractContextManager[None] | None = None, optimizer: str = "adamw"
+) -> Verdict:
     setting = Setting(
         overflowing, steps=6, precision=precision_named("float16"), scaling=(1024.0, 2),
         optimizer=OPTIMIZERS[optimizer],
@@ -183,10 +196,14 @@ def scaled(patch: AbstractContextManager[None] | None = None, optimizer: str = "
     # Grown after two good steps in a row, halved by the overflow.
     assert [s.scale for s in known.trace.steps] == [1024, 1024, 512, 512, 1024, 1024]
     with patch or contextmanager(lambda: iter([None]))():
-        return judge(Layout(), trained(Layout.parse("dp2"), MLP, setting), known, setting)
+        return judge(
+            Layout(), trained(Layout.parse("dp2"), MLP, setting), known, setting
+        )
 
 
-def test_an_overflow_skips_the_step_and_halves_the_loss_scale_as_torchs_scaler_does() -> None:
+def test_an_overflow_skips_the_step_and_halves_the_loss_scale_as_torchs_scaler_does() -> (
+    None
+):
     for optimizer in ("adamw", "muon"):
         verdict = scaled(optimizer=optimizer)
         assert verdict.passed, verdict.first_difference
@@ -228,7 +245,9 @@ def test_a_step_that_overflowed_and_was_not_skipped_is_caught() -> None:
         assert self.norm is not None
         self.norm = self.norm.where(self.norm.isfinite(), 1.0)
 
-    assert "step 1: " in scaled(swapped(Executor, "_use_sums", use_sums)).first_difference
+    assert (
+        "step 1: " in scaled(swapped(Executor, "_use_sums", use_sums)).first_difference
+    )
 
 
 # ---- validation
@@ -291,9 +310,14 @@ def test_a_seed_that_is_ignored_is_caught() -> None:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_draw_of_the_comparison_has_the_spread_that_the_docs_say(name: str) -> None:
-    described = build_model(replace(SHAPES[name], hidden=128, heads=4, head_dim=32, ffn=256))
+    described = build_model(
+        replace(SHAPES[name], hidden=128, heads=4, head_dim=32, ffn=256)
+    )
     assert described.shape is not None
-    layers, norm = described.shape.layers, 0.0 if described.shape.norm == "rms1" else 1.0
+    layers, norm = (
+        described.shape.layers,
+        0.0 if described.shape.norm == "rms1" else 1.0,
+    )
     drawn = {n: draw(described, n, 0) for n in described.weights}
     for weight, x in drawn.items():
         if weight.endswith("sinks"):  # four numbers, too few for a spread
@@ -325,12 +349,18 @@ def test_a_model_of_somebody_s_may_start_two_weights_equal_on_purpose() -> None:
     def same(name: str, weight: Tensor, generator: torch.Generator) -> None:
         weight.normal_(0, 0.02, generator=torch.Generator().manual_seed(0))
 
-    assert first("dp2", make=lambda: replace(build_model(SHAPES["gqa"]), draw=same)) == ""
+    assert (
+        first("dp2", make=lambda: replace(build_model(SHAPES["gqa"]), draw=same)) == ""
+    )
 
 
 # ---- outputs where time is padded
 
-PADDED = [f for f in FAULTS if f.layout.cp > 1 and "output of layers.0" in f.names and not f.packed]
+PADDED = [
+    f
+    for f in FAULTS
+    if f.layout.cp > 1 and "output of layers.0" in f.names and not f.packed
+]
 
 
 @pytest.mark.parametrize("fault", PADDED, ids=lambda f: f.name)
@@ -346,7 +376,12 @@ def test_a_fault_is_named_by_its_piece_where_time_is_padded(fault: Any) -> None:
 def test_outputs_of_every_token_and_piece_are_compared_where_time_is_padded() -> None:
     shape = replace(SHAPES["gqa"], sequence=11)
     setting = Setting(partial(batch_of, shape), steps=1, precision=WIDE)
-    for layout in ("cp2 fp64", "cp2 tp2 seq fp64", "tp4 seq fp64", "pp2 cp4:2x2 1f1b:3 fp64"):
+    for layout in (
+        "cp2 fp64",
+        "cp2 tp2 seq fp64",
+        "tp4 seq fp64",
+        "pp2 cp4:2x2 1f1b:3 fp64",
+    ):
         outputs = trained(Layout.parse(layout), shape, setting).steps[0].outputs
         assert outputs.keys() == {"embed", *(f"layers.{n}" for n in range(4))}
         for numbers in outputs.values():
@@ -385,7 +420,9 @@ def test_a_layout_that_raises_is_named_and_the_others_are_compared(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.modules["phalanx.verify.verify"], "train_layout", raising)
-    found = verdicts("dp2; dp2 zero1; dp2 zero2; dp2 zero1 accum:3; tp2", backend=backend)
+    found = verdicts(
+        "dp2; dp2 zero1; dp2 zero2; dp2 zero1 accum:3; tp2", backend=backend
+    )
     assert [v.passed for v in found] == [True, False, True, False, True]
     for verdict in (found[1], found[3]):
         assert "rank 1 failed" in verdict.first_difference
@@ -406,7 +443,14 @@ def test_a_recomputation_that_cannot_fit_is_listed_apart(
     argv = ["verify", "--model", "gqa", "--layouts"]
     assert main([*argv, "accum:3 recompute:fit; accum:3; dp2"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["none", "cannot", "fit", "accum:3", "recompute:fit", "fp64"]
+    assert lines[0].split() == [
+        "none",
+        "cannot",
+        "fit",
+        "accum:3",
+        "recompute:fit",
+        "fp64",
+    ]
     assert "the limit is" in lines[1]
     assert [line[:4] for line in lines[2:4]] == ["ok  ", "ok  "]
     assert lines[4].startswith("2 of 2 layouts of gqa agree")
@@ -460,7 +504,9 @@ def test_a_model_whose_loss_is_not_a_number_is_refused() -> None:
 # ---- memory
 
 
-def machine(folder: Path, meminfo: str, groups: str, files: Mapping[str, str]) -> tuple[Path, Path]:
+def machine(
+    folder: Path, meminfo: str, groups: str, files: Mapping[str, str]
+) -> tuple[Path, Path]:
     proc, cgroups = folder / "proc", folder / "cgroup"
     (proc / "self").mkdir(parents=True)
     (proc / "meminfo").write_text(meminfo)
@@ -536,7 +582,9 @@ def test_a_comparison_that_would_not_fit_is_refused_with_the_numbers(
 
 
 def test_memory_can_be_said_to_be_enough(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", "--model", "mlp", "--layouts", "dp2", "--memory", "100"]) == 0
+    assert (
+        main(["verify", "--model", "mlp", "--layouts", "dp2", "--memory", "100"]) == 0
+    )
     assert main(["verify", "--layouts", "dp2", "--memory", "0"]) == 2
     assert "--memory is 0" in capsys.readouterr().err
 
@@ -551,19 +599,26 @@ def test_an_estimate_counts_weights_records_copies_and_activations() -> None:
         return needed(shape, numbers, [Layout.parse(layout)], **options).total / GIB
 
     # Kept: the start and twice three steps. Training: weights, gradients, two moments.
-    assert needed(shape, numbers, [Layout()], **options).reference / GIB == pytest.approx(
-        7 + 4 + 0.4, abs=0.01
-    )
+    assert needed(
+        shape, numbers, [Layout()], **options
+    ).reference / GIB == pytest.approx(7 + 4 + 0.4, abs=0.01)
     # A rank has weights, gathered weights and gradients, moments; writes down 7; what is joined is 7
     # and a quarter of that for who has each number, and the one process's record is 7.
     assert gib("") == pytest.approx(3 + 2 + 7 + 8.75 + 7 + 0.4, abs=0.01)
     assert gib("dp2") == pytest.approx(2 * (3 + 2 + 7) + 8.75 + 7 + 0.4, abs=0.01)
-    assert gib("") == pytest.approx(gib("tp2"), abs=0.01) == pytest.approx(gib("pp2"), abs=0.01)
+    assert (
+        gib("")
+        == pytest.approx(gib("tp2"), abs=0.01)
+        == pytest.approx(gib("pp2"), abs=0.01)
+    )
     assert gib("dp2 zero3") < gib("dp2")
     # Scores of 2,048 tokens with each other in the plain form of a built-in model: 2 of the block that are
     # kept and 4 at once, of 8 bytes. Logits are 4 numbers of 8 bytes for each of 8 words and a token.
     long = replace(shape, sequence=2048, batch=4)
-    found = (needed(long, 0, [Layout()], builtin=b, **options).reference for b in (True, False))
+    found = (
+        needed(long, 0, [Layout()], builtin=b, **options).reference
+        for b in (True, False)
+    )
     plain, modules = (bytes - 0.4 * GIB for bytes in found)
     assert plain - modules == pytest.approx(6 * 8 * 4 * 2048**2, abs=16)
 
@@ -589,8 +644,21 @@ def test_an_option_that_means_nothing_is_one_sentence_and_code_2(
     assert words in capsys.readouterr().err
 
 
-def test_the_command_compares_dropout_and_optimizers(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["verify", "--dropout", "0.2", "--optimizer", "sgd", "--layouts", "dp2; tp2 seq"]
+def test_the_command_compares_dropout_and_optimizers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    argv = [
+        "verify",
+        "--dropout",
+        "0.2",
+        "--optimizer",
+        "sgd",
+        "--layouts",
+        "dp2; tp2 seq",
+    ]
     assert main(argv) == 0
     assert main([*argv, "--dtype", "float16"]) == 0
-    assert "2 of 2 layouts of gqa agree with one process in float16" in capsys.readouterr().out
+    assert (
+        "2 of 2 layouts of gqa agree with one process in float16"
+        in capsys.readouterr().out
+    )

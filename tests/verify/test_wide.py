@@ -46,7 +46,9 @@ def test_layouts_of_every_kind_of_block_compute_in_16_bits_what_the_table_says(
     setting = setting_of(shape, dtype, steps=1, packed=name == "sinks")
     layouts = Layout.parse_many(LAYOUTS)
     # A shape meets some layouts, so that over the shapes all occur.
-    turn = ["gpt", "gemma", "olmo", "sinks", "latent"].index(name) + (dtype == "float16")
+    turn = ["gpt", "gemma", "olmo", "sinks", "latent"].index(name) + (
+        dtype == "float16"
+    )
     for layout in (layouts * 2)[turn : turn + 2]:
         assert trained(replace(layout, precision="fp32"), shape, setting).breaches == ()
 

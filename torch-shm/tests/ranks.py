@@ -27,7 +27,9 @@ def apart(fn, size, *args):
             stack.enter_context(ours)
             pipes.append(ours)
             path = os.path.join(place, "store")
-            ranks.append(context.Process(target=_run, args=(fn, rank, size, path, theirs, args)))
+            ranks.append(
+                context.Process(target=_run, args=(fn, rank, size, path, theirs, args))
+            )
             ranks[-1].start()
             theirs.close()
         got = {}

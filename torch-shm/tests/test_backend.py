@@ -112,7 +112,9 @@ def every_call(rank, size):
     dist.gather(mine, parts if rank == 0 else None, 0)
     got["gather"] = torch.stack(parts)
     got["scatter"] = torch.zeros(4)
-    dist.scatter(got["scatter"], [mine * i for i in range(size)] if rank == 1 else None, 1)
+    dist.scatter(
+        got["scatter"], [mine * i for i in range(size)] if rank == 1 else None, 1
+    )
     if rank != 1:
         got["pair"] = mine.clone()
         dist.all_reduce(got["pair"], group=pair)
@@ -147,7 +149,9 @@ def test_the_functions_of_torch_distributed_do_what_they_say():
             "letter": (rank - 1) % 3 + 1.0,
             "objects": ["rank 0", "rank 1", "rank 2"],
         }
-        assert got == {key: value for key, value in wanted.items() if key != "pair" or rank != 1}
+        assert got == {
+            key: value for key, value in wanted.items() if key != "pair" or rank != 1
+        }
 
 
 def two_go_on(rank, size, path):
@@ -162,7 +166,9 @@ def two_go_on(rank, size, path):
     for _ in range(3):
         dist.all_reduce(x, group=pair)
         dist.send(x, 1) if rank == 0 else dist.recv(x, 0)
-    with pytest.raises(RuntimeError, match=r"rank 2 is lost, its process \d+ has ended"):
+    with pytest.raises(
+        RuntimeError, match=r"rank 2 is lost, its process \d+ has ended"
+    ):
         dist.all_reduce(torch.ones(2)) if rank == 0 else dist.recv(x, 2)
     # That ended rank 0's collectives of the group, and nothing else.
     dist.send(x, 1) if rank == 0 else dist.recv(x, 0)
@@ -260,7 +266,9 @@ def waits_for_a_while(rank, size):
         dist.send(torch.full((2,), 5.0), 0)
         return None
     work = dist.irecv(x, 1)
-    with pytest.raises(RuntimeError, match=r"rank 1 has not arrived in 0\.2 s") as caught:
+    with pytest.raises(
+        RuntimeError, match=r"rank 1 has not arrived in 0\.2 s"
+    ) as caught:
         work.wait(timedelta(seconds=0.2))
     done = work.is_completed()
     dist.barrier()
@@ -293,7 +301,9 @@ def from_anyone(rank, size):
 
 def test_receives_from_any_source_and_by_tag_say_who_sent():
     wanted = {
-        (rank, tag): (10.0 if tag else 1.0) * rank + tag for rank in (1, 2) for tag in range(4)
+        (rank, tag): (10.0 if tag else 1.0) * rank + tag
+        for rank in (1, 2)
+        for tag in range(4)
     }
     assert over_shm(from_anyone, 3)[0] == wanted
 
@@ -373,7 +383,9 @@ def test_results_are_written_below_autograd_as_gloo_writes_them():
 
 def beside_gloo(rank, size):
     """Calls of a gloo group in a process that has groups of shm too."""
-    gloo = dist.new_group(list(range(size)), backend="gloo", timeout=timedelta(seconds=30))
+    gloo = dist.new_group(
+        list(range(size)), backend="gloo", timeout=timedelta(seconds=30)
+    )
     dist.all_reduce(torch.ones(4))
     for _ in range(1000):
         x = torch.ones(4)
@@ -400,12 +412,19 @@ def watched(rank, size):
         dist.all_reduce(x)
         dist.all_gather(list(out.view(size, 4)), x)
     names = {event.name for event in profile.events()}
-    seen = {"c10d::allreduce_", "shm:allreduce", "c10d::broadcast_", "c10d::barrier"} <= names
+    seen = {
+        "c10d::allreduce_",
+        "shm:allreduce",
+        "c10d::broadcast_",
+        "c10d::barrier",
+    } <= names
     return seen, {str(op): count for op, count in mode.get_comm_counts().items()}
 
 
 def test_the_profiler_and_dispatch_modes_see_the_calls_under_torch_s_names():
-    assert over_shm(watched) == [(True, {"c10d.allreduce_": 1, "c10d.allgather_": 1})] * 2
+    assert (
+        over_shm(watched) == [(True, {"c10d.allreduce_": 1, "c10d.allgather_": 1})] * 2
+    )
 
 
 def on_two_devices(rank, size, path):
@@ -437,7 +456,9 @@ def refused(rank, size):
     """What the refused calls say."""
     group, x, texts = dist.group.WORLD, torch.ones(2), {}
     calls = {
-        "band": lambda: dist.all_reduce(torch.ones(2, dtype=torch.int64), dist.ReduceOp.BAND),
+        "band": lambda: dist.all_reduce(
+            torch.ones(2, dtype=torch.int64), dist.ReduceOp.BAND
+        ),
         "sparse": lambda: dist.all_reduce(x.to_sparse(), dist.ReduceOp.MAX),
         "monitored": lambda: group.monitored_barrier(),
         "sizes": lambda: dist.all_gather_into_tensor(torch.ones(3), x),
@@ -460,10 +481,15 @@ def refused(rank, size):
 
 def test_what_it_cannot_do_is_refused_with_the_call_s_name_and_a_way_out():
     for texts, x in over_shm(refused):
-        assert "no reduction BAND; there are sum, average, product, min, max" in texts["band"]
+        assert (
+            "no reduction BAND; there are sum, average, product, min, max"
+            in texts["band"]
+        )
         assert "sparse tensors can be summed" in texts["sparse"]
         assert "no monitored_barrier; use barrier" in texts["monitored"]
-        assert "all_gather on group 0: out has 3 elements, 4 are needed" in texts["sizes"]
+        assert (
+            "all_gather on group 0: out has 3 elements, 4 are needed" in texts["sizes"]
+        )
         assert "TORCH_DISTRIBUTED_DEBUG=DETAIL" in texts["detail"]
         assert x == 2.0
 
@@ -489,9 +515,13 @@ def test_torch_s_own_tests_of_a_backend_pass_as_they_do_on_gloo(size, tmp_path):
     for backend in ("gloo", "shm"):
         out = tmp_path / f"{backend}.json"
         script = os.path.join(os.path.dirname(__file__), "torch_suite.py")
-        subprocess.run([sys.executable, script, backend, str(size), str(out)], check=True)
+        subprocess.run(
+            [sys.executable, script, backend, str(size), str(out)], check=True
+        )
         results[backend] = json.loads(out.read_text())
     passed = {name for name, result in results["gloo"].items() if result == "ok"}
     assert len(passed) > 80
-    failed = {name: results["shm"][name] for name in passed if results["shm"][name] != "ok"}
+    failed = {
+        name: results["shm"][name] for name in passed if results["shm"][name] != "ok"
+    }
     assert {name: text for name, text in failed.items() if name not in REFUSED} == {}

@@ -30,7 +30,9 @@ def main(backend, size, out):
         _put_shm_in_the_place_of_gloo(dist)
     from torch.testing._internal.distributed import distributed_test
 
-    class Suite(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
+    class Suite(
+        distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase
+    ):
         def setUp(self):
             super().setUp()
             self._start_processes(torch.multiprocessing.get_context("fork").Process)
@@ -40,7 +42,9 @@ def main(backend, size, out):
         result = unittest.TestResult()
         Suite(name).run(result)
         bad = result.failures + result.errors
-        results[name] = bad[0][1] if bad else f"skipped {result.skipped}" * bool(result.skipped)
+        results[name] = (
+            bad[0][1] if bad else f"skipped {result.skipped}" * bool(result.skipped)
+        )
         results[name] = results[name] or "ok"
         print(name, results[name].splitlines()[-1][:80], flush=True)
     with open(out, "w") as file:

@@ -108,7 +108,9 @@ def experiment(name: str) -> Experiment:
         close = difflib.get_close_matches(name[:60].lower(), NAMES, n=1, cutoff=0.4)
         near = also.get(name.lower()) or also.get(word) or next(iter(close), "")
         hint = f" Did you mean {near!r}?" if near else ""
-        raise LabError(f"unknown experiment {name[:60]!r}.{hint} `phalanx lab` lists them.")
+        raise LabError(
+            f"unknown experiment {name[:60]!r}.{hint} `phalanx lab` lists them."
+        )
     chapter = Chapter(**_DATA["chapters"][name])
     lines, parts = _parsed(chapter.file)
     function = name.replace("-", "_")
@@ -136,14 +138,18 @@ def experiment(name: str) -> Experiment:
 def _parsed(file: str) -> tuple[list[str], dict[str, ast.stmt]]:
     """A file's lines, and its top statements by the names that they define."""
     text = (_HERE / "experiments" / f"{file}.py").read_text(encoding="utf-8")
-    return text.splitlines(), {x: node for node in ast.parse(text).body for x in _defined(node)}
+    return text.splitlines(), {
+        x: node for node in ast.parse(text).body for x in _defined(node)
+    }
 
 
 def _defined(node: ast.stmt) -> list[str]:
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return [node.name]
     targets = node.targets if isinstance(node, ast.Assign) else []
-    return [x.id for target in targets for x in ast.walk(target) if isinstance(x, ast.Name)]
+    return [
+        x.id for target in targets for x in ast.walk(target) if isinstance(x, ast.Name)
+    ]
 
 
 def _top_cell(node: ast.stmt, lines: list[str]) -> Cell:
@@ -153,20 +159,27 @@ def _top_cell(node: ast.stmt, lines: list[str]) -> Cell:
         name, prose = node.name, ast.get_docstring(node) or ""
         if prose:
             first = node.body[0]
-            del code[first.lineno - node.lineno : (first.end_lineno or 0) - node.lineno + 1]
+            del code[
+                first.lineno - node.lineno : (first.end_lineno or 0) - node.lineno + 1
+            ]
     else:
-        above = itertools.takewhile(lambda x: x.startswith("# "), lines[node.lineno - 2 :: -1])
+        above = itertools.takewhile(
+            lambda x: x.startswith("# "), lines[node.lineno - 2 :: -1]
+        )
         prose = " ".join(reversed([line[2:] for line in above]))
     return Cell(prose, code, node.lineno, name)
 
 
 def _cells(node: ast.FunctionDef, lines: list[str]) -> Iterator[Cell]:
     """The body of an experiment: a comment after an empty line begins a cell and is its prose."""
-    start, end = node.body[0].end_lineno or 0, node.end_lineno or 0  # from the docstring on
+    # from the docstring on
+    start, end = node.body[0].end_lineno or 0, node.end_lineno or 0
     cell = Cell("", [lines[node.lineno - 1]], start)
     for number in range(start + 1, end + 1):
         line = lines[number - 1]
-        if line.startswith("    # ") and (number == start + 1 or not lines[number - 2].strip()):
+        if line.startswith("    # ") and (
+            number == start + 1 or not lines[number - 2].strip()
+        ):
             yield cell
             cell = Cell("", [], number)
         if line.startswith("    # ") and not "".join(cell.lines).strip():

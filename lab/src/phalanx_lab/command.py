@@ -29,7 +29,9 @@ def run(argv: list[str]) -> int:
     add("--width", type=whole(1, 1 << 20), default=default.width, help="of the model")
     add("--layers", default=default.layers, help="of the model")
     add("--steps", type=whole(), default=default.steps, help="training steps")
-    parser.add_output("--html", help="write one page with prose, code, values and pictures")
+    parser.add_output(
+        "--html", help="write one page with prose, code, values and pictures"
+    )
     args = parser.read(argv)
     if not args.names:
         if args.html:
@@ -52,7 +54,9 @@ def run(argv: list[str]) -> int:
         if args.json:
             continue
         if args.html or args.names == ["all"]:
-            shown = f"{trial.experiment.name:24}" + claims_text(trial, verbose=args.verbose)
+            shown = f"{trial.experiment.name:24}" + claims_text(
+                trial, verbose=args.verbose
+            )
         else:
             shown = lab_text(trial, verbose=args.verbose)
         say(shown, end="", flush=True)

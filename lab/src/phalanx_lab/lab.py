@@ -59,7 +59,10 @@ class Lab:
     # ---- the experiment's work
 
     def split(
-        self, name: str, groups: Sequence[Sequence[int]], pairs: Sequence[tuple[int, int]] = ()
+        self,
+        name: str,
+        groups: Sequence[Sequence[int]],
+        pairs: Sequence[tuple[int, int]] = (),
     ) -> Group:
         """This rank's group out of `groups`; its messages are recorded."""
         return _RecordedGroup(self._world.split(name, groups, pairs), self)
@@ -73,7 +76,10 @@ class Lab:
         return batch(self.size, step)[self.part("batch")]
 
     def gradients(
-        self, weights: Sequence[Tensor] | Callable[[int, int], Tensor], x: Tensor, **hooks: Any
+        self,
+        weights: Sequence[Tensor] | Callable[[int, int], Tensor],
+        x: Tensor,
+        **hooks: Any,
     ) -> tuple[Tensor, list[Tensor]]:
         """`gradients_of`, its layers on the timeline."""
         return gradients_of(weights, x, self.size.layers, doing=self.doing, **hooks)
@@ -121,7 +127,9 @@ class Lab:
         alone = one_process(self.size, adam)
         mean = self.everyone(torch.tensor(losses, dtype=torch.float64)).nanmean(0)
         self.claim(f"the losses{how} are those of one process", mean, alone.losses)
-        self.claim(f"gradients{how} are those of one process", first, part(alone.gradients))
+        self.claim(
+            f"gradients{how} are those of one process", first, part(alone.gradients)
+        )
         want = (of_weights or part)(alone.weights)
         self.claim(f"weights{how} are those of one process", weights, want)
         return losses
@@ -150,7 +158,9 @@ class Lab:
     def shows(self, when: str, **values: Any) -> None:
         """Records this rank's current values by name."""
         with _disable_current_modes():
-            self.now.values += [(when, value_of(k.replace("_", " "), x)) for k, x in values.items()]
+            self.now.values += [
+                (when, value_of(k.replace("_", " "), x)) for k, x in values.items()
+            ]
 
     @contextmanager
     def doing(self, name: str) -> Iterator[None]:
@@ -163,13 +173,17 @@ class Lab:
         """A result in words. One rank may speak for all: `if lab.rank == 0`."""
         self.now.notes.append(sentence)
 
-    def table(self, title: str, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    def table(
+        self, title: str, header: Sequence[str], rows: Iterable[Sequence[object]]
+    ) -> None:
         """A table, in which rank 0 speaks for all."""
         if self.rank == 0:
             cells = [[str(cell) for cell in row] for row in rows]
             self.now.tables.append((title, list(header), cells))
 
-    def claim(self, says: str, got: Any, want: Any = True, *, within: float = 1e-10) -> None:
+    def claim(
+        self, says: str, got: Any, want: Any = True, *, within: float = 1e-10
+    ) -> None:
         """Asserts that two values agree: text and booleans exactly, numbers within a relative tolerance."""
         with _disable_current_modes():
             says = f"rank {self.rank}: {says}"
@@ -184,7 +198,9 @@ class Lab:
         """Bytes that this rank has sent so far, in one group or in all."""
         calls = [call for step in self.record.steps for call in step.sent.items()]
         return sum(
-            sum(to.values()) for call, to in calls if group in (None, call.partition(" on ")[2])
+            sum(to.values())
+            for call, to in calls
+            if group in (None, call.partition(" on ")[2])
         )
 
     def called(self, group: Group, call: Call, start: float) -> None:
@@ -204,7 +220,9 @@ class Lab:
         samples = self.memory.samples
         if (run := -(-len(samples) // 300)) > 2:
             parts = [samples[i : i + run] for i in range(0, len(samples), run)]
-            samples = [s for part in parts for s in (max(part, key=lambda x: x[1]), part[-1])]
+            samples = [
+                s for part in parts for s in (max(part, key=lambda x: x[1]), part[-1])
+            ]
         self.record.memory = list(samples)
         return self.record
 
@@ -225,7 +243,9 @@ def sends(call: Call, rank: int, source: int, size: int) -> dict[int, float]:
         return dict.fromkeys(others if source == call.at else (), x)
     if call.kind in ("reduce", "gather"):
         return {call.at: x} if source != call.at else {}
-    ends = {"send": (rank, call.at), "receive": (call.at, rank)}.get(call.kind, (rank, rank))
+    ends = {"send": (rank, call.at), "receive": (call.at, rank)}.get(
+        call.kind, (rank, rank)
+    )
     return {ends[1]: x} if source == ends[0] != ends[1] else {}
 
 

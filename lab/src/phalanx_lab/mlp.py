@@ -35,7 +35,10 @@ def draw(seed: int, *shape: int) -> Tensor:
 def start(size: Size) -> list[Tensor]:
     """The weights before training (He et al. 2015: a gelu passes on half of its input)."""
     scale = (2 / size.width) ** 0.5
-    return [scale * draw(100 + layer, size.width, size.width) for layer in range(size.layers)]
+    return [
+        scale * draw(100 + layer, size.width, size.width)
+        for layer in range(size.layers)
+    ]
 
 
 def batch(size: Size, step: int) -> Tensor:

@@ -70,18 +70,26 @@ def value_of(name: str, x: Any) -> Value:
     """The display form of a tensor, a list of tensors, or a plain value."""
     xs = [x] if isinstance(x, Tensor) else x
     if isinstance(xs, Sequence) and xs and all(isinstance(each, Tensor) for each in xs):
-        shapes = dict.fromkeys(f"{[*t.shape]} {str(t.dtype).removeprefix('torch.')}" for t in xs)
+        shapes = dict.fromkeys(
+            f"{[*t.shape]} {str(t.dtype).removeprefix('torch.')}" for t in xs
+        )
         shape = (f"{len(xs)} x " if len(xs) > 1 else "") + ", ".join(shapes)
-        return Value(name, shape, _first(xs[0]), _hash(xs), sum(each.nbytes for each in xs))
+        return Value(
+            name, shape, _first(xs[0]), _hash(xs), sum(each.nbytes for each in xs)
+        )
     if isinstance(x, Sequence) and not x:
         return Value(name, "nothing", "", "", 0)
-    return Value(name, type(x).__name__, f"{x:.6g}" if isinstance(x, float) else str(x), "", 0)
+    return Value(
+        name, type(x).__name__, f"{x:.6g}" if isinstance(x, float) else str(x), "", 0
+    )
 
 
 def _first(x: Tensor) -> str:
     flat = x.detach().reshape(-1)
     shown = flat if flat.numel() <= 8 else flat[:4]
-    return " ".join(f"{n:.4g}" for n in shown.tolist()) + " ..." * (len(shown) < len(flat))
+    return " ".join(f"{n:.4g}" for n in shown.tolist()) + " ..." * (
+        len(shown) < len(flat)
+    )
 
 
 def _hash(tensors: Sequence[Tensor]) -> str:
@@ -100,7 +108,9 @@ def compared(says: str, got: Any, want: Any, within: float = 1e-10) -> Claim:
     mistake in what is added costs at least 1e-3.
     """
     if isinstance(want, bool | str):
-        return Claim(says, got == want, f"{got!r}" if got == want else f"{got!r}, not {want!r}")
+        return Claim(
+            says, got == want, f"{got!r}" if got == want else f"{got!r}, not {want!r}"
+        )
     ours, theirs = _flat(got), _flat(want)
     if ours.shape != theirs.shape:
         return Claim(says, False, f"{ours.numel()} numbers, not {theirs.numel()}")
@@ -119,5 +129,9 @@ def _flat(x: Any) -> Tensor:
     if isinstance(x, Tensor):
         return x.detach().to("cpu", torch.float64).reshape(-1)
     if isinstance(x, Sequence):
-        return torch.cat([_flat(part) for part in x]) if x else torch.empty(0, dtype=torch.float64)
+        return (
+            torch.cat([_flat(part) for part in x])
+            if x
+            else torch.empty(0, dtype=torch.float64)
+        )
     return torch.tensor([float(x)], dtype=torch.float64)

@@ -47,9 +47,7 @@ def conditions(trial: LabTrial) -> str:
     """The conditions of a run, in one line."""
     size = trial.size
     ranks = "1 rank" if trial.ranks == 1 else f"{trial.ranks} ranks on {trial.backend}"
-    return (
-        f"{ranks}; batch {size.batch}, width {size.width}, {size.layers} layers, {size.steps} steps"
-    )
+    return f"{ranks}; batch {size.batch}, width {size.width}, {size.layers} layers, {size.steps} steps"
 
 
 def verdict(trial: LabTrial) -> str:
@@ -64,7 +62,10 @@ def lab_text(trial: LabTrial, *, verbose: bool = False) -> str:
     """Prose, code, what every rank had before and after each step, what was sent, and the claims that
     failed; with `verbose` all claims, and steps that repeat others with other numbers."""
     file = trial.experiment
-    parts = [f"{file.name}: {file.title}\n{conditions(trial)}\n", *map(_prose, _split(file.story))]
+    parts = [
+        f"{file.name}: {file.title}\n{conditions(trial)}\n",
+        *map(_prose, _split(file.story)),
+    ]
     for cell, recorded in trial.blocks():
         parts += map(_prose, _split(cell.prose))
         parts.append(indent(_trimmed(cell.lines), "    | ", lambda line: True) + "\n")
@@ -72,7 +73,10 @@ def lab_text(trial: LabTrial, *, verbose: bool = False) -> str:
         for title, steps, again in _marked(recorded):
             alike = again and not verbose
             left += alike
-            parts += ["" if alike else "".join(_step_text(title, steps)), "".join(_results(steps))]
+            parts += [
+                "" if alike else "".join(_step_text(title, steps)),
+                "".join(_results(steps)),
+            ]
         if left:
             more = "1 more step is" if left == 1 else f"{left} more steps are"
             parts.append(f"{more} alike, with other numbers; -v shows them.\n")
@@ -115,7 +119,11 @@ def _step_text(title: str, steps: Steps) -> Iterator[str]:
     yield f"{title}\n"
     yield text_table((), value_rows(steps), left="llllll", indent=2)
     sent = [
-        (f"rank {rank}", call, ", ".join(f"{bytes_text(size)} to {i}" for i, size in to.items()))
+        (
+            f"rank {rank}",
+            call,
+            ", ".join(f"{bytes_text(size)} to {i}" for i, size in to.items()),
+        )
         for rank, step in steps
         for call, to in step.sent.items()
     ]
@@ -128,7 +136,9 @@ def _results(steps: Steps) -> Iterator[str]:
     for _, step in steps:
         yield from (f"  {sentence}\n" for sentence in step.notes)
         for name, header, cells in step.tables:
-            yield f"  {name}\n" + text_table(header, cells, left="l" * len(header), indent=2)
+            yield f"  {name}\n" + text_table(
+                header, cells, left="l" * len(header), indent=2
+            )
 
 
 def value_rows(steps: Steps) -> list[tuple[str, ...]]:
@@ -164,11 +174,15 @@ def lab_page(trials: Sequence[LabTrial]) -> str:
         rows.append((_chapter("strategies"), "", title))
         names.append("strategies")
     contents = table(("chapter", "check", "idea"), rows, left=True)
-    words = paragraphs([*(f"{conditions(trial)}." for trial in trials[:1]), *INTRODUCTION])
+    words = paragraphs(
+        [*(f"{conditions(trial)}." for trial in trials[:1]), *INTRODUCTION]
+    )
     # The pass through all layers that most chapters change, and the training around it.
     sources = [_code(getsource(each).split("\n")) for each in (gradients_of, Lab.train)]
     model = _folded("the model that most chapters train, and its training", *sources)
-    sections = [_section(trial, _ways(names, trial.experiment.name), shown) for trial in trials]
+    sections = [
+        _section(trial, _ways(names, trial.experiment.name), shown) for trial in trials
+    ]
     if strategies:
         sections.append(_summary(strategies, _ways(names, "strategies")))
     listed = tag("div", contents, cls="fold", id="contents")
@@ -183,7 +197,11 @@ def _ways(names: Sequence[str], name: str) -> Html:
     """Links to the contents, the chapter before and the one after."""
     at = names.index(name)
     near = [("back", names[at - 1 : at]), ("on", names[at + 1 : at + 2])]
-    links = [tag("span", f" · {words}: ", _chapter(to)) for words, others in near for to in others]
+    links = [
+        tag("span", f" · {words}: ", _chapter(to))
+        for words, others in near
+        for to in others
+    ]
     return tag("p", _chapter("contents"), *links)
 
 
@@ -196,12 +214,22 @@ def _section(trial: LabTrial, ways: Html, shown: dict[tuple[str, str], str]) -> 
         if cell.part.strip():
             first = shown.setdefault((file.module, cell.part), file.name)
             if first != file.name:
-                parts.append(tag("p", tag("code", cell.part), " is that of ", _chapter(first), "."))
+                parts.append(
+                    tag(
+                        "p",
+                        tag("code", cell.part),
+                        " is that of ",
+                        _chapter(first),
+                        ".",
+                    )
+                )
                 continue
         parts += map(_paragraph, _split(cell.prose))
         parts.append(_code(cell.lines))
         for title, steps, again in _marked(recorded):
-            body = list(_step_html(trial, title, steps, first=title == trial.steps()[0][0]))
+            body = list(
+                _step_html(trial, title, steps, first=title == trial.steps()[0][0])
+            )
             parts += [_folded(title, *body)] if again else [tag("h3", title), *body]
             for _, step in steps:
                 parts.append(paragraphs(step.notes))
@@ -239,7 +267,9 @@ def _code(code: Sequence[str]) -> Html:
 def _paragraph(text: str) -> Html:
     if text.startswith("    "):
         return tag("pre", text)
-    return tag("p", *(tag("code", x) if i % 2 else x for i, x in enumerate(text.split("`"))))
+    return tag(
+        "p", *(tag("code", x) if i % 2 else x for i, x in enumerate(text.split("`")))
+    )
 
 
 def _summary(trials: Sequence[LabTrial], ways: Html) -> Html:
@@ -261,17 +291,32 @@ def _summary(trials: Sequence[LabTrial], ways: Html) -> Html:
         measured = bytes_text(max(sent)) if any(sent) else ""
         name = _chapter(trial.experiment.name)
         rows.append((name, chapter.memory, chapter.sends, measured, chapter.when))
-    head = ("strategy", "memory of a rank", "bytes that a rank sends in a step", "measured", "when")
+    head = (
+        "strategy",
+        "memory of a rank",
+        "bytes that a rank sends in a step",
+        "measured",
+        "when",
+    )
     body = table(head, rows, left=True)
     wrap = tag("div", body, cls="wrap")
-    return tag("section", tag("h2", "strategies"), ways, tag("p", legend), wrap, id="strategies")
+    return tag(
+        "section",
+        tag("h2", "strategies"),
+        ways,
+        tag("p", legend),
+        wrap,
+        id="strategies",
+    )
 
 
 def _folded(title: str, *body: Html) -> Html:
     return tag("details", tag("summary", title), *body)
 
 
-def _step_html(trial: LabTrial, title: str, steps: Steps, *, first: bool) -> Iterator[Html]:
+def _step_html(
+    trial: LabTrial, title: str, steps: Steps, *, first: bool
+) -> Iterator[Html]:
     if rows := value_rows(steps):
         head = ("when", "rank", "value", "shape", "first numbers", "hash")
         yield table(head, [(*row, _hash(digest)) for *row, digest in rows], left=True)
@@ -280,13 +325,17 @@ def _step_html(trial: LabTrial, title: str, steps: Steps, *, first: bool) -> Ite
         if any(step.sent for _, step in steps):
             pictures.append(_traffic(trial.ranks, steps))
         name = "timeline, and bytes from rank to rank"
-        yield tag("details", tag("summary", name), *pictures, open="open" if first else "")
+        yield tag(
+            "details", tag("summary", name), *pictures, open="open" if first else ""
+        )
 
 
 def _hash(digest: str) -> Html:
     """With a square whose colour is the hash."""
     colour = f"background:hsl({int(digest[1:5] or '0', 16) % 360} 65% 55%)"
-    return Html(digest and tag("span", cls="chip", style=colour) + tag("code", digest[1:]))
+    return Html(
+        digest and tag("span", cls="chip", style=colour) + tag("code", digest[1:])
+    )
 
 
 def _timeline(trial: LabTrial, title: str, steps: Steps) -> Html:
@@ -296,12 +345,21 @@ def _timeline(trial: LabTrial, title: str, steps: Steps) -> Html:
     levels = {}
     for record in trial.records:
         earlier = [size for time, size in record.memory if time < start]
-        now = [(1e3 * (time - start), size) for time, size in record.memory if start <= time < end]
+        now = [
+            (1e3 * (time - start), size)
+            for time, size in record.memory
+            if start <= time < end
+        ]
         levels[record.rank] = [(0.0, earlier[-1] if earlier else 0), *now]
-    most, rows = max(size for samples in levels.values() for _, size in samples) or 1, list[Row]()
+    most, rows = (
+        max(size for samples in levels.values() for _, size in samples) or 1,
+        list[Row](),
+    )
     for rank, step in steps:
         for lane, name in (("compute", f"rank {rank}"), ("messages", "  messages")):
-            drawn = [_bar(rank, span, start) for span in step.spans if span.lane == lane]
+            drawn = [
+                _bar(rank, span, start) for span in step.spans if span.lane == lane
+            ]
             rows.append(Row(name, drawn, main=lane == "compute"))
         name = f"  at most {bytes_text(max(size for _, size in levels[rank]))}"
         rows.append(Row(name, main=False, areas=[Area("", levels[rank])], most=most))
@@ -315,7 +373,9 @@ def _bar(rank: int, span: Interval, start: float) -> Bar:
     fill = work if span.lane == "compute" else _MESSAGE.get(name, "#0072b2")
     ink = "#ffffff" if fill == "#0072b2" else "#000000"
     tip = f"rank {rank}: {span.name}, {1e3 * (span.end - span.start):.3g} ms"
-    return Bar(1e3 * (span.start - start), 1e3 * (span.end - start), fill, ink, tip, (name,))
+    return Bar(
+        1e3 * (span.start - start), 1e3 * (span.end - start), fill, ink, tip, (name,)
+    )
 
 
 def _traffic(ranks: int, steps: Steps) -> Html:
@@ -329,7 +389,9 @@ def _traffic(ranks: int, steps: Steps) -> Html:
     def cell(source: int, to: int) -> Html:
         size = sums.get((source, to), 0.0)
         shade = f"padding:2px 6px;background:rgb(0 114 178 / {0.5 * size / most:.2f})"
-        return tag("span", bytes_text(size) if size else "", style=shade if size else "")
+        return tag(
+            "span", bytes_text(size) if size else "", style=shade if size else ""
+        )
 
     rows = [(f"rank {i}", *(cell(i, j) for j in range(ranks))) for i in range(ranks)]
     return table(("bytes from", *(f"to rank {j}" for j in range(ranks))), rows)

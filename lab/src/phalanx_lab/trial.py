@@ -48,10 +48,13 @@ class LabTrial:
     def blocks(self) -> Iterator[tuple[Cell, list[Titled]]]:
         """The lecture: cells, cut so that the steps that were recorded in a cell can follow it."""
         here = self.experiment
-        steps: dict[int, list[Titled]] = {}  # by the line of the statement in which they began
+        # by the line of the statement in which they began
+        steps: dict[int, list[Titled]] = {}
         for titled in self.steps():
             line = titled[1][0][1].line
-            start = max((at for at in here.starts if at <= line), default=here.starts[0])
+            start = max(
+                (at for at in here.starts if at <= line), default=here.starts[0]
+            )
             steps.setdefault(start, []).append(titled)
         for cell in here.cells:
             if cell.part:
@@ -60,9 +63,11 @@ class LabTrial:
             prose, first, end = cell.prose, cell.first, cell.first + len(cell.lines)
             # Code up to the second statement that began a step is of the first, and so on.
             inside = [line for line in sorted(steps) if first <= line < end]
-            for line, following in zip(inside or [first], [*inside[1:], end], strict=True):
+            for line, following in zip(
+                inside or [first], [*inside[1:], end], strict=True
+            ):
                 cut = following
-                while cut < end and cell.lines[cut - 1 - cell.first].lstrip().startswith("#"):
+                while cut < end and _is_comment(cell.lines[cut - 1 - cell.first]):
                     cut -= 1
                 code = cell.lines[first - cell.first : cut - cell.first]
                 yield Cell(prose, code, first), steps.get(line, [])
@@ -70,7 +75,11 @@ class LabTrial:
 
 
 def conduct(
-    names: Sequence[str], size: Size | None = None, *, ranks: int = 4, backend: str = "threads"
+    names: Sequence[str],
+    size: Size | None = None,
+    *,
+    ranks: int = 4,
+    backend: str = "threads",
 ) -> Iterator[LabTrial]:
     """The experiments one after another, all in one world of ranks."""
     size, backend = size or Size(), backend_for(backend)
@@ -82,7 +91,9 @@ def conduct(
             except RankFailed as failed:
                 # What does not fit can be changed by the user; anything else keeps its traceback.
                 kind, _, text = failed.reports[0].error.partition(": ")
-                error = LabError(f"{each.name}: {text}") if kind == "LabError" else failed
+                error = (
+                    LabError(f"{each.name}: {text}") if kind == "LabError" else failed
+                )
                 raise error from None
             yield LabTrial(each, size, ranks, backend, tuple(records))
 
@@ -99,6 +110,14 @@ def on_a_rank(world: World, module: str, function: str, size: Size) -> RankRecor
 
 def backend_for(backend: str) -> str:
     """The backend that was asked for; under a debugger threads, so that every rank can be stopped."""
-    monitoring = getattr(sys, "monitoring", None)  # what debuggers use from Python 3.12 on
-    debugged = monitoring is not None and monitoring.get_tool(monitoring.DEBUGGER_ID) is not None
+    # what debuggers use from Python 3.12 on
+    monitoring = getattr(sys, "monitoring", None)
+    debugged = (
+        monitoring is not None
+        and monitoring.get_tool(monitoring.DEBUGGER_ID) is not None
+    )
     return "threads" if debugged or sys.gettrace() is not None else backend
+
+
+def _is_comment(line: str) -> bool:
+    return line.lstrip().startswith("#")

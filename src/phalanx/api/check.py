@@ -107,14 +107,18 @@ def check(
         step = step_of_run(run)
     else:
         assert not isinstance(layout, Run)
-        step = step_of_layout(layout, model, optimizer=optimizer, batch=batch, sequence=sequence)
+        step = step_of_layout(
+            layout, model, optimizer=optimizer, batch=batch, sequence=sequence
+        )
     layout, shape = step.layout, step.shape
     step.refuse_unfit()
     sizes = {"batch": step.batch, "sequence": step.sequence}
     if wrong := misfit(layout, shape, **sizes):
         violations = tuple(legal(layout, shape, **sizes))
         near = tuple(nearest(layout, shape, **sizes))
-        reasons = [{"rule": v.rule, "what": v.what, "way_out": v.way_out} for v in violations]
+        reasons = [
+            {"rule": v.rule, "what": v.what, "way_out": v.way_out} for v in violations
+        ]
         refused = {"legal": False, "violations": reasons, "nearest": [*map(str, near)]}
         return Checked(layout, shape, refused, violations, near, wrong)
     request = request_for(
@@ -198,18 +202,25 @@ def _memory(request: Request, layout: Layout, pieces: StagedPieces) -> dict[str,
 
 def _lower_stage(request: Request, stage: LowerStage) -> dict[str, Any]:
     """A lower ZeRO stage that sends less, and whether a device has the memory for it."""
-    figures: dict[str, Any] = {"layout": str(stage.layout), "memory_gb": stage.expected / 1e9}
+    figures: dict[str, Any] = {
+        "layout": str(stage.layout),
+        "memory_gb": stage.expected / 1e9,
+    }
     if request.hardware.name:
         figures["fits"] = stage.fits(request.hardware.memory)
     return figures
 
 
-def _newton_schulz(request: Request, layout: Layout, pieces: StagedPieces) -> dict[str, float]:
+def _newton_schulz(
+    request: Request, layout: Layout, pieces: StagedPieces
+) -> dict[str, float]:
     """FLOPs and bytes of a stage's updates, each of the owner that has most, where they are most."""
     cpu = bool(request.hardware.cores)
     work = [newton_schulz(row_matrices(row), layout, cpu=cpu) for row in pieces.rows]
     stages = [[0.0, 0.0] for _ in range(layout.pp)]
-    for rank, virtual in enumerate(ranks_of(layout.virtual_stages, layout.pp, layout.schedule)):
+    for rank, virtual in enumerate(
+        ranks_of(layout.virtual_stages, layout.pp, layout.schedule)
+    ):
         for stage in virtual:
             each = (work[piece] for piece in pieces.stages[stage])
             stages[rank] = [sum(x) for x in zip(stages[rank], *each, strict=True)]

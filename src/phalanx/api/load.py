@@ -22,7 +22,9 @@ def checkpoints_in(source: str | Path) -> list[Path]:
     """The checkpoints of a folder, the newest first: of a run's, of its checkpoints', or one itself."""
     path = Path(source)
     if not path.is_dir():
-        raise UsageError(f"{path} holds no checkpoint: there is no such folder. {_NAME}")
+        raise UsageError(
+            f"{path} holds no checkpoint: there is no such folder. {_NAME}"
+        )
     why = f"neither manifest.json nor step-... nor {CHECKPOINTS}/step-..."
     none = f"{path} holds no checkpoint: {why}. {_NAME}"
     if os.path.lexists(path / "manifest.json"):
@@ -32,7 +34,9 @@ def checkpoints_in(source: str | Path) -> list[Path]:
             what = f"cannot read {path / 'manifest.json'}: {reason(error)}. {_NAME}"
             raise UsageError(what) from None
         return [path]
-    if not any(next(folder.glob("step-*"), None) for folder in (path, path / CHECKPOINTS)):
+    if not any(
+        next(folder.glob("step-*"), None) for folder in (path, path / CHECKPOINTS)
+    ):
         raise UsageError(none)
     from ..train.checkpoint import steps
 
@@ -52,10 +56,14 @@ class SavedTensors(Mapping[str, "Tensor"]):
         from ..train.checkpoint_format import read_manifest
 
         self.path, self.manifest = path, read_manifest(path)
-        self._tensors = {each.name: each for each in self.manifest.tensors if each.kind == kind}
+        self._tensors = {
+            each.name: each for each in self.manifest.tensors if each.kind == kind
+        }
         if not self._tensors:
             kinds = ", ".join(sorted({each.kind for each in self.manifest.tensors}))
-            raise UsageError(f"{path} has no tensors of the kind {kind!r}. It has {kinds}.")
+            raise UsageError(
+                f"{path} has no tensors of the kind {kind!r}. It has {kinds}."
+            )
 
     def __getitem__(self, name: str) -> Tensor:
         from ..train.checkpoint_load import TensorReader

@@ -128,7 +128,9 @@ def _ways_out(request: Request, least: float, room: float) -> list[str]:
             break
         if (more := search(replace(request, limit=part / 100), top=1)).layouts:
             held = bytes_text(more.layouts[0].bytes)
-            found.append(f"It fits with --limit {part / 100:g}: {more.layouts[0].layout}, {held}.")
+            found.append(
+                f"It fits with --limit {part / 100:g}: {more.layouts[0].layout}, {held}."
+            )
             break
     for factor in _MORE_DEVICES if request.cluster else ():
         name = f"{request.cluster.rpartition('x')[0]}x{request.hardware.ranks * factor}"
@@ -137,10 +139,15 @@ def _ways_out(request: Request, least: float, room: float) -> list[str]:
         except MachineError:
             continue
         batch = max(request.batch, 1)
-        plan = search(replace(request, hardware=hardware, batch=batch, cluster=name), top=1)
+        plan = search(
+            replace(request, hardware=hardware, batch=batch, cluster=name), top=1
+        )
         if plan.layouts:
             best = plan.layouts[0]
-            return [*found, f"It fits on {name}: {best.layout} needs {bytes_text(best.bytes)}."]
+            return [
+                *found,
+                f"It fits on {name}: {best.layout} needs {bytes_text(best.bytes)}.",
+            ]
     return found
 
 
@@ -148,8 +155,12 @@ def request(model: str | Shape, cluster: str, **terms: Unpack[PlanTerms]) -> Req
     """The request that these words describe; raises if they are invalid."""
     shape, make = (model, None) if isinstance(model, Shape) else model_of(model)
     machine, tokens = terms.get("machine"), terms.get("batch_tokens")
-    hardware = where(None if machine else cluster, machine, terms.get("ranks") or 0).hardware
-    sequence = _number("sequence", parse_length, terms.get("sequence")) or shape.sequence
+    hardware = where(
+        None if machine else cluster, machine, terms.get("ranks") or 0
+    ).hardware
+    sequence = (
+        _number("sequence", parse_length, terms.get("sequence")) or shape.sequence
+    )
     if shape.positions == "learned" and sequence > shape.sequence:
         raise UsageError(
             f"--seq {sequence}: {shape.name} has learned {shape.sequence} positions."
@@ -170,7 +181,9 @@ def request(model: str | Shape, cluster: str, **terms: Unpack[PlanTerms]) -> Req
     routing = Routing.parse(terms.get("routing") or BALANCED, asked.shape)
     without = ways_refused(make) if make else frozenset()
     limit = terms.get("limit", 0.85)
-    return replace(asked, limit=limit, cluster=cluster, routing=routing, without=without)
+    return replace(
+        asked, limit=limit, cluster=cluster, routing=routing, without=without
+    )
 
 
 def _number(name: str, parse: Callable[[str], int], value: str | int | None) -> int:
@@ -200,7 +213,11 @@ def _sequences(text: str, sequence: int) -> int:
     if rest:
         near = [f"{n * sequence} ({n:,} sequences)" for n in (count, count + 1)]
         binary = f"{text.upper()}i"
-        if text[:-1].isdigit() and text[-1] in "kKMGT" and not parse_count(binary) % sequence:
+        if (
+            text[:-1].isdigit()
+            and text[-1] in "kKMGT"
+            and not parse_count(binary) % sequence
+        ):
             near = [f"{binary} ({parse_count(binary) // sequence:,} sequences)", *near]
         raise UsageError(
             f"--batch-tokens {text} is {tokens:,} tokens, {tokens / sequence:.2f} sequences of"

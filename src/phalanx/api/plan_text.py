@@ -50,7 +50,11 @@ def utilization(request: Request, choice: Choice) -> Utilization:
     peak = peak_of(choice.case, hardware) * hardware.ranks * choice.step
     mfu, hfu, full = (
         part / peak if peak else 0.0
-        for part in (flops.model, flops.hardware + _again(request, choice.layout), flops.full)
+        for part in (
+            flops.model,
+            flops.hardware + _again(request, choice.layout),
+            flops.full,
+        )
     )
     notes = []
     if hardware.measured and max(mfu, hfu) > 1:
@@ -102,7 +106,9 @@ def uncertainty_text(found: StepRange, step: float) -> str:
         whose = f"{found.level:.0%} by the errors of your own {found.own_runs} runs"
     else:
         whose = f"{found.level:.0%} of unseen published runs fell in theirs"
-    return f"Expected range {low} to {high} ({whose}). Largest uncertainty: {found.cause}."
+    return (
+        f"Expected range {low} to {high} ({whose}). Largest uncertainty: {found.cause}."
+    )
 
 
 def choice_figures(request: Request, choice: Choice) -> dict[str, object]:
@@ -131,7 +137,9 @@ def choice_figures(request: Request, choice: Choice) -> dict[str, object]:
     }
 
 
-def plan_figures(request: Request, plan: Plan, beside: Sequence[Baseline]) -> dict[str, object]:
+def plan_figures(
+    request: Request, plan: Plan, beside: Sequence[Baseline]
+) -> dict[str, object]:
     best = plan.layouts[0]
     return {
         "model": request.name,
@@ -171,7 +179,14 @@ def plan_figures(request: Request, plan: Plan, beside: Sequence[Baseline]) -> di
 
 
 def plan_text(request: Request, plan: Plan, beside: Sequence[Baseline]) -> str:
-    lines = [*_head(request, plan), "", *_table(request, plan), "", *_rules(plan, beside), ""]
+    lines = [
+        *_head(request, plan),
+        "",
+        *_table(request, plan),
+        "",
+        *_rules(plan, beside),
+        "",
+    ]
     return "\n".join([*lines, *_reasons(plan.refused)])
 
 
@@ -204,7 +219,11 @@ def _table(request: Request, plan: Plan) -> Iterator[str]:
     used = [utilization(request, choice) for choice in plan.layouts]
     for number, (choice, found) in enumerate(zip(plan.layouts, used, strict=True), 1):
         parts = [f"{100 * choice.parts[name] / choice.step:.1f}" for name in shown]
-        rates = [f"{100 * found.mfu:.1f}", f"{100 * found.hfu:.1f}", f"{choice.bytes / 1e9:.1f}"]
+        rates = [
+            f"{100 * found.mfu:.1f}",
+            f"{100 * found.hfu:.1f}",
+            f"{choice.bytes / 1e9:.1f}",
+        ]
         step = seconds_text(choice.step)
         rows.append((number, step, f"{found.tokens:,.0f}", *rates, *parts))
     head = ("#", "step", "tok/s/dev", "MFU", "HFU", "GB", *shown)

@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..cost import cached_costs
-from ..layout import Layout, LayoutError, Run, Shape, StagedPieces, legal, nearest, staged_pieces
+from ..layout import (
+    Layout,
+    LayoutError,
+    Run,
+    Shape,
+    StagedPieces,
+    legal,
+    nearest,
+    staged_pieces,
+)
 from ..layout.choices import ADAMW, BF16, FP32, MATMUL_WORDS
 from ..layout.families import code_of
 from ..layout.numbers import bytes_text
@@ -37,11 +46,17 @@ def misfit(layout: Layout, shape: Shape, *, batch: int = 0, sequence: int = 0) -
         return ""
     near = nearest(layout, shape, batch=batch, sequence=sequence)
     reasons = "".join(f"\n- {violation}" for violation in violations)
-    way_out = f"Nearest that fit: {'; '.join(map(str, near))}." if near else "Nothing near it fits."
+    way_out = (
+        f"Nearest that fit: {'; '.join(map(str, near))}."
+        if near
+        else "Nothing near it fits."
+    )
     return f"{layout} does not fit {shape.name}:{reasons}\n{way_out}"
 
 
-def refuse_illegal(layout: Layout, shape: Shape, *, batch: int = 0, sequence: int = 0) -> None:
+def refuse_illegal(
+    layout: Layout, shape: Shape, *, batch: int = 0, sequence: int = 0
+) -> None:
     """Raise with every reason why a layout does not fit a model."""
     if wrong := misfit(layout, shape, batch=batch, sequence=sequence):
         raise LayoutError(wrong)
@@ -50,7 +65,11 @@ def refuse_illegal(layout: Layout, shape: Shape, *, batch: int = 0, sequence: in
 def in_precision(words: str, precision: str) -> Layout:
     """A layout that somebody typed, in this precision unless it names its own."""
     layout = Layout.parse(words)
-    return layout if "precision" in Layout.written(words) else replace(layout, precision=precision)
+    return (
+        layout
+        if "precision" in Layout.written(words)
+        else replace(layout, precision=precision)
+    )
 
 
 def model_of(name: str) -> tuple[Shape, Callable[[], Model] | None]:
@@ -65,7 +84,9 @@ def model_of(name: str) -> tuple[Shape, Callable[[], Model] | None]:
     make = partial(load_model, name)
     shape = make().shape
     if shape is None:
-        raise LayoutError(f"{name}: describe() gives no shape; add shape=Shape(...) to its Model.")
+        raise LayoutError(
+            f"{name}: describe() gives no shape; add shape=Shape(...) to its Model."
+        )
     return shape, make
 
 
@@ -84,7 +105,8 @@ class RunStep:
     model: str = ""  # FILE.py:Class of the user's own
     batch: int = 0
     sequence: int = 0
-    has_precision: bool = True  # False for a layout that names none: it may then be bf16 on a GPU
+    # False for a layout that names none: it may then be bf16 on a GPU
+    has_precision: bool = True
 
     @property
     def muon(self) -> bool:
@@ -121,7 +143,9 @@ def run_named(what: object, model: object = "") -> Run | None:
     else:
         return None
     if model:
-        raise UsageError("--model does not go with a run file, which names its model: model=NAME.")
+        raise UsageError(
+            "--model does not go with a run file, which names its model: model=NAME."
+        )
     return run
 
 
@@ -131,7 +155,9 @@ def refuse_beside_run(**given: object) -> None:
     for name, value in given.items():
         if value:
             key = keys.get(name, name)
-            raise UsageError(f"--{name} does not go with a run file. Set its key: {key}={value}.")
+            raise UsageError(
+                f"--{name} does not go with a run file. Set its key: {key}={value}."
+            )
 
 
 def step_of_run(run: Run) -> RunStep:
@@ -166,12 +192,15 @@ def step_of_layout(
     run = None if isinstance(model, Shape) else run_file(model)
     shape, make = (model, None) if isinstance(model, Shape) else model_of(model)
     optimizer = optimizer or (run.optimizer.name if run else ADAMW)
-    if sequence and shape.positions != "learned":  # how stages are balanced depends on it
+    # how stages are balanced depends on it
+    if sequence and shape.positions != "learned":
         shape = replace(shape, sequence=sequence)
     own = str(model) if make else ""
     named = "precision" in Layout.written(str(layout))
     parsed = Layout.parse(str(layout))
-    return RunStep(parsed, shape, optimizer, make, own, batch, sequence, has_precision=named)
+    return RunStep(
+        parsed, shape, optimizer, make, own, batch, sequence, has_precision=named
+    )
 
 
 def ways_refused(make: Callable[[], Model]) -> frozenset[str]:
@@ -181,8 +210,15 @@ def ways_refused(make: Callable[[], Model]) -> frozenset[str]:
     model = make()
     heads = model.counts.get("heads", 2)
     tp = next((n for n in range(2, heads + 1) if heads % n == 0), 2)
-    ways = {"tp": f"tp{tp}", "seq": f"tp{tp} seq", "ring": "cp2", "ulysses": "cp2:ulysses"}
-    return frozenset(way for way, text in ways.items() if not fitting(model, [Layout.parse(text)]))
+    ways = {
+        "tp": f"tp{tp}",
+        "seq": f"tp{tp} seq",
+        "ring": "cp2",
+        "ulysses": "cp2:ulysses",
+    }
+    return frozenset(
+        way for way, text in ways.items() if not fitting(model, [Layout.parse(text)])
+    )
 
 
 @dataclass(frozen=True)
@@ -195,14 +231,18 @@ class Where:
     names: tuple[str, ...]
 
 
-def where(cluster_: str | None, file: str | None, ranks: int = 0, backend: str = "") -> Where:
+def where(
+    cluster_: str | None, file: str | None, ranks: int = 0, backend: str = ""
+) -> Where:
     """The hardware that --cluster or --machine names, for this many ranks; `this` or nothing means
     machine.toml."""
     if cluster_ == "this":
         cluster_ = None
     if cluster_ and (file or backend):
         what = (
-            "--machine both say where it runs" if file else "--backend, which is for a machine file"
+            "--machine both say where it runs"
+            if file
+            else "--backend, which is for a machine file"
         )
         raise UsageError(f"--cluster and {what}; name one.")
     if cluster_:
@@ -245,7 +285,15 @@ def request_for(
     costs = partial(cached_costs, target=hardware.target)
     batch = batch or shape.batch
     return Request(
-        shape, hardware, software, costs, sequence, batch, precision, matmul, model=model
+        shape,
+        hardware,
+        software,
+        costs,
+        sequence,
+        batch,
+        precision,
+        matmul,
+        model=model,
     )
 
 
@@ -256,7 +304,9 @@ def held(request: Request, layout: Layout) -> Choice:
 
 def held_text(kinds: Mapping[str, float]) -> str:
     """`50.7 GB on the fullest rank: weights 2.27 GB, gradients 4.54 GB, ...`."""
-    parts = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in kinds.items() if size)
+    parts = ", ".join(
+        f"{kind} {bytes_text(size)}" for kind, size in kinds.items() if size
+    )
     return f"{bytes_text(sum(kinds.values()))} on the fullest rank: {parts}"
 
 

@@ -23,14 +23,18 @@ def with_keywords(terms: type) -> Callable[[F], F]:
     `inspect.signature` shows such keywords as one `**terms`, which tells a reader at a prompt nothing.
     """
     keywords = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_LEFT_OUT, annotation=kind)
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=_LEFT_OUT, annotation=kind
+        )
         for name, kind in get_type_hints(terms).items()
     ]
 
     def decorate(function: F) -> F:
         signature = inspect.signature(function)
         *named, _ = signature.parameters.values()
-        vars(function)["__signature__"] = signature.replace(parameters=[*named, *keywords])
+        vars(function)["__signature__"] = signature.replace(
+            parameters=[*named, *keywords]
+        )
         return function
 
     return decorate

@@ -88,15 +88,21 @@ class StepProgram:
     def picture(self, steps: int = 1, *, memory: bool = True) -> Picture:
         """`memory`: over time, which a page and a trace show; in pieces, as bytes are not known here."""
         proof = check(self.program)
-        timeline = self.timeline(steps, Sizes.counts(self.program.pieces) if memory else None)
+        timeline = self.timeline(
+            steps, Sizes.counts(self.program.pieces) if memory else None
+        )
         title = self.title + (f", {steps} steps" if steps > 1 else "")
         notes = (*self.notes, *_barrier(self, timeline, steps))
-        return Picture(title, timeline, held=proof.held, notes=notes, unit="pieces and units")
+        return Picture(
+            title, timeline, held=proof.held, notes=notes, unit="pieces and units"
+        )
 
 
 @with_keywords(StepTerms)
 def simulate(
-    what: str | Layout | Program | Run, model: str | Shape = "", **terms: Unpack[StepTerms]
+    what: str | Layout | Program | Run,
+    model: str | Shape = "",
+    **terms: Unpack[StepTerms],
 ) -> Timeline:
     """The timeline of a step: when each rank does what, its makespan and its bubble.
 
@@ -114,7 +120,9 @@ def simulate(
 
 @with_keywords(StepTerms)
 def draw(
-    what: str | Layout | Program | Run, model: str | Shape = "", **terms: Unpack[StepTerms]
+    what: str | Layout | Program | Run,
+    model: str | Shape = "",
+    **terms: Unpack[StepTerms],
 ) -> Picture | MeshPicture:
     """The picture of a step, of a mesh (`mesh LAYOUT`), or of a step that ran (`run FILE`).
 
@@ -156,7 +164,9 @@ def draw(
     if kind == "mesh":
         return MeshPicture.parse(name)
     if kind == "run":
-        return recorded_picture(Recorded.parse(read_text(name, "recorded step", UsageError, TEXT)))
+        return recorded_picture(
+            Recorded.parse(read_text(name, "recorded step", UsageError, TEXT))
+        )
     if terms.get("cluster") and _names_step(what, model):
         return _priced(_step_asked(what, model, terms), terms)
     return step_of(what, model, terms).picture(terms.get("repeat") or 1)
@@ -178,9 +188,19 @@ def step_of(
     name = str(what)
     of_file = isinstance(what, str) and name.split()[:1] == ["program"]
     if of_file or isinstance(what, Program):
-        not_its = (*OF_A_SCHEDULE, "batch", "seq", "cluster", "optimizer", "memory_limit", "clip")
+        not_its = (
+            *OF_A_SCHEDULE,
+            "batch",
+            "seq",
+            "cluster",
+            "optimizer",
+            "memory_limit",
+            "clip",
+        )
         if given := "--model" if model else _given(terms, not_its):
-            raise UsageError(f"{given} does not go with a program file, which is the step itself.")
+            raise UsageError(
+                f"{given} does not go with a program file, which is the step itself."
+            )
     if isinstance(what, Program):
         return _of_program("program", what, terms)
     if of_file:
@@ -197,7 +217,9 @@ def step_of(
     if given := _given(terms, ("cluster", "optimizer")):
         raise UsageError(f"{given} needs a layout of a model: add --model.")
     if isinstance(what, Layout) or (name not in SCHEDULES and _is_layout(name)):
-        raise UsageError(f"the layout {name!r} needs a model: add --model 124m, or another shape.")
+        raise UsageError(
+            f"the layout {name!r} needs a model: add --model 124m, or another shape."
+        )
     return _of_schedule(name, terms)
 
 
@@ -258,7 +280,10 @@ def _of_run_step(step: RunStep, terms: StepTerms) -> StepProgram:
     # What a piece costs: its part of an average stage, by multiply-adds; what is done with a unit,
     # by its weights.
     rows = step.pieces.rows
-    work, weights = [piece_work(row, shape) for row in rows], [row.numel for row in rows]
+    work, weights = (
+        [piece_work(row, shape) for row in rows],
+        [row.numel for row in rows],
+    )
     costs = Costs(
         kinds,
         share={p: layout.pp * w / sum(work) for p, w in enumerate(work)},
@@ -286,7 +311,9 @@ def _step_asked(what: object, model: str | Shape, terms: StepTerms) -> RunStep:
         refuse_beside_run(batch=batch, seq=sequence, optimizer=optimizer)
         step = step_of_run(run)
     else:
-        step = step_of_layout(str(what), model, optimizer=optimizer, batch=batch, sequence=sequence)
+        step = step_of_layout(
+            str(what), model, optimizer=optimizer, batch=batch, sequence=sequence
+        )
     refuse_illegal(step.layout, step.shape, batch=step.batch, sequence=step.sequence)
     step.refuse_unfit()
     return step
@@ -295,11 +322,18 @@ def _step_asked(what: object, model: str | Shape, terms: StepTerms) -> RunStep:
 def _priced(step: RunStep, terms: StepTerms) -> Picture:
     """The step of a layout as `phalanx plan` prices it, in seconds; of ranks that do the same, one."""
     if given := _given(terms, ("costs", "memory_limit", "clip")):
-        raise UsageError(f"{given} does not go with --cluster, which prices a step as it is.")
+        raise UsageError(
+            f"{given} does not go with --cluster, which prices a step as it is."
+        )
     layout, shape = step.layout, step.shape
     hardware = where(terms["cluster"], None, layout.ranks).hardware
     request = request_for(
-        shape, hardware, batch=step.batch, sequence=step.sequence, model=step.model, muon=step.muon
+        shape,
+        hardware,
+        batch=step.batch,
+        sequence=step.sequence,
+        model=step.model,
+        muon=step.muon,
     )
     if not step.has_precision:
         layout = replace(layout, precision=request.precision)
@@ -310,7 +344,9 @@ def _priced(step: RunStep, terms: StepTerms) -> Picture:
 
 def _given(terms: StepTerms, names: Iterable[str]) -> str:
     """The first of these that was given, as the command has it."""
-    given = [n for n in names if (value := terms.get(n)) is not None and value is not False]
+    given = [
+        n for n in names if (value := terms.get(n)) is not None and value is not False
+    ]
     return f"--{given[0].replace('_', '-')}" if given else ""
 
 
@@ -324,15 +360,21 @@ def _of_program(title: str, program: Program, terms: StepTerms) -> StepProgram:
     return StepProgram(title, program, costs, stages, max(1, program.pieces // stages))
 
 
-def costs_of(times: Mapping[str, float] | str | None, *, split: bool) -> dict[str, float]:
+def costs_of(
+    times: Mapping[str, float] | str | None, *, split: bool
+) -> dict[str, float]:
     """The times in `F=1,B=2,send=0.1`; left out, backward costs twice the forward."""
     if times is None:
         if split:
-            return dict.fromkeys((ops.FORWARD, ops.INPUT_GRADIENT, ops.WEIGHT_GRADIENT), 1.0)
+            return dict.fromkeys(
+                (ops.FORWARD, ops.INPUT_GRADIENT, ops.WEIGHT_GRADIENT), 1.0
+            )
         return {ops.FORWARD: 1.0, ops.BACKWARD: 2.0}
     kinds = (*(kind for kind in KINDS if kind not in (ops.DROP, *ops.MESSAGES)), "send")
     costs: dict[str, float] = {}
-    text = times if isinstance(times, str) else ",".join(f"{k}={times[k]}" for k in times)
+    text = (
+        times if isinstance(times, str) else ",".join(f"{k}={times[k]}" for k in times)
+    )
     for word in text.split(","):
         kind, equals, value = word.strip().partition("=")
         if kind not in kinds or not equals:
@@ -341,15 +383,23 @@ def costs_of(times: Mapping[str, float] | str | None, *, split: bool) -> dict[st
                 " write --costs F=1,B=2,send=0.1."
             )
         if kind in costs:
-            raise UsageError(f"--costs: {kind} appears twice in {text!r}; write it once.")
+            raise UsageError(
+                f"--costs: {kind} appears twice in {text!r}; write it once."
+            )
         try:
             costs[kind] = float(value)
         except ValueError:
-            raise UsageError(f"--costs: {value!r} in {word.strip()!r} is not a number.") from None
+            raise UsageError(
+                f"--costs: {value!r} in {word.strip()!r} is not a number."
+            ) from None
         if not 0 <= costs[kind] < float("inf"):
-            raise UsageError(f"--costs: {word.strip()!r}; a time is 0 or more, and finite.")
+            raise UsageError(
+                f"--costs: {word.strip()!r}; a time is 0 or more, and finite."
+            )
     if not any(costs.get(kind) for kind in (ops.FORWARD, *ops.BACKWARDS)):
-        raise UsageError(f"--costs {text}: nothing takes time; give F and B, or F, I and W.")
+        raise UsageError(
+            f"--costs {text}: nothing takes time; give F and B, or F, I and W."
+        )
     return costs
 
 
@@ -364,7 +414,9 @@ def _built(
             " and for recompute fit (pieces whose activations it may hold whole)."
         )
     if limit is None and fitting:
-        raise UsageError("recompute fit needs --memory-limit: how many pieces a stage may hold.")
+        raise UsageError(
+            "recompute fit needs --memory-limit: how many pieces a stage may hold."
+        )
     count = len(pieces)
     options = replace(
         options,

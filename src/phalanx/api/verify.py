@@ -71,7 +71,10 @@ class Verified:
 
     @property
     def summary(self) -> str:
-        figures, worst = self.figures, max((v.max_rel_error for v in self.compared), default=0.0)
+        figures, worst = (
+            self.figures,
+            max((v.max_rel_error for v in self.compared), default=0.0),
+        )
         apart = figures["cannot_fit"]
         against = next((v.against for v in self.verdicts), "")
         alone = f"{against} on one process" if against else "one process"
@@ -128,7 +131,9 @@ def verify(
     log: file of results; layouts in it are not run again
     record: file for the last layout's last step, for `phalanx draw run`
     """
-    shape, make = own_model(model, describe) if callable(model) else model_to_verify(model)
+    shape, make = (
+        own_model(model, describe) if callable(model) else model_to_verify(model)
+    )
     backend = terms.get("backend", THREADS)
     if callable(model) and backend != THREADS:
         raise UsageError(
@@ -136,7 +141,9 @@ def verify(
             " name it FILE.py:Class."
         )
     if isinstance(layouts, str) or layouts is None:
-        chosen = layouts_to_verify(layouts, shape, make, ranks=ranks, cover=cover, dtype=dtype)
+        chosen = layouts_to_verify(
+            layouts, shape, make, ranks=ranks, cover=cover, dtype=dtype
+        )
     else:
         text = ";".join(map(str, layouts))
         chosen = layouts_to_verify(text, shape, make, dtype=dtype)
@@ -161,7 +168,9 @@ def compared(
 
     if layouts:
         parameters = (
-            sum(weight.numel() for weight in make().weights.values()) if make else shape.total
+            sum(weight.numel() for weight in make().weights.values())
+            if make
+            else shape.total
         )
         need = needed(
             shape,
@@ -219,7 +228,9 @@ def _long_text(seconds: float) -> str:
     return f"{days:,.0f} days" if days >= 2 else seconds_text(seconds)
 
 
-def verify_run(run: Run, show: Callable[[Verdict], None] = lambda verdict: None) -> VerifiedRun:
+def verify_run(
+    run: Run, show: Callable[[Verdict], None] = lambda verdict: None
+) -> VerifiedRun:
     """A run in small against one process: by its own ranks, optimizer, schedule, precision and batches."""
     if run.own:
         raise UsageError(
@@ -229,7 +240,9 @@ def verify_run(run: Run, show: Callable[[Verdict], None] = lambda verdict: None)
     shape = run.shape
     layout = run.layout_of(shape)
     if layout is None:
-        raise UsageError("the layout of the run is auto. Write one, as layout='dp2 zero1'.")
+        raise UsageError(
+            "the layout of the run is auto. Write one, as layout='dp2 zero1'."
+        )
     from tempfile import TemporaryDirectory
 
     from ..verify.run_trial import real_seconds, run_trial
@@ -244,7 +257,9 @@ def verify_run(run: Run, show: Callable[[Verdict], None] = lambda verdict: None)
             found.append(verdict)
     dtype = trial.layout.precision
     seconds = real_seconds(run, shape)
-    return VerifiedRun(shape.name, dtype, tuple(found), trial.covered, trial.left_out, seconds)
+    return VerifiedRun(
+        shape.name, dtype, tuple(found), trial.covered, trial.left_out, seconds
+    )
 
 
 def own_model(
@@ -262,7 +277,9 @@ def own_model(
     make = partial(model_of_class, kind, describe)
     shape = make().shape
     if shape is None:
-        raise LayoutError("describe() gives no shape; add shape=Shape(...) to its Model.")
+        raise LayoutError(
+            "describe() gives no shape; add shape=Shape(...) to its Model."
+        )
     return shape, make
 
 

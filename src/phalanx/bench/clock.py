@@ -47,14 +47,20 @@ class Timing:
 class Clock:
     """The clock of one rank. Ranks that share a group measure together: all call the same methods."""
 
-    def __init__(self, device: torch.device | str = "cpu", group: Group | None = None) -> None:
+    def __init__(
+        self, device: torch.device | str = "cpu", group: Group | None = None
+    ) -> None:
         self.device = torch.device(device)
         self._group = group if group is not None and group.size > 1 else None
 
     @property
     def method(self) -> str:
         """Describes the method of measurement in a sentence."""
-        how = "device events" if self.device.type == "cuda" else "the system's monotonic clock"
+        how = (
+            "device events"
+            if self.device.type == "cuda"
+            else "the system's monotonic clock"
+        )
         among = "among ranks barriers before and after, the slowest rank counts"
         return f"{how}; warmed up, device idle before and after; medians over repeats; {among}"
 
@@ -117,11 +123,14 @@ class Clock:
             warmed += 1
             if sum(firsts) > limit / 4:
                 break
-        calls = [min(MOST_CALLS, max(1, round(LEAST / max(first, 1e-9)))) for first in firsts]
+        calls = [
+            min(MOST_CALLS, max(1, round(LEAST / max(first, 1e-9)))) for first in firsts
+        ]
         once = sum(first * n for first, n in zip(firsts, calls, strict=True))
         times = max(1, min(repeats, int(limit / max(once, 1e-9))))
         turns = list(zip(works, calls, strict=True)) * times
         slowest = self.agree([self.read(work, n) for work, n in turns])
         return tuple(
-            Timing(tuple(slowest[i :: len(works)]), n, warmed) for i, n in enumerate(calls)
+            Timing(tuple(slowest[i :: len(works)]), n, warmed)
+            for i, n in enumerate(calls)
         )

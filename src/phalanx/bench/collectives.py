@@ -74,11 +74,14 @@ class _Prepared:
     call: Callable[[], object] = lambda: None
     received: Tensor | None = None
     expected: Tensor = torch.empty(0)
-    clear: Callable[[], object] = lambda: None  # so that repeated sums do not grow without end
+    # so that repeated sums do not grow without end
+    clear: Callable[[], object] = lambda: None
 
     def is_right(self) -> bool:
         self.call()
-        right = self.received is None or torch.equal(self.received.view(-1), self.expected)
+        right = self.received is None or torch.equal(
+            self.received.view(-1), self.expected
+        )
         self.clear()
         return right
 
@@ -92,7 +95,9 @@ def _sum(ranks: Sequence[int], start: int, count: int, like: Tensor) -> Tensor:
     # Exact in every dtype for up to 128 ranks: bf16 holds whole numbers up to 256.
     table = torch.zeros(_PERIOD, dtype=torch.int64)
     for rank in ranks:
-        table += torch.randint(0, 3, (_PERIOD,), generator=torch.Generator().manual_seed(rank))
+        table += torch.randint(
+            0, 3, (_PERIOD,), generator=torch.Generator().manual_seed(rank)
+        )
     turned = table.roll(-(start % _PERIOD)).to(like.dtype)
     return turned.repeat(count // _PERIOD + 1)[:count].to(like.device)
 
@@ -108,7 +113,12 @@ def _prepared(op: str, group: Group, n: int, like: Tensor) -> _Prepared:
     # x: what this rank sends; out: what it receives, where that is not x itself.
     x = pattern(rank, 0, part if op in ("all_gather", "gather") else n, like)
     received = dict.fromkeys(("reduce_scatter", "halves", "scatter"), part)
-    received |= {"all_gather": n, "all_to_all": n, "gather": n * root, "send": n * (rank == 1)}
+    received |= {
+        "all_gather": n,
+        "all_to_all": n,
+        "gather": n * root,
+        "send": n * (rank == 1),
+    }
     out = like.new_empty(received.get(op, 0))
 
     def halves() -> None:
@@ -117,15 +127,21 @@ def _prepared(op: str, group: Group, n: int, like: Tensor) -> _Prepared:
 
     match op:
         case "all_reduce":
-            return _Prepared(lambda: group.all_reduce(x), x, _sum(range(size), 0, n, like), x.zero_)
+            return _Prepared(
+                lambda: group.all_reduce(x), x, _sum(range(size), 0, n, like), x.zero_
+            )
         case "halves":  # an all-reduce in two steps
             return _Prepared(halves, x, _sum(range(size), 0, n, like), x.zero_)
         case "reduce":
             expected = _sum(range(size), 0, n, like)
-            return _Prepared(lambda: group.reduce(x, 0), x if root else None, expected, x.zero_)
+            return _Prepared(
+                lambda: group.reduce(x, 0), x if root else None, expected, x.zero_
+            )
         case "reduce_scatter":
             return _Prepared(
-                lambda: group.reduce_scatter(out, x), out, _sum(range(size), mine, part, like)
+                lambda: group.reduce_scatter(out, x),
+                out,
+                _sum(range(size), mine, part, like),
             )
         case "all_gather":
             return _Prepared(lambda: group.all_gather(out, x), out, of_all(0, part))
@@ -134,10 +150,15 @@ def _prepared(op: str, group: Group, n: int, like: Tensor) -> _Prepared:
         case "broadcast":
             return _Prepared(lambda: group.broadcast(x, 0), x, pattern(0, 0, n, like))
         case "scatter":
-            parts, expected = x.chunk(size) if root else None, pattern(0, mine, part, like)
+            parts, expected = (
+                x.chunk(size) if root else None,
+                pattern(0, mine, part, like),
+            )
             return _Prepared(lambda: group.scatter(out, parts, 0), out, expected)
         case "gather" if root:
-            return _Prepared(lambda: group.gather(out.chunk(size), x, 0), out, of_all(0, part))
+            return _Prepared(
+                lambda: group.gather(out.chunk(size), x, 0), out, of_all(0, part)
+            )
         case "gather":
             return _Prepared(lambda: group.gather(None, x, 0))
         case "send" if root:
@@ -161,7 +182,9 @@ def measure_collectives(world: World, sweep: Sweep) -> list[Sample]:
         if clock.agree([time.monotonic() - began])[0] > sweep.total:
             break
         for shape, group in groups.items():
-            samples += [_sample(clock, group, op, shape, size, sweep) for op in sweep.ops]
+            samples += [
+                _sample(clock, group, op, shape, size, sweep) for op in sweep.ops
+            ]
     world.clear()
     return samples
 
@@ -178,7 +201,8 @@ def _sample(
         _Prepared() if group.size < ranks else _prepared(name, group, n, like)
         for name in ((op, "halves") if op == "all_reduce" else (op,))
     ]
-    right = [each.is_right() for each in prepared]  # each is a call that every rank has to make
+    # each is a call that every rank has to make
+    right = [each.is_right() for each in prepared]
     calls = [each.call for each in prepared]
     first, *halves = clock.measure(*calls, repeats=sweep.repeats, limit=sweep.limit)
     return Sample(

@@ -15,7 +15,9 @@ from ..layout.choices import DTYPES as TRAITS
 from ..layout.host import available_memory, machine_memory
 from ..plan import Device, MachineError, device_named
 
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, TRAITS[name].torch) for name in PRECISIONS}
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, TRAITS[name].torch) for name in PRECISIONS
+}
 
 
 @dataclass(frozen=True)
@@ -50,18 +52,32 @@ def local_device(kind: str = "auto") -> LocalDevice:
     """This machine's devices of a kind; `auto` takes GPUs where there are any."""
     cuda = torch.cuda.is_available()
     if kind not in DEVICES:
-        raise MachineError(f"unknown kind of device {kind!r}; use {', '.join(DEVICES)}.")
+        raise MachineError(
+            f"unknown kind of device {kind!r}; use {', '.join(DEVICES)}."
+        )
     if kind == "cuda" and not cuda:
-        raise MachineError("torch sees no GPU here; leave --device out, or use --device cpu.")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        raise MachineError(
+            "torch sees no GPU here; leave --device out, or use --device cpu."
+        )
+    cores = (
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count()
+    )
     if kind == "cpu" or not cuda:
         kind, name, count = "cpu", _cpu_name(), 1
         total, free = int(machine_memory()), int(available_memory())
     else:
-        kind, name, count = "cuda", torch.cuda.get_device_name(0), torch.cuda.device_count()
+        kind, name, count = (
+            "cuda",
+            torch.cuda.get_device_name(0),
+            torch.cuda.device_count(),
+        )
         free, total = torch.cuda.mem_get_info(0)
     usable = (
-        b for b in (NCCL, GLOO, "mpi") if dist.is_available() and dist.is_backend_available(b)
+        b
+        for b in (NCCL, GLOO, "mpi")
+        if dist.is_available() and dist.is_backend_available(b)
     )
     entry = device_named(name)
     return LocalDevice(name, kind, count, cores or 1, total, free, entry, tuple(usable))
@@ -70,7 +86,11 @@ def local_device(kind: str = "auto") -> LocalDevice:
 def _cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+        names = [
+            line.split(":", 1)[1].strip()
+            for line in lines
+            if line.startswith("model name")
+        ]
     except OSError:
         names = []
     return names[0] if names else platform.processor() or platform.machine() or "a CPU"

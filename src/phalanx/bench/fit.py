@@ -42,7 +42,9 @@ def fit_all(samples: Sequence[Sample], backend: str) -> tuple[Curve, ...]:
     shapes: dict[tuple[str, int, int], list[Sample]] = defaultdict(list)
     for sample in samples:
         shapes[sample.op, sample.ranks, sample.apart].append(sample)
-    return tuple(fit(mine, backend, forms.get(op, "ring")) for (op, *_), mine in shapes.items())
+    return tuple(
+        fit(mine, backend, forms.get(op, "ring")) for (op, *_), mine in shapes.items()
+    )
 
 
 def growths(samples: Sequence[Sample]) -> tuple[Growth, ...]:
@@ -82,8 +84,12 @@ def fit(samples: Sequence[Sample], backend: str, form: str = "ring") -> Curve:
 
 def _bent(line: Curve, samples: Sequence[Sample], bend: int) -> Curve:
     """The line up to `bend` bytes, then another slope that starts where it ends."""
-    latency, slope = _line([_row(sample, line.form) for sample in samples if sample.bytes <= bend])
-    curve = replace(line, latency=latency, bandwidth=1 / slope, bend=bend, beyond=1 / slope)
+    latency, slope = _line(
+        [_row(sample, line.form) for sample in samples if sample.bytes <= bend]
+    )
+    curve = replace(
+        line, latency=latency, bandwidth=1 / slope, bend=bend, beyond=1 / slope
+    )
     passes, start = moved(line.op, line.form, line.ranks), curve.seconds(bend)
     # One unknown, the slope beyond: t = start + passes (S - bend) slope, errors relative to t.
     far = [s for s in samples if s.bytes > bend]
@@ -104,7 +110,9 @@ def _row(sample: Sample, form: str) -> Row:
 def _line(rows: Sequence[Row]) -> tuple[float, float]:
     """(latency, seconds a byte) with the least sum of squared relative errors, neither negative."""
     left, right = [a / t for a, _, t in rows], [b / t for _, b, t in rows]
-    aa, ab, bb = (sum(map(mul, *p)) for p in ((left, left), (left, right), (right, right)))
+    aa, ab, bb = (
+        sum(map(mul, *p)) for p in ((left, left), (left, right), (right, right))
+    )
     sum_a, sum_b = sum(left), sum(right)
     whole = aa * bb - ab * ab
     latency = (sum_a * bb - sum_b * ab) / whole if whole > 1e-12 * aa * bb else 0.0
@@ -116,7 +124,9 @@ def _line(rows: Sequence[Row]) -> tuple[float, float]:
     # Such sizes cost their latency alone and show no bandwidth: the largest is taken to cost a
     # tenth more than the smallest, so that it stays finite.
     latency = sum_a / aa
-    return latency, 0.1 * latency * max(a for a, _, _ in rows) / max(b for _, b, _ in rows)
+    return latency, 0.1 * latency * max(a for a, _, _ in rows) / max(
+        b for _, b, _ in rows
+    )
 
 
 def _residuals(curve: Curve, samples: Sequence[Sample]) -> list[float]:

@@ -54,7 +54,9 @@ def topology_of(device: LocalDevice) -> Topology:
 
 
 def measure_machine(
-    device: LocalDevice, options: Thoroughness, report: Callable[[str], None] = lambda line: None
+    device: LocalDevice,
+    options: Thoroughness,
+    report: Callable[[str], None] = lambda line: None,
 ) -> Machine:
     """The measured machine. `report` gets a line for each part."""
     report("memory bandwidth")
@@ -62,9 +64,13 @@ def measure_machine(
     report("matrix products")
     rates = _rates(device, options)
     report("overlap of products and copies")
-    size, copied, dtype = (16384, 1 << 30, BF16) if device.kind == "cuda" else (768, 32 << 20, FP32)
+    size, copied, dtype = (
+        (16384, 1 << 30, BF16) if device.kind == "cuda" else (768, 32 << 20, FP32)
+    )
     limit = options.limit / 20
-    overlaps = measure_copies(device, size=size, copied=copied, dtype=dtype, limit=limit)
+    overlaps = measure_copies(
+        device, size=size, copied=copied, dtype=dtype, limit=limit
+    )
     hidden = tuple(each.as_hidden() for each in overlaps)
     samples: list[Sample] = []
     backend = ""
@@ -73,8 +79,12 @@ def measure_machine(
         backend = choose(options.backend, ranks)
         more, messages = _collectives(device, options, ranks, backend)
         samples, hidden = samples + more, hidden + messages
-    if wrong := sorted({f"{s.op} of {s.ranks} ranks" for s in samples if not s.correct}):
-        raise WrongResult(f"wrong numbers came from {', '.join(wrong)}; nothing was written.")
+    if wrong := sorted(
+        {f"{s.op} of {s.ranks} ranks" for s in samples if not s.correct}
+    ):
+        raise WrongResult(
+            f"wrong numbers came from {', '.join(wrong)}; nothing was written."
+        )
     x = torch.zeros(1, device=device.device)
     (launch,) = Clock(device.device).measure(lambda: x.add_(1.0), limit=1.0)
     return Machine(
@@ -102,7 +112,9 @@ def measure_machine(
 def _rates(device: LocalDevice, options: Thoroughness) -> tuple[Rate, ...]:
     gpu = device.kind == "cuda"
     dtypes = (BF16, FP16, TF32, FP32) if gpu else (FP32, BF16)
-    squares = square_products(dtypes, [(512 if gpu else 128) << i for i in range(6 if gpu else 5)])
+    squares = square_products(
+        dtypes, [(512 if gpu else 128) << i for i in range(6 if gpu else 5)]
+    )
     wide = decoder_products(Shape.load(options.model), 8192 if gpu else 512, dtypes)
     products = sorted([*squares, *wide], key=lambda product: product.flops)
     measured = measure_products(device, products, limit=options.limit / 4, repeats=5)
@@ -114,7 +126,9 @@ def _collectives(
 ) -> tuple[list[Sample], tuple[Hidden, ...]]:
     """A world of its own for each number of ranks, since ranks that idle would share the cores."""
     # In a world of 4 also the two groups of every other rank, both at once: an outer axis.
-    groups = ((ranks, 1), (ranks // 2, 2)) if ranks > 2 and ranks % 2 == 0 else ((ranks, 1),)
+    groups = (
+        ((ranks, 1), (ranks // 2, 2)) if ranks > 2 and ranks % 2 == 0 else ((ranks, 1),)
+    )
     share = options.limit / 2 / max(1, len(options.worlds(device)))
     each = share / len(OPERATIONS) / len(options.sizes) / len(groups)
     sweep = Sweep(OPERATIONS, options.sizes, groups, repeats=5, limit=each, total=share)

@@ -54,7 +54,9 @@ def square_products(dtypes: Sequence[str], sizes: Sequence[int]) -> list[MatrixP
     return [MatrixProduct("square", dtype, n, n, n) for n in sizes for dtype in dtypes]
 
 
-def decoder_products(shape: Shape, tokens: int, dtypes: Sequence[str]) -> list[MatrixProduct]:
+def decoder_products(
+    shape: Shape, tokens: int, dtypes: Sequence[str]
+) -> list[MatrixProduct]:
     """The products of a decoder's forward pass: long and wide rather than square."""
     wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     sizes = {
@@ -73,7 +75,11 @@ def decoder_products(shape: Shape, tokens: int, dtypes: Sequence[str]) -> list[M
 
 
 def measure_products(
-    device: LocalDevice, products: Sequence[MatrixProduct], *, limit: float = 60.0, repeats: int = 7
+    device: LocalDevice,
+    products: Sequence[MatrixProduct],
+    *,
+    limit: float = 60.0,
+    repeats: int = 7,
 ) -> Iterator[MatrixProduct]:
     """Measures the products that memory and `limit` seconds allow, and yields each with its times.
 
@@ -83,7 +89,9 @@ def measure_products(
     best: dict[str, float] = {}
     for product in products:
         left = limit - (time.monotonic() - began)
-        foreseen = 3 * product.flops / best[product.dtype] if product.dtype in best else 0.0
+        foreseen = (
+            3 * product.flops / best[product.dtype] if product.dtype in best else 0.0
+        )
         if left <= 0 or foreseen > left or _bytes(device, product) > 0.8 * device.free:
             continue
         with products_in(product.dtype):
@@ -106,7 +114,9 @@ def _measured(
     for _ in range(copies):
         a = torch.randn(product.m, product.k, device=at).to(dtype)
         b = torch.randn(product.k, product.n, device=at).to(dtype)
-        operands.append((a, b, torch.empty(product.m, product.n, device=at, dtype=dtype)))
+        operands.append(
+            (a, b, torch.empty(product.m, product.n, device=at, dtype=dtype))
+        )
     turn = cycle(operands)
 
     def multiply() -> None:
@@ -115,7 +125,9 @@ def _measured(
 
     clock = Clock(at)
     (timing,) = clock.measure(multiply, repeats=repeats, limit=limit)
-    claimed = sorted(clock.claimed(multiply) for _ in range(min(3, len(timing.readings))))
+    claimed = sorted(
+        clock.claimed(multiply) for _ in range(min(3, len(timing.readings)))
+    )
     return replace(
         product,
         seconds=timing.median,

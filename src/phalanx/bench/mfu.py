@@ -53,11 +53,15 @@ class WideMlp:
         return 3 * 2.0 * self.layers * self.rows * self.width**2
 
 
-def measure_mlp(device: LocalDevice, mlp: WideMlp, dtype: str, *, limit: float = 20.0) -> Iteration:
+def measure_mlp(
+    device: LocalDevice, mlp: WideMlp, dtype: str, *, limit: float = 20.0
+) -> Iteration:
     """The wide MLP with Adam; half precision by autocast, weights in float32."""
     at = device.device
     weights = [
-        (torch.randn(mlp.width, mlp.width, device=at) * (2 / mlp.width) ** 0.5).requires_grad_()
+        (
+            torch.randn(mlp.width, mlp.width, device=at) * (2 / mlp.width) ** 0.5
+        ).requires_grad_()
         for _ in range(mlp.layers)
     ]
     x = torch.randn(mlp.rows, mlp.width, device=at)
@@ -74,7 +78,13 @@ def measure_mlp(device: LocalDevice, mlp: WideMlp, dtype: str, *, limit: float =
 
 
 def measure_block(
-    device: LocalDevice, shape: Shape, batch: int, sequence: int, dtype: str, *, limit: float = 20.0
+    device: LocalDevice,
+    shape: Shape,
+    batch: int,
+    sequence: int,
+    dtype: str,
+    *,
+    limit: float = 20.0,
 ) -> Iteration:
     """One block of a decoder of that shape, on `batch` sequences."""
     at = device.device
@@ -88,7 +98,9 @@ def measure_block(
 
     timed = _iteration(device, list(block.parameters()), forward, dtype, limit)
     products = linear_products(shape.rows[1], shape)
-    matmuls = sum(product.multiply_adds for product in products if not product.weight.adapts)
+    matmuls = sum(
+        product.multiply_adds for product in products if not product.weight.adapts
+    )
     attention = sequence * shape.pair_work // 2  # multiply-adds of a token, causal
     tokens = 3 * 2.0 * batch * sequence
     name = f"a block of {shape.name}, {batch} x {sequence} tokens"
@@ -118,5 +130,7 @@ def _iteration(
         optimizer.step()
 
     with products_in(dtype):
-        whole, alone = Clock(device.device).measure(iteration, once, repeats=5, limit=limit)
+        whole, alone = Clock(device.device).measure(
+            iteration, once, repeats=5, limit=limit
+        )
     return whole.median, alone.median, len(whole.readings)

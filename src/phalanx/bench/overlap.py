@@ -48,7 +48,10 @@ def measure_copies(
     product = _product(device.device, size, dtype_of(dtype, device.kind))
     if device.kind == "cpu":
         return [_on_threads(product, copied, limit)]
-    return [_on_streams(device.device, product, copied, pinned, limit) for pinned in (True, False)]
+    return [
+        _on_streams(device.device, product, copied, pinned, limit)
+        for pinned in (True, False)
+    ]
 
 
 def _product(device: torch.device, size: int, dtype: torch.dtype) -> Call:
@@ -92,7 +95,9 @@ def _on_threads(product: Call, copied: int, limit: float) -> Overlap:
         product()
         aside.join()
 
-    return _measured(Clock(), "product beside copying thread", product, copy, both, limit)
+    return _measured(
+        Clock(), "product beside copying thread", product, copy, both, limit
+    )
 
 
 def measure_messages(
@@ -124,4 +129,6 @@ def _measured(
 
     one, two, apart, together = clock.measure(first, second, after, both, limit=limit)
     readings = len(together.readings)
-    return Overlap(name, one.median, two.median, apart.median, together.median, readings)
+    return Overlap(
+        name, one.median, two.median, apart.median, together.median, readings
+    )

@@ -9,7 +9,9 @@ from .clock import Clock
 from .device import LocalDevice
 
 
-def measure_stores(device: LocalDevice, *, size: int = 0, limit: float = 2.0) -> tuple[Store, ...]:
+def measure_stores(
+    device: LocalDevice, *, size: int = 0, limit: float = 2.0
+) -> tuple[Store, ...]:
     """Bytes read and written a second by a copy, a sum (reads only) and a fill (writes only).
 
     `size`: bytes of each buffer; by default far beyond any cache.
@@ -26,9 +28,15 @@ def measure_stores(device: LocalDevice, *, size: int = 0, limit: float = 2.0) ->
     if device.kind == "cuda":
         pinned = torch.empty(size // 4, pin_memory=True)
         plain = torch.empty(size // 4)
-        works["host to device, pinned"] = (lambda: y.copy_(pinned, non_blocking=True), 1)
+        works["host to device, pinned"] = (
+            lambda: y.copy_(pinned, non_blocking=True),
+            1,
+        )
         works["host to device, pageable"] = (lambda: y.copy_(plain), 1)
-        works["device to host, pinned"] = (lambda: pinned.copy_(x, non_blocking=True), 1)
+        works["device to host, pinned"] = (
+            lambda: pinned.copy_(x, non_blocking=True),
+            1,
+        )
     clock = Clock(device.device)
     bytes_of_one = x.numel() * 4
     stores = []

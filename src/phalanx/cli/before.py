@@ -36,11 +36,15 @@ def refuse_before(run: Run) -> None:
     if layout is not None and not elsewhere and layout.ranks > LOCAL_RANKS:
         many = f"{layout.ranks:,} ranks; one machine starts {LOCAL_RANKS}"
         what = f"layout = {run.layout!r} has {many}"
-        raise RunError("run", [Mistake("layout", what, "Start more with torchrun or Slurm")])
+        raise RunError(
+            "run", [Mistake("layout", what, "Start more with torchrun or Slurm")]
+        )
     if not _has_gpu():
         if layout is not None and layout.recompute == "fit" and not run.memory:
             what = f"layout = {run.layout!r}: how much a rank may hold is not known without a GPU"
-            wrong.append(Mistake("layout", what, "Write memory = 2.5 (GiB), or recompute:all"))
+            wrong.append(
+                Mistake("layout", what, "Write memory = 2.5 (GiB), or recompute:all")
+            )
         if shape is not None and not elsewhere:
             wrong += _memory(run, shape, layout)
     wrong += _variables(Url(run.checkpoint.remote))
@@ -65,7 +69,9 @@ def refuse_large(need: float, what: str, way_out: str) -> None:
 
 
 def _has_gpu() -> bool:
-    return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))
+    return any(
+        Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+    )
 
 
 def _memory(run: Run, shape: Shape, layout: Layout | None) -> list[Mistake]:
@@ -89,9 +95,15 @@ def _memory(run: Run, shape: Shape, layout: Layout | None) -> list[Mistake]:
             f"model = {name!r} takes {state / GIB:,.0f} GiB for weights, gradients and optimizer"
             f" state of {run.layout!r}, and this machine has {have / GIB:,.0f} GiB"
         )
-        way_out = "Take a smaller model, fewer ranks or zero3; `phalanx plan` finds a cluster"
+        way_out = (
+            "Take a smaller model, fewer ranks or zero3; `phalanx plan` finds a cluster"
+        )
         return [Mistake("model", what, way_out)]
-    tokens = shape.batch * run.tokens(shape) / (layout.microbatches if layout else shape.batch)
+    tokens = (
+        shape.batch
+        * run.tokens(shape)
+        / (layout.microbatches if layout else shape.batch)
+    )
     blocks = 1 if layout is None or layout.recompute != "none" else shape.layers
     # What a block keeps at the least: its input.
     inputs = tokens * shape.hidden * min(4, dtype.bytes) * blocks
@@ -101,7 +113,11 @@ def _memory(run: Run, shape: Shape, layout: Layout | None) -> list[Mistake]:
             f" {inputs / GIB:,.0f} GiB between forward and backward, and this machine has"
             f" {have / GIB:,.0f} GiB"
         )
-        return [Mistake("batch", what, "Write a smaller batch, or more microbatches: accum:16")]
+        return [
+            Mistake(
+                "batch", what, "Write a smaller batch, or more microbatches: accum:16"
+            )
+        ]
     return []
 
 

@@ -69,7 +69,12 @@ _DEFAULTS: dict[str, tuple[Any, Any]] = {
 
 def run(argv: list[str]) -> int:
     parser = Parser(__doc__, json=False)
-    benches = {"collectives": _collectives, "matmul": _matmul, "mfu": _mfu, "overlap": _overlap}
+    benches = {
+        "collectives": _collectives,
+        "matmul": _matmul,
+        "mfu": _mfu,
+        "overlap": _overlap,
+    }
     return chosen(parser, argv, benches)
 
 
@@ -104,7 +109,11 @@ def _device(args: argparse.Namespace, options: Sequence[str]) -> LocalDevice:
 
 
 def _add_ranks(parser: Parser) -> None:
-    parser.add("--ranks", type=whole(2, LOCAL_RANKS), help="of the group; default the GPUs, else 2")
+    parser.add(
+        "--ranks",
+        type=whole(2, LOCAL_RANKS),
+        help="of the group; default the GPUs, else 2",
+    )
     parser.add("--backend")
 
 
@@ -121,7 +130,9 @@ class _Ranks:
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         self.count = self.launched.size if self.launched else ranks or max(gpus, 2)
         if self.count < 2:
-            raise UsageError("the launcher has started 1 rank; a collective needs 2 or more.")
+            raise UsageError(
+                "the launcher has started 1 rank; a collective needs 2 or more."
+            )
         if self.launched and ranks not in (None, self.count):
             raise UsageError(f"--ranks {ranks}: the launcher has started {self.count}.")
         self.requested = backend
@@ -154,20 +165,39 @@ def _collectives(argv: list[str]) -> int:
     parser = _parser(_collectives.__doc__, 4.0, "for an operation at a size")
     add = parser.add
     _add_ranks(parser)
-    add("--ops", default="all", type=_operations, metavar="OPS", help="separated by commas")
+    add(
+        "--ops",
+        default="all",
+        type=_operations,
+        metavar="OPS",
+        help="separated by commas",
+    )
     sizes = "1K:512M (in steps of 4), 1K:64M:2 or 1K,64K"
     add("--sizes", type=parse_byte_sizes, default="1K:64M", metavar="SIZES", help=sizes)
-    add("--groups", metavar="N,NxD", help="group sizes; 2x4: 2 ranks 4 apart; default --ranks")
-    add("--dtype", default=FP32, choices=[x for x in PRECISIONS if x != TF32], help="of the data")
+    add(
+        "--groups",
+        metavar="N,NxD",
+        help="group sizes; 2x4: 2 ranks 4 apart; default --ranks",
+    )
+    add(
+        "--dtype",
+        default=FP32,
+        choices=[x for x in PRECISIONS if x != TF32],
+        help="of the data",
+    )
     add("--repeats", type=whole(), default=7, help="readings of each")
     more = "then no larger size begins"
     add("--total", type=POSITIVE, default=600.0, metavar="SECONDS", help=more)
-    parser.add_output("--out", ".svg", ".html", help="bandwidth over size, with what was fitted")
+    parser.add_output(
+        "--out", ".svg", ".html", help="bandwidth over size, with what was fitted"
+    )
     args = parser.read(argv)
     # Each rank has what it sends, what it receives, and what should have come.
     need = 3.0 * max(args.sizes) * (args.ranks or 2)
     refuse_large(
-        need, f"--sizes to {binary_text(max(args.sizes))}", "Write smaller sizes, as 1K:64M"
+        need,
+        f"--sizes to {binary_text(max(args.sizes))}",
+        "Write smaller sizes, as 1K:64M",
     )
     if args.groups and args.ranks:
         _groups(args.groups, args.ranks)
@@ -182,7 +212,9 @@ def _collectives(argv: list[str]) -> int:
         raise UsageError(
             f"--dtype {args.dtype}: sums over {ranks.count} ranks cannot be checked exactly; use fp32."
         )
-    sweep = Sweep(args.ops, args.sizes, groups, dtype, args.repeats, args.limit, args.total)
+    sweep = Sweep(
+        args.ops, args.sizes, groups, dtype, args.repeats, args.limit, args.total
+    )
     samples = ranks.run(measure_collectives, sweep)
     if samples is None:
         return 0
@@ -190,7 +222,11 @@ def _collectives(argv: list[str]) -> int:
     if args.out:
         draw = partial(curves_svg, curves, samples=samples, backend=ranks.backend)
         page = partial(frame, f"collectives over {ranks.backend}")
-        write(args.out, {".svg": lambda draw: draw(), ".html": lambda d: page(figure(d))}, draw)
+        write(
+            args.out,
+            {".svg": lambda draw: draw(), ".html": lambda d: page(figure(d))},
+            draw,
+        )
     figures = {
         "backend": ranks.backend,
         "samples": [
@@ -201,7 +237,9 @@ def _collectives(argv: list[str]) -> int:
         "forms": [asdict(growth) | {"better": growth.better} for growth in forms],
     }
     right = all(sample.correct for sample in samples)
-    return result(args, figures, collectives_text(samples, ranks.backend, forms), good=right)
+    return result(
+        args, figures, collectives_text(samples, ranks.backend, forms), good=right
+    )
 
 
 def _operations(text: str) -> tuple[str, ...]:
@@ -217,7 +255,9 @@ def _groups(text: str, ranks: int) -> tuple[tuple[int, int], ...]:
     for part in text.split(","):
         match = re.fullmatch("([0-9]{1,6})(?:x([0-9]{1,6}))?", part)
         if not match:
-            raise UsageError(f"--groups {part!r}: write 4 for neighbours, 2x4 for 2 ranks 4 apart.")
+            raise UsageError(
+                f"--groups {part!r}: write 4 for neighbours, 2x4 for 2 ranks 4 apart."
+            )
         size, apart = int(match[1]), int(match[2] or 1)
         if size < 2 or apart < 1 or size * apart > ranks:
             raise UsageError(
@@ -231,7 +271,9 @@ def group_text(of: Sample | Curve) -> str:
     return f"{of.ranks}x{of.apart}" if of.apart > 1 else str(of.ranks)
 
 
-def collectives_text(samples: Sequence[Sample], backend: str, forms: Sequence[Growth]) -> str:
+def collectives_text(
+    samples: Sequence[Sample], backend: str, forms: Sequence[Growth]
+) -> str:
     """The table, the all-reduce beside its halves, the fitted curves, which form describes growth."""
     from ..bench import fit_all
 
@@ -261,7 +303,9 @@ def collectives_text(samples: Sequence[Sample], backend: str, forms: Sequence[Gr
     )
     if halves:
         text += "\nall-reduce = reduce-scatter then all-gather: the same values, these times\n"
-        text += text_table(("ranks", "S", "all-reduce", "in two steps", "ratio"), halves, indent=2)
+        text += text_table(
+            ("ranks", "S", "all-reduce", "in two steps", "ratio"), halves, indent=2
+        )
     if curves:
         text += "\nfitted: latency of a step, bus bandwidth for large S, median error of the fit\n"
         curve = ("operation", "ranks", "latency", "bandwidth", "error", "beyond")
@@ -274,7 +318,17 @@ def collectives_text(samples: Sequence[Sample], backend: str, forms: Sequence[Gr
     return f"{text}\n{title}\n{text_table(head, grown, indent=2)}"
 
 
-_SAMPLES = ("operation", "group", "S", "time", "least..most", "S/t", "factor", "bus", "result")
+_SAMPLES = (
+    "operation",
+    "group",
+    "S",
+    "time",
+    "least..most",
+    "S/t",
+    "factor",
+    "bus",
+    "result",
+)
 
 
 # ---- matrix products
@@ -312,30 +366,44 @@ def _matmul(argv: list[str]) -> int:
         up = ChartAxis("TFLOP/s", "{:g}".format)
         square = [p for p in done if p.name == "square"]
         series = [
-            Series(name, tuple((float(p.n), p.rate / 1e12) for p in square if p.dtype == name))
+            Series(
+                name,
+                tuple((float(p.n), p.rate / 1e12) for p in square if p.dtype == name),
+            )
             for name in dict.fromkeys(p.dtype for p in square)
         ]
         title = f"matrix products on {device.name}"
         save(args.out, chart(title, series, across, up, [device.known()]))
     rows = [
-        asdict(p) | {"flops": p.flops, "rate": p.rate, "claimed_rate": p.claimed_rate} for p in done
+        asdict(p) | {"flops": p.flops, "rate": p.rate, "claimed_rate": p.claimed_rate}
+        for p in done
     ]
-    figures = {"device": device.name, "known": device.entry is not None, "products": rows}
-    return result(args, figures, products_summary(done, device, len(squares) + len(wide)))
+    figures = {
+        "device": device.name,
+        "known": device.entry is not None,
+        "products": rows,
+    }
+    return result(
+        args, figures, products_summary(done, device, len(squares) + len(wide))
+    )
 
 
 def _dtypes(text: str) -> tuple[str, ...]:
     names = tuple(text.split(","))
     for name in names:
         if name not in PRECISIONS:
-            raise UsageError(f"unknown precision {name[:60]!r}; use {', '.join(PRECISIONS)}.")
+            raise UsageError(
+                f"unknown precision {name[:60]!r}; use {', '.join(PRECISIONS)}."
+            )
     return names
 
 
 def _lengths(text: str) -> tuple[int, ...]:
     lengths = parse_byte_sizes(text, step=2)
     if max(lengths) > LONGEST:
-        raise UsageError(f"{text[:60]}: write 512:32768 or 512,768, numbers of 1 to {LONGEST:,}.")
+        raise UsageError(
+            f"{text[:60]}: write 512:32768 or 512,768, numbers of 1 to {LONGEST:,}."
+        )
     return lengths
 
 
@@ -345,7 +413,9 @@ PRODUCT_HEAD = (
 )
 
 
-def product_line(product: MatrixProduct, device: LocalDevice, done: Sequence[MatrixProduct]) -> str:
+def product_line(
+    product: MatrixProduct, device: LocalDevice, done: Sequence[MatrixProduct]
+) -> str:
     """One row: `of best` is against the fastest so far in its dtype."""
     peak = device.peak(product.dtype)
     best = max(p.rate for p in done if p.dtype == product.dtype)
@@ -358,7 +428,9 @@ def product_line(product: MatrixProduct, device: LocalDevice, done: Sequence[Mat
     )
 
 
-def products_summary(done: Sequence[MatrixProduct], device: LocalDevice, planned: int) -> str:
+def products_summary(
+    done: Sequence[MatrixProduct], device: LocalDevice, planned: int
+) -> str:
     """The best of each dtype against the peak, and what was left out."""
     lines = [""]
     for dtype in dict.fromkeys(p.dtype for p in done):
@@ -374,7 +446,9 @@ def products_summary(done: Sequence[MatrixProduct], device: LocalDevice, planned
         " With CUDA_LAUNCH_BLOCKING=1 both agree, and nothing overlaps any more."
     )
     if len(done) < planned:
-        lines.append(f"{planned - len(done)} of {planned} products were left out: time or memory.")
+        lines.append(
+            f"{planned - len(done)} of {planned} products were left out: time or memory."
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -394,7 +468,11 @@ def _mfu(argv: list[str]) -> int:
     parser = _parser(_mfu.__doc__, 20.0)
     _add_device(parser)
     add = parser.add
-    add("--dtype", choices=[x for x in PRECISIONS if x != FP64], help="default by device")
+    add(
+        "--dtype",
+        choices=[x for x in PRECISIONS if x != FP64],
+        help="default by device",
+    )
     add("--layers", default=8, help="of the MLP")
     add("--width", type=whole(1, LONGEST), help="of the MLP; default by device")
     add("--rows", type=whole(), help="of the MLP; default its width")
@@ -410,7 +488,13 @@ def _mfu(argv: list[str]) -> int:
     hidden = Shape.load(args.model or _default("model")).hidden
     kept = 2.0 * args.batch * (args.seq or _default("seq")) * hidden
     refuse_large(kept, f"a batch of {args.batch:,}", "Write less --batch or --seq")
-    from ..bench import WideMlp, measure_block, measure_mlp, measure_products, square_products
+    from ..bench import (
+        WideMlp,
+        measure_block,
+        measure_mlp,
+        measure_products,
+        square_products,
+    )
 
     device = _device(args, ("dtype", "width", "model", "seq"))
     products = square_products([args.dtype], _default("squares", device.kind))
@@ -419,15 +503,20 @@ def _mfu(argv: list[str]) -> int:
     shape = Shape.load(args.model)
     done = [
         measure_mlp(device, mlp, args.dtype, limit=args.limit),
-        measure_block(device, shape, args.batch, args.seq, args.dtype, limit=args.limit),
+        measure_block(
+            device, shape, args.batch, args.seq, args.dtype, limit=args.limit
+        ),
     ]
     peak = device.peak(args.dtype)
     rows = [
-        asdict(x) | {"mfu": x.share(peak) if peak else None, "of_best_measured": x.share(best)}
+        asdict(x)
+        | {"mfu": x.share(peak) if peak else None, "of_best_measured": x.share(best)}
         for x in done
     ]
     figures = {"device": device.name, "peak": peak or None, "best_measured": best}
-    return result(args, figures | {"iterations": rows}, iterations_text(done, device, best))
+    return result(
+        args, figures | {"iterations": rows}, iterations_text(done, device, best)
+    )
 
 
 def iterations_text(done: Sequence[Iteration], device: LocalDevice, best: float) -> str:
@@ -480,7 +569,9 @@ def _overlap(argv: list[str]) -> int:
     refuse_large(need, f"--size {args.size}", "Write a smaller one")
     if args.copy:
         need = 2.0 * args.copy * count
-        refuse_large(need, f"--copy {binary_text(args.copy)}", "Write fewer bytes, as 32M")
+        refuse_large(
+            need, f"--copy {binary_text(args.copy)}", "Write fewer bytes, as 32M"
+        )
     from ..bench import measure_copies, measure_messages
 
     device = _device(args, ("size", "copy", "dtype"))
@@ -491,7 +582,10 @@ def _overlap(argv: list[str]) -> int:
         sizes = {"size": args.size, "copied": args.copy}
         done = measure_copies(device, **sizes, dtype=args.dtype, limit=args.limit)
     if device.kind == "cpu" or device.count > 1 or args.ranks or ranks.launched:
-        done += ranks.run(measure_messages, args.size, args.copy, args.dtype, args.limit) or []
+        done += (
+            ranks.run(measure_messages, args.size, args.copy, args.dtype, args.limit)
+            or []
+        )
     if not ranks.quiet:
         rows = [asdict(x) | {"hidden": x.hidden} for x in done]
         result(args, {"device": device.name, "overlaps": rows}, overlaps_text(done))
@@ -502,7 +596,11 @@ def overlaps_text(done: Sequence[Overlap]) -> str:
     """A table of overlaps: the share of the shorter activity that is hidden."""
     head = ("", "first", "second", "one by one", "together", "hidden")
     rows = [
-        (x.name, *map(seconds_text, (x.first, x.second, x.after, x.together)), f"{x.hidden:.0%}")
+        (
+            x.name,
+            *map(seconds_text, (x.first, x.second, x.after, x.together)),
+            f"{x.hidden:.0%}",
+        )
         for x in done
     ]
     note = "what together saves, as part of the shorter one; below 0 they hinder each other."

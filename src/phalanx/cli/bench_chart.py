@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 def curves_svg(
-    curves: Sequence[Curve], width: float = WIDE, samples: Sequence[Sample] = (), backend: str = ""
+    curves: Sequence[Curve],
+    width: float = WIDE,
+    samples: Sequence[Sample] = (),
+    backend: str = "",
 ) -> Html:
     """One SVG document; `samples` are what the curves were fitted to, where that is known."""
     series = []
@@ -32,14 +35,19 @@ def curves_svg(
         ]
         points = tuple((float(s.bytes), s.bus / 1e9) for s in mine)
         line = tuple((float(n), curve.bus(n) / 1e9) for n in sizes)
-        series.append(Series(f"{curve.op} x {curve.ranks}{apart}", points, line, tips=tips))
+        series.append(
+            Series(f"{curve.op} x {curve.ranks}{apart}", points, line, tips=tips)
+        )
     backend = backend or ", ".join(sorted({curve.backend for curve in curves}))
     note = (
         "Points: measured, medians, the slowest rank counts. Dashed: latency and bandwidth fitted."
         if samples
         else "Latency and bandwidth as they were fitted to what was measured."
     )
-    across, up = ChartAxis("S", binary_text, 16), ChartAxis("bus bandwidth in GB/s", "{:g}".format)
+    across, up = (
+        ChartAxis("S", binary_text, 16),
+        ChartAxis("bus bandwidth in GB/s", "{:g}".format),
+    )
     return panels(f"collectives over {backend}", series, across, up, [note], width)
 
 

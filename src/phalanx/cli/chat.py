@@ -19,7 +19,12 @@ _PROMPT = "> "
 def run(argv: list[str]) -> int:
     parser = Parser(__doc__, json=False)
     add_source(parser)
-    parser.add("--system", default="", metavar="TEXT", help="a first message that sets the tone")
+    parser.add(
+        "--system",
+        default="",
+        metavar="TEXT",
+        help="a first message that sets the tone",
+    )
     add_sampling(parser, tokens=512)
     args = parser.read(argv)
     source = source_of(args.source)

@@ -34,13 +34,32 @@ def run(argv: list[str]) -> int:
     add = parser.add
     add("--batch", default=0)
     add("--seq", dest="sequence", default=0)
-    add("--device", default="", choices=None, metavar="NAME", help="with its memory, as h100")
-    add("--cluster", default="", metavar="NAME", help="must fit on it, as h100x64, or this")
+    add(
+        "--device",
+        default="",
+        choices=None,
+        metavar="NAME",
+        help="with its memory, as h100",
+    )
+    add(
+        "--cluster",
+        default="",
+        metavar="NAME",
+        help="must fit on it, as h100x64, or this",
+    )
     help = "default: of a run file, else adamw"
     add("--optimizer", default="", choices=OPTIMIZERS, help=help)
     add("--clip", action="store_true", help="accepted; every run agrees on the norm")
-    add("--sums", action="store_true", help="check that each sum over ranks is made, and made once")
-    add("--layout", metavar="TEXT", help="the layout of a run file, the same as layout=TEXT")
+    add(
+        "--sums",
+        action="store_true",
+        help="check that each sum over ranks is made, and made once",
+    )
+    add(
+        "--layout",
+        metavar="TEXT",
+        help="the layout of a run file, the same as layout=TEXT",
+    )
     args = parser.read(argv, intermixed=True)
     text = " ".join(args.what)
     run_ = run_of_words(args.what, args.layout)
@@ -51,9 +70,13 @@ def run(argv: list[str]) -> int:
         good = checked.fits and checked.right
         return result(args, checked.figures, str(checked), good=good)
     if args.sums:
-        raise UsageError("which sums over ranks there are depends on the model: add --model.")
+        raise UsageError(
+            "which sums over ranks there are depends on the model: add --model."
+        )
     if args.device or args.cluster:
-        raise UsageError("the memory that a layout needs depends on its model: add --model.")
+        raise UsageError(
+            "the memory that a layout needs depends on its model: add --model."
+        )
     if text.endswith(".txt") or Path(text).is_file():
         return _file(text, args)
     Layout.parse(text)

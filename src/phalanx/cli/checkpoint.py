@@ -63,7 +63,9 @@ def _show(argv: list[str]) -> int:
         "updates": manifest.updates,
         "versions": dict(manifest.versions),
     }
-    shown = figures | ({"older": ", ".join(path.name for path in older)} if older else {})
+    shown = figures | (
+        {"older": ", ".join(path.name for path in older)} if older else {}
+    )
     rows = []
     for key, value in shown.items():
         if isinstance(value, dict):
@@ -81,10 +83,14 @@ def _verify(argv: list[str]) -> int:
 
     faults = {str(path): verify_checkpoint(path) for path in paths}
     lines = [
-        line for p, f in faults.items() for line in f or [f"{p}: every byte is as it was written"]
+        line
+        for p, f in faults.items()
+        for line in f or [f"{p}: every byte is as it was written"]
     ]
     sound = not any(faults.values())
-    return result(args, {"sound": sound, "faults": faults}, "\n".join(lines), good=sound)
+    return result(
+        args, {"sound": sound, "faults": faults}, "\n".join(lines), good=sound
+    )
 
 
 def _export(argv: list[str]) -> int:
@@ -93,8 +99,14 @@ def _export(argv: list[str]) -> int:
     parser.add_output("--to", folder=True, required=True, help="where the model goes")
     named = "the model_type where several fit, as mistral for llama"
     parser.add("--family", default="", choices=FAMILIES, metavar="NAME", help=named)
-    parser.add("--dtype", default="", type=str.upper, choices=STORED, help="of the numbers")
-    parser.add("--adapter", action="store_true", help="LoRA alone, as peft loads it; else merged")
+    parser.add(
+        "--dtype", default="", type=str.upper, choices=STORED, help="of the numbers"
+    )
+    parser.add(
+        "--adapter",
+        action="store_true",
+        help="LoRA alone, as peft loads it; else merged",
+    )
     args = parser.read(argv)
     path = checkpoints_in(args.source)[0]
     from ..train.checkpoint_exchange import export_adapter, export_weights
@@ -104,13 +116,17 @@ def _export(argv: list[str]) -> int:
         say("\n".join(faults))
         return 1
     export = export_adapter if args.adapter else export_weights
-    return _written(args, export(path, Path(args.to), family=args.family, dtype=args.dtype))
+    return _written(
+        args, export(path, Path(args.to), family=args.family, dtype=args.dtype)
+    )
 
 
 def _import(argv: list[str]) -> int:
     """`phalanx checkpoint import`: makes a checkpoint of a model of Hugging Face."""
     parser = _parser(_import.__doc__, "the model's folder")
-    parser.add_output("--out", folder=True, required=True, help="the run that begins with it")
+    parser.add_output(
+        "--out", folder=True, required=True, help="the run that begins with it"
+    )
     args = parser.read(argv)
     if not Path(args.source).is_dir():
         raise UsageError(f"there is no folder {args.source}. {_THEIRS}")
@@ -118,7 +134,9 @@ def _import(argv: list[str]) -> int:
     from ..train.checkpoint_exchange import import_weights
 
     # Where a run looks for what it goes on from.
-    return _written(args, [import_weights(Path(args.source), Path(args.out, CHECKPOINTS))])
+    return _written(
+        args, [import_weights(Path(args.source), Path(args.out, CHECKPOINTS))]
+    )
 
 
 def _written(args: argparse.Namespace, files: list[Path]) -> int:

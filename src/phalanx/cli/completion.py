@@ -14,7 +14,10 @@ from ..plan import clusters, devices
 from .usage import DESCRIBE, Described, Parser, say
 
 # They ask `phalanx completion words -- WORD...`, of which the last is being written. No answer: files.
-_SCRIPTS = {file.name: file for file in sorted((Path(__file__).parent / "completions").iterdir())}
+_SCRIPTS = {
+    file.name: file
+    for file in sorted((Path(__file__).parent / "completions").iterdir())
+}
 # What values of options are, where the parser does not say.
 _VALUES: dict[str, Callable[[], Iterable[str]]] = {
     "--model": Shape.names,

@@ -29,12 +29,32 @@ from .usage import Parser, length, result, whole
 def run(argv: list[str]) -> int:
     parser = Parser(__doc__)
     add = parser.add
-    add("layout", nargs="*", metavar="LAYOUT", help='such as "tp4 seq bf16"; default: one rank')
+    add(
+        "layout",
+        nargs="*",
+        metavar="LAYOUT",
+        help='such as "tp4 seq bf16"; default: one rank',
+    )
     add("--model", default="8b", metavar="SHAPE|FILE.py:Class", help="the model")
     add("--rows", type=whole(), default=1, help="sequences of a microbatch")
-    add("--sequence", type=length, default=0, help="tokens of a sequence; default the shape's")
-    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="muon: its Newton-Schulz too")
-    add("--target", default="cuda", choices=("cuda", "cpu"), help="device whose kernels are used")
+    add(
+        "--sequence",
+        type=length,
+        default=0,
+        help="tokens of a sequence; default the shape's",
+    )
+    add(
+        "--optimizer",
+        choices=OPTIMIZERS,
+        default="adamw",
+        help="muon: its Newton-Schulz too",
+    )
+    add(
+        "--target",
+        default="cuda",
+        choices=("cuda", "cpu"),
+        help="device whose kernels are used",
+    )
     args = parser.read(argv)
     layout = Layout.parse(" ".join(args.layout))
     shape, make = model_of(args.model)
@@ -42,7 +62,9 @@ def run(argv: list[str]) -> int:
     batch = max(shape.batch, layout.data * layout.microbatches)
     refuse_illegal(layout, shape, batch=batch, sequence=args.sequence)
     cut, model = piece_layout(layout), args.model if make else shape
-    pieces = cached_costs(model, [layout], sequence=args.sequence, target=args.target)[cut]
+    pieces = cached_costs(model, [layout], sequence=args.sequence, target=args.target)[
+        cut
+    ]
     # The numbers of the program's pieces that cost the same, and their cost.
     alike = defaultdict[Callable[[float], PieceCost], list[int]](list)
     parts = (part for piece in pieces for part in piece.parts)
@@ -62,10 +84,18 @@ def run(argv: list[str]) -> int:
         "rows": args.rows,
         "sequence": args.sequence or shape.sequence,
         "target": args.target,
-        "pieces": [{"pieces": numbers, **_facts(cut, found)} for numbers, found in kinds],
-        **({"newton_schulz": [{"flops": f, "moved": b} for f, b in work]} if muon else {}),
+        "pieces": [
+            {"pieces": numbers, **_facts(cut, found)} for numbers, found in kinds
+        ],
+        **(
+            {"newton_schulz": [{"flops": f, "moved": b} for f, b in work]}
+            if muon
+            else {}
+        ),
     }
-    tokens = f" of {args.sequence or shape.sequence:,} tokens" * (shape.kind == "decoder")
+    tokens = f" of {args.sequence or shape.sequence:,} tokens" * (
+        shape.kind == "decoder"
+    )
     text = (
         f"{shape.name} as {str(cut) or 'one rank'}\n"
         f"one rank, rows in a microbatch: {args.rows}{tokens}; kernels of {args.target}\n"
@@ -91,7 +121,15 @@ def _operations(cut: Layout, found: PieceCost) -> dict[str, Load]:
 
 
 def _facts(cut: Layout, found: PieceCost) -> dict[str, object]:
-    sizes = ("kept", "kept_after_i", "input", "selected", "temporary", "weights", "edge")
+    sizes = (
+        "kept",
+        "kept_after_i",
+        "input",
+        "selected",
+        "temporary",
+        "weights",
+        "edge",
+    )
     loads = {
         name: {"flops": load.flops, "flops_full": _full(load), **asdict(load)}
         for name, load in _operations(cut, found).items()
@@ -105,7 +143,11 @@ def _full(load: Load) -> float:
 
 
 def _lines(cut: Layout, numbers: list[int], found: PieceCost) -> Iterator[str]:
-    span = f"piece {numbers[0]}" if len(numbers) == 1 else f"pieces {numbers[0]}-{numbers[-1]}"
+    span = (
+        f"piece {numbers[0]}"
+        if len(numbers) == 1
+        else f"pieces {numbers[0]}-{numbers[-1]}"
+    )
     yield (
         f"{span}: {si_text(found.weights)} weights; keeps {si_text(found.kept)}B"
         f" (input {si_text(found.input)}B); temporary {si_text(found.temporary)}B"
@@ -116,7 +158,10 @@ def _lines(cut: Layout, numbers: list[int], found: PieceCost) -> Iterator[str]:
         yield f"  after I it keeps {si_text(found.kept_after_i)}B"
     rows = []
     for name, load in _operations(cut, found).items():
-        flops, moved = map(si_text, (load.flops, _full(load))), f"{si_text(load.moved)}B"
+        flops, moved = (
+            map(si_text, (load.flops, _full(load))),
+            f"{si_text(load.moved)}B",
+        )
         first, *more = _messages(load) or [""]
         rows.append((name, *flops, moved, f"{load.launches:.0f}", first))
         rows += [("", "", "", "", "", message) for message in more]
@@ -144,6 +189,7 @@ def _multiplied(load: Load) -> list[str]:
         for p in load.products
     )
     cores = Counter(
-        f"attention {a.queries:g}x{a.keys:g}{' causal' * bool(a.causal)}" for a in load.attention
+        f"attention {a.queries:g}x{a.keys:g}{' causal' * bool(a.causal)}"
+        for a in load.attention
     )
     return [f"{n} {shape}" if n > 1 else shape for shape, n in (shapes + cores).items()]

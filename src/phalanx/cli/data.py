@@ -45,28 +45,40 @@ def run(argv: list[str]) -> int:
 
 def _parser(text: str | None) -> Parser:
     parser = Parser(text)
-    parser.add("source", metavar="SRC", help="a file or a folder; python: the library's own source")
+    parser.add(
+        "source",
+        metavar="SRC",
+        help="a file or a folder; python: the library's own source",
+    )
     return parser
 
 
 def _prepare(argv: list[str]) -> int:
     """`phalanx data prepare`: makes token files of text and chats."""
     parser = _parser(_prepare.__doc__)
-    parser.add_output("--out", folder=True, required=True, help="where the token files go")
+    parser.add_output(
+        "--out", folder=True, required=True, help="where the token files go"
+    )
     what = "a tokenizer.json, or its folder with a chat template; bytes without"
     parser.add("--tokenizer", metavar="PATH", help=what)
-    parser.add("--end", metavar="TOKEN", help="the token that closes each document of text")
+    parser.add(
+        "--end", metavar="TOKEN", help="the token that closes each document of text"
+    )
     what = "of rows; default text, messages, conversations, or prompt and completion"
     parser.add("--field", default="", metavar="NAME", help=what)
     share = real(lambda x: 0 <= x < 1, "from 0 to below 1")
-    parser.add("--held-out", type=share, default=0.05, metavar="SHARE", help="for validation")
+    parser.add(
+        "--held-out", type=share, default=0.05, metavar="SHARE", help="for validation"
+    )
     what = "what cannot be read: leave it out and name it, or stop there"
     parser.add("--on-bad", choices=_BAD, default=_BAD[0], help=what)
     parser.add("--workers", type=whole(1, 4096), help="processes; default one a core")
     args = parser.read(argv)
     from ..train.data.vocabulary import open_vocabulary
 
-    vocabulary = open_vocabulary(Path(args.tokenizer) if args.tokenizer else None, args.end)
+    vocabulary = open_vocabulary(
+        Path(args.tokenizer) if args.tokenizer else None, args.end
+    )
     done = prepare_shown(
         args.source,
         args.out,
@@ -79,10 +91,18 @@ def _prepare(argv: list[str]) -> int:
     return _shown(args.out, args, done)
 
 
-def prepare_shown(source: str, out: str, vocabulary: Vocabulary, **how: Any) -> Prepared:
+def prepare_shown(
+    source: str, out: str, vocabulary: Vocabulary, **how: Any
+) -> Prepared:
     """Make token files, with a bar that says how far it is, and name what was left out."""
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
     from ..train.data.prepare import prepare
 
@@ -131,7 +151,9 @@ def _shown(source: str, args: argparse.Namespace, done: Prepared | None = None) 
     }
     kept = ("name", "vocab", "bytes_per_token", "fingerprint")
     figures: dict[str, Any] = {name: getattr(corpus, name) for name in kept} | streams
-    vocabulary = f"a vocabulary of {corpus.vocab:,}" if corpus.vocab else "an unknown vocabulary"
+    vocabulary = (
+        f"a vocabulary of {corpus.vocab:,}" if corpus.vocab else "an unknown vocabulary"
+    )
     rows = [
         (name, f"{x['tokens']:,}", f"tokens in {x['documents']:,} documents")
         for name, x in streams.items()
@@ -145,7 +167,9 @@ def _shown(source: str, args: argparse.Namespace, done: Prepared | None = None) 
         text += f"\n{done.form}{left_out(done)}"
         if done.answers:
             rows.append(("answers", f"{done.answers:,}", "tokens are trained on"))
-    return result(args, figures, f"{text}\n{text_table((), rows, left='lrl', indent=2)}")
+    return result(
+        args, figures, f"{text}\n{text_table((), rows, left='lrl', indent=2)}"
+    )
 
 
 def _verify(argv: list[str]) -> int:

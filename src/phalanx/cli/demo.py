@@ -37,7 +37,9 @@ validation = {{batches = 4}}
 
 def run(argv: list[str]) -> int:
     parser = Parser(__doc__)
-    parser.add_output("--out", folder=True, default="runs/demo", help="folder to create")
+    parser.add_output(
+        "--out", folder=True, default="runs/demo", help="folder to create"
+    )
     args = parser.read(argv)
     begun = time.monotonic()
     out, alone = Path(args.out), Path(f"{args.out}-one-process")
@@ -57,11 +59,15 @@ def _play(out: Path, alone: Path) -> dict[str, Any]:
     from ..report.step import step_extras
 
     shape = _run_of(out, FIRST).shape
-    progress(f"A decoder of {shape.total:,} parameters learns the Python library's text.")
+    progress(
+        f"A decoder of {shape.total:,} parameters learns the Python library's text."
+    )
     progress(f"\n1. Four ranks as {FIRST}; one is killed after step {KILL}.")
     killed = _killed(out)
     progress(f"   {killed}")
-    progress(f"\n2. The same command, now as {THEN}: it continues from the last checkpoint.")
+    progress(
+        f"\n2. The same command, now as {THEN}: it continues from the last checkpoint."
+    )
     _watch(out, kill=False)
     _train(out, THEN)
     progress("\n3. The same run on one process, never interrupted.")
@@ -127,7 +133,9 @@ def _watch(out: Path, *, kill: bool) -> None:
                 if record["event"] == "end":
                     return
                 if kill and record["event"] == "step" and record["step"] >= KILL:
-                    ranks = [child.pid or 0 for child in multiprocessing.active_children()]
+                    ranks = [
+                        child.pid or 0 for child in multiprocessing.active_children()
+                    ]
                     if ranks:
                         os.kill(max(ranks), signal.SIGKILL)
                     return

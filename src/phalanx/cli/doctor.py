@@ -64,10 +64,22 @@ def run(argv: list[str]) -> int:
         return result(args, *show(args))
     parser = Parser(__doc__)
     add = parser.add
-    add("subject", nargs="?", choices=_SUBJECTS, metavar="SUBJECT", help=", ".join(_SUBJECTS))
-    parser.add_output("--out", ".toml", help="measure all of it and write it into this file")
+    add(
+        "subject",
+        nargs="?",
+        choices=_SUBJECTS,
+        metavar="SUBJECT",
+        help=", ".join(_SUBJECTS),
+    )
+    parser.add_output(
+        "--out", ".toml", help="measure all of it and write it into this file"
+    )
     add("--device")
-    add("--ranks", type=whole(2, LOCAL_RANKS), help="ranks of the largest group to measure")
+    add(
+        "--ranks",
+        type=whole(2, LOCAL_RANKS),
+        help="ranks of the largest group to measure",
+    )
     add("--backend")
     add("--model", default="124m", help="model whose matrix products are measured")
     add("--limit", default=60.0, help="time for all measurements of --out, about")
@@ -95,7 +107,9 @@ def _hang(args: argparse.Namespace) -> Shown:
             f" If it hung and was ended, see {Path(args.name, HANG)}."
         )
     found = diagnose(seen.ranks, seen.timeout or 60.0)
-    lines = list(found.lines) if found.hangs else ["the run makes progress", *found.lines]
+    lines = (
+        list(found.lines) if found.hangs else ["the run makes progress", *found.lines]
+    )
     lines += [line for state in seen.ranks for line in ("", *state.lines)]
     if seen.elsewhere:
         hosts = ", ".join(seen.elsewhere[:8]) + ", ..." * (len(seen.elsewhere) > 8)
@@ -169,18 +183,24 @@ def _machine_lines(machine: Machine) -> Iterator[str]:
     for hidden in machine.hidden:
         yield f"{hidden.name}: {hidden.part:.0%} of the shorter hidden"
     for c in machine.curves:
-        speed = f"{seconds_text(c.latency)} a step, {rate_text(c.beyond or c.bandwidth)}"
+        speed = (
+            f"{seconds_text(c.latency)} a step, {rate_text(c.beyond or c.bandwidth)}"
+        )
         yield f"{c.op} of {group_text(c)} over {c.backend}: {speed}, error {c.error:.0%}"
 
 
 def _topology(args: argparse.Namespace) -> Shown:
     """`phalanx doctor topology`: who is linked to whom."""
-    topology = parse_topology(read(args.name, "topology")) if args.name else read_topology()
+    topology = (
+        parse_topology(read(args.name, "topology")) if args.name else read_topology()
+    )
     figures = {
         "devices": list(topology.devices),
         "names": list(topology.names),
         "links": [list(row) for row in topology.links],
-        "groups": {kind: [list(g) for g in topology.groups(kind)] for kind in topology.kinds},
+        "groups": {
+            kind: [list(g) for g in topology.groups(kind)] for kind in topology.kinds
+        },
         "nics": {d: list(topology.nearest_nics(d)) for d in topology.devices},
         "cpus": [list(c) for c in topology.cpus],
         "numa": list(topology.numa),
@@ -194,8 +214,12 @@ def _topology(args: argparse.Namespace) -> Shown:
 def _devices(args: argparse.Namespace) -> Shown:
     """`phalanx doctor devices`: what makers of devices state, with sources."""
     chosen = [device(args.name)] if args.name else list(devices().values())
-    figures = {d.name: asdict(d) | {"peaks": {t: d.peak(t) for t in d.dtypes}} for d in chosen}
-    return figures, "\n".join(_device_lines(chosen[0])) if args.name else _devices_text(chosen)
+    figures = {
+        d.name: asdict(d) | {"peaks": {t: d.peak(t) for t in d.dtypes}} for d in chosen
+    }
+    return figures, "\n".join(_device_lines(chosen[0])) if args.name else _devices_text(
+        chosen
+    )
 
 
 def _devices_text(chosen: Sequence[Device]) -> str:
@@ -203,7 +227,9 @@ def _devices_text(chosen: Sequence[Device]) -> str:
     head = ("device", "bf16 TFLOP/s", FP8, FP32, "memory", "bandwidth", "FLOP/byte")
     rows = []
     for d in chosen:
-        peaks = [f"{d.peak(t) / 1e12:.1f}" if d.peak(t) else "-" for t in (BF16, FP8, FP32)]
+        peaks = [
+            f"{d.peak(t) / 1e12:.1f}" if d.peak(t) else "-" for t in (BF16, FP8, FP32)
+        ]
         memory = binary_text(d.memory.bytes), rate_text(d.memory.bandwidth)
         rows.append((d.name, *peaks, *memory, f"{d.ridge:.0f}"))
     note = "Peaks count no sparsity. FLOP/byte: below it, in bf16, memory decides the time."
@@ -218,7 +244,9 @@ def _device_lines(device: Device) -> Iterator[str]:
     memory = device.memory
     yield f"  {memory.kind}: {binary_text(memory.bytes)} at {rate_text(memory.bandwidth)}"
     for way in map(link, device.links):
-        speeds = f"{rate_text(way.bandwidth)} in one direction, {rate_text(way.both)} both"
+        speeds = (
+            f"{rate_text(way.bandwidth)} in one direction, {rate_text(way.both)} both"
+        )
         yield f"  {way.title}: {speeds}"
     if chip := device.chip:
         made = f" of {chip.units_made} made" if chip.units_made else ""
@@ -270,7 +298,9 @@ def _cluster_text(c: Cluster) -> str:
     for level in c.levels:
         share = f", {level.share:.2g} of the link" if level.share != 1 else ""
         speed = f"{rate_text(level.bandwidth)} a device in one direction{share}"
-        rows.append((level.name, level.size or "...", f"by {link(level.link).title}: {speed}"))
+        rows.append(
+            (level.name, level.size or "...", f"by {link(level.link).title}: {speed}")
+        )
     sizes = " x ".join(str(level.size or "...") for level in c.levels)
     text = f"{c.name}: {c.kind.title}, {sizes}\n{text_table((), rows, left='lrl', indent=2)}"
     if c.size:
@@ -289,9 +319,13 @@ def _hierarchy(args: argparse.Namespace) -> Shown:
         save(args.out, _hierarchy_svg(f"{title}, from the inside out", levels))
     rows = []
     for p in levels:
-        size, read = (binary_text(p.bytes), seconds_text(p.to_read)) if p.bytes else ("-", "-")
+        size, read = (
+            (binary_text(p.bytes), seconds_text(p.to_read)) if p.bytes else ("-", "-")
+        )
         rows.append((p.name, size, rate_text(p.bandwidth), read, p.how))
-    table = text_table(("level", "size", "bandwidth", "to read all", ""), rows, left="lrrrl")
+    table = text_table(
+        ("level", "size", "bandwidth", "to read all", ""), rows, left="lrrrl"
+    )
     return {"places": [asdict(level) for level in levels]}, f"{title}\n\n{table}"
 
 
@@ -302,14 +336,22 @@ def _hierarchy_svg(title: str, levels: Sequence[Place]) -> str:
     rows = []
     for level, log in zip(levels, logs, strict=True):
         size = f"{binary_text(level.bytes)}, read in {seconds_text(level.to_read)}"
-        below = " · ".join(words for words in (size * bool(level.bytes), level.how) if words)
+        below = " · ".join(
+            words for words in (size * bool(level.bytes), level.how) if words
+        )
         speed = rate_text(level.bandwidth)
         rows.append(Bars(level.name, log - low, speed, below, tip=level.how))
-    return bars(title, rows, ["Each bar is as long as the logarithm of the bytes a second."])
+    return bars(
+        title, rows, ["Each bar is as long as the logarithm of the bytes a second."]
+    )
 
 
 _NAME = {"nargs": "?", "metavar": "NAME", "help": "one of them; default all"}
-_FILE = {"nargs": "?", "metavar": "FILE", "help": "what nvidia-smi topo -m printed; default: here"}
+_FILE = {
+    "nargs": "?",
+    "metavar": "FILE",
+    "help": "what nvidia-smi topo -m printed; default: here",
+}
 _DEVICE = {"metavar": "NAME", "help": "a device, as h100"}
 _RUN = {"metavar": "RUNDIR", "help": "the `out` of a run that is running on this host"}
 # What shows each, and how its name or file is written.

@@ -39,7 +39,17 @@ from ..draw import (
 )
 from ..layout import Layout, Run, plain_pieces
 from ..layout.choices import CHUNKS, OPTIMIZERS, SCHEDULES
-from ..program import Costs, Recorded, Sizes, StepOptions, Timeline, build, check, ops, simulate
+from ..program import (
+    Costs,
+    Recorded,
+    Sizes,
+    StepOptions,
+    Timeline,
+    build,
+    check,
+    ops,
+    simulate,
+)
 from .run_words import run_of_words
 from .usage import (
     Parser,
@@ -100,29 +110,56 @@ def _parser() -> Parser:
     parser.section("a schedule by itself")
     add("--stages", type=whole(1, 4096), metavar="P", help="pipeline stages; default 4")
     add("--microbatches", help="of a step; default 8")
-    add("--chunks", type=whole(1, CHUNKS), metavar="V", help="of the model on each stage")
+    add(
+        "--chunks",
+        type=whole(1, CHUNKS),
+        metavar="V",
+        help="of the model on each stage",
+    )
     add("--layers", help="pieces, spread evenly; default one per chunk")
     copies = "shard over two copies; default 0, nothing"
     add("--zero", type=whole(0), choices=range(4), help=copies)
-    add("--gather", choices=("step", "micro"), help="weights once a step, or for each use")
+    add(
+        "--gather",
+        choices=("step", "micro"),
+        help="weights once a step, or for each use",
+    )
     add("--reduce", choices=("step", "micro"), help="gradients once, or per microbatch")
     add("--prefetch", type=whole(0), help="gather N units ahead; default 1")
     add("--recompute", metavar="MODE", help="none, all, every=C, sqrt or fit")
     parser.section("a layout")
     add("--model")
-    add("--layout", metavar="TEXT", help="the layout of a run file, the same as layout=TEXT")
+    add(
+        "--layout",
+        metavar="TEXT",
+        help="the layout of a run file, the same as layout=TEXT",
+    )
     add("--batch")
     add("--seq")
-    add("--cluster", metavar="NAME", help="with times in seconds, as planned for h100x64")
+    add(
+        "--cluster",
+        metavar="NAME",
+        help="with times in seconds, as planned for h100x64",
+    )
     add("--optimizer", choices=OPTIMIZERS, help="default: of a run file, else adamw")
     parser.section("all of them")
-    add("--costs", metavar="K=T,...", help="as F=1,B=2 or F=1,I=1,W=1,send=0.1; also R P G S U ...")
+    add(
+        "--costs",
+        metavar="K=T,...",
+        help="as F=1,B=2 or F=1,I=1,W=1,send=0.1; also R P G S U ...",
+    )
     held = "searched: microbatches a stage may hold; recompute fit: pieces"
     add("--memory-limit", type=real(), help=held)
-    add("--clip", action="store_true", help="clip gradients by their global norm, as every run can")
+    add(
+        "--clip",
+        action="store_true",
+        help="clip gradients by their global norm, as every run can",
+    )
     add("--repeat", type=whole(1, 10_000), default=1, help="steps in a row")
     _add_picture(
-        parser, (*FORMATS, ".txt"), ".svg, .html, .json (for Perfetto), .txt (the program)"
+        parser,
+        (*FORMATS, ".txt"),
+        ".svg, .html, .json (for Perfetto), .txt (the program)",
     )
     return parser
 
@@ -132,12 +169,18 @@ def _add_picture(parser: Parser, suffixes: Sequence[str], help: str) -> None:
     parser.add_output("--out", *suffixes, help=help)
 
 
-def _show(args: argparse.Namespace, picture: Picture, figures: Mapping[str, object]) -> None:
+def _show(
+    args: argparse.Namespace, picture: Picture, figures: Mapping[str, object]
+) -> None:
     """Prints a step, once its file is written."""
     if args.json:
         print_json(figures)
     elif args.out:
-        say("\n".join((picture.title, *picture.summary, *picture.notes, f"wrote {args.out}")))
+        say(
+            "\n".join(
+                (picture.title, *picture.summary, *picture.notes, f"wrote {args.out}")
+            )
+        )
     else:
         width, colour = screen(args.width)
         say(text(picture, width=width, colour=colour), end="", colour=colour)
@@ -209,17 +252,23 @@ def _mesh(argv: list[str]) -> int:
     """
     parser = Parser(_mesh.__doc__)
     parser.add("layout", nargs="+", metavar="LAYOUT", help='as "dp2 pp2 tp2"')
-    parser.add("--weight", default="", metavar="DIMS", help='as "heads=4096 embed=4096"')
+    parser.add(
+        "--weight", default="", metavar="DIMS", help='as "heads=4096 embed=4096"'
+    )
     _add_picture(parser, (".svg",), "write the picture as SVG")
     args = parser.read(argv)
     picture = MeshPicture.parse(" ".join(args.layout), args.weight)
     if (ranks := picture.mesh.size) > MOST:
-        raise UsageError(f"{ranks} ranks are too many for a picture; draw {MOST} or fewer.")
+        raise UsageError(
+            f"{ranks} ranks are too many for a picture; draw {MOST} or fewer."
+        )
     text = mesh_text(picture, width=screen(args.width)[0])
     if args.out:
         save(args.out, mesh_svg(picture))
         text = f"{picture.title}\nwrote {args.out}"
-    groups = {axis: [list(g) for g in picture.mesh.groups([axis])] for axis in picture.axes}
+    groups = {
+        axis: [list(g) for g in picture.mesh.groups([axis])] for axis in picture.axes
+    }
     figures = {
         "layout": str(picture.layout),
         "ranks": [*map(partial(_of_rank, picture), range(ranks))],
@@ -228,7 +277,10 @@ def _mesh(argv: list[str]) -> int:
 
 
 def _of_rank(picture: MeshPicture, rank: int) -> dict[str, object]:
-    figures: dict[str, object] = {"rank": rank, "coordinates": picture.mesh.coordinates(rank)}
+    figures: dict[str, object] = {
+        "rank": rank,
+        "coordinates": picture.mesh.coordinates(rank),
+    }
     if picture.weight:
         cuts, shard = picture.part(rank)
         figures["part"] = {
@@ -269,7 +321,15 @@ def _recompute(argv: list[str]) -> int:
             "inputs": peak.then.get("inputs", 0.0),
         }
         table.append(line)
-    head = ("recompute", "recomputed", "time", "against none", "peak", "pieces", "inputs")
+    head = (
+        "recompute",
+        "recomputed",
+        "time",
+        "against none",
+        "peak",
+        "pieces",
+        "inputs",
+    )
     formats = ("", "", ".4g", ".3f", ".4g", ".4g", ".4g")
     rows = [[*map(format, line.values(), formats)] for line in table]
     text = (

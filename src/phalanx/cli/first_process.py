@@ -14,7 +14,8 @@ from types import FrameType
 
 from ..layout.signals import HELD, STOP_SIGNALS, signals_held_back
 
-STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later, which is what a scheduler then does
+# EX_TEMPFAIL of sysexits.h: try again later, which is what a scheduler then does
+STOPPED = 75
 # What names a rank of a launcher. Its calls of torch's store wait in C++, where no handler of Python's
 # runs: such a rank keeps the system's own answer, which ends it at once.
 _RANKS = ("RANK", "SLURM_PROCID")

@@ -37,11 +37,24 @@ SYSTEMS = {
     "sky": ("sky.yaml", ["sky", "jobs", "launch", "--yes"]),
     "torchrun": ("torchrun.sh", ["bash"]),
 }
-GRACE = 120  # seconds before a time limit, or after a request to end, in which a run saves
+# seconds before a time limit, or after a request to end, in which a run saves
+GRACE = 120
 # The name of a job set is part of its pods' names, which have at most 63 characters.
 _LONGEST_NAME = 40
 # Plain words that YAML reads as something else than text.
-_YAML_WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "nan", "inf"}
+_YAML_WORDS = {
+    "y",
+    "n",
+    "yes",
+    "no",
+    "on",
+    "off",
+    "true",
+    "false",
+    "null",
+    "nan",
+    "inf",
+}
 # Options that only some systems' texts have, with what each of these is filled in as.
 _OF_SOME = {
     "time": "time", "image": "image", "volume": "volume", "accelerator": "sky_devices",
@@ -62,9 +75,20 @@ def run(argv: list[str]) -> int:
     parser = Parser(__doc__)
     add = parser.add
     add("system", choices=tuple(SYSTEMS), metavar="SYSTEM", help=", ".join(SYSTEMS))
-    add("words", nargs="+", metavar="RUN.toml key=value", help="a run file, and keys to set in it")
+    add(
+        "words",
+        nargs="+",
+        metavar="RUN.toml key=value",
+        help="a run file, and keys to set in it",
+    )
     add("--nodes", type=whole(1, 1 << 14), default=1)
-    add("--gpus", type=whole(0, 64), default=8, metavar="G", help="GPUs of each node; 0: CPUs")
+    add(
+        "--gpus",
+        type=whole(0, 64),
+        default=8,
+        metavar="G",
+        help="GPUs of each node; 0: CPUs",
+    )
     add("--name", default="", help="name of the job; default the run file's")
     add("--time", type=_time_limit, default="24:00:00", metavar="LIMIT",
         help="time limit, for Slurm")  # fmt: skip
@@ -76,14 +100,20 @@ def run(argv: list[str]) -> int:
         help="kind of GPU, for SkyPilot")  # fmt: skip
     add("--master", type=_word, default="localhost", metavar="HOST",
         help="a node that all reach, for torchrun")  # fmt: skip
-    add("--submit", action="store_true", help="hand it to the system instead of printing it")
+    add(
+        "--submit",
+        action="store_true",
+        help="hand it to the system instead of printing it",
+    )
     args = parser.read(argv, intermixed=True)
     _refuse_unused(args.system, argv)
     file, submit = SYSTEMS[args.system]
     values = _values(args)
     text = filled(file, values)
     if not args.submit:
-        figures = {name: values[name] for name in ("system", "nodes", "ranks")} | {"text": text}
+        figures = {name: values[name] for name in ("system", "nodes", "ranks")} | {
+            "text": text
+        }
         return result(args, figures, text)
     if shutil.which(submit[0]) is None:
         what = "is not installed here. Leave --submit out and take the text."
@@ -116,7 +146,9 @@ def _refuse_unused(system: str, argv: Sequence[str]) -> None:
     given = {word.partition("=")[0] for word in argv}
     for option, name in _OF_SOME.items():
         if f"--{option}" in given and name not in _names_in(SYSTEMS[system][0]):
-            others = [other for other, (file, _) in SYSTEMS.items() if name in _names_in(file)]
+            others = [
+                other for other, (file, _) in SYSTEMS.items() if name in _names_in(file)
+            ]
             raise UsageError(
                 f"--{option} does not go with {system}: it is for {', '.join(others)}."
                 f" Leave it out, and edit what is printed for {system}."
@@ -125,7 +157,9 @@ def _refuse_unused(system: str, argv: Sequence[str]) -> None:
 
 def _names_in(file: str) -> set[str]:
     """The values that a file of `jobs` is filled in with, and those that it includes."""
-    names = set(re.findall(r"\{\{([\w.]+)\}\}", (_FOLDER / file).read_text(encoding="utf-8")))
+    names = set(
+        re.findall(r"\{\{([\w.]+)\}\}", (_FOLDER / file).read_text(encoding="utf-8"))
+    )
     return names.union(*(_names_in(name) for name in names if "." in name))
 
 
@@ -221,7 +255,9 @@ def _time_limit(text: str) -> str:
         return text
     for pattern, units in _TIMES.items():
         if match := re.fullmatch(pattern, text, re.ASCII):
-            seconds = sum(int(x[:9]) * unit for x, unit in zip(match.groups(), units, strict=True))
+            seconds = sum(
+                int(x[:9]) * unit for x, unit in zip(match.groups(), units, strict=True)
+            )
             if seconds <= GRACE:
                 raise UsageError(
                     f"is {text!r}, {seconds} s; a run is asked to save {GRACE} s before the limit."
@@ -235,7 +271,9 @@ def _time_limit(text: str) -> str:
 
 def _yaml_word(text: str) -> str:
     """A word as YAML, quoted where it would be read as a number, a truth value or a date."""
-    plain = text[0].isalpha() and not text.endswith(":") and text.lower() not in _YAML_WORDS
+    plain = (
+        text[0].isalpha() and not text.endswith(":") and text.lower() not in _YAML_WORDS
+    )
     return text if plain else _yaml_quoted(text)
 
 

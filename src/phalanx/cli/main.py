@@ -131,7 +131,8 @@ def _answered(argv: list[str]) -> int:
         return 1
     except (ValueError, RuntimeError) as error:
         if type(error).__module__.partition(".")[0] not in _OUR_PACKAGES:
-            raise  # errors for the user are families of our own; any other is our mistake
+            # errors for the user are families of our own; any other is our mistake
+            raise
         if isinstance(error, ValueError):
             complain(f"{type(error).__name__}: {error}")
             return getattr(error, "exit_code", 2)
@@ -163,7 +164,11 @@ def _run(argv: list[str]) -> int:
     verb = argv[0] if argv else "--help"
     if verb in ("-h", "--help", "help"):
         width = max(map(len, VERBS))
-        say(_OVERVIEW.format(verbs="\n".join(f"  {v:{width}}  {VERBS[v]}" for v in VERBS)))
+        say(
+            _OVERVIEW.format(
+                verbs="\n".join(f"  {v:{width}}  {VERBS[v]}" for v in VERBS)
+            )
+        )
         return 0
     if verb == "--version":
         say(f"phalanx {VERSION}")

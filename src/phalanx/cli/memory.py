@@ -17,7 +17,8 @@ from ..plan.search import search
 from .before import GIB
 from .usage import UsageError
 
-_CLEARLY = 1.5  # times a machine's memory: what ranks of a CPU hold is known less well, and swaps
+# times a machine's memory: what ranks of a CPU hold is known less well, and swaps
+_CLEARLY = 1.5
 
 
 def device_memory(gpus: int, ranks: int) -> float:
@@ -32,11 +33,14 @@ def device_memory(gpus: int, ranks: int) -> float:
 def estimated(run: Run, shape: Shape, layout: Layout, gpus: int, *, force: bool) -> str:
     """The lines on memory that a run begins with. What cannot fit is refused, unless by force."""
     memory, ranks = device_memory(gpus, layout.ranks), layout.ranks
-    known = whole_servers("h100", ranks)  # any device: memory does not depend on how fast it is
+    # any device: memory does not depend on how fast it is
+    known = whole_servers("h100", ranks)
     limit, cores = run.memory * GIB or memory, 0 if gpus else ranks
     hardware = replace(hardware_of(known, ranks), memory=limit, cores=cores)
     tokens, precision = run.tokens(shape), layout.precision
-    request = request_for(shape, hardware, sequence=tokens, precision=precision, model=run.own)
+    request = request_for(
+        shape, hardware, sequence=tokens, precision=precision, model=run.own
+    )
     profile = replace(
         local_profile(layout.precision).with_moments(run.optimizer.fewest_moments),
         muon=run.optimizer.name == "muon",
@@ -51,14 +55,20 @@ def estimated(run: Run, shape: Shape, layout: Layout, gpus: int, *, force: bool)
             raise
         return f"memory: not known, as {run.own} cannot be costed: {str(error).splitlines()[0]}"
     needs = held_text(choice.memory)
-    every = sum(sum(kinds.values()) for kinds in choice.stages) / layout.pp or choice.bytes
+    every = (
+        sum(sum(kinds.values()) for kinds in choice.stages) / layout.pp or choice.bytes
+    )
     least, most = choice.range(profile)
     if not force and (least > memory if gpus else every > _CLEARLY * memory):
         raise UsageError(
             f"{str(layout) or 'one rank'} needs {needs}. Each of {ranks} ranks has"
             f" {bytes_text(memory)}. `phalanx plan` finds layouts that fit; write --force to try this one."
         )
-    may = ", and may not fit" if gpus and verdict(least, most, memory) == "may not fit" else ""
+    may = (
+        ", and may not fit"
+        if gpus and verdict(least, most, memory) == "may not fit"
+        else ""
+    )
     less_sent = less_sent_text(layout, lower_stages(request, layout), memory)
     faster = f"\nfaster: {less_sent}" if less_sent else ""
     return f"memory: {needs}; each has {bytes_text(memory)}{may}{faster}"
@@ -104,7 +114,9 @@ def _hardware(file: str, gpu: str, ranks: int) -> Hardware | None:
     if file:
         return hardware_of_machine(Machine.load(file), ranks)
     kind = device_named(gpu) if gpu else None
-    family = next((c for c in clusters().values() if kind and c.device == kind.name), None)
+    family = next(
+        (c for c in clusters().values() if kind and c.device == kind.name), None
+    )
     return hardware_of(cluster(f"{family.name}x{ranks}"), ranks) if family else None
 
 
@@ -112,7 +124,11 @@ def _planned(
     wanted: Run, shape: Shape, hardware: Hardware, precision: str
 ) -> tuple[Layout, str] | None:
     request = request_for(
-        shape, hardware, sequence=wanted.tokens(shape), precision=precision, model=wanted.own
+        shape,
+        hardware,
+        sequence=wanted.tokens(shape),
+        precision=precision,
+        model=wanted.own,
     )
     plan = search(request, top=1)
     if not plan.layouts:

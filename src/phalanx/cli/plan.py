@@ -45,13 +45,21 @@ def run(argv: list[str]) -> int:
     parser.subverbs = _SUBVERBS
     request_flags(parser)
     parser.add("--top", type=whole(), default=10, help="rows of the table")
-    parser.add("--explain", metavar="LAYOUT", help="one layout: its time, memory and timeline")
-    parser.add_output("--out", ".toml", help="write a run file with the best layout, for train")
+    parser.add(
+        "--explain", metavar="LAYOUT", help="one layout: its time, memory and timeline"
+    )
+    parser.add_output(
+        "--out", ".toml", help="write a run file with the best layout, for train"
+    )
     parser.add("--tokens", type=parse_count, help="to train on in --out, as 1T")
-    parser.add_output("--page", ".html", help="write all candidates by memory and throughput")
+    parser.add_output(
+        "--page", ".html", help="write all candidates by memory and throughput"
+    )
     args = parser.read(argv)
     if args.tokens and not args.out:
-        raise UsageError("--tokens says how many steps the run in --out has: add --out run.toml.")
+        raise UsageError(
+            "--tokens says how many steps the run in --out has: add --out run.toml."
+        )
     request = request_of(args)
     if args.explain is not None:
         from .plan_explain import explain
@@ -94,11 +102,33 @@ def _run(request: Request, best: Choice, args: argparse.Namespace) -> Run:
 def request_flags(parser: Parser) -> None:
     """The flags that say what is planned, where, and with what software."""
     add, part = parser.add, real(lambda x: 0 < x <= 1, "above 0 and up to 1")
-    add("--model", default="8b", metavar="SHAPE|FILE", help="a shape, a .toml file or a run file")
-    add("--cluster", default="h100x64", metavar="NAME", help="such as h100x64, llama3, or this")
-    add("--machine", metavar="FILE", help="for --cluster this: the file that doctor --out wrote")
-    add("--ranks", type=whole(), help="for --cluster this: how many; default: its devices")
-    add("--seq", dest="sequence", help="tokens of a sequence, as 4Ki; default the shape's")
+    add(
+        "--model",
+        default="8b",
+        metavar="SHAPE|FILE",
+        help="a shape, a .toml file or a run file",
+    )
+    add(
+        "--cluster",
+        default="h100x64",
+        metavar="NAME",
+        help="such as h100x64, llama3, or this",
+    )
+    add(
+        "--machine",
+        metavar="FILE",
+        help="for --cluster this: the file that doctor --out wrote",
+    )
+    add(
+        "--ranks",
+        type=whole(),
+        help="for --cluster this: how many; default: its devices",
+    )
+    add(
+        "--seq",
+        dest="sequence",
+        help="tokens of a sequence, as 4Ki; default the shape's",
+    )
     add(
         "--batch-tokens",
         type=_count,
@@ -107,9 +137,19 @@ def request_flags(parser: Parser) -> None:
     formats = (*PRECISIONS, *MATMUL_WORDS)
     what = "number format, as fp32 or fp8; default bf16, on a CPU fp32"
     add("--precision", choices=formats, metavar="NAME", help=what)
-    add("--limit", type=part, default=0.85, metavar="PART", help="part of a device's memory to use")
+    add(
+        "--limit",
+        type=part,
+        default=0.85,
+        metavar="PART",
+        help="part of a device's memory to use",
+    )
     add("--profile", metavar="NAME", help="software to predict; default: this one")
-    add("--routing", metavar="HOW", help="tokens over experts: zipf:1.0, or a FILE.json of counts")
+    add(
+        "--routing",
+        metavar="HOW",
+        help="tokens over experts: zipf:1.0, or a FILE.json of counts",
+    )
 
 
 def _count(text: str) -> str:

@@ -48,13 +48,19 @@ def run(argv: Sequence[str]) -> int:
     parser = Parser(__doc__)
     add = parser.add
     add("runs", nargs="+", metavar="RUNDIR|TABLE.csv")
-    add("--machine", metavar="FILE", help="what doctor --out measured (default machine.toml)")
+    add(
+        "--machine",
+        metavar="FILE",
+        help="what doctor --out measured (default machine.toml)",
+    )
     add("--cluster", metavar="NAME", help="a catalogued cluster instead, as h100x64")
     curves = "whose curves of the machine file: gloo, shm"
     add("--backend", default="", choices=None, metavar="NAME", help=curves)
     add("--profile", metavar="NAME|FILE", help="where the fit begins; default ours")
     add("--rows", type=whole(), help="fit on so many runs, test on the others")
-    parser.add_output("--out", ".toml", help="a profile for phalanx plan --profile FILE")
+    parser.add_output(
+        "--out", ".toml", help="a profile for phalanx plan --profile FILE"
+    )
     args = parser.read(argv)
     tables = [name for name in args.runs if name.endswith(".csv")]
     if tables and len(tables) < len(args.runs):
@@ -92,7 +98,8 @@ def run(argv: Sequence[str]) -> int:
 def _worse(found: Calibration, before: SoftwareProfile) -> str:
     """Explains why a calibration is refused."""
     errors = [
-        f"{fmean(math.expm1(abs(x)) for x in off):.1%}" for off in (found.before, found.left_out)
+        f"{fmean(math.expm1(abs(x)) for x in off):.1%}"
+        for off in (found.before, found.left_out)
     ]
     return (
         f"calibration makes runs worse that are left out: of {len(found.before)} runs, each predicted"
@@ -101,7 +108,9 @@ def _worse(found: Calibration, before: SoftwareProfile) -> str:
     )
 
 
-def _range(run: CostedRun, before: SoftwareProfile) -> tuple[StepRange, Mapping[str, float]]:
+def _range(
+    run: CostedRun, before: SoftwareProfile
+) -> tuple[StepRange, Mapping[str, float]]:
     """The range of a run's step before calibration, and the amounts of the causes of its width."""
     choice = run.choice(before)
     profile, case = run.priced(before).profile, run.run.case
@@ -116,14 +125,18 @@ def _of_folders(args: Namespace) -> tuple[SoftwareProfile, Sequence[CostedRun]]:
     runs = [read_run(Path(folder)) for folder in args.runs]
     groups = by_model(runs)
     places = [
-        where(args.cluster, args.machine, group[0].case.layout.ranks, args.backend).hardware
+        where(
+            args.cluster, args.machine, group[0].case.layout.ranks, args.backend
+        ).hardware
         for group in groups
     ]
     before = profile_for(places[0], args.profile, runs[0].case.layout.precision)
     return before, [
         run
         for group, hardware in zip(groups, places, strict=True)
-        for run in costed(group, hardware, partial(cached_costs, target=hardware.target), before)
+        for run in costed(
+            group, hardware, partial(cached_costs, target=hardware.target), before
+        )
     ]
 
 
@@ -137,7 +150,11 @@ def _of_tables(args: Namespace) -> tuple[SoftwareProfile, Sequence[CostedRun]]:
     timed = [(run, why_not(run, rows[0].profile)) for run in runs if run.counts]
     known = [run for run, why in timed if not why]
     if not known:
-        reasons = [*refused.values(), *(why for _, why in timed), "none has a step time"]
+        reasons = [
+            *refused.values(),
+            *(why for _, why in timed),
+            "none has a step time",
+        ]
         why = reasons[0]
         raise UsageError(f"no row of {', '.join(args.runs)} can be fitted: {why}")
     return rows[0].profile, known
@@ -153,24 +170,32 @@ def _text(
     for r in rows:
         errors = f"{r['seconds']:.4g}s", f"{r['before']:+.0%}", f"{r['after']:+.0%}"
         runs.append((r["run"], *errors, "fit" if r["used"] else "test", r["layout"]))
-    fitted = [(n, f"{getattr(before, n):.3g}", "->", f"{getattr(after, n):.3g}") for n in NUMBERS]
+    fitted = [
+        (n, f"{getattr(before, n):.3g}", "->", f"{getattr(after, n):.3g}")
+        for n in NUMBERS
+    ]
     lines = [
-        text_table(("run", "step", "before", "after", "for", "layout"), runs, left="lrrrll"),
+        text_table(
+            ("run", "step", "before", "after", "for", "layout"), runs, left="lrrrll"
+        ),
         text_table((), fitted, left="lrll").rstrip("\n"),
     ]
     unseen = [r for r in rows if not r["used"]]
     if unseen:
-        off = [f"{median(abs(r[when]) for r in unseen):.0%} {when}" for when in ("before", "after")]
+        off = [
+            f"{median(abs(r[when]) for r in unseen):.0%} {when}"
+            for when in ("before", "after")
+        ]
         what = f"Median error of the {len(unseen)} runs that were not used"
         lines.append(f"{what}: {', '.join(off)}.")
     if after.own_runs:
         low, high = math.exp(-after.own_below), math.exp(after.own_above)
-        text = (
-            f"Four of five steps of such runs take {low:.2f} to {high:.2f} times what is predicted"
-        )
+        text = f"Four of five steps of such runs take {low:.2f} to {high:.2f} times what is predicted"
         lines.append(
             f"{text}: {after.own_runs} runs, each predicted without it, are off by as much."
         )
     if (used := len(rows) - len(unseen)) < len(FITTED):
-        lines.append(f"{used} runs for {len(FITTED)} numbers: use them near these runs only.")
+        lines.append(
+            f"{used} runs for {len(FITTED)} numbers: use them near these runs only."
+        )
     return "\n".join([*lines, *([f"written: {out}"] if out else [])])

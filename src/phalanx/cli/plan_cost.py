@@ -31,11 +31,31 @@ def run(argv: list[str]) -> int:
     request_flags(parser)
     add, least = parser.add, real(lambda x: x >= 0, "of 0 or more")
     add("--tokens", type=parse_count, required=True, help="of the whole run, as 1T")
-    add("--price", type=least, required=True, metavar="X", help="of a device for an hour")
+    add(
+        "--price",
+        type=least,
+        required=True,
+        metavar="X",
+        help="of a device for an hour",
+    )
     add("--layout", metavar="TEXT", help="default: the best of the plan")
-    add("--mtbf", type=POSITIVE, default=MTBF_HOURS, metavar="HOURS", help="until one device fails")
-    add("--saving", type=least, metavar="SECONDS", help="a checkpoint holds training up")
-    add("--restart", type=least, default=600.0, metavar="SECONDS", help="after a failure")
+    add(
+        "--mtbf",
+        type=POSITIVE,
+        default=MTBF_HOURS,
+        metavar="HOURS",
+        help="until one device fails",
+    )
+    add(
+        "--saving", type=least, metavar="SECONDS", help="a checkpoint holds training up"
+    )
+    add(
+        "--restart",
+        type=least,
+        default=600.0,
+        metavar="SECONDS",
+        help="after a failure",
+    )
     args = parser.read(argv)
     request = request_of(args)
     if args.layout is None:
@@ -60,7 +80,9 @@ def run(argv: list[str]) -> int:
     )
     if math.isinf(spent.hours):
         every = seconds_text(3600 * args.mtbf / request.hardware.ranks)
-        say(f"{spent.devices:,} devices fail faster than they can start again: every {every}.")
+        say(
+            f"{spent.devices:,} devices fail faster than they can start again: every {every}."
+        )
         return 1
     spread = range_of(request, choice)
     figures = asdict(spent) | {
@@ -77,23 +99,39 @@ def run(argv: list[str]) -> int:
 
 
 def _text(
-    request: Request, choice: Choice, spent: Spending, args: argparse.Namespace, saving: float
+    request: Request,
+    choice: Choice,
+    spent: Spending,
+    args: argparse.Namespace,
+    saving: float,
 ) -> str:
     spread = range_of(request, choice)
     low, high = spread.around(spent.money)
     step = f"of {request.tokens:,} tokens, {seconds_text(choice.step)} each"
     size = bytes_text(SAVED * request.shape.total)
-    saved = f"one every {seconds_text(spent.interval)}, {seconds_text(saving)} each, {size}"
-    failures = f"{spent.failures:,.1f} expected, one in {args.mtbf / spent.devices:,.3g} hours"
+    saved = (
+        f"one every {seconds_text(spent.interval)}, {seconds_text(saving)} each, {size}"
+    )
+    failures = (
+        f"{spent.failures:,.1f} expected, one in {args.mtbf / spent.devices:,.3g} hours"
+    )
     days = f"{spent.hours / 24:,.1f} days, {spent.goodput:.1%} of it for the model"
     rows = [
-        ("steps", f"{spent.steps:,}", f"{step} (MFU {utilization(request, choice).mfu:.1%})"),
+        (
+            "steps",
+            f"{spent.steps:,}",
+            f"{step} (MFU {utilization(request, choice).mfu:.1%})",
+        ),
         ("computing", f"{spent.computing:,.1f}", "hours"),
         ("checkpoints", f"{spent.saving:,.1f}", f"hours: {saved}"),
         ("failures", f"{spent.lost:,.1f}", f"hours: {failures}"),
         ("altogether", f"{spent.hours:,.1f}", f"hours or {days}"),
         ("device hours", f"{spent.device_hours:,.0f}", ""),
-        ("money", f"{spent.money:,.0f}", f"({low:,.0f} to {high:,.0f} by the range of the step)"),
+        (
+            "money",
+            f"{spent.money:,.0f}",
+            f"({low:,.0f} to {high:,.0f} by the range of the step)",
+        ),
     ]
     uncertain = "\n".join(wrapped(uncertainty_text(spread, choice.step)))
     return (

@@ -33,7 +33,9 @@ def named(words: str, request: Request, flag: str) -> Choice:
             f"{flag}: {layout} is for {layout.ranks:,} ranks, {request.hardware.name} has"
             f" {request.hardware.ranks:,}."
         )
-    refuse_illegal(layout, request.shape, batch=request.batch, sequence=request.sequence)
+    refuse_illegal(
+        layout, request.shape, batch=request.batch, sequence=request.sequence
+    )
     if not request.takes(layout):
         from ..parallel import load_model, refuse_mixing, refuse_unfit
 
@@ -48,7 +50,9 @@ def explain(args: argparse.Namespace, request: Request) -> int:
     choice = named(args.explain, request, "--explain")
     if args.json:
         least, _ = choice.range(request.profile)
-        print_json(choice_figures(request, choice) | {"fits": least <= request.hardware.memory})
+        print_json(
+            choice_figures(request, choice) | {"fits": least <= request.hardware.memory}
+        )
         return 0
     say(f"{choice.layout} on {request.hardware.name}\n")
     say("\n".join((*choice_text(request, choice), "", *_memory(choice, request), "")))
@@ -60,7 +64,9 @@ def _memory(choice: Choice, request: Request) -> Iterator[str]:
     """By kind, of the fullest rank; and of each stage of a pipeline."""
     least, most = choice.range(request.profile)
     memory, room = request.hardware.memory, request.room
-    beyond = f"; a search takes {bytes_text(room)} at most" if choice.bytes > room else ""
+    beyond = (
+        f"; a search takes {bytes_text(room)} at most" if choice.bytes > room else ""
+    )
     yield from wrapped(
         f"the fullest rank holds {bytes_text(choice.bytes)} ({range_text(least, most)} with"
         f" allocator fragmentation), and {verdict(least, most, memory)} in {bytes_text(memory)}{beyond}:"
@@ -78,12 +84,18 @@ def _memory(choice: Choice, request: Request) -> Iterator[str]:
 def _stages(stages: Sequence[Mapping[str, float]]) -> tuple[list[str], list[list[str]]]:
     """A row for every rank of a pipeline, neighbours that are alike in one, in GB."""
     used = [kind for kind in MEMORY if any(held[kind] for held in stages)]
-    head = ["GB  stage", *("kept" if kind == "activations" else kind for kind in used), "all"]
+    head = [
+        "GB  stage",
+        *("kept" if kind == "activations" else kind for kind in used),
+        "all",
+    ]
     numbers = [
         [f"{held / 1e9:.1f}" for held in (*(each[k] for k in used), sum(each.values()))]
         for each in stages
     ]
-    alike = [list(group) for _, group in groupby(range(len(stages)), numbers.__getitem__)]
+    alike = [
+        list(group) for _, group in groupby(range(len(stages)), numbers.__getitem__)
+    ]
     return head, [[spans(group), *numbers[group[0]]] for group in alike]
 
 
@@ -113,4 +125,6 @@ def _by_stage(timeline: Timeline, stages: Sequence[range]) -> Timeline:
             op = Op(kind, stage_of[span.op.piece], span.op.index)
             first = joined.setdefault((span.rank, op), span._replace(op=op))
             joined[span.rank, op] = first._replace(end=span.end)
-    return Timeline(tuple(sorted(joined.values(), key=lambda span: (span.rank, span.start))))
+    return Timeline(
+        tuple(sorted(joined.values(), key=lambda span: (span.rank, span.start)))
+    )

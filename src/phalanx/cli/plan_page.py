@@ -17,7 +17,8 @@ from ..plan.step import Choice, Request
 
 _Array = NDArray[np.float64]
 Points = list[tuple[float, float]]
-_CELLS = 24.0  # of a doubling: of the candidates in one cell of so fine a grid one is drawn
+# of a doubling: of the candidates in one cell of so fine a grid one is drawn
+_CELLS = 24.0
 
 
 def page(request: Request, plan: Plan, beside: Sequence[Baseline]) -> str:
@@ -31,7 +32,9 @@ def page(request: Request, plan: Plan, beside: Sequence[Baseline]) -> str:
     return frame(title, paragraphs([summary]), picture, _table(request, plan))
 
 
-def _chart(request: Request, plan: Plan, beside: Sequence[Baseline], width: float) -> Html:
+def _chart(
+    request: Request, plan: Plan, beside: Sequence[Baseline], width: float
+) -> Html:
     """A chart of the layouts that fit and those that do not, the frontier, the best, and the
     choices of simple rules."""
     steps, held = plan.points
@@ -45,7 +48,9 @@ def _chart(request: Request, plan: Plan, beside: Sequence[Baseline], width: floa
         bounded("does not fit", _thinned(rate, held, near & ~fits)),
         Series("frontier", _frontier(rate[fits], held[fits]), dots=False),
         _chosen(request, "plain rules", rules),
-        _chosen(request, "best", [(f"number {n}", c) for n, c in enumerate(plan.layouts, 1)]),
+        _chosen(
+            request, "best", [(f"number {n}", c) for n, c in enumerate(plan.layouts, 1)]
+        ),
     ]
     return chart(
         "memory over throughput",
@@ -60,23 +65,33 @@ def _chart(request: Request, plan: Plan, beside: Sequence[Baseline], width: floa
     )
 
 
-def _bounded(plan: Plan, rate: _Array, held: _Array, name: str, chosen: Sequence[int]) -> Series:
+def _bounded(
+    plan: Plan, rate: _Array, held: _Array, name: str, chosen: Sequence[int]
+) -> Series:
     """Candidates by their bounds, each with its layout and why it is not among the best."""
     tips, more = [], []
     first = plan.layouts[0].step if plan.layouts else math.nan
     for i in chosen:
-        tips.append(f"{plan.named(i)}, at most {rate[i]:,.0f} tokens/s, at least {held[i]:.3g} GB")
+        tips.append(
+            f"{plan.named(i)}, at most {rate[i]:,.0f} tokens/s, at least {held[i]:.3g} GB"
+        )
         step, room = float(plan.points[0][i]), plan.room / 1e9
         if name == "fits":
             why = f"No step of it is shorter than {seconds_text(step)}; number 1 takes"
-            more.append(f"{why} {seconds_text(first)}, {step / first - 1:+.1%} by this bound.")
+            more.append(
+                f"{why} {seconds_text(first)}, {step / first - 1:+.1%} by this bound."
+            )
         else:
-            more.append(f"It holds {held[i] / room:.2f} times the {room:.1f} GB that it may.")
+            more.append(
+                f"It holds {held[i] / room:.2f} times the {room:.1f} GB that it may."
+            )
     points = [(float(rate[i]), float(held[i])) for i in chosen]
     return Series(name, points, joined=False, tips=tips, more=more)
 
 
-def _chosen(request: Request, name: str, choices: Sequence[tuple[str, Choice]]) -> Series:
+def _chosen(
+    request: Request, name: str, choices: Sequence[tuple[str, Choice]]
+) -> Series:
     points = [(utilization(request, c).tokens, c.bytes / 1e9) for _, c in choices]
     tips = [
         f"{what}, {rate:,.0f} tokens/s, {held:.3g} GB: {c.layout}"
@@ -90,7 +105,9 @@ def _explained(choice: Choice) -> str:
     """Explains a simulated layout's time and memory."""
     shares = ((name, time / choice.step) for name, time in choice.parts.items())
     parts = (f"{name} {share:.1%}" for name, share in shares if share > 5e-4)
-    held = (f"{kind} {bytes_text(size)}" for kind, size in choice.memory.items() if size)
+    held = (
+        f"{kind} {bytes_text(size)}" for kind, size in choice.memory.items() if size
+    )
     return f"A step of {seconds_text(choice.step)}: {', '.join(parts)}.\nMemory: {', '.join(held)}."
 
 
@@ -98,7 +115,9 @@ def _thinned(rate: _Array, held: _Array, shown: NDArray[np.bool_]) -> list[int]:
     """One of the points in each cell of a grid, the fastest, as an eye cannot part them."""
     order = np.flatnonzero(shown)
     order = order[np.argsort(-rate[order], kind="stable")]
-    cells = np.stack([np.floor(_CELLS / 2 * np.log2(x[order])) for x in (rate, held)], axis=1)
+    cells = np.stack(
+        [np.floor(_CELLS / 2 * np.log2(x[order])) for x in (rate, held)], axis=1
+    )
     _, first = np.unique(cells, axis=0, return_index=True)
     return [int(i) for i in order[first]]
 
@@ -118,6 +137,10 @@ def _table(request: Request, plan: Plan) -> str:
     rows = []
     for choice in plan.layouts:
         found = utilization(request, choice)
-        rates = f"{found.tokens:,.0f}", f"{found.mfu:.1%}", f"{choice.bytes / 1e9:.1f} GB"
+        rates = (
+            f"{found.tokens:,.0f}",
+            f"{found.mfu:.1%}",
+            f"{choice.bytes / 1e9:.1f} GB",
+        )
         rows.append((tag("code", choice.layout), seconds_text(choice.step), *rates))
     return table(("layout", "step", "tokens/s a device", "MFU", "memory"), rows)

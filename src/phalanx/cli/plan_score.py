@@ -31,7 +31,11 @@ def run(argv: Sequence[str]) -> int:
     parser = Parser(__doc__)
     add = parser.add
     add("tables", nargs="+", metavar="TABLE.csv")
-    add("--profile", metavar="NAME|FILE", help="of every row (default: by its framework)")
+    add(
+        "--profile",
+        metavar="NAME|FILE",
+        help="of every row (default: by its framework)",
+    )
     add("--rows", type=whole(), help="also after a fit on so many of each family")
     add("--most-ranks", type=whole(), default=0, help="leave larger runs out")
     add("--each", action="store_true", help="every run, with the parts of its step")
@@ -46,7 +50,9 @@ def run(argv: Sequence[str]) -> int:
     scores = score(published, refused, rows, most_ranks=args.most_ranks, held=held)
     figures: dict[str, object] = {"families": [each.plain() for each in scores]}
     if args.each:
-        figures["runs"] = {each.family: [run.plain() for run in each.runs] for each in scores}
+        figures["runs"] = {
+            each.family: [run.plain() for run in each.runs] for each in scores
+        }
     return result(args, figures, score_text(scores, each_run=args.each))
 
 
@@ -71,9 +77,13 @@ _MEMORY = (
 def score_text(scores: Sequence[FamilyScore], *, each_run: bool = False) -> str:
     """Tables of errors, of order, and of memory; with `each_run` all runs after them."""
     ordered = [_order(each) for each in scores if each.tau is not None or each.regret]
-    remembered = [_memory(each) for each in scores if each.memory_error is not None or each.oom]
+    remembered = [
+        _memory(each) for each in scores if each.memory_error is not None or each.oom
+    ]
     tables = (_ERRORS, map(_errors, scores)), (_ORDER, ordered), (_MEMORY, remembered)
-    parts = [f"{title}\n\n{text_table(head.split(), rows)}" for (title, head), rows in tables]
+    parts = [
+        f"{title}\n\n{text_table(head.split(), rows)}" for (title, head), rows in tables
+    ]
     left = [
         (count, f"of {each.family}: {why}")
         for each in scores
@@ -96,7 +106,9 @@ def _by_reason(left_out: Mapping[str, int]) -> Iterator[tuple[int, str]]:
         lines[reason] += [int(match[1])] if match else []
     for reason, count in counts.items():
         where = (
-            f"{'line' if count == 1 else 'lines'} {spans(lines[reason])}, " if lines[reason] else ""
+            f"{'line' if count == 1 else 'lines'} {spans(lines[reason])}, "
+            if lines[reason]
+            else ""
         )
         yield count, f"{where}{reason}"
 
@@ -130,9 +142,13 @@ def _runs(each: FamilyScore) -> str:
     rows = []
     for run in each.runs:
         row, measured = run.row, run.row.step
-        seconds = (f"{time:.3g} s" if time else "-" for time in (measured, run.step, run.held))
+        seconds = (
+            f"{time:.3g} s" if time else "-" for time in (measured, run.step, run.held)
+        )
         off = f"{100 * (run.step / measured - 1):+.1f}%" if measured else "-"
-        parts = ", ".join(f"{name} {time:.3g}" for name, time in run.parts.items() if time)
+        parts = ", ".join(
+            f"{name} {time:.3g}" for name, time in run.parts.items() if time
+        )
         step = f"{row.case.layout if row.case else ''}: {parts}"
         rows.append((f"{row.model} {row.name}", f"{row.ranks:,}", *seconds, off, step))
     head = ("run", "devices", "measured", "predicted", "held out", "off", "layout")

@@ -50,14 +50,34 @@ def run(argv: list[str]) -> int:
     add = parser.add
     add("folder", metavar="RUNDIR", help="the folder of a run: its `out`")
     parser.add_output("--out", help="where to write; default RUNDIR/report.html")
-    parser.add_output("--svg", folder=True, help="also every picture, and a trace for Perfetto")
-    add("--beside", nargs="+", metavar="RUNDIR", help="other runs: how speed grows with ranks")
+    parser.add_output(
+        "--svg", folder=True, help="also every picture, and a trace for Perfetto"
+    )
+    add(
+        "--beside",
+        nargs="+",
+        metavar="RUNDIR",
+        help="other runs: how speed grows with ranks",
+    )
     add("--verified", metavar="FILE", help="what verify --log wrote, as a matrix")
-    add("--machine", metavar="FILE", help="where it ran: the file that doctor --out wrote there")
+    add(
+        "--machine",
+        metavar="FILE",
+        help="where it ran: the file that doctor --out wrote there",
+    )
     add("--cluster", metavar="NAME", help="where it ran, as h100x8")
-    add("--backend", default=None, metavar="NAME", help="backend whose measured curves are used")
+    add(
+        "--backend",
+        default=None,
+        metavar="NAME",
+        help="backend whose measured curves are used",
+    )
     add("--profile", metavar="NAME|FILE", help="software to predict; default: this one")
-    add("--model", metavar="FILE.py:Class", help="the run's model, if your own (its file is run)")
+    add(
+        "--model",
+        metavar="FILE.py:Class",
+        help="the run's model, if your own (its file is run)",
+    )
     args = parser.read(argv)
     from ..report import report
 
@@ -70,11 +90,14 @@ def run(argv: list[str]) -> int:
     page = found.html()
     if args.out:
         save(out, page)
-    else:  # in the run's folder, which may be somebody else's: a link there is not followed
+    # in the run's folder, which may be somebody else's: a link there is not followed
+    else:
         try:
             write_text(out, page)
         except OSError as error:
-            raise UsageError(f"cannot write {out}: {reason(error)}. Write --out FILE.") from None
+            raise UsageError(
+                f"cannot write {out}: {reason(error)}. Write --out FILE."
+            ) from None
     figures: dict[str, object] = {"report": str(out), "bytes": len(page)}
     if args.svg:
         Path(args.svg).mkdir(parents=True, exist_ok=True)
@@ -87,7 +110,9 @@ def run(argv: list[str]) -> int:
     return result(args, figures | more, text)
 
 
-def _extras(folder: Path, compared: Compared | None, args: argparse.Namespace) -> Extras:
+def _extras(
+    folder: Path, compared: Compared | None, args: argparse.Namespace
+) -> Extras:
     """Sections of the report beside the run's own records."""
     from ..report.scaling import scaling_svg, speeds
     from ..report.step import step_extras
@@ -104,20 +129,28 @@ def _extras(folder: Path, compared: Compared | None, args: argparse.Namespace) -
     if draw(WIDE):
         sections.append(Section("Scaling", name="scaling", draw=draw))
     if args.machine and (curves := Machine.load(args.machine).curves):
-        sections.append(Section("Bandwidth", name="bandwidth", draw=partial(curves_svg, curves)))
+        sections.append(
+            Section("Bandwidth", name="bandwidth", draw=partial(curves_svg, curves))
+        )
     if args.verified:
         from ..verify.verify import logged
 
         verdicts = tuple(logged(Path(args.verified)).values())
         draw = partial(verified_svg, f"layouts of {args.verified}", verdicts)
-        sections.append(Section("Verified", name="verified", draw=draw if draw(WIDE) else None))
+        sections.append(
+            Section("Verified", name="verified", draw=draw if draw(WIDE) else None)
+        )
     return replace(extras, sections=tuple(sections))
 
 
 def _planned(run: Speed, args: argparse.Namespace) -> float | None:
     """Tokens a second of a start's layout as a plan counts them, where it was named where it ran."""
     model, sequence = run.start.get("model"), run.start.get("sequence")
-    if not (args.machine or args.cluster) or not isinstance(model, dict) or run.start.get("own"):
+    if (
+        not (args.machine or args.cluster)
+        or not isinstance(model, dict)
+        or run.start.get("own")
+    ):
         return None
     shape = decode(Shape, model, f"{run.run}, model", MachineFileError)
     layout = Layout.parse(str(run.start.get("layout", "")))
@@ -160,4 +193,6 @@ def _compared(folder: Path, args: argparse.Namespace) -> Compared | None:
     if args.profile or not at.hardware.cores:
         # A file of calibrate still has the name of the profile with which its fit began.
         profile = replace(profile, name=args.profile or profile.name)
-    return predicted(step, at.hardware, profile, partial(cached_costs, target=at.hardware.target))
+    return predicted(
+        step, at.hardware, profile, partial(cached_costs, target=at.hardware.target)
+    )

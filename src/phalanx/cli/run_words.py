@@ -16,7 +16,9 @@ def load_run(words: Sequence[str], adopt: Adopt | None = None) -> Run:
     """The run of a file, or of nothing, and of the keys that are set beside it."""
     files = [word for word in words if "=" not in word]
     if len(files) > 1:
-        raise UsageError(f"{' and '.join(files)}: name one run file; keys are set by key=value.")
+        raise UsageError(
+            f"{' and '.join(files)}: name one run file; keys are set by key=value."
+        )
     overrides = tuple(word for word in words if "=" in word)
     return Run.load(files[0] if files else "", overrides, adopt)
 
@@ -26,7 +28,9 @@ def run_of_words(words: Sequence[str], layout: str | None = None) -> Run | None:
     `--layout`."""
     if not any(word.endswith(".toml") or _KEY.match(word) for word in words):
         if layout is not None:
-            raise UsageError("--layout goes with a run file. Write the layout itself in its place.")
+            raise UsageError(
+                "--layout goes with a run file. Write the layout itself in its place."
+            )
         return None
     own = [] if layout is None else [f"layout={layout}"]
     return load_run([*words, *own], adopted_model)

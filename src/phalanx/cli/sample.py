@@ -16,8 +16,12 @@ from .usage import Parser, print_json, say, whole
 def run(argv: list[str]) -> int:
     parser = Parser(__doc__)
     add_source(parser)
-    parser.add("--prompt", default="\n", metavar="TEXT", help="the beginning of the text")
-    parser.add("--samples", type=whole(1, 1024), default=1, help="how many texts to write")
+    parser.add(
+        "--prompt", default="\n", metavar="TEXT", help="the beginning of the text"
+    )
+    parser.add(
+        "--samples", type=whole(1, 1024), default=1, help="how many texts to write"
+    )
     add_sampling(parser, tokens=200)
     args = parser.read(argv)
     source = source_of(args.source)

@@ -24,7 +24,12 @@ def add_sampling(parser: Parser, *, tokens: int) -> None:
     positive = real(lambda x: x >= 0, "of 0 or more")
     share = real(lambda x: 0 < x <= 1, "above 0 and at most 1")
     add = parser.add
-    add("--tokens", type=whole(1, 1 << 20), default=tokens, help="the most tokens to write")
+    add(
+        "--tokens",
+        type=whole(1, 1 << 20),
+        default=tokens,
+        help="the most tokens to write",
+    )
     what = "below 1: likelier text; 0: the likeliest token"
     add("--temperature", type=positive, default=1.0, help=what)
     what = "draw from the N likeliest tokens; 0: from all"

@@ -36,8 +36,18 @@ def run(argv: list[str]) -> int:
     parser = Parser(__doc__)
     add = parser.add
     add("folder", metavar="RUNDIR", help="the folder of a run: its `out`")
-    add("--once", action="store_true", help="print once and exit, as where there is no terminal")
-    add("--every", type=POSITIVE, default=1.0, metavar="SECONDS", help="time between two updates")
+    add(
+        "--once",
+        action="store_true",
+        help="print once and exit, as where there is no terminal",
+    )
+    add(
+        "--every",
+        type=POSITIVE,
+        default=1.0,
+        metavar="SECONDS",
+        help="time between two updates",
+    )
     add("--width")
     args = parser.read(argv)
     watched = _Run(Path(args.folder))
@@ -62,14 +72,17 @@ def _shown(watched: "_Run", width: int | None, every: float) -> None:
     from rich.live import Live
     from rich.text import Text
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # leaves the screen as it was, too
+    # leaves the screen as it was, too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     console = Console(highlight=False)
     try:
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
                 watched.look()
                 lines = watched.lines(screen(width)[0], console.height)
-                live.update(Text(printable("\n".join(lines)), no_wrap=True), refresh=True)
+                live.update(
+                    Text(printable("\n".join(lines)), no_wrap=True), refresh=True
+                )
                 time.sleep(every)
     except KeyboardInterrupt:
         say("\n".join(watched.lines(screen(width)[0])))
@@ -100,7 +113,9 @@ class _Run:
         """See it as it is now; `wait` so long for other hosts."""
         here = snapshot(self.folder, 0.1, stacks=False)
         self.notices = here.notices
-        others, self.unseen = ask_elsewhere(self.folder, [r.host for r in here.ranks], wait)
+        others, self.unseen = ask_elsewhere(
+            self.folder, [r.host for r in here.ranks], wait
+        )
         self.ranks = sorted([*here.ranks, *others], key=lambda r: r.rank)
         self._read()
         self.found = diagnose(self.ranks, here.timeout or 60.0)
@@ -147,7 +162,9 @@ class _Run:
 
     def _numbers(self) -> Iterator[str]:
         start, step = self.last.get("start", {}), self.last.get("step", {})
-        at, steps = (int(_number(r, k)) for r, k in ((step or start, "step"), (start, "steps")))
+        at, steps = (
+            int(_number(r, k)) for r, k in ((step or start, "step"), (start, "steps"))
+        )
         layout = start.get("layout") or "one rank"
         yield f"{self.folder.resolve().name}: step {at}/{steps}, {self.state}, {layout}"
         if step:
@@ -176,7 +193,11 @@ class _Run:
             stood = f"{r.step + 1:>6}  {r.still:>5.1f} s"
             yield f"{r.rank:>5}{wide}  {stood}  {r.state}  {doing}{where}"
         if self.unseen:
-            more = f" and {len(self.unseen) - 8} more hosts" if len(self.unseen) > 8 else ""
+            more = (
+                f" and {len(self.unseen) - 8} more hosts"
+                if len(self.unseen) > 8
+                else ""
+            )
             yield f"not seen: the ranks on {', '.join(self.unseen[:8])}{more}"
 
     def _messages(self) -> Iterator[str]:

@@ -32,9 +32,21 @@ from ..hang.watcher import FILE as HANG
 from ..layout import Layout
 from ..layout.choices import BYTES, PYTHON
 from ..layout.codec import schema
-from ..layout.environment import EnvironmentMistake, Rendezvous, launched, node_command, rendezvous
+from ..layout.environment import (
+    EnvironmentMistake,
+    Rendezvous,
+    launched,
+    node_command,
+    rendezvous,
+)
 from ..layout.mesh import RANKS
-from ..layout.output import flush_output, output_scope, put_line, settle_output, unblock_output
+from ..layout.output import (
+    flush_output,
+    output_scope,
+    put_line,
+    settle_output,
+    unblock_output,
+)
 from ..layout.run import Run, RunError
 from ..layout.run_checks import misfits
 from ..plan import Machine
@@ -56,14 +68,40 @@ _BEGUN = time.time()  # a STOP file older than this process is not meant for it
 def run(argv: list[str]) -> int:
     parser = Parser(__doc__)
     add = parser.add
-    add("words", nargs="*", metavar="RUN.toml key=value", help="a run file, and keys to set in it")
-    add("--ranks", type=whole(1, RANKS), help="local processes; default: one for each GPU, or 2")
-    add("--layout", empty=True, metavar="TEXT", help="the layout, the same as layout=TEXT")
-    add("--adopt", action="store_true", help="resume from a checkpoint with other model settings")
-    add("--force", action="store_true", help="start even if memory is estimated not to suffice")
+    add(
+        "words",
+        nargs="*",
+        metavar="RUN.toml key=value",
+        help="a run file, and keys to set in it",
+    )
+    add(
+        "--ranks",
+        type=whole(1, RANKS),
+        help="local processes; default: one for each GPU, or 2",
+    )
+    add(
+        "--layout",
+        empty=True,
+        metavar="TEXT",
+        help="the layout, the same as layout=TEXT",
+    )
+    add(
+        "--adopt",
+        action="store_true",
+        help="resume from a checkpoint with other model settings",
+    )
+    add(
+        "--force",
+        action="store_true",
+        help="start even if memory is estimated not to suffice",
+    )
     add("--backend")
     add("--print-config", action="store_true", help="print the whole run file and exit")
-    add("--schema", action="store_true", help="print the run file's JSON Schema and exit")
+    add(
+        "--schema",
+        action="store_true",
+        help="print the run file's JSON Schema and exit",
+    )
     args = parser.read(argv, intermixed=True)
     if args.schema:
         print_json(schema(Run, "phalanx run file"))
@@ -87,13 +125,18 @@ def run(argv: list[str]) -> int:
         config = _prepared(config)
         refuse_before(config)
     except (ValueError, OSError) as error:
-        if not isinstance(error, EnvironmentMistake) and rendezvous(os.environ) is not None:
+        if (
+            not isinstance(error, EnvironmentMistake)
+            and rendezvous(os.environ) is not None
+        ):
             from ..comm.join import report_failure
 
             report_failure(f"{type(error).__name__}: {error}")
         raise
     if command := node_command(os.environ, layout.ranks if layout else None):
-        os.execv(command[0], [*command, "-m", "phalanx", "train", *without_secrets(argv)])
+        os.execv(
+            command[0], [*command, "-m", "phalanx", "train", *without_secrets(argv)]
+        )
     with output_scope():
         unblock_output()  # whoever reads may pause: the run does not
         return _train(config, args, notice)
@@ -190,7 +233,8 @@ def _joined(config: Run, args: argparse.Namespace, notice: str, at: Rendezvous) 
         started = f"the launcher has started {at.size} ranks"
         raise UsageError(f"{started}, and --ranks says {args.ranks}.")
     if at.agent:
-        be_killed_with_parent()  # torchrun's ranks would go on for ever when their agent is killed
+        # torchrun's ranks would go on for ever when their agent is killed
+        be_killed_with_parent()
     config = config.for_ranks(at.size)
     if at.rank:
         hush()
@@ -206,7 +250,8 @@ def _joined(config: Run, args: argparse.Namespace, notice: str, at: Rendezvous) 
         # What one rank refuses ends the others too, with its words.
         with agreement(world):
             layout = _layout_that_fits(config, at.size, gpus, notice)
-            if gpus and not at.rank:  # how many ranks share a host's memory is not known
+            # how many ranks share a host's memory is not known
+            if gpus and not at.rank:
                 _say_memory(config, layout, gpus, force=args.force)
     except Exception as error:
         if isinstance(error, ValueError) or not isinstance(error, CommError):
@@ -231,7 +276,12 @@ def _layout_that_fits(config: Run, ranks: int, gpus: int, notice: str) -> Layout
     """The run's layout. Whatever can be refused before ranks train is refused here, by each rank of a
     launcher, or once for local ranks."""
     from ..parallel import refuse_mixing, refuse_unfit
-    from ..train.checkpoint_load import ModelIdentity, newest, refuse_optimizer, refuse_other
+    from ..train.checkpoint_load import (
+        ModelIdentity,
+        newest,
+        refuse_optimizer,
+        refuse_other,
+    )
     from ..train.program import maker_of, shape_of
     from ..train.rank import batches_of
     from .memory import auto
@@ -287,7 +337,10 @@ def _local(config: Run, layout: Layout, args: argparse.Namespace) -> int:
     from ..train.starts import Starts
     from ..train.stop import STOP, remove_stale_stop
 
-    with hold_run(Path(config.out), config.checkpoints), _passed_on(Path(config.out, STOP)):
+    with (
+        hold_run(Path(config.out), config.checkpoints),
+        _passed_on(Path(config.out, STOP)),
+    ):
         notice = remove_stale_stop(config, _BEGUN)
         ranks = "1 rank" if layout.ranks == 1 else f"{layout.ranks} ranks"
         count = sum(weight.numel() for weight in maker_of(config)().weights.values())
@@ -310,13 +363,19 @@ def _until_it_ends(
     from ..train.watched import call_timeout
 
     restarts = config.train.restarts
-    terms = {"backend": args.backend, "apart": restarts > 0, "timeout": call_timeout(config)}
+    terms = {
+        "backend": args.backend,
+        "apart": restarts > 0,
+        "timeout": call_timeout(config),
+    }
     for left in range(restarts, -1, -1):
         begun = time.time()
         starts.begin()
         try:
             settle_output()  # ranks are forked from a process that has no other thread
-            outcomes = launch(_rank, layout.ranks, config, str(layout), args.quiet, **terms)
+            outcomes = launch(
+                _rank, layout.ranks, config, str(layout), args.quiet, **terms
+            )
             first: Outcome = outcomes[0]
             return first
         except RankFailed as error:
@@ -326,18 +385,25 @@ def _until_it_ends(
             if f"signal {signal.SIGBUS.value}" in text and (cut := _cut_file(config)):
                 complain(f"rank {error.rank}: {text}: {cut}")
                 break
-            hang = Path(config.out, HANG)  # if its watcher has ended the ranks; it has said why
+            # if its watcher has ended the ranks; it has said why
+            hang = Path(config.out, HANG)
             hung = hang.is_file() and hang.stat().st_mtime >= begun
-            told = f"the run hung and was ended; the stacks of all its ranks are in {hang}"
+            told = (
+                f"the run hung and was ended; the stacks of all its ranks are in {hang}"
+            )
             complain(told if hung else error.refusal or str(error))
             if not left:
                 break
         if why := starts.in_vain():
             complain(f"The ranks are not started again: {why}.")
             break
-        saved = max(newest_in_memory(config), *(p.name for p in steps(config.checkpoints)), "")
+        saved = max(
+            newest_in_memory(config), *(p.name for p in steps(config.checkpoints)), ""
+        )
         saved = saved or "the beginning"
-        complain(f"The ranks are started again with {saved}; restarts left: {left - 1}.")
+        complain(
+            f"The ranks are started again with {saved}; restarts left: {left - 1}."
+        )
     return None
 
 

@@ -48,7 +48,9 @@ class OutputError(Exception):
 # ---- options
 
 
-def whole(least: int = 1, most: int = 1 << 24, way_out: str = "") -> Callable[[str], int]:
+def whole(
+    least: int = 1, most: int = 1 << 24, way_out: str = ""
+) -> Callable[[str], int]:
     """The type of an option that takes a whole number."""
 
     def parse(text: str) -> int:
@@ -57,7 +59,9 @@ def whole(least: int = 1, most: int = 1 << 24, way_out: str = "") -> Callable[[s
         many = len(text) > 30  # Python itself refuses to read very many
         if many or not least <= int(text) <= most:
             shown = "a number of very many digits" if many else f"{int(text):,}"
-            raise UsageError(f"is {shown}; write {least:,} to {most:,}. {way_out}".strip())
+            raise UsageError(
+                f"is {shown}; write {least:,} to {most:,}. {way_out}".strip()
+            )
         return int(text)
 
     return parse
@@ -111,15 +115,26 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         lines: list[str] = []
-        for prose, group in groupby(text.splitlines(), lambda line: line[:1].strip() != ""):
+        for prose, group in groupby(
+            text.splitlines(), lambda line: line[:1].strip() != ""
+        ):
             block = list(group)
             lines += wrap(" ".join(block), width) if prose else block
         return "\n".join(indent + line for line in lines)
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
-        shown = action.option_strings and action.default not in (None, False, "", argparse.SUPPRESS)
-        return f"{text} (default %(default)s)".strip() if shown and "default" not in text else text
+        shown = action.option_strings and action.default not in (
+            None,
+            False,
+            "",
+            argparse.SUPPRESS,
+        )
+        return (
+            f"{text} (default %(default)s)".strip()
+            if shown and "default" not in text
+            else text
+        )
 
 
 class Parser(argparse.ArgumentParser):
@@ -134,12 +149,17 @@ class Parser(argparse.ArgumentParser):
         prog, _, does = head.lstrip("`").partition("`: ")
         super().__init__(prog, allow_abbrev=False, formatter_class=_Formatter)
         self.description, self.epilog = does[:1].upper() + does[1:], epilog.rstrip()
-        self.subverbs: Collection[str] = ()  # words that the first argument may be, as `draw mesh`
+        # words that the first argument may be, as `draw mesh`
+        self.subverbs: Collection[str] = ()
         self._section: argparse._ActionsContainer = self
         self.add("-q", "--quiet", action="store_true", help="no progress lines")
         self.add("-v", "--verbose", action="store_true", help="more detail")
         if json:
-            self.add("--json", action="store_true", help="the result as JSON, and nothing else")
+            self.add(
+                "--json",
+                action="store_true",
+                help="the result as JSON, and nothing else",
+            )
         self._written: list[Callable[[argparse.Namespace], None]] = []
         self._wrong: list[str] = []
         self._may_be_empty: set[str] = set()
@@ -159,7 +179,9 @@ class Parser(argparse.ArgumentParser):
         """Starts a section of the help: later options are listed under this title."""
         self._section = self.add_argument_group(title)
 
-    def add_output(self, flag: str, *suffixes: str, folder: bool = False, **words: Any) -> None:
+    def add_output(
+        self, flag: str, *suffixes: str, folder: bool = False, **words: Any
+    ) -> None:
         """An option that names a file or a folder to write, tried before the command's work."""
         self.add(flag, **{"metavar": "DIR" if folder else "FILE", **words})
         name = flag.lstrip("-").replace("-", "_")
@@ -190,7 +212,11 @@ class Parser(argparse.ArgumentParser):
         if "--" in values:
             return f"{flag} is '--'; write a value."
         # A script's unset variable. To go on without the option would leave out what was asked for.
-        free = action.type is None and not action.choices and flag not in self._may_be_empty
+        free = (
+            action.type is None
+            and not action.choices
+            and flag not in self._may_be_empty
+        )
         if free and "" in values:
             return f"{flag} is empty; write a value, or leave {flag} out."
         return ""
@@ -202,16 +228,23 @@ class Parser(argparse.ArgumentParser):
     def _refuse(self, wrong: Sequence[str]) -> NoReturn:
         shown = list(dict.fromkeys(wrong))
         if len(shown) > 1:
-            shown = [f"{len(shown)} arguments are wrong:", *(f"- {text}" for text in shown)]
+            shown = [
+                f"{len(shown)} arguments are wrong:",
+                *(f"- {text}" for text in shown),
+            ]
         end = "\n" if len(shown) > 1 else " "
         raise UsageError("\n".join(shown) + f"{end}See `{self.prog} --help`.")
 
-    def read(self, argv: Sequence[str], *, intermixed: bool = False) -> argparse.Namespace:
+    def read(
+        self, argv: Sequence[str], *, intermixed: bool = False
+    ) -> argparse.Namespace:
         """The arguments; all that are wrong are refused, unknown ones with the nearest option.
         `intermixed`: positional arguments may stand between the options."""
         if DESCRIBE.get():
             raise Described(self)
-        parse = self.parse_known_intermixed_args if intermixed else self.parse_known_args
+        parse = (
+            self.parse_known_intermixed_args if intermixed else self.parse_known_args
+        )
         args, rest = parse(list(argv))
         known = [option for action in self._actions for option in action.option_strings]
         for word in [word for word in rest if word[:1] == "-"] or rest[:1]:
@@ -255,7 +288,9 @@ def _sentence(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def chosen(
-    parser: Parser, argv: Sequence[str], commands: Mapping[str, Callable[[list[str]], int]]
+    parser: Parser,
+    argv: Sequence[str],
+    commands: Mapping[str, Callable[[list[str]], int]],
 ) -> int:
     """Run the command that the first word names."""
     if argv and argv[0] in commands:
@@ -287,7 +322,9 @@ def refuse_irregular(file: Path, way_out: str, what: str = "") -> None:
     try:
         open_regular(file).close()
     except OSError as error:
-        raise UsageError(f"{what}cannot read {file}: {reason(error)}. {way_out}") from None
+        raise UsageError(
+            f"{what}cannot read {file}: {reason(error)}. {way_out}"
+        ) from None
 
 
 def save(path: str | Path, text: str) -> None:
@@ -297,15 +334,23 @@ def save(path: str | Path, text: str) -> None:
         # Without O_NONBLOCK a named pipe that nobody reads would be waited for without end.
         descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
         os.set_blocking(descriptor, True)
-        with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+        with os.fdopen(
+            descriptor, "w", encoding="utf-8", errors="backslashreplace"
+        ) as file:
             file.write(text)
     except OSError as error:
-        raise UsageError(f"cannot write {path}: {reason(error)}. Name another file.") from None
+        raise UsageError(
+            f"cannot write {path}: {reason(error)}. Name another file."
+        ) from None
     except ValueError:
-        raise UsageError(f"cannot write {str(path)!r}: no file can have this name.") from None
+        raise UsageError(
+            f"cannot write {str(path)!r}: no file can have this name."
+        ) from None
 
 
-def write(path: str, formats: Mapping[str, Callable[[Drawn], str]], drawn: Drawn) -> None:
+def write(
+    path: str, formats: Mapping[str, Callable[[Drawn], str]], drawn: Drawn
+) -> None:
     """Write what --out names in the format of its suffix."""
     _refuse_suffix(path, tuple(formats), "--out")
     save(path, formats[Path(path).suffix](drawn))
@@ -313,10 +358,14 @@ def write(path: str, formats: Mapping[str, Callable[[Drawn], str]], drawn: Drawn
 
 def _refuse_suffix(path: str, suffixes: Sequence[str], flag: str) -> None:
     if suffixes and Path(path).suffix not in suffixes:
-        raise UsageError(f"{flag} {path}: the suffix says the format; use {', '.join(suffixes)}.")
+        raise UsageError(
+            f"{flag} {path}: the suffix says the format; use {', '.join(suffixes)}."
+        )
 
 
-def try_file(path: str | None, flag: str = "--out", formats: Iterable[str] = ()) -> None:
+def try_file(
+    path: str | None, flag: str = "--out", formats: Iterable[str] = ()
+) -> None:
     """Refuse what an option names, if no file can be written there, or not in a format that its
     suffix names. A file that was made to try it is removed."""
     if path is not None:
@@ -328,7 +377,9 @@ def try_file(path: str | None, flag: str = "--out", formats: Iterable[str] = ())
 def try_folder(path: str | None, flag: str = "--out") -> None:
     """Refuse what an option names, if there can be no folder in which files can be written."""
     if path is not None and (why := unmakable(path)):
-        raise UsageError(f"{flag}: cannot write into {path}: it {why}. Name another folder.")
+        raise UsageError(
+            f"{flag}: cannot write into {path}: it {why}. Name another folder."
+        )
 
 
 def _unwritable(path: str | Path) -> str:
@@ -342,7 +393,11 @@ def _unwritable(path: str | Path) -> str:
         # Opening and closing a pipe would end whoever reads it.
         if kind is not None and not stat.S_ISREG(kind):
             return "" if os.access(real, os.W_OK) else "Permission denied"
-        os.close(os.open(real, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o666))
+        os.close(
+            os.open(
+                real, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o666
+            )
+        )
         if kind is None:
             os.unlink(real)
     except OSError as error:
@@ -365,7 +420,9 @@ def screen(width: int | None = None) -> tuple[int, bool]:
     return width or max(24, columns), terminal and not os.environ.get("NO_COLOR")
 
 
-def say(*words: object, end: str = "\n", flush: bool = False, colour: bool = False) -> None:
+def say(
+    *words: object, end: str = "\n", flush: bool = False, colour: bool = False
+) -> None:
     """Print for the user. What came from a file or an argument cannot steer the terminal: control
     characters are printed as escapes, but for the colours of a picture of ours (`colour`)."""
     text = " ".join(map(str, words))
@@ -416,7 +473,11 @@ def print_json(value: Mapping[str, object]) -> None:
 
 
 def result(
-    args: argparse.Namespace, figures: Mapping[str, object], text: str, *, good: object = True
+    args: argparse.Namespace,
+    figures: Mapping[str, object],
+    text: str,
+    *,
+    good: object = True,
 ) -> int:
     """Print the result of a command, its figures with --json, else its text; the exit code."""
     if args.json:

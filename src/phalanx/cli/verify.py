@@ -64,7 +64,9 @@ MOST = 64  # ranks of which all layouts are listed: there are some hundred thous
 def run(argv: list[str]) -> int:
     parser = Parser(__doc__)
     add = parser.add
-    help = "a run file and key=value, as for train: the run itself is compared, in small"
+    help = (
+        "a run file and key=value, as for train: the run itself is compared, in small"
+    )
     add("words", nargs="*", metavar="RUN", help=help)
     names_larger = "Name larger layouts with --layouts."
     rate = real(lambda x: 0 <= x < 1, "from 0 to below 1")
@@ -74,9 +76,18 @@ def run(argv: list[str]) -> int:
         metavar="SHAPE|FILE.py:Class",
         help="default: a small decoder; weights are random",
     )
-    add("--ranks", type=whole(1, MOST, names_larger), default=4, help="all layouts up to N ranks")
+    add(
+        "--ranks",
+        type=whole(1, MOST, names_larger),
+        default=4,
+        help="all layouts up to N ranks",
+    )
     add("--axes", type=_axes, default=" ".join(AXES), help="the axes that these use")
-    add("--layouts", metavar="TEXT", help="compare these layouts instead, separated by ;")
+    add(
+        "--layouts",
+        metavar="TEXT",
+        help="compare these layouts instead, separated by ;",
+    )
     add("--cover", type=whole(), help="only N or more, with every pair of choices")
     add("--backend", default=THREADS)
     add("--steps", type=whole(1, STEPS), default=3, help="training steps")
@@ -92,22 +103,49 @@ def run(argv: list[str]) -> int:
         metavar="Z",
         help="z-loss, added to each token's loss",
     )
-    add("--lora", type=whole(), default=0, metavar="R", help="only LoRA adapters, of this rank")
-    add("--dropout", type=rate, default=0.0, metavar="RATE", help="dropout, of the built-in models")
+    add(
+        "--lora",
+        type=whole(),
+        default=0,
+        metavar="R",
+        help="only LoRA adapters, of this rank",
+    )
+    add(
+        "--dropout",
+        type=rate,
+        default=0.0,
+        metavar="RATE",
+        help="dropout, of the built-in models",
+    )
     add("--packed", action="store_true", help="several documents in a sequence")
     add("--seed", help="seed of weights and batches")
-    add("--memory", type=POSITIVE, metavar="GIB", help="memory to use; default: what is free")
+    add(
+        "--memory",
+        type=POSITIVE,
+        metavar="GIB",
+        help="memory to use; default: what is free",
+    )
     add("--part", type=_part, metavar="I/N", help="only this part of the list, as 1/4")
-    parser.add_output("--out", ".html", ".svg", help="what was compared together, as a page")
-    add("--log", metavar="FILE", help="results as JSON lines; layouts in it are not run again")
     parser.add_output(
-        "--record", type=Path, help="save the last layout's last step, for `phalanx draw run`"
+        "--out", ".html", ".svg", help="what was compared together, as a page"
+    )
+    add(
+        "--log",
+        metavar="FILE",
+        help="results as JSON lines; layouts in it are not run again",
+    )
+    parser.add_output(
+        "--record",
+        type=Path,
+        help="save the last layout's last step, for `phalanx draw run`",
     )
     args = parser.read(argv, intermixed=True)
     if args.words:
         return _run(args, parser)
     if code_of(args.model)[0] and args.dropout:
-        raise UsageError("--dropout is for the built-in models; write the rate into your own.")
+        raise UsageError(
+            "--dropout is for the built-in models; write the rate into your own."
+        )
     shape, make = model_to_verify(args.model)
     if args.lora and make is not None:
         raise UsageError("--lora is for the built-in models.")
@@ -115,7 +153,8 @@ def run(argv: list[str]) -> int:
         shape = replace(shape, lora_r=args.lora, name=f"{shape.name}-lora{args.lora}")
     wanted = {name: getattr(args, name) for name in ("ranks", "axes", "cover", "dtype")}
     layouts = layouts_to_verify(args.layouts, shape, make, **wanted)
-    if args.part:  # every n-th layout, so that each part has its share of the large ones
+    # every n-th layout, so that each part has its share of the large ones
+    if args.part:
         layouts = layouts[args.part[0] - 1 :: args.part[1]]
     terms = "dtype memory backend steps seed packed dropout optimizer z_loss record"
     found = compared(
@@ -141,13 +180,17 @@ def run(argv: list[str]) -> int:
 
 def _run(args: argparse.Namespace, parser: Parser) -> int:
     """Compares a run with one process."""
-    of_layouts = [name for name in _OF_LAYOUTS if getattr(args, name) != parser.get_default(name)]
+    of_layouts = [
+        name for name in _OF_LAYOUTS if getattr(args, name) != parser.get_default(name)
+    ]
     if of_layouts:
         option = of_layouts[0].replace("_", "-")
         raise UsageError(
             f"--{option} is for layouts of a model; a run says all of it by key=value."
         )
-    found = verify_run(load_run(args.words), show=lambda verdict: progress(verdict_text(verdict)))
+    found = verify_run(
+        load_run(args.words), show=lambda verdict: progress(verdict_text(verdict))
+    )
     result(args, found.figures, found.summary)
     return 0 if found.passed else 1
 

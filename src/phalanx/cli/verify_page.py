@@ -15,14 +15,22 @@ if TYPE_CHECKING:
     from ..verify import Verdict
 
 _GOOD, _NEAR, _BAD = "#8fd3b6", "#f0d080", "#e8896b"
-_COLOURS = ((_GOOD, "agree"), (_NEAR, "agree, by less than a factor of 10"), (_BAD, "some differ"))
+_COLOURS = (
+    (_GOOD, "agree"),
+    (_NEAR, "agree, by less than a factor of 10"),
+    (_BAD, "some differ"),
+)
 
 
 def features(layout: str) -> tuple[str, ...]:
     """The features of a layout without sizes and dtypes: axes, ZeRO stage, schedule and other words."""
     kept = (word for word in layout.split() if word not in PRECISIONS)
-    words = (re.sub(r"^(dp|pp|cp|tp|ep)[0-9x]+(:[0-9x]+)?", r"\1", word) for word in kept)
-    return tuple(dict.fromkeys(re.sub(r":[0-9]+$", "", word) for word in words)) or ("one rank",)
+    words = (
+        re.sub(r"^(dp|pp|cp|tp|ep)[0-9x]+(:[0-9x]+)?", r"\1", word) for word in kept
+    )
+    return tuple(dict.fromkeys(re.sub(r":[0-9]+$", "", word) for word in words)) or (
+        "one rank",
+    )
 
 
 def verified_svg(title: str, verdicts: Sequence[Verdict], width: float) -> Html:
@@ -38,14 +46,21 @@ def verified_svg(title: str, verdicts: Sequence[Verdict], width: float) -> Html:
         both = [v for has, v in having if a in has and b in has]
         if not both:
             return None
-        worst, failed = max(both, key=lambda v: v.max_rel_error), sum(not v.passed for v in both)
+        worst, failed = (
+            max(both, key=lambda v: v.max_rel_error),
+            sum(not v.passed for v in both),
+        )
         near = max((v.of_allowed for v in both), default=0.0) > 0.1
         pair = a if a == b else f"{a} with {b}"
         tip = f"{pair}: {len(both)} layouts, {failed} differ; error at most"
         tip += f" {worst.max_rel_error:.1e}, in {worst.layout or 'one rank'}"
-        return MatrixCell(str(len(both)), _BAD if failed else _NEAR if near else _GOOD, tip)
+        return MatrixCell(
+            str(len(both)), _BAD if failed else _NEAR if near else _GOOD, tip
+        )
 
-    notes = ["The number is how many layouts have both; an empty pair was not compared."]
+    notes = [
+        "The number is how many layouts have both; an empty pair was not compared."
+    ]
     return matrix_svg(title, names, cell, _COLOURS, notes, width) if names else Html("")
 
 
@@ -54,9 +69,22 @@ def verified_page(title: str, summary: str, verdicts: Sequence[Verdict]) -> str:
     rows = []
     for v in sorted(verdicts, key=lambda v: (v.passed, -v.max_rel_error)):
         word = "cannot fit" if v.cannot_fit else "agrees" if v.passed else "differs"
-        mark = tag("span", word, cls="good" if v.passed else "" if v.cannot_fit else "bad")
+        mark = tag(
+            "span", word, cls="good" if v.passed else "" if v.cannot_fit else "bad"
+        )
         error = f"{v.max_rel_error:.1e}" if math.isfinite(v.max_rel_error) else ""
-        rows.append((tag("code", v.layout or "one rank"), v.ranks, mark, error, v.first_difference))
+        rows.append(
+            (
+                tag("code", v.layout or "one rank"),
+                v.ranks,
+                mark,
+                error,
+                v.first_difference,
+            )
+        )
     head = ("layout", "ranks", "", "largest relative error", "first difference")
-    body = (figure(partial(verified_svg, title, verdicts)), table(head, rows, left=True))
+    body = (
+        figure(partial(verified_svg, title, verdicts)),
+        table(head, rows, left=True),
+    )
     return frame(title, paragraphs([summary]), *(body if verdicts else ()))

@@ -6,7 +6,16 @@ import torch
 
 from phalanx.comm.agree import PeerFailed, RanksDiffer, agreement
 from phalanx.comm.alone import AloneWorld
-from phalanx.comm.base import OPS, CommError, CommMisuse, Group, RankFailed, Report, Work, World
+from phalanx.comm.base import (
+    OPS,
+    CommError,
+    CommMisuse,
+    Group,
+    RankFailed,
+    Report,
+    Work,
+    World,
+)
 from phalanx.comm.join import join
 from phalanx.comm.launch import Runner, choose, launch, workers
 from phalanx.comm.tally import Message, Tally, TallyWorld

@@ -48,8 +48,12 @@ def agreement(world: World) -> Iterator[dict[str, str]]:
         _facts_of_all(world, {FAILED: f"{type(error).__name__}: {error}"})
         raise
     everyone = _facts_of_all(world, facts)
-    if failed := [(rank, each[FAILED]) for rank, each in enumerate(everyone) if FAILED in each]:
-        lines = [f"rank {rank} could not begin: {error}" for rank, error in failed[:MOST]]
+    if failed := [
+        (rank, each[FAILED]) for rank, each in enumerate(everyone) if FAILED in each
+    ]:
+        lines = [
+            f"rank {rank} could not begin: {error}" for rank, error in failed[:MOST]
+        ]
         raise PeerFailed("\n".join(lines))
     if lines := differences(dict(enumerate(everyone))):
         raise RanksDiffer(not_alike(lines))
@@ -109,7 +113,8 @@ def broadcast_text(group: Group, text: str, root: int = 0) -> str:
 
 
 def _packed(text: str) -> Tensor:
-    raw = bytearray(text.encode("utf-8", "replace") + b".")  # torch takes no empty buffer
+    # torch takes no empty buffer
+    raw = bytearray(text.encode("utf-8", "replace") + b".")
     return torch.frombuffer(raw, dtype=torch.uint8)[:-1]
 
 

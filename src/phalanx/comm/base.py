@@ -37,7 +37,9 @@ def exit_code_of(error: BaseException) -> int:
     The code is 2, or the `exit_code` of the class: 1 if the run had begun. A misuse of a group is a
     mistake in the code that calls it, unless its class has an `exit_code`.
     """
-    ours = isinstance(error, ValueError) and type(error).__module__.startswith("phalanx.")
+    ours = isinstance(error, ValueError) and type(error).__module__.startswith(
+        "phalanx."
+    )
     default = 0 if isinstance(error, CommError) or not ours else 2
     code: int = getattr(error, "exit_code", default)
     return code
@@ -82,7 +84,9 @@ class RankFailed(CommError):
         lines += [first.trace.rstrip()] if first.trace else []
         for each in others:
             same = each.error == first.error
-            lines.append(f"then rank {each.rank} failed: {'the same' if same else each.error}")
+            lines.append(
+                f"then rank {each.rank} failed: {'the same' if same else each.error}"
+            )
         super().__init__("\n".join(lines))
         self.rank = first.rank
         self.reports = (first, *others)
@@ -120,7 +124,9 @@ class Group:
     positions: Positions | None = None  # where this rank's calls are written down
     number = 0  # of the group there
 
-    def __init__(self, name: str, rank: int, ranks: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, name: str, rank: int, ranks: Sequence[int], device: torch.device
+    ) -> None:
         self.name = name
         self.rank = rank
         self.ranks = tuple(ranks)
@@ -144,7 +150,9 @@ class Group:
 
     def _alone(self, call: Call) -> bool:
         """True if a call involves only this rank."""
-        return self.size == 1 or (call.at == self.rank and call.kind in ("send", "receive"))
+        return self.size == 1 or (
+            call.at == self.rank and call.kind in ("send", "receive")
+        )
 
     def close(self) -> None:
         """Give back what the group owns. Every member closes, in the same order."""
@@ -159,7 +167,9 @@ class Group:
         if self.positions is None:
             work = self._begin(call)
         else:
-            number = number or self.record(self.positions, call.kind, call.x, call.op, call.at)
+            number = number or self.record(
+                self.positions, call.kind, call.x, call.op, call.at
+            )
             work = RecordedCall(self._begin(call), number, self.positions)
         if wait:
             work.wait()
@@ -174,7 +184,9 @@ class Group:
         with self.positions.reading():
             yield
 
-    def record(self, positions: Positions, kind: str, x: Tensor, op: str, at: int = -1) -> int:
+    def record(
+        self, positions: Positions, kind: str, x: Tensor, op: str, at: int = -1
+    ) -> int:
         """Write down a call; its number."""
         key = kind, x.shape, x.dtype, op, at
         if (text := positions.call_texts.get(key)) is None:
@@ -187,7 +199,9 @@ class Group:
         """Everyone's `x` becomes the reduction of all of them."""
         return self._do(Call("all_reduce", x, op=op), wait)
 
-    def reduce(self, x: Tensor, root: int, op: str = "sum", *, wait: bool = True) -> Work:
+    def reduce(
+        self, x: Tensor, root: int, op: str = "sum", *, wait: bool = True
+    ) -> Work:
         """The root's `x` becomes the reduction; the others keep theirs."""
         return self._do(Call("reduce", x, op=op, at=root), wait)
 
@@ -195,7 +209,9 @@ class Group:
         """Everyone's `x` becomes the root's."""
         return self._do(Call("broadcast", x, at=root), wait)
 
-    def all_gather(self, out: Tensor, x: Tensor, *, still: bool = False, wait: bool = True) -> Work:
+    def all_gather(
+        self, out: Tensor, x: Tensor, *, still: bool = False, wait: bool = True
+    ) -> Work:
         """`out` holds everyone's `x`, one after another in group order.
 
         `still`: this rank leaves `x` as it is until it knows by some later call that all have their
@@ -204,7 +220,9 @@ class Group:
         """
         return self._do(Call("all_gather", x, out, still=still), wait)
 
-    def reduce_scatter(self, out: Tensor, x: Tensor, op: str = "sum", *, wait: bool = True) -> Work:
+    def reduce_scatter(
+        self, out: Tensor, x: Tensor, op: str = "sum", *, wait: bool = True
+    ) -> Work:
         """Rank i's `out` is the reduction of the i-th equal part of everyone's `x`."""
         return self._do(Call("reduce_scatter", x, out, op=op), wait)
 
@@ -220,7 +238,9 @@ class Group:
         """Part j of `x` goes to rank j; `out` is what came, in group order. Parts are along dim 0."""
         sends = equal_splits(self, x, in_splits, "in_splits")
         takes = equal_splits(self, out, out_splits, "out_splits")
-        return self._do(Call("all_to_all", x, out, in_splits=sends, out_splits=takes), wait)
+        return self._do(
+            Call("all_to_all", x, out, in_splits=sends, out_splits=takes), wait
+        )
 
     def gather(
         self, outs: Sequence[Tensor] | None, x: Tensor, root: int, *, wait: bool = True
@@ -294,7 +314,9 @@ class World(ABC):
                 "to another."
             )
         if name in self._groups:
-            raise CommMisuse(f"this world already has a group {name!r}; close it or choose a name.")
+            raise CommMisuse(
+                f"this world already has a group {name!r}; close it or choose a name."
+            )
         group = self._groups[name] = self._split(name, fixed, tuple(flows))
         if group.size > 1:
             _open_groups()[name] = group

@@ -24,11 +24,13 @@ def colours(groups: Sequence[Ranks]) -> list[int]:
     for index, ranks in enumerate(groups):
         by_size.setdefault(len(ranks), []).append(index)
     for indices in by_size.values():
-        table = np.array([groups[index] for index in indices], dtype=np.uint64)  # (groups, ranks)
+        # (groups, ranks)
+        table = np.array([groups[index] for index in indices], dtype=np.uint64)
         hashed = np.zeros(len(indices), dtype=np.uint64)
         for column in table.T:
             shifted = (hashed << np.uint64(6)) + (hashed >> np.uint64(2))
-            hashed ^= column + np.uint64(0x9E3779B9) + shifted  # modulo 2**64, as in C++
+            # modulo 2**64, as in C++
+            hashed ^= column + np.uint64(0x9E3779B9) + shifted
         for index, colour in zip(indices, hashed % np.uint64(_MODULUS), strict=True):
             result[index] = int(colour)
     return result

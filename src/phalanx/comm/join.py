@@ -29,7 +29,8 @@ from phalanx.version import VERSION
 _dist: Any = torch.distributed  # its stubs lack the stores
 NOTICE = 15.0  # seconds after which a rank says for whom it waits
 COMING = 20.0  # seconds that a rank that cannot begin waits for rank 0, to report why
-MARGIN = 5.0  # seconds beyond a timeout, for those who wait for the one whose timeout it is
+# seconds beyond a timeout, for those who wait for the one whose timeout it is
+MARGIN = 5.0
 
 
 def open_store(at: Rendezvous, mine: Address, timeout: float) -> Any:
@@ -45,7 +46,9 @@ def open_store(at: Rendezvous, mine: Address, timeout: float) -> Any:
         )
     try:
         # Who does not come is named in `meet`.
-        store = _dist.TCPStore(at.host, at.port, at.size, serve, wait_for_workers=False, **terms)
+        store = _dist.TCPStore(
+            at.host, at.port, at.size, serve, wait_for_workers=False, **terms
+        )
     except RuntimeError as error:
         raise CommError(
             f"rank {at.rank} has no store at {at.host}:{at.port}: {str(error).splitlines()[0]}"
@@ -94,12 +97,16 @@ def join(
         return AloneWorld("cuda:0" if devices.gpus else "cpu")
     mine = Address.choose(at, interface)
     store = open_store(at, mine, timeout)
-    backend = meet(store, at, offer(at, backend, devices) | {":address": str(mine)}, timeout)
+    backend = meet(
+        store, at, offer(at, backend, devices) | {":address": str(mine)}, timeout
+    )
     mine.use(os.environ)
     if not at.one_host:
         check_routes(store, at, mine)
     gpu = devices.index(at.local) or 0
-    return ProcessWorld(backend, store, at.rank, size, gpu=gpu, timeout=call_timeout or timeout)
+    return ProcessWorld(
+        backend, store, at.rank, size, gpu=gpu, timeout=call_timeout or timeout
+    )
 
 
 # ---- what ranks settle before the first of them opens a connection to another
@@ -109,7 +116,9 @@ def offer(at: Rendezvous, backend: str, devices: Devices) -> dict[str, str]:
     """This rank's facts for the others. Facts whose name has no leading colon must be equal on all
     ranks."""
     if backend not in ("auto", GLOO, NCCL):
-        raise CommMisuse(f"backend {backend!r} cannot join processes; use gloo, nccl or auto.")
+        raise CommMisuse(
+            f"backend {backend!r} cannot join processes; use gloo, nccl or auto."
+        )
     gpu = devices.index(at.local)
     return {
         "number of ranks": str(at.size),
@@ -137,7 +146,9 @@ def meet(store: Any, at: Rendezvous, mine: Mapping[str, str], timeout: float) ->
     touches as many keys in a world of 10,000 as in one of two.
     """
     if store.add(f"met/{at.rank}", 1) > 1:
-        raise CommMisuse(f"two processes were started as rank {at.rank}; give each its own RANK.")
+        raise CommMisuse(
+            f"two processes were started as rank {at.rank}; give each its own RANK."
+        )
     store.append("offers", json.dumps([at.rank, mine]) + "\n")
     if at.rank == 0:
         answer, heard = _answer(store, at, timeout)
@@ -171,10 +182,14 @@ def _answer(store: Any, at: Rendezvous, timeout: float) -> tuple[dict[str, str],
         offers: dict[int, dict[str, str]] = dict(sorted(map(json.loads, lines)))
         for rank, each in offers.items():
             if FAILED in each:
-                return {"error": f"rank {rank} could not begin: {each[FAILED]}"}, len(offers)
+                return {"error": f"rank {rank} could not begin: {each[FAILED]}"}, len(
+                    offers
+                )
         # As soon as two differ: with another number of ranks some would never come.
         compared = {
-            rank: {name: value for name, value in each.items() if not name.startswith(":")}
+            rank: {
+                name: value for name, value in each.items() if not name.startswith(":")
+            }
             for rank, each in offers.items()
         }
         if differing := differences(compared):
@@ -195,9 +210,13 @@ def _answer(store: Any, at: Rendezvous, timeout: float) -> tuple[dict[str, str],
         return {"error": str(error)}, size
 
 
-def _missing(offers: Mapping[int, Mapping[str, str]], at: Rendezvous, seconds: float) -> str:
+def _missing(
+    offers: Mapping[int, Mapping[str, str]], at: Rendezvous, seconds: float
+) -> str:
     missing = named([rank for rank in range(at.size) if rank not in offers])
-    came = ", ".join(f"{rank} from {each.get(':address', '?')}" for rank, each in offers.items())
+    came = ", ".join(
+        f"{rank} from {each.get(':address', '?')}" for rank, each in offers.items()
+    )
     if len(offers) > 16:
         came = f"{len(offers)} ranks"
     return (
@@ -209,7 +228,9 @@ def _missing(offers: Mapping[int, Mapping[str, str]], at: Rendezvous, seconds: f
 def backend_of(offers: Sequence[Mapping[str, str]]) -> str:
     """NCCL if every rank has a GPU of its own, gloo if none sees any; else it has to be chosen."""
     backend = offers[0]["backend"]
-    if backend == GLOO or (backend == "auto" and not any(int(each[":gpus"]) for each in offers)):
+    if backend == GLOO or (
+        backend == "auto" and not any(int(each[":gpus"]) for each in offers)
+    ):
         return GLOO
     owner: dict[str, int] = {}
     reason = ""
@@ -245,6 +266,8 @@ def report_failure(error: str, environment: Mapping[str, str] | None = None) -> 
         if at.rank:
             store.append("offers", json.dumps([at.rank, {FAILED: error}]) + "\n")
         else:
-            store.set("answer", json.dumps({"error": f"rank 0 could not begin: {error}"}))
+            store.set(
+                "answer", json.dumps({"error": f"rank 0 could not begin: {error}"})
+            )
             if not at.served:
                 _let_read(store, at.size - 1)

@@ -43,17 +43,18 @@ class Held:
     where: str
     call: Call
     reads: list[tuple[Tensor, Tensor]]  # each with a copy from the beginning
-    writes: list[tuple[Tensor, Tensor, Tensor]]  # each with its poison, and where its result comes
+    # each with its poison, and where its result comes
+    writes: list[tuple[Tensor, Tensor, Tensor]]
     returned: bool = False
 
     def misuse(self) -> str:
         """What the rank has done to tensors that are not its own; empty if nothing."""
         reading = self.call.still or not self.returned
         if reading and not all(same_bits(x, before) for x, before in self.reads):
-            return (
-                f"{self.where}: a tensor that the call reads has been written to before its time."
-            )
-        if not self.returned and not all(same_bits(x, bad) for x, bad, _ in self.writes):
+            return f"{self.where}: a tensor that the call reads has been written to before its time."
+        if not self.returned and not all(
+            same_bits(x, bad) for x, bad, _ in self.writes
+        ):
             return f"{self.where}: the result has been written to before the wait."
         return ""
 
@@ -140,7 +141,9 @@ class LateMembers(ThreadMembers):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.held: dict[int, Held] = {}
-        self.met: weakref.WeakKeyDictionary[Meeting, list[Held]] = weakref.WeakKeyDictionary()
+        self.met: weakref.WeakKeyDictionary[Meeting, list[Held]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def begin(self, line: tuple[int, ...], place: int, call: Call) -> LateWork:
         copy = private(call)
@@ -200,7 +203,12 @@ class LateWork(OpenWork):
         self, members: LateMembers, meeting: Meeting, place: int, copy: Call, held: Held
     ) -> None:
         super().__init__(held)
-        self._members, self._meeting, self._place, self._copy = members, meeting, place, copy
+        self._members, self._meeting, self._place, self._copy = (
+            members,
+            meeting,
+            place,
+            copy,
+        )
 
     def wait(self) -> None:
         if self.held.returned:
@@ -243,7 +251,9 @@ class LateGroup(ThreadGroup):
     def close(self) -> None:
         for work in self._open:
             if not work.held.returned:
-                raise CommMisuse(f"{work.held.where}: the group is closed before the wait.")
+                raise CommMisuse(
+                    f"{work.held.where}: the group is closed before the wait."
+                )
         super().close()
 
 
@@ -291,6 +301,8 @@ def late(size: int, timeout: float = 30.0) -> Callable[..., list[Any]]:
 
 
 @contextmanager
-def late_worlds(size: int, timeout: float = 300.0) -> Iterator[Callable[..., list[Any]]]:
+def late_worlds(
+    size: int, timeout: float = 300.0
+) -> Iterator[Callable[..., list[Any]]]:
     """In place of `workers`, for ranks that are threads."""
     yield late(size, timeout)

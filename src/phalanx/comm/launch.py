@@ -93,7 +93,9 @@ def choose(backend: str, ranks: int, devices: Devices | None = None) -> str:
         why = f"{ranks} ranks need {ranks} GPUs and there are {devices.gpus}"
         if not devices.has(NCCL):
             why = "this build of torch has no NCCL"
-        raise CommMisuse(f"backend nccl cannot be used: {why}; use backend gloo or threads.")
+        raise CommMisuse(
+            f"backend nccl cannot be used: {why}; use backend gloo or threads."
+        )
     if ranks == 1:
         return ALONE
     if backend == "auto" and devices.gpus:
@@ -109,7 +111,9 @@ def choose(backend: str, ranks: int, devices: Devices | None = None) -> str:
 
 def used_gpus(kind: str, ranks: int, devices: Devices | None = None) -> int:
     """On how many GPUs `ranks` local ranks compute over what `choose` chose; 0: on the CPU."""
-    return min(ranks, (devices or Devices()).gpus) if kind in (ALONE, THREADS, NCCL) else 0
+    return (
+        min(ranks, (devices or Devices()).gpus) if kind in (ALONE, THREADS, NCCL) else 0
+    )
 
 
 def _run_alone(fn: Callable[..., Any], *args: Any) -> list[Any]:

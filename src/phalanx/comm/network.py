@@ -42,7 +42,9 @@ class Address:
         host = socket.gethostname()
         if interface:
             if not (address := addresses().get(interface, "")):
-                known = ", ".join(f"{name} ({each})" for name, each in addresses().items())
+                known = ", ".join(
+                    f"{name} ({each})" for name, each in addresses().items()
+                )
                 raise CommMisuse(
                     f"network.interface = {interface!r} is not an interface of {host} with an address;"
                     f" there are {known or 'none'}."
@@ -51,7 +53,9 @@ class Address:
         address = _from_here(at.host, at.port)
         if address.startswith("127.") and not at.one_host:
             # Debian's own name is 127.0.1.1 on the host itself, and another for the others.
-            others = [each for each in addresses().values() if not each.startswith("127.")]
+            others = [
+                each for each in addresses().values() if not each.startswith("127.")
+            ]
             default = _from_here(_NOWHERE, at.port)
             address = default or next(iter(others), address)
         names = {each: name for name, each in addresses().items()}
@@ -87,7 +91,9 @@ def addresses() -> dict[str, str]:
 def _from_here(host: str, port: int) -> str:
     """This host's address on the way to another, empty where there is no way. Nothing is sent."""
     with contextlib.suppress(OSError):
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        family, _, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_DGRAM
+        )[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)
             return str(probe.getsockname()[0])
@@ -105,10 +111,14 @@ def check_routes(store: Any, at: Rendezvous, mine: Address) -> None:
     with contextlib.ExitStack() as stack:
         if leads:
             listener = stack.enter_context(
-                socket.create_server((mine.address, 0), family=_family(mine.address), backlog=1024)
+                socket.create_server(
+                    (mine.address, 0), family=_family(mine.address), backlog=1024
+                )
             )
             port = listener.getsockname()[1]
-            store.append("hosts", json.dumps([at.rank, mine.address, port, str(mine)]) + "\n")
+            store.append(
+                "hosts", json.dumps([at.rank, mine.address, port, str(mine)]) + "\n"
+            )
         # Everybody has taken its place when all have counted themselves.
         if store.add("placed", 1) == at.size:
             store.set("all placed", "1")
@@ -120,13 +130,19 @@ def check_routes(store: Any, at: Rendezvous, mine: Address) -> None:
             own = [rank for rank, *_ in hosts].index(at.rank)
             others = {own: None, (own + 1) % len(hosts): None, 0: None}
             failed = [_reach(hosts[other]) for other in others if other != own]
-            report = [f"rank {at.rank} at {mine} does not reach {each}" for each in failed if each]
+            report = [
+                f"rank {at.rank} at {mine} does not reach {each}"
+                for each in failed
+                if each
+            ]
             store.append("reached", json.dumps(report) + "\n")
             if store.add("reached by", 1) == len(hosts):
                 store.set("all reached", "1")
         _wait(store, "all reached", at)
     failures = [
-        each for line in store.get("reached").decode().splitlines() for each in json.loads(line)
+        each
+        for line in store.get("reached").decode().splitlines()
+        for each in json.loads(line)
     ]
     if failures:
         raise CommError("; ".join(sorted(failures)[:8]) + f". {WAYS_OUT}")
@@ -146,7 +162,9 @@ def _wait(store: Any, name: str, at: Rendezvous) -> None:
     try:
         store.wait([name], timedelta(seconds=3 * REACHING))
     except RuntimeError as error:
-        raise CommError(f"rank {at.rank}: not all hosts have answered ({name}).") from error
+        raise CommError(
+            f"rank {at.rank}: not all hosts have answered ({name})."
+        ) from error
 
 
 def _family(address: str) -> socket.AddressFamily:
@@ -158,11 +176,19 @@ def listen(at: Rendezvous) -> socket.socket:
     all where this host knows its own name as loopback and the others do not."""
     address = at.host
     with contextlib.suppress(OSError):
-        address = str(socket.getaddrinfo(at.host, at.port, type=socket.SOCK_STREAM)[0][4][0])
-    if address.startswith("127.") and not at.one_host and not at.host.startswith(("127.", "local")):
+        address = str(
+            socket.getaddrinfo(at.host, at.port, type=socket.SOCK_STREAM)[0][4][0]
+        )
+    if (
+        address.startswith("127.")
+        and not at.one_host
+        and not at.host.startswith(("127.", "local"))
+    ):
         address = ""
     try:
-        return socket.create_server((address, at.port), family=_family(address), backlog=4096)
+        return socket.create_server(
+            (address, at.port), family=_family(address), backlog=4096
+        )
     except OSError as error:
         raise CommMisuse(
             f"rank 0 cannot listen on {at.host}:{at.port} ({error.strerror}); choose another"

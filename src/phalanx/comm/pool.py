@@ -57,7 +57,11 @@ class Pool:
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         if not self._processes:
             self._start()
-        if getattr(fn, "__module__", "") == "__main__" and self._imports and not _main_is_a_file():
+        if (
+            getattr(fn, "__module__", "") == "__main__"
+            and self._imports
+            and not _main_is_a_file()
+        ):
             raise CommMisuse(
                 f"{fn.__name__} is defined in a notebook or on standard input, which processes cannot"
                 " import. Write backend='threads', or put it into a file and import it from there."
@@ -87,7 +91,9 @@ class Pool:
             self._remove.callback(arena.close)
             meeting = arena.path, arena.extent
         else:
-            folder = self._remove.enter_context(tempfile.TemporaryDirectory(prefix="phalanx-"))
+            folder = self._remove.enter_context(
+                tempfile.TemporaryDirectory(prefix="phalanx-")
+            )
             meeting = os.path.join(folder, "store")
         for rank in range(ranks):
             ours, theirs = context.Pipe()
@@ -109,7 +115,11 @@ class Pool:
         deadline = None
         while waiting:
             left = LOOKS if deadline is None else max(0.0, deadline - time.monotonic())
-            ready = [pipe for pipe in wait(list(waiting), left) if isinstance(pipe, Connection)]
+            ready = [
+                pipe
+                for pipe in wait(list(waiting), left)
+                if isinstance(pipe, Connection)
+            ]
             for pipe in ready:
                 rank = waiting.pop(pipe)
                 answer = self._answer(rank)
@@ -132,7 +142,11 @@ class Pool:
         except (EOFError, OSError):
             self._processes[rank].join(1.0)
             code = self._processes[rank].exitcode
-            end = f"was killed by signal {-code}" if code and code < 0 else f"exited with {code}"
+            end = (
+                f"was killed by signal {-code}"
+                if code and code < 0
+                else f"exited with {code}"
+            )
             return Report(rank, f"the process {end}", "", False)
 
     def _end(self) -> None:
@@ -216,7 +230,8 @@ def _serve(
     *terms: Any,
 ) -> None:
     """One rank's process: do what comes through the pipe until the end comes or the launcher dies."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C; the launcher decides
+    # a terminal's Ctrl-C; the launcher decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if not outlasts:
         be_killed_with_parent()
     threading.Thread(target=_die_with_launcher, daemon=True).start()
@@ -269,7 +284,11 @@ def _as_if_on_a_host_of_its_own(rank: int) -> dict[str, str]:
     Messages then use sockets. This is slow, but it shows that the calls of a layout match each
     other.
     """
-    return {"NCCL_HOSTID": f"phalanx-{rank}", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+    return {
+        "NCCL_HOSTID": f"phalanx-{rank}",
+        "NCCL_P2P_DISABLE": "1",
+        "NCCL_SHM_DISABLE": "1",
+    }
 
 
 def be_killed_with_parent() -> None:

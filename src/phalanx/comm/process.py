@@ -31,7 +31,9 @@ from torch_shm.calls import Call
 from torch_shm.settle import HALVES, reduce_into
 
 # 2.13 deprecates the names that are the only ones in 2.11.
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_all_gather: Callable[..., Any] = getattr(
+    dist, "all_gather_single", dist.all_gather_into_tensor
+)
 _reduce_scatter: Callable[..., Any] = getattr(
     dist, "reduce_scatter_single", dist.reduce_scatter_tensor
 )
@@ -86,7 +88,9 @@ class Pending(Work):
                 transfer.wait()
             except RuntimeError as error:
                 names = named(peers).removesuffix(" has").removesuffix(" have")
-                raise CommError(f"{self._where} waits for {names}: {_reason(error)}") from error
+                raise CommError(
+                    f"{self._where} waits for {names}: {_reason(error)}"
+                ) from error
         after, self._after = self._after, None
         if after is not None:
             with torch.no_grad():
@@ -156,7 +160,9 @@ class TorchGroup(Group):
     def _where(self, call: Call) -> str:
         return f"rank {self.ranks[self.rank]} in {call.kind} on {self.name}"
 
-    def _pending(self, call: Call, work: Any, after: Callable[[], object] | None = None) -> Work:
+    def _pending(
+        self, call: Call, work: Any, after: Callable[[], object] | None = None
+    ) -> Work:
         return Pending(self._where(call), [(work, self._others)], after)
 
     def _around(self, step: int) -> Iterator[int]:
@@ -174,13 +180,25 @@ class TorchGroup(Group):
         if me in sends and me in receives:
             receives[me].view(-1).copy_(sends[me].view(-1))
         # Nearest first, so that not everyone sends to rank 0 at the same time.
-        out = [(i, sends[i]) for i in self._around(1) if i in sends and sends[i].numel()]
-        into = [(i, receives[i]) for i in self._around(-1) if i in receives and receives[i].numel()]
+        out = [
+            (i, sends[i]) for i in self._around(1) if i in sends and sends[i].numel()
+        ]
+        into = [
+            (i, receives[i])
+            for i in self._around(-1)
+            if i in receives and receives[i].numel()
+        ]
         if self._native:
-            batch = [dist.P2POp(dist.irecv, x, group=group, group_peer=i) for i, x in into]
-            batch += [dist.P2POp(dist.isend, x, group=group, group_peer=i) for i, x in out]
+            batch = [
+                dist.P2POp(dist.irecv, x, group=group, group_peer=i) for i, x in into
+            ]
+            batch += [
+                dist.P2POp(dist.isend, x, group=group, group_peer=i) for i, x in out
+            ]
             works = dist.batch_isend_irecv(batch) if batch else []
-            return Pending(self._where(call), [(work, self._others) for work in works], after)
+            return Pending(
+                self._where(call), [(work, self._others) for work in works], after
+            )
         # Each trade has a tag of its own, so no other transfer of the pair can be taken for it.
         self._tags["trade", 0] += 1
         tag = 2 * self._tags["trade", 0] + 1
@@ -213,10 +231,14 @@ class TorchGroup(Group):
         if self.rank != root:
             return self._trade(call, {root: x}, {})
         parts = {i: torch.empty_like(x) for i in range(self.size)} | {root: x}
-        return self._trade(call, {}, parts, lambda: reduce_into(x, list(parts.values()), call.op))
+        return self._trade(
+            call, {}, parts, lambda: reduce_into(x, list(parts.values()), call.op)
+        )
 
     def _broadcast(self, call: Call) -> Work:
-        work = dist.broadcast(call.x, group=self._group, group_src=call.at, async_op=True)
+        work = dist.broadcast(
+            call.x, group=self._group, group_src=call.at, async_op=True
+        )
         return self._pending(call, work)
 
     def _all_gather(self, call: Call) -> Work:
@@ -227,22 +249,36 @@ class TorchGroup(Group):
             work = _all_gather(out.view(-1), x, group=self._group, async_op=True)
             return self._pending(call, work)
         rows = out.view(self.size, x.numel())
-        return self._trade(call, dict.fromkeys(range(self.size), x), dict(enumerate(rows)))
+        return self._trade(
+            call, dict.fromkeys(range(self.size), x), dict(enumerate(rows))
+        )
 
     def _reduce_scatter(self, call: Call) -> Work:
         x, out = call.x, call.out
         assert out is not None
         if self._native and call.op in ("sum", "average", "product"):
             work = _reduce_scatter(
-                out.view(-1), x.view(-1), op=_OPS[call.op], group=self._group, async_op=True
+                out.view(-1),
+                x.view(-1),
+                op=_OPS[call.op],
+                group=self._group,
+                async_op=True,
             )
             average = call.op == "average"
-            return self._pending(call, work, (lambda: out.div_(self.size)) if average else None)
+            return self._pending(
+                call, work, (lambda: out.div_(self.size)) if average else None
+            )
         rows = x.view(self.size, out.numel())
-        parts = [row if i == self.rank else torch.empty_like(row) for i, row in enumerate(rows)]
+        parts = [
+            row if i == self.rank else torch.empty_like(row)
+            for i, row in enumerate(rows)
+        ]
         sends = {i: row for i, row in enumerate(rows) if i != self.rank}
         return self._trade(
-            call, sends, {i: parts[i] for i in sends}, lambda: reduce_into(out, parts, call.op)
+            call,
+            sends,
+            {i: parts[i] for i in sends},
+            lambda: reduce_into(out, parts, call.op),
         )
 
     def _all_to_all(self, call: Call) -> Work:
@@ -302,7 +338,14 @@ class ProcessWorld(World):
     bound = True
 
     def __init__(
-        self, backend: str, store: Any, rank: int, size: int, *, gpu: int, timeout: float
+        self,
+        backend: str,
+        store: Any,
+        rank: int,
+        size: int,
+        *,
+        gpu: int,
+        timeout: float,
     ) -> None:
         # Every branch for NCCL but those on the device itself follows this, so that tests can take
         # them over gloo.
@@ -331,7 +374,11 @@ class ProcessWorld(World):
         """A rank of the group that Ray, Accelerate or somebody else has made, on the GPU chosen there."""
         native = NCCL in str(dist.get_backend_config(None))
         gpu = torch.cuda.current_device() if native else 0
-        backend, rank, size = NCCL if native else GLOO, dist.get_rank(), dist.get_world_size()
+        backend, rank, size = (
+            NCCL if native else GLOO,
+            dist.get_rank(),
+            dist.get_world_size(),
+        )
         world = cls(backend, None, rank, size, gpu=gpu, timeout=timeout)
         world.bound = getattr(_untyped.group.WORLD, "bound_device_id", None) is not None
         return world
@@ -351,7 +398,10 @@ class ProcessWorld(World):
         # own. gloo's pairs of sockets are independent as they are.
         for batch in apart(flows):
             pairs = [
-                (each[i], each[j]) for each in groups for i, j in batch if max(i, j) < len(each)
+                (each[i], each[j])
+                for each in groups
+                for i, j in batch
+                if max(i, j) < len(each)
             ]
             title = f"{name}:{'+'.join(f'{i}>{j}' for i, j in batch)}"
             line = self._new(title, pairs, made, FLOW_BLOCKS)
@@ -399,7 +449,11 @@ class ProcessWorld(World):
         # A rank alone sends nothing, and a group costs threads or a communicator.
         together = [tuple(sorted(group)) for group in groups if len(group) > 1]
         if self.native and self.bound:
-            return self._split_communicator(name, together, made, blocks) if together else own
+            return (
+                self._split_communicator(name, together, made, blocks)
+                if together
+                else own
+            )
         options = nccl_options(blocks) if self.native else None
         for group in together:
             terms: dict[str, Any] = {"timeout": self._timeout, "group_desc": name}
@@ -489,7 +543,9 @@ def ordered(x: Tensor, op: str) -> Tensor:
 
 def unordered(whole: Tensor) -> Tensor:
     """The floats that `ordered` made whole numbers of."""
-    return _flip(whole).view(torch.float64 if whole.dtype == torch.int64 else torch.float32)
+    return _flip(whole).view(
+        torch.float64 if whole.dtype == torch.int64 else torch.float32
+    )
 
 
 def _flip(whole: Tensor) -> Tensor:

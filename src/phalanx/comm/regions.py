@@ -60,7 +60,11 @@ def exchange(x: Tensor, group: Group, split_dim: int, join_dim: int) -> Tensor:
 
 
 _PAIRS = (("copy", "reduce"), ("gather", "take"), ("gather_sum", "scatter_sum"))
-_CONJUGATE = {"exchange": "exchange", **dict(_PAIRS), **{back: kind for kind, back in _PAIRS}}
+_CONJUGATE = {
+    "exchange": "exchange",
+    **dict(_PAIRS),
+    **{back: kind for kind, back in _PAIRS},
+}
 _GROWS = ("gather", "gather_sum")
 _SHRINKS = ("take", "scatter_sum")
 
@@ -103,7 +107,12 @@ def _region(kind: str, x: Tensor, group: Group, dim: int = 0, join: int = 0) -> 
 class _Region(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, kind: str, where: Group | tuple[str, int], dim: int, join: int
+        ctx: Any,
+        x: Tensor,
+        kind: str,
+        where: Group | tuple[str, int],
+        dim: int,
+        join: int,
     ) -> Tensor:
         ctx.kind, ctx.where, ctx.dim, ctx.join = kind, where, dim, join
         return x.view_as(x) if kind == "copy" else _carry(x, kind, where, dim, join)
@@ -118,7 +127,9 @@ class _Region(torch.autograd.Function):
         return (grad, None, None, None, None)
 
 
-def _carry(x: Tensor, kind: str, where: Group | tuple[str, int], dim: int, join: int) -> Tensor:
+def _carry(
+    x: Tensor, kind: str, where: Group | tuple[str, int], dim: int, join: int
+) -> Tensor:
     if not isinstance(where, tuple):
         return carry(x, kind, where, dim, join)
     result: Tensor = _op(x, kind, where[0], where[1], dim, join)

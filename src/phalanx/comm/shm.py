@@ -27,7 +27,10 @@ class ShmGroup(Group):
         number, positions = 0, self.positions
         if wait and self.size > 1:
             if positions is not None:
-                begun, number = time.perf_counter(), self.record(positions, "all_reduce", x, op)
+                begun, number = (
+                    time.perf_counter(),
+                    self.record(positions, "all_reduce", x, op),
+                )
                 positions.words[WAITS] = number
             if self._shared.small_all_reduce(x, op):
                 if positions is not None:

@@ -34,7 +34,11 @@ class Tally(Group):
 
     def _begin(self, call: Call) -> Work:
         if call.kind != "barrier":
-            whole = call.out if call.kind == "all_gather" and call.out is not None else call.x
+            whole = (
+                call.out
+                if call.kind == "all_gather" and call.out is not None
+                else call.x
+            )
             bytes = whole.numel() * whole.element_size()
             if call.kind in ("gather", "scatter"):
                 bytes *= self.size
@@ -45,7 +49,9 @@ class Tally(Group):
 class TallyWorld(World):
     """One rank of a world that is not there; `ledger` holds the messages of all its groups in order."""
 
-    def __init__(self, rank: int, size: int, device: torch.device | str = "meta") -> None:
+    def __init__(
+        self, rank: int, size: int, device: torch.device | str = "meta"
+    ) -> None:
         super().__init__(rank, size, torch.device(device))
         self.ledger: list[Message] = []
 

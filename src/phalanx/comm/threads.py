@@ -70,14 +70,18 @@ class Hub:
     def group(self, number: int, name: str, ranks: tuple[int, ...]) -> "ThreadMembers":
         """The group made by the world's split of that number: one object for all its members."""
         with self.lock:
-            return self.groups.setdefault((number, ranks), self.members(self, name, ranks))
+            return self.groups.setdefault(
+                (number, ranks), self.members(self, name, ranks)
+            )
 
     def drop(self, group: "ThreadMembers") -> None:
         """Forget a group once all its members have closed it; some may not even have split it yet."""
         with self.lock:
             group.closed += 1
             if group.closed == len(group.ranks):
-                self.groups = {key: each for key, each in self.groups.items() if each is not group}
+                self.groups = {
+                    key: each for key, each in self.groups.items() if each is not group
+                }
 
     def wake(self) -> None:
         for group in self.groups.values():
@@ -154,7 +158,11 @@ class ThreadMembers:
             while not meeting.done:
                 self._raise_failure()
                 woken = self.changed.wait_for(
-                    lambda: meeting.done or hub.failure is not None or self._hopeless(meeting),
+                    lambda: (
+                        meeting.done
+                        or hub.failure is not None
+                        or self._hopeless(meeting)
+                    ),
                     hub.timeout,
                 )
                 # A meeting where all have come is only being settled, however long it takes.
@@ -184,7 +192,9 @@ class ThreadMembers:
         for i in pair:
             call = meeting.calls[i]
             assert call is not None
-            rows = f" (sends {list(call.in_splits)}, takes {list(call.out_splits)} rows)"
+            rows = (
+                f" (sends {list(call.in_splits)}, takes {list(call.out_splits)} rows)"
+            )
             splits = rows if call.kind == "all_to_all" else ""
             sides.append((self.ranks[meeting.members[i]], call.signature() + splits))
         self.hub.fail(disagreement(number, self.name, sides))
@@ -218,8 +228,15 @@ class ThreadMembers:
 class ThreadWork(Work):
     """A call whose meeting may not have been settled yet."""
 
-    def __init__(self, members: ThreadMembers, meeting: Meeting, rank: int, call: Call) -> None:
-        self._members, self._meeting, self._rank, self._call = members, meeting, rank, call
+    def __init__(
+        self, members: ThreadMembers, meeting: Meeting, rank: int, call: Call
+    ) -> None:
+        self._members, self._meeting, self._rank, self._call = (
+            members,
+            meeting,
+            rank,
+            call,
+        )
 
     def wait(self) -> None:
         self._members.wait(self._meeting, self._rank, self._call)
@@ -282,7 +299,10 @@ def _event(call: Call) -> list[torch.cuda.Event]:
 @contextmanager
 def _streams(calls: Sequence[Call], meeting: Meeting) -> Iterator[None]:
     tensors = [tensor for call in calls for tensor in call.tensors() if tensor.is_cuda]
-    streams = [torch.cuda.current_stream(device) for device in {each.device for each in tensors}]
+    streams = [
+        torch.cuda.current_stream(device)
+        for device in {each.device for each in tensors}
+    ]
     for stream in streams:
         for event in meeting.ready:
             stream.wait_event(event)
@@ -330,7 +350,9 @@ def run_threads(
             ended.put(rank)
 
     threads = [
-        threading.Thread(target=rank_thread, args=(rank,), name=f"rank {rank}", daemon=True)
+        threading.Thread(
+            target=rank_thread, args=(rank,), name=f"rank {rank}", daemon=True
+        )
         for rank in range(size)
     ]
     for thread in threads:

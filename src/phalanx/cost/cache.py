@@ -41,9 +41,7 @@ _LOG = logging.getLogger(__name__)
 _FORMAT = 4
 _MANY = 16  # rows: a microbatch is seldom larger
 _SOURCE = Path(__file__).parents[1]
-_FILES = (
-    "comm/regions.py comm/tally.py layout/kinds.py layout/pieces.py layout/rules.py program/load.py"
-)
+_FILES = "comm/regions.py comm/tally.py layout/kinds.py layout/pieces.py layout/rules.py program/load.py"
 _RUN = ("models/*.py", "parallel/*.py", "cost/*.py", *_FILES.split())
 
 
@@ -61,7 +59,9 @@ def cached_costs(
     """
     cuts = list(dict.fromkeys(map(piece_layout, layouts)))
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    file = (place or Path(base, "phalanx", "costs")) / f"{_key(model, sequence, target)}.json"
+    file = (
+        place or Path(base, "phalanx", "costs")
+    ) / f"{_key(model, sequence, target)}.json"
     known = _read(file)
     missing = [cut for cut in cuts if str(cut) not in known]
     _LOG.debug("%s has %d of %d cuts", file, len(cuts) - len(missing), len(cuts))
@@ -77,9 +77,12 @@ def cached_costs(
 def _key(model: Shape | str, sequence: int, target: str) -> str:
     """A name for all that the cuts of one file have in common."""
     if isinstance(model, Shape):
-        sizes = asdict(replace(one_block_of_each(model)[0], name="", batch=1, source=""))
+        sizes = asdict(
+            replace(one_block_of_each(model)[0], name="", batch=1, source="")
+        )
         if model.positions == "rope":
-            sizes["sequence"] = 0  # then it is only the default of the one that is asked for
+            # then it is only the default of the one that is asked for
+            sizes["sequence"] = 0
         key = {"shape": sizes, "sequence": sequence or model.sequence}
     else:
         path, name = code_of(model)
@@ -87,7 +90,9 @@ def _key(model: Shape | str, sequence: int, target: str) -> str:
         key = {"file": text, "class": name, "sequence": sequence}
         for module, source in imported_sources(path).items():
             with suppress(OSError):
-                key[f"module {module}"] = hashlib.sha256(source.read_bytes()).hexdigest()
+                key[f"module {module}"] = hashlib.sha256(
+                    source.read_bytes()
+                ).hexdigest()
     key |= {"target": target, "source": _source()}
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -133,7 +138,8 @@ def _costed(
             for one, two, many in zip(*all_rows, strict=True)
         ]
         rows = model_rows(made, cut)
-        parts: dict[int, list[int]] = {}  # of each piece of the model, the costs of its parts
+        # of each piece of the model, the costs of its parts
+        parts: dict[int, list[int]] = {}
         for row, cost in zip(rows, alike(cut_blocks(made, cut)), strict=True):
             parts.setdefault(row.piece, []).append(cost)
         of_kinds = [parts[kinds.index(kind)] for kind in range(max(kinds) + 1)]
@@ -145,7 +151,8 @@ def _costed(
 
 def _pieces(model: Shape | str, entry: Mapping[str, Any]) -> PieceKinds:
     costs = [
-        _at(cost_of_row(one), cost_of_row(two), float(many)) for one, two, many in entry["costs"]
+        _at(cost_of_row(one), cost_of_row(two), float(many))
+        for one, two, many in entry["costs"]
     ]
     parts = (tuple(costs[cost] for cost in each) for each in entry["parts"])
     kinds: Sequence[int] = entry["kinds"]
@@ -178,12 +185,19 @@ def _at(one: PieceCost, two: PieceCost, many: float) -> Callable[[float], PieceC
 
 def _written_rows(rows: Sequence[PieceRow]) -> dict[str, Any]:
     """The rows of a program, with the weights of each kind of row once."""
-    weights = {str(row.kind): [astuple(weight) for weight in row.weights] for row in rows}
-    return {"rows": [astuple(replace(row, weights=())) for row in rows], "weights": weights}
+    weights = {
+        str(row.kind): [astuple(weight) for weight in row.weights] for row in rows
+    }
+    return {
+        "rows": [astuple(replace(row, weights=())) for row in rows],
+        "weights": weights,
+    }
 
 
 def _read_rows(entry: Mapping[str, Any]) -> tuple[PieceRow, ...]:
-    weights = {kind: tuple(map(_weight, each)) for kind, each in entry["weights"].items()}
+    weights = {
+        kind: tuple(map(_weight, each)) for kind, each in entry["weights"].items()
+    }
     names = [each.name for each in fields(PieceRow)]
 
     def row(values: Sequence[Any]) -> PieceRow:
@@ -199,7 +213,9 @@ def _read_rows(entry: Mapping[str, Any]) -> tuple[PieceRow, ...]:
 def _weight(row: Sequence[Any]) -> WeightRow:
     name, dims, shape, granule, trained, matrices, narrow = row
     sides = tuple((rows, columns) for rows, columns in matrices)
-    return WeightRow(name, tuple(dims), tuple(shape), tuple(granule), trained, sides, narrow)
+    return WeightRow(
+        name, tuple(dims), tuple(shape), tuple(granule), trained, sides, narrow
+    )
 
 
 def cost_of_row(row: Sequence[Any]) -> PieceCost:

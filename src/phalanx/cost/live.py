@@ -27,12 +27,18 @@ class Live(TorchDispatchMode):
         self.most = 0  # the highest that `now` has been
         self.known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {storage_of(x) for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)}
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = {
+            storage_of(x) for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)
+        }
         out = func(*args, **(kwargs or {}))
         for tensor in tree_iter(out):
             # A view of, or a write into, what was there before is nothing new; meta holds nothing.
-            if isinstance(tensor, Tensor) and not (tensor.is_meta or storage_of(tensor) in given):
+            if isinstance(tensor, Tensor) and not (
+                tensor.is_meta or storage_of(tensor) in given
+            ):
                 self._note(tensor.untyped_storage())
         return out
 

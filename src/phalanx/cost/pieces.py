@@ -63,7 +63,9 @@ def cost_kinds(
     """One PieceCost for each kind of piece, for each number of rows. Who costs many layouts passes
     one `known` to all."""
     if model.shape is None:
-        raise LayoutError("a model without a shape cannot be costed: add shape=Shape(...) to it.")
+        raise LayoutError(
+            "a model without a shape cannot be costed: add shape=Shape(...) to it."
+        )
     cut = piece_layout(layout)
     few = one_of_each(cut_blocks(model, cut))
     pieces = StagedPieces(model_rows(few, cut), (range(len(few.pieces)),))
@@ -118,7 +120,11 @@ def _batch(
 ) -> dict[str, Tensor]:
     assert model.shape is not None
     if model.shape.kind == "mlp":
-        return {"inputs": torch.empty(rows, model.shape.hidden, dtype=compute, device="meta")}
+        return {
+            "inputs": torch.empty(
+                rows, model.shape.hidden, dtype=compute, device="meta"
+            )
+        }
     multiple = time_multiple(layout)
     length = -(-(sequence or model.shape.sequence) // multiple) * multiple // layout.cp
     ids = torch.empty(rows, length, dtype=torch.long, device="meta")
@@ -135,7 +141,9 @@ def into(piece: Piece, edge: Like, comes: Mapping[str, Like]) -> dict[str, Like]
 
 
 def _new(likes: Mapping[str, Like]) -> Bundle:
-    return {name: torch.empty(x[0], dtype=x[1], device="meta") for name, x in likes.items()}
+    return {
+        name: torch.empty(x[0], dtype=x[1], device="meta") for name, x in likes.items()
+    }
 
 
 def run(
@@ -156,7 +164,8 @@ def run(
             unit.gather()
         if not unit.frozen:
             unit.open()
-        unit.fresh.clear()  # as for all microbatches but the first, whose products need no adding
+        # as for all microbatches but the first, whose products need no adding
+        unit.fresh.clear()
     scales = Scales(ledger, known, compiled=compiled)
     with scales, Target(target, scales):
         cost, out = _run(piece, comes, batch, scales, deque() if selected else None)

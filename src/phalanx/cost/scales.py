@@ -35,7 +35,9 @@ def _mm(a: Tensor, b: Tensor) -> Product:
 
 
 def _bmm(a: Tensor, b: Tensor) -> Product:
-    return Product(float(a.shape[1]), float(a.shape[2]), float(b.shape[2]), float(a.shape[0]))
+    return Product(
+        float(a.shape[1]), float(a.shape[2]), float(b.shape[2]), float(a.shape[0])
+    )
 
 
 # Where in the arguments the two factors stand.
@@ -119,7 +121,9 @@ class Scales(Live):  # type: ignore[no-untyped-call]
     reads what no kernel of its chain made. This is what a compiler fuses at best.
     """
 
-    def __init__(self, messages: list[Message], known: Known, *, compiled: bool = False) -> None:
+    def __init__(
+        self, messages: list[Message], known: Known, *, compiled: bool = False
+    ) -> None:
         super().__init__()
         self.compiled = compiled
         # What operations on elements have put out and nothing else has asked for: storage and bytes.
@@ -169,7 +173,10 @@ class Scales(Live):  # type: ignore[no-untyped-call]
             if storage_of(x) in read:  # written where it was read
                 self.page.moved += _extent(x)
             else:
-                self.inside[storage_of(x)] = weakref.ref(x.untyped_storage()), _extent(x)
+                self.inside[storage_of(x)] = (
+                    weakref.ref(x.untyped_storage()),
+                    _extent(x),
+                )
 
     def kernel(self, reads: Sequence[Tensor | None], writes: Sequence[Tensor]) -> None:
         """One kernel that the target has and meta tensors have not."""
@@ -185,11 +192,15 @@ class Scales(Live):  # type: ignore[no-untyped-call]
             if sent.collective != "receive":
                 name = sent.group.removeprefix(PREFIX)
                 self.page.messages.append(
-                    MessageLoad(_AXES.get(name, name), sent.collective, float(sent.bytes))
+                    MessageLoad(
+                        _AXES.get(name, name), sent.collective, float(sent.bytes)
+                    )
                 )
         self.assigned = len(self.messages)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         packet = func.overloadpacket
         if packet in _OPAQUE:
             with self:
@@ -210,7 +221,9 @@ class Scales(Live):  # type: ignore[no-untyped-call]
                 self._write(func, args, list(_tensors((args, read))), out)
         return out
 
-    def _put_out(self, func: Any, args: Any, kwargs: Any, storages: set[int]) -> tuple[Any, bool]:
+    def _put_out(
+        self, func: Any, args: Any, kwargs: Any, storages: set[int]
+    ) -> tuple[Any, bool]:
         """The operation's output, and whether it is new and not a view of something given."""
         key = func, _key(args), _key(kwargs)
         if key in self.outputs:

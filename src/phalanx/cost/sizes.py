@@ -52,12 +52,21 @@ def sizes_of(
         world = TallyWorld(program.owner.index(row), layout.ranks)
         model = make()
         try:
-            held = build_local(world, layout, model, program, precision=precision, prefix=PREFIX)
-            own = microbatches(whole, layout, held.coordinates["data"], held.coordinates["cp"])[0]
+            held = build_local(
+                world, layout, model, program, precision=precision, prefix=PREFIX
+            )
+            own = microbatches(
+                whole, layout, held.coordinates["data"], held.coordinates["cp"]
+            )[0]
             own = held.complete(own)
             width = model.shape.hidden if model.shape else 0
-            edge = edge_shape(own, width, layout.tp if layout.seq else 1), precision.compute
-            parts = {op.piece for op in program.rows[row] if op.kind == ops.RECOMPUTE_PART}
+            edge = (
+                edge_shape(own, width, layout.tp if layout.seq else 1),
+                precision.compute,
+            )
+            parts = {
+                op.piece for op in program.rows[row] if op.kind == ops.RECOMPUTE_PART
+            }
             pieces |= _costed(held, kinds, edge, own, world, known, target, parts)
         finally:
             world.clear()
@@ -110,9 +119,13 @@ def _of_units(
     layout: Layout,
     optimizer: OptimizerChoice,
 ) -> Sizes:
-    def each(bytes: Callable[[Unit], int], *, frozen: bool = False) -> tuple[float, ...]:
+    def each(
+        bytes: Callable[[Unit], int], *, frozen: bool = False
+    ) -> tuple[float, ...]:
         own = [[*units.get(n, ()), *units.get(n + pieces, ())] for n in range(pieces)]
-        return tuple(float(sum(bytes(u) for u in some if frozen or not u.frozen)) for some in own)
+        return tuple(
+            float(sum(bytes(u) for u in some if frozen or not u.frozen)) for some in own
+        )
 
     def always(unit: Unit) -> int:
         """The home and, beside it or around it, weights that never leave."""
@@ -130,7 +143,9 @@ def _of_units(
         kept=(),
         input=(),
         home=each(always, frozen=True),
-        gathered=each(lambda unit: 0 if unit.resident else unit.bytes.weights, frozen=True),
+        gathered=each(
+            lambda unit: 0 if unit.resident else unit.bytes.weights, frozen=True
+        ),
         gradient=each(lambda unit: unit.bytes.gradient),
         gradient_shard=parts if layout.shards > 1 else (),
         optimizer=each(lambda unit: moments(unit) * unit.precision.master.itemsize),

@@ -28,10 +28,14 @@ class Target(TorchFunctionMode):
     def __init__(self, target: str, scales: Scales) -> None:
         super().__init__()
         if target not in TARGETS:
-            raise LayoutError(f"unknown target {target!r}. Targets are {', '.join(TARGETS)}.")
+            raise LayoutError(
+                f"unknown target {target!r}. Targets are {', '.join(TARGETS)}."
+            )
         self.scales, self.fused = scales, target == "cuda"
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return _attention(*args, **kwargs)
@@ -66,7 +70,8 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype)  # as torch itself turns it
+        # as torch itself turns it
+        attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype)
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     result: Tensor = op(q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
     return result
@@ -88,9 +93,14 @@ class _RmsNorm(torch.autograd.Function):
     for each gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, dims: int, scales: Scales) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, dims: int, scales: Scales
+    ) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
-        y, scale = torch.empty_like(x), x.new_empty((*x.shape[:-dims], *[1] * dims), dtype=wide)
+        y, scale = (
+            torch.empty_like(x),
+            x.new_empty((*x.shape[:-dims], *[1] * dims), dtype=wide),
+        )
         ctx.save_for_backward(x, weight, scale)
         ctx.scales = scales
         scales.kernel((x, weight), (y, scale))

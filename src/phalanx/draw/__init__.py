@@ -14,7 +14,11 @@ from .shards import Slice, shards_svg
 from .svg import Area, Bar, Row, gantt, svg
 from .text import text
 
-FORMATS: dict[str, Callable[[Picture], str]] = {".svg": svg, ".html": page, ".json": chrome}
+FORMATS: dict[str, Callable[[Picture], str]] = {
+    ".svg": svg,
+    ".html": page,
+    ".json": chrome,
+}
 
 __all__ = [
     "COLOURS", "FORMATS", "WIDE", "Area", "Bar", "Bars", "ChartAxis", "Html", "KeyEntry", "MatrixCell",

@@ -6,7 +6,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from .markup import COLOURS, LETTER, WIDE, Html, KeyEntry, box, document, key, label, line, tag
+from .markup import (
+    COLOURS,
+    LETTER,
+    WIDE,
+    Html,
+    KeyEntry,
+    box,
+    document,
+    key,
+    label,
+    line,
+    tag,
+)
 from .words import ticks, wrapped
 
 Points = Sequence[tuple[float, float]]
@@ -64,9 +76,15 @@ def chart(
     top = _TOP + 14 * rows
     up.start, up.end = top + _HEIGHT, top  # below the words of marks
     names = list(dict.fromkeys(s.name for s in series if not s.faint))
-    body = [label(20, 50, f"{y.name} over {x.name}", "soft"), *_grid(across, up), *marked]
+    body = [
+        label(20, 50, f"{y.name} over {x.name}", "soft"),
+        *_grid(across, up),
+        *marked,
+    ]
     for each in series:
-        colour = _INK[(names.index(each.name) if each.name in names else -1) % len(_INK)]
+        colour = _INK[
+            (names.index(each.name) if each.name in names else -1) % len(_INK)
+        ]
         body += _series(each, colour, across, up)
     entries = [KeyEntry(_INK[i % len(_INK)], name) for i, name in enumerate(names)]
     below, floor = key(entries, top + _HEIGHT + 42, width)
@@ -95,7 +113,9 @@ def panels(
         body += _grid(across, up)
         for other in series:
             if other is not each:
-                quiet = replace(other, dots=False, line=other.line or other.points, faint=True)
+                quiet = replace(
+                    other, dots=False, line=other.line or other.points, faint=True
+                )
                 body += _series(quiet, "#8c959f", across, up)
         body += _series(each, _INK[i % len(_INK)], across, up)
         body.append(label(left + margin, upper - 6, each.name))
@@ -112,7 +132,9 @@ def _seen(points: Points, x: ChartAxis, y: ChartAxis) -> Points:
 class _Scale:
     """An axis between two coordinates of the page."""
 
-    def __init__(self, values: Sequence[float], axis: ChartAxis, start: float, end: float) -> None:
+    def __init__(
+        self, values: Sequence[float], axis: ChartAxis, start: float, end: float
+    ) -> None:
         self.axis, self.start, self.end = axis, start, end
         values = [self._log(v) for v in values] + [0.0] * axis.zero or [0.0, 1.0]
         self.low, self.high = min(values), max(values)
@@ -134,11 +156,14 @@ class _Scale:
 
     def ticks(self) -> Iterator[tuple[float, str]]:
         span, room = self.high - self.low, abs(self.end - self.start)
-        most = room / (70 if self.start < self.end else 36)  # as many as there is room for
+        # as many as there is room for
+        most = room / (70 if self.start < self.end else 36)
         if not self.axis.base:
             values = ticks(self.low, self.high, span / most)
         else:
-            powers = range(int(self.low), int(self.high) + 1, max(1, math.ceil(span / most)))
+            powers = range(
+                int(self.low), int(self.high) + 1, max(1, math.ceil(span / most))
+            )
             values = [float(self.axis.base) ** power for power in powers]
         for value in values:
             yield self.at(value), self.axis.write(value)
@@ -154,7 +179,9 @@ def _grid(across: _Scale, up: _Scale) -> Iterator[Html]:
         yield label(left - 8, y + 4, words, "soft end")
 
 
-def _marks(marks: Sequence[tuple[float, str]], across: _Scale) -> tuple[list[Html], int]:
+def _marks(
+    marks: Sequence[tuple[float, str]], across: _Scale
+) -> tuple[list[Html], int]:
     """Lines down the plot, and how many lines of words stand above it: words that find no room in
     four are shown under the mouse only."""
     free = [-math.inf] * 4  # where the words of each line end
@@ -180,18 +207,31 @@ def _series(series: Series, colour: str, across: _Scale, up: _Scale) -> Iterator
     path = _seen(series.line or (series.points if series.joined else ()), *axes)
     if len(path) > 1:
         points = " ".join(f"{across.at(x):.1f},{up.at(y):.1f}" for x, y in path)
-        look = {"fill": "none", "stroke": colour, "stroke-width": 1.5, "opacity": opacity}
+        look = {
+            "fill": "none",
+            "stroke": colour,
+            "stroke-width": 1.5,
+            "opacity": opacity,
+        }
         dash = "5 4" if series.line else ""
         # Where there are no dots to point at, the page's script shows these.
         bare = not (series.dots or series.line)
-        values = "; ".join(f"{across.axis.write(x)}, {up.axis.write(y)}" for x, y in path)
+        values = "; ".join(
+            f"{across.axis.write(x)}, {up.axis.write(y)}" for x, y in path
+        )
         told = {"data-name": series.name, "data-values": values} if bare else {}
         yield tag("polyline", points=points, **look, stroke_dasharray=dash, **told)
     if series.dots or len(series.points) == 1:
         for i, (x, y) in enumerate(_seen(series.points, *axes)):
             numbers = f"{across.axis.write(x)}, {up.axis.write(y)}"
-            tip = tag("title", f"{series.name}: {series.tips[i] if series.tips else numbers}")
-            look = {"r": 5.5 if series.large else 3.2, "fill": colour, "opacity": opacity}
+            tip = tag(
+                "title", f"{series.name}: {series.tips[i] if series.tips else numbers}"
+            )
+            look = {
+                "r": 5.5 if series.large else 3.2,
+                "fill": colour,
+                "opacity": opacity,
+            }
             look |= {"cls": "large"} if series.large else {}
             more = {"data-more": series.more[i]} if series.more else {}
             yield tag("circle", tip, cx=across.at(x), cy=up.at(y), **look, **more)
@@ -208,7 +248,9 @@ class Bars:
     tip: str = ""
 
 
-def bars(title: str, rows: Sequence[Bars], notes: Sequence[str] = (), width: float = WIDE) -> Html:
+def bars(
+    title: str, rows: Sequence[Bars], notes: Sequence[str] = (), width: float = WIDE
+) -> Html:
     """One SVG document: a bar a row, all to the same scale."""
     margin = 36 + LETTER * min(30, max(len(row.name) for row in rows))
     room = width - margin - 30 - LETTER * max(len(row.beside) for row in rows)
@@ -219,7 +261,11 @@ def bars(title: str, rows: Sequence[Bars], notes: Sequence[str] = (), width: flo
     for row in rows:
         lines = wrapped(row.name, 30)
         body += [label(20, y + 15 + 14 * i, words) for i, words in enumerate(lines)]
-        look = {"rx": 2, "cls": "op", "fill": COLOURS[names.index(row.name) % len(COLOURS)]}
+        look = {
+            "rx": 2,
+            "cls": "op",
+            "fill": COLOURS[names.index(row.name) % len(COLOURS)],
+        }
         body.append(box(margin, y, row.length * scale - 1, 22, tip=row.tip, **look))
         body.append(label(margin + row.length * scale + 8, y + 15, row.beside))
         if row.below:
@@ -256,11 +302,19 @@ def matrix_svg(
         body.append(tag("text", name, x=x, y=y - 6, transform=turned))
         for j, other in enumerate(names[: i + 1]):
             x, found = margin + j * size, cell(name, other)
-            look = {"cls": "op", "fill": found.fill, "tip": found.tip} if found else {"cls": "idle"}
+            look = (
+                {"cls": "op", "fill": found.fill, "tip": found.tip}
+                if found
+                else {"cls": "idle"}
+            )
             body.append(box(x, y, size - 2, size - 2, rx=3, **look))
             if found and LETTER * len(found.text) <= size - 2:
                 middle = x + size / 2 - 1
-                body.append(label(middle, y + size / 2 + 3, found.text, "cell", "#000000"))
+                body.append(
+                    label(middle, y + size / 2 + 3, found.text, "cell", "#000000")
+                )
     wide = max(width, margin + len(names) * size + 40)
-    below, floor = key([KeyEntry(*c) for c in colours], top + len(names) * size + 24, wide)
+    below, floor = key(
+        [KeyEntry(*c) for c in colours], top + len(names) * size + 24, wide
+    )
     return document(title, wide, floor + 22, body + below, notes)

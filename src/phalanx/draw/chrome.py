@@ -28,9 +28,13 @@ def chrome(picture: Picture) -> str:
             if rank not in threads:
                 threads[rank] = 0
                 events.append(
-                    _event("M", pid, "process_name", {"name": picture.name_of(rank) + name})
+                    _event(
+                        "M", pid, "process_name", {"name": picture.name_of(rank) + name}
+                    )
                 )
-                events.append(_event("M", pid, "process_sort_index", {"sort_index": pid}))
+                events.append(
+                    _event("M", pid, "process_sort_index", {"sort_index": pid})
+                )
             spans = [s for s in timeline.spans if (s.rank, s.lane) == (rank, lane)]
             # Perfetto may drop slices of one thread that overlap without being nested.
             for row in apart(spans):
@@ -40,16 +44,27 @@ def chrome(picture: Picture) -> str:
                 events.append(_event("M", pid, "thread_sort_index", index) | tid)
                 threads[rank] += 1
                 for span in row:
-                    event = _event("X", pid, str(span.op), {"does": picture.explain(span.op)})
-                    times = {"ts": at(span.start), "dur": (span.end - span.start) * scale}
+                    event = _event(
+                        "X", pid, str(span.op), {"does": picture.explain(span.op)}
+                    )
+                    times = {
+                        "ts": at(span.start),
+                        "dur": (span.end - span.start) * scale,
+                    }
                     events.append(event | tid | times | {"cat": span.op.kind})
         for rank, points in (timeline.memory or {}).items():
             for time, kinds in points:
                 event = _event("C", base + rank, f"memory ({picture.unit})", kinds)
                 events.append(event | {"ts": at(time)})
-    trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"title": picture.title}}
+    trace = {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {"title": picture.title},
+    }
     return json.dumps(trace) + "\n"
 
 
-def _event(phase: str, pid: int, name: str, args: Mapping[str, object]) -> dict[str, object]:
+def _event(
+    phase: str, pid: int, name: str, args: Mapping[str, object]
+) -> dict[str, object]:
     return {"name": name, "ph": phase, "pid": pid, "args": dict(args)}

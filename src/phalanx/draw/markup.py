@@ -43,7 +43,11 @@ def tag(name: str, *children: object, **attributes: object) -> Html:
 
 
 def _plain(value: object) -> str:
-    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
+    return (
+        f"{value:.2f}".rstrip("0").rstrip(".")
+        if isinstance(value, float)
+        else str(value)
+    )
 
 
 def paragraphs(lines: Iterable[str]) -> Html:
@@ -60,13 +64,24 @@ def table(
 ) -> Html:
     """An HTML table that scrolls where it is too wide. The first column, or all of them, lean left."""
     title = tag("caption", caption) if caption else Html("")
-    top = tag("thead", tag("tr", *(tag("th" if c else "td", c, scope=c and "col") for c in head)))
+    top = tag(
+        "thead",
+        tag("tr", *(tag("th" if c else "td", c, scope=c and "col") for c in head)),
+    )
     body = Html("".join(tag("tr", *(tag("td", cell) for cell in row)) for row in rows))
-    return tag("div", tag("table", title, top, tag("tbody", body), cls="left" * left), cls="scroll")
+    return tag(
+        "div",
+        tag("table", title, top, tag("tbody", body), cls="left" * left),
+        cls="scroll",
+    )
 
 
 def text_table(
-    head: Sequence[str], rows: Iterable[Sequence[object]], *, left: str = "", indent: int = 0
+    head: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    *,
+    left: str = "",
+    indent: int = 0,
 ) -> str:
     """The table for a terminal. `left` has an l for each column that leans left, as in `lrrl`; the
     others, and by default all but the first, lean right."""
@@ -81,17 +96,27 @@ def text_table(
         grid.add_column(title, justify=leans, no_wrap=True)  # type: ignore[arg-type]
     for row in cells:
         grid.add_row(*row)
-    console = Console(width=10_000, color_system=None, markup=False, highlight=False, emoji=False)
+    console = Console(
+        width=10_000, color_system=None, markup=False, highlight=False, emoji=False
+    )
     with console.capture() as printed:
         console.print(grid)
-    return "".join(" " * indent + row.rstrip() + "\n" for row in printed.get().splitlines())
+    return "".join(
+        " " * indent + row.rstrip() + "\n" for row in printed.get().splitlines()
+    )
 
 
 # SVG
 
 
 def box(
-    x: float, y: float, width: float, height: float, *, tip: str = "", **attributes: object
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    *,
+    tip: str = "",
+    **attributes: object,
 ) -> Html:
     """A rectangle; `tip` is shown under the mouse."""
     inside = [tag("title", tip)] if tip else []
@@ -103,7 +128,9 @@ def label(x: float, y: float, words: object, cls: str = "", ink: str = "") -> Ht
     return tag("text", words, x=x, y=y, cls=cls, style=ink and f"fill:{ink}")
 
 
-def line(x1: float, y1: float, x2: float, y2: float, cls: str = "grid", tip: str = "") -> Html:
+def line(
+    x1: float, y1: float, x2: float, y2: float, cls: str = "grid", tip: str = ""
+) -> Html:
     inside = [tag("title", tip)] if tip else []
     return tag("line", *inside, x1=x1, y1=y1, x2=x2, y2=y2, cls=cls)
 
@@ -117,7 +144,9 @@ class KeyEntry(NamedTuple):
     ink: str = ""
 
 
-def key(entries: Iterable[KeyEntry], y: float, width: float) -> tuple[list[Html], float]:
+def key(
+    entries: Iterable[KeyEntry], y: float, width: float
+) -> tuple[list[Html], float]:
     """The legend of colours, in as many lines as it needs, and the y coordinate at which it ends."""
     x, out = 20.0, list[Html]()
     for fill, words, letter, ink in entries:
@@ -133,7 +162,11 @@ def key(entries: Iterable[KeyEntry], y: float, width: float) -> tuple[list[Html]
 
 
 def document(
-    title: str, width: float, height: float, parts: Iterable[Html], notes: Iterable[str] = ()
+    title: str,
+    width: float,
+    height: float,
+    parts: Iterable[Html],
+    notes: Iterable[str] = (),
 ) -> Html:
     """A whole SVG document on a card, its title on top and its notes below."""
     body = list(parts)
@@ -147,4 +180,6 @@ def document(
     size = {"viewBox": f"0 0 {width:.0f} {height:.0f}"}
     size |= {"width": f"{round(width)}", "height": f"{round(height)}"}
     lines = Html("\n" + "\n".join(inside) + "\n")
-    return Html(tag("svg", lines, xmlns="http://www.w3.org/2000/svg", **size, role="img") + "\n")
+    return Html(
+        tag("svg", lines, xmlns="http://www.w3.org/2000/svg", **size, role="img") + "\n"
+    )

@@ -44,7 +44,11 @@ class MeshPicture:
 
     @property
     def title(self) -> str:
-        return f"mesh {self.layout}: {self.mesh.size} ranks" if self.mesh.size > 1 else "one rank"
+        return (
+            f"mesh {self.layout}: {self.mesh.size} ranks"
+            if self.mesh.size > 1
+            else "one rank"
+        )
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
@@ -53,7 +57,9 @@ class MeshPicture:
         for axis in self.mesh.axes:
             names.append(axis.name)
             names += [
-                n for n in axis.part_names if n != axis.name and 1 < self.mesh.of(n) < axis.size
+                n
+                for n in axis.part_names
+                if n != axis.name and 1 < self.mesh.of(n) < axis.size
             ]
         return tuple(names)
 
@@ -67,7 +73,9 @@ class MeshPicture:
         # The last axis counts fastest, so that a panel is a range of ranks.
         for first in range(0, self.mesh.size, rows * columns):
             at = self.mesh.coordinates(first)
-            title = " ".join(f"{axis.name}={at[axis.name]}" for axis in self.mesh.axes[:-2])
+            title = " ".join(
+                f"{axis.name}={at[axis.name]}" for axis in self.mesh.axes[:-2]
+            )
             starts = range(first, first + rows * columns, columns)
             panels.append((title, tuple(tuple(range(r, r + columns)) for r in starts)))
         return tuple(panels)
@@ -96,13 +104,16 @@ class MeshPicture:
         if not self.weight:
             return []
         cuts, shard = self.part(rank)
-        named = [(name, cut) for (name, _, _), cut in zip(self.weight, cuts, strict=True)]
+        named = [
+            (name, cut) for (name, _, _), cut in zip(self.weight, cuts, strict=True)
+        ]
         named += [("flat shard", shard)] if shard else []
         return [(name, f"{cut.start}:{cut.stop}") for name, cut in named]
 
 
 def _dim(word: str) -> tuple[str, int, int]:
-    match = re.fullmatch("([a-z-]+)=([0-9]{1,18})(?:/([0-9]{1,18}))?", word)  # below 2 ** 63
+    # below 2 ** 63
+    match = re.fullmatch("([a-z-]+)=([0-9]{1,18})(?:/([0-9]{1,18}))?", word)
     if not match or match[1] not in _DIMS:
         raise LayoutError(
             f"{word[:60]!r} is not a dim of a weight. Write heads=4096, or heads=4096/128 where 128 are one"
@@ -131,7 +142,10 @@ def mesh_text(picture: MeshPicture, *, width: int = 80) -> str:
         table = _table(picture, tuple(axis for axis in picture.axes if "." not in axis))
     lines += ["", *table]
     if picture.weight:
-        lines += ["", *(part for line in _explained(picture) for part in wrapped(line, width))]
+        lines += [
+            "",
+            *(part for line in _explained(picture) for part in wrapped(line, width)),
+        ]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
@@ -167,7 +181,9 @@ def _table(picture: MeshPicture, axes: tuple[str, ...]) -> list[str]:
     head, rows = ["rank", *axes, *(name for name, _ in picture.ranges(0))], []
     for rank in ranks:
         at, held = picture.mesh.coordinates(rank), picture.ranges(rank)
-        rows.append([str(rank), *(str(at[axis]) for axis in axes), *(cut for _, cut in held)])
+        rows.append(
+            [str(rank), *(str(at[axis]) for axis in axes), *(cut for _, cut in held)]
+        )
     if len(ranks) < picture.mesh.size:
         rows.insert(_RANKS // 2, ["...", *[""] * (len(head) - 1)])
     return text_table(head, rows, left="r").splitlines()
@@ -180,12 +196,16 @@ def _explained(picture: MeshPicture) -> Iterator[str]:
         " x ".join(f"{n}={size}" for n, size, _ in picture.weight),
     )
     yield f"weight {whole}: each rank computes with {' x '.join(str(cut.length) for cut in cuts)}."
-    for (name, size, _), cut, over in zip(picture.weight, cuts, picture.axes_of, strict=True):
+    for (name, size, _), cut, over in zip(
+        picture.weight, cuts, picture.axes_of, strict=True
+    ):
         parts, _ = picture.mesh.part(over, {})
         axis = " and ".join(axis for axis in over if picture.mesh.of(axis) > 1)
         if parts > 1:
             count = parts // cut.copies
-            words = f"{name}={size} is cut over {axis} into {count} parts of {cut.length}"
+            words = (
+                f"{name}={size} is cut over {axis} into {count} parts of {cut.length}"
+            )
             words += f", each held by {cut.copies} ranks" if cut.copies > 1 else ""
             padding = cut.length * count - size
             yield words + (f"; {padding} of padding at the end." if padding else ".")
@@ -238,14 +258,19 @@ def _panels(
         for r, ranks in enumerate(grid):
             for c, rank in enumerate(ranks):
                 where = (x + c * cell, y + head + r * tall, cell - 2, tall - 2)
-                out += _square(picture, rank, where, group_of[rank] if group_of else None)
+                out += _square(
+                    picture, rank, where, group_of[rank] if group_of else None
+                )
         right = max(right, x + wide)
         x += wide
     return out, y + high, right
 
 
 def _square(
-    picture: MeshPicture, rank: int, where: tuple[float, float, float, float], group: int | None
+    picture: MeshPicture,
+    rank: int,
+    where: tuple[float, float, float, float],
+    group: int | None,
 ) -> Iterator[Html]:
     x, y, width, height = where
     at = picture.mesh.coordinates(rank)

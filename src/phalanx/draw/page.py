@@ -25,9 +25,13 @@ _HINT = (
 def frame(title: str, *body: str, narrow: bool = True) -> str:
     """The text of a page. It may run a script only where its body brings one."""
     # What may be wider than the page can be scrolled with the arrow keys, too.
-    content = re.sub('<(pre(?=>)|div(?= class="scroll))', r'<\1 tabindex="0"', "\n".join(body))
+    content = re.sub(
+        '<(pre(?=>)|div(?= class="scroll))', r'<\1 tabindex="0"', "\n".join(body)
+    )
     if "<figure" in content:
-        content += tag("script", Html((_HERE / "figure.js").read_text(encoding="utf-8")))
+        content += tag(
+            "script", Html((_HERE / "figure.js").read_text(encoding="utf-8"))
+        )
     parts = {
         "title": escaped(title),
         "scripts": "script-src 'unsafe-inline'; " if "<script" in content else "",
@@ -59,12 +63,21 @@ def timeline(picture: Picture) -> Html:
         look = f"background:{PAINTS[kind].fill};color:{PAINTS[kind].ink}"
         letter = tag("b", "" if kind == ops.SEND else kind, style=look)
         legend.append(tag("span", letter, LEGEND[kind], cls="key"))
-    names = {"in": ("+", "zoom in"), "out": ("−", "zoom out"), "all": ("whole step", "")}
-    buttons = [tag("button", name, id=id, aria_label=does) for id, (name, does) in names.items()]
+    names = {
+        "in": ("+", "zoom in"),
+        "out": ("−", "zoom out"),
+        "all": ("whole step", ""),
+    }
+    buttons = [
+        tag("button", name, id=id, aria_label=does)
+        for id, (name, does) in names.items()
+    ]
     spoken = {"aria_label": "Timeline: each rank's operations over time"}
     spoken |= {"aria_describedby": "details", "role": "application"}
     head = ("", *picture.names, "difference, of the step")
-    words = "Time of all ranks by kind of operation; of messages where nothing else is done"
+    words = (
+        "Time of all ranks by kind of operation; of messages where nothing else is done"
+    )
     data = json.dumps(_data(picture), separators=(",", ":"), ensure_ascii=True)
     for character in "<>&":  # nothing in it may end the script element
         data = data.replace(character, f"\\u{ord(character):04x}")
@@ -85,7 +98,8 @@ def timeline(picture: Picture) -> Html:
 def _data(picture: Picture) -> dict[str, object]:
     """The data that the page's script draws: tracks with their spans, labels, and memory."""
     tracks = [
-        track._asdict() | {"spans": [_span(picture, track.rank, span) for span in track.spans]}
+        track._asdict()
+        | {"spans": [_span(picture, track.rank, span) for span in track.spans]}
         for track in picture.tracks
     ]
     colours = {
@@ -96,13 +110,24 @@ def _data(picture: Picture) -> dict[str, object]:
     memory = []
     for source, timeline in enumerate(picture.timelines):
         for rank, points in (timeline.memory or {}).items():
-            kinds = sorted({k for _, held in points for k, amount in held.items() if amount > 0})
-            amounts = [[time, *(held.get(k, 0.0) for k in kinds)] for time, held in points]
+            kinds = sorted(
+                {k for _, held in points for k, amount in held.items() if amount > 0}
+            )
+            amounts = [
+                [time, *(held.get(k, 0.0) for k in kinds)] for time, held in points
+            ]
             if kinds:
-                memory.append({"rank": rank, "source": source, "kinds": kinds, "points": amounts})
+                memory.append(
+                    {"rank": rank, "source": source, "kinds": kinds, "points": amounts}
+                )
     names = list(picture.names) if picture.other else []
     own = {name: getattr(picture, name) for name in ("start", "end", "clock", "unit")}
-    return own | {"names": names, "tracks": tracks, "colours": colours, "memory": memory}
+    return own | {
+        "names": names,
+        "tracks": tracks,
+        "colours": colours,
+        "memory": memory,
+    }
 
 
 def _span(picture: Picture, rank: int, span: Span) -> list[object]:

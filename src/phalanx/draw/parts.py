@@ -34,7 +34,9 @@ def breakdown_svg(picture: Picture, width: float = WIDE) -> Html:
             if not (time := parts.get(kind, 0.0)):
                 continue
             kinds.add(kind)
-            fill, ink = (PAINTS[kind].fill, PAINTS[kind].ink) if kind else (_IDLE, "#000000")
+            fill, ink = (
+                (PAINTS[kind].fill, PAINTS[kind].ink) if kind else (_IDLE, "#000000")
+            )
             share = f"{100 * time / timeline.makespan:.1f} %"
             took = f"{number(time)}{picture.clock}, {share} of the step"
             tip = f"{name.strip()}: {named(kind)} {took}"
@@ -49,7 +51,9 @@ def breakdown_svg(picture: Picture, width: float = WIDE) -> Html:
         0.0,
         max(t.makespan for t in picture.timelines),
         clock=picture.clock,
-        notes=["What runs beside computing is counted where the rank computes nothing."],
+        notes=[
+            "What runs beside computing is counted where the rank computes nothing."
+        ],
         colours=colours,
         width=width,
     )
@@ -65,9 +69,15 @@ def memory_svg(picture: Picture, width: float = WIDE) -> Html:
     if not held:
         return Html("")
     most = max(sum(now.values()) for _, _, points in held for _, now in points) or 1.0
-    kinds = sorted({k for _, _, points in held for _, now in points for k in now if now[k] > 0})
+    kinds = sorted(
+        {k for _, _, points in held for _, now in points for k in now if now[k] > 0}
+    )
     fills = {kind: COLOURS[i % len(COLOURS)] for i, kind in enumerate(kinds)}
-    write = bytes_text if picture.unit == "bytes" else lambda x: f"{number(x)} {picture.unit}"
+    write = (
+        bytes_text
+        if picture.unit == "bytes"
+        else lambda x: f"{number(x)} {picture.unit}"
+    )
     rows = []
     for rank, name, points in held:
         areas = []

@@ -167,7 +167,9 @@ class Picture:
             return what
         if op.kind in ops.ON_MICROBATCH:
             return f"{what}: piece {op.piece}, microbatch {op.index}"
-        return f"{what}: unit {op.piece}" + (f", time {op.index + 1}" if op.index else "")
+        return f"{what}: unit {op.piece}" + (
+            f", time {op.index + 1}" if op.index else ""
+        )
 
     @cached_property
     def summary(self) -> tuple[str, ...]:
@@ -184,7 +186,9 @@ class Picture:
                 words += f", exposed communication up to {number(exposed)}{self.clock}"
             lines.append(words if self.other is None else f"{name}: {words}")
         if self.held:
-            lines.append(f"microbatches in flight by stage: {' '.join(map(number, self.held))}")
+            lines.append(
+                f"microbatches in flight by stage: {' '.join(map(number, self.held))}"
+            )
         return tuple(lines)
 
     @cached_property
@@ -194,7 +198,10 @@ class Picture:
         rows, whole = [], self.timeline.makespan * len(self.timeline.ranks) or 1.0
         parts = [[t.breakdown(rank) for rank in t.ranks] for t in self.timelines]
         for kind in (*LEGEND, ""):
-            sums = [sum(of_rank.get(kind, 0.0) for of_rank in of_ranks) for of_ranks in parts]
+            sums = [
+                sum(of_rank.get(kind, 0.0) for of_rank in of_ranks)
+                for of_ranks in parts
+            ]
             if any(sums):
                 more = f"{100 * (sums[-1] - sums[0]) / whole:+.1f} %"
                 rows.append((named(kind), number(sums[0]), number(sums[-1]), more))
@@ -207,7 +214,10 @@ def named(kind: str) -> str:
 
 
 def recorded_picture(
-    recorded: Recorded, sizes: Sizes | None = None, costs: Costs | None = None, title: str = ""
+    recorded: Recorded,
+    sizes: Sizes | None = None,
+    costs: Costs | None = None,
+    title: str = "",
 ) -> Picture:
     """The measured timeline of a real step over the predicted one, in milliseconds. `costs` are those
     of a plan; without them it is predicted from the medians of the step itself."""
@@ -219,7 +229,8 @@ def recorded_picture(
     medians = "the medians of this very step: what differs is waiting"
     source = "what a plan counts" if costs else medians
     return Picture(
-        title or f"a step on {recorded.program.mesh.size} ranks, predicted and measured",
+        title
+        or f"a step on {recorded.program.mesh.size} ranks, predicted and measured",
         _in_ms(predicted),
         _in_ms(measured),
         held=check(recorded.program).held,

@@ -25,7 +25,11 @@ class Slice(NamedTuple):
     def __str__(self) -> str:
         ranges = ", ".join(f"{a}:{b}" for a, b in self.box)
         count = math.prod(b - a for a, b in self.box)
-        kept = "keeps none of it" if self.kept is None else "keeps {}:{}".format(*self.kept)
+        kept = (
+            "keeps none of it"
+            if self.kept is None
+            else "keeps {}:{}".format(*self.kept)
+        )
         shape = " x ".join(map(str, self.shape))
         return f"rank {self.rank}: {self.weight} [{ranges}] of {shape}; {kept} of {count} numbers"
 
@@ -55,22 +59,41 @@ def shards_svg(slices: Sequence[Slice], width: float = WIDE) -> Html:
                 body += _part(held[rank], (x, y + 18, wide, _CELL), more[name, rank])
         y += _CELL + 28
     light = tinted(COLOURS[0], 1.0)
-    meanings = KeyEntry(light, "computes with"), KeyEntry(COLOURS[0], "keeps and updates")
+    meanings = (
+        KeyEntry(light, "computes with"),
+        KeyEntry(COLOURS[0], "keeps and updates"),
+    )
     below, y = key(meanings, y + 16, width)
     title = "which part of each weight is on which rank"
-    notes = ["A column is a rank, a cell the whole weight: its rows from top to bottom."]
+    notes = [
+        "A column is a rank, a cell the whole weight: its rows from top to bottom."
+    ]
     return document(title, width, y + 24, body + below, notes)
 
 
-def _part(slice: Slice, cell: tuple[float, float, float, float], more: int) -> Iterator[Html]:
+def _part(
+    slice: Slice, cell: tuple[float, float, float, float], more: int
+) -> Iterator[Html]:
     """The box in light, what is kept of it in full colour."""
     x, y, width, height = cell
-    down, across = (slice.box[0], slice.box[-1]) if len(slice.box) > 1 else ((0, 1), slice.box[0])
-    rows, columns = (slice.shape[0], slice.shape[-1]) if len(slice.box) > 1 else (1, slice.shape[0])
+    down, across = (
+        (slice.box[0], slice.box[-1]) if len(slice.box) > 1 else ((0, 1), slice.box[0])
+    )
+    rows, columns = (
+        (slice.shape[0], slice.shape[-1]) if len(slice.box) > 1 else (1, slice.shape[0])
+    )
     left, right = (x + width * at / max(columns, 1) for at in across)
     top, bottom = (y + height * at / max(rows, 1) for at in down)
     tip = f"{slice}" + (f"; and so {more} more" if more else "")
-    yield box(left, top, right - left, bottom - top, cls="op", fill=tinted(COLOURS[0], 1), tip=tip)
+    yield box(
+        left,
+        top,
+        right - left,
+        bottom - top,
+        cls="op",
+        fill=tinted(COLOURS[0], 1),
+        tip=tip,
+    )
     if slice.kept is None:
         return
     count = math.prod(b - a for a, b in slice.box) or 1
@@ -79,4 +102,6 @@ def _part(slice: Slice, cell: tuple[float, float, float, float], more: int) -> I
         top, bottom = top + (bottom - top) * a, top + (bottom - top) * b
     else:
         left, right = left + (right - left) * a, left + (right - left) * b
-    yield box(left, top, right - left, bottom - top, fill=COLOURS[0], pointer_events="none")
+    yield box(
+        left, top, right - left, bottom - top, fill=COLOURS[0], pointer_events="none"
+    )

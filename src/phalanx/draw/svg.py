@@ -89,7 +89,9 @@ def gantt(
         axis.append(label(at.x(time), _TOP - 12, f"{number(time)}{clock}", "soft mid"))
     width = width or max(at.x(end) + _PAD, 480.0)
     below, floor = key(colours, floor + 26, width) if colours else ([], floor)
-    return document(title, width, floor + (20 if colours else 14), axis + body + below, notes)
+    return document(
+        title, width, floor + (20 if colours else 14), axis + body + below, notes
+    )
 
 
 def _row(row: Row, top: float, at: _TimeScale) -> Iterator[Html]:
@@ -112,7 +114,9 @@ def _row(row: Row, top: float, at: _TimeScale) -> Iterator[Html]:
 def _areas(row: Row, top: float, at: _TimeScale) -> Iterator[Html]:
     """From the highest down, each drawn over what is above it: what is seen is its own part."""
     amounts = ([amount for _, amount in area.levels] for area in row.areas)
-    sums = accumulate(amounts, lambda below, own: [a + b for a, b in zip(below, own, strict=True)])
+    sums = accumulate(
+        amounts, lambda below, own: [a + b for a, b in zip(below, own, strict=True)]
+    )
     floor = top + row.height
     for area, heights in reversed(list(zip(row.areas, sums, strict=True))):
         times = [at.x(time) for time, _ in area.levels] + [at.x(at.end)]
@@ -121,7 +125,11 @@ def _areas(row: Row, top: float, at: _TimeScale) -> Iterator[Html]:
             y = floor - row.height * amount / row.most
             points += [f"{x:.2f},{y:.2f}", f"{until:.2f},{y:.2f}"]
         points.append(f"{times[-1]:.2f},{floor:.2f}")
-        look = {"cls": "" if area.fill else "area", "fill": area.fill, "data-name": area.name}
+        look = {
+            "cls": "" if area.fill else "area",
+            "fill": area.fill,
+            "data-name": area.name,
+        }
         tip = [tag("title", area.tip)] if area.tip else []
         yield tag("polygon", *tip, points=" ".join(points), **look)
 
@@ -137,14 +145,19 @@ def svg(picture: Picture, width: float = 0.0) -> Html:
     rows = []
     for track in picture.tracks:
         bars = [_bar(picture, track, span) for span in track.spans]
-        rows.append(Row(track.label, bars, main=track.lane == "compute" and not track.source))
+        rows.append(
+            Row(track.label, bars, main=track.lane == "compute" and not track.source)
+        )
     compared = [
         f"{kind}: {first} {picture.names[0]}, {second} {picture.names[1]} ({share} of the step)"
         for kind, first, second, share in (picture.differences if picture.other else ())
     ]
     legend = [
         KeyEntry(
-            PAINTS[kind].fill, LEGEND[kind], "" if kind == ops.SEND else kind, PAINTS[kind].ink
+            PAINTS[kind].fill,
+            LEGEND[kind],
+            "" if kind == ops.SEND else kind,
+            PAINTS[kind].ink,
         )
         for kind in picture.kinds
     ]
@@ -173,7 +186,9 @@ def _scale(picture: Picture) -> float:
 def _bar(picture: Picture, track: Track, span: Span) -> Bar:
     paint, light = PAINTS[span.op.kind], picture.tint(track.rank, span.op)
     named = {"start": span.start, "end": span.end, "takes": span.end - span.start}
-    times = " ".join(f"{name} {number(time)}{picture.clock}" for name, time in named.items())
+    times = " ".join(
+        f"{name} {number(time)}{picture.clock}" for name, time in named.items()
+    )
     tip = f"{span.op}: {picture.explain(span.op)}\nrank {track.rank}, {track.lane}\n{times}"
     ink = paint.ink if light < 0.4 else "#000000"
     names = picture.names_of(span.op)

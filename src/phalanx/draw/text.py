@@ -80,7 +80,9 @@ def _scale(picture: Picture, room: int) -> float:
 def _band(picture: Picture, scale: float, room: int, columns: int) -> int:
     """Number of columns per band: equal bands, each a whole number of the shortest cells."""
     spans = [s for t in picture.tracks for s in t.spans if s.op.kind in ops.COMPUTES]
-    cell = min(room, max(1, round(min((s.end - s.start for s in spans), default=1.0) * scale)))
+    cell = min(
+        room, max(1, round(min((s.end - s.start for s in spans), default=1.0) * scale))
+    )
     room -= room % cell
     fair = -(-columns // -(-columns // room))
     return min(room, -(-fair // cell) * cell)
@@ -102,7 +104,11 @@ def _cells(track: Track, begin: float, scale: float) -> list[_Cell]:
 
 
 def _row(
-    picture: Picture, track: Track, cells: Sequence[_Cell], window: tuple[int, int], colour: bool
+    picture: Picture,
+    track: Track,
+    cells: Sequence[_Cell],
+    window: tuple[int, int],
+    colour: bool,
 ) -> str:
     left, right = window
     row, at = "", left
@@ -162,7 +168,9 @@ def _legend(picture: Picture, scale: float) -> str:
     # The kinds of which some operation has only its letter.
     narrow = set()
     for span in (span for track in picture.tracks for span in track.spans):
-        short = (span.end - span.start) * scale < len(f"{span.op.kind}{span.op.index}") - 0.5
+        short = (span.end - span.start) * scale < len(
+            f"{span.op.kind}{span.op.index}"
+        ) - 0.5
         if short and KINDS[span.op.kind].lane == ops.COMPUTE:
             narrow.add(span.op.kind)
     words = [f"{k} {LEGEND[k]}" for k in picture.kinds if k != ops.SEND]

@@ -53,7 +53,9 @@ class Generator:
         with reader:
             shape = reader.manifest.shape
             if shape is None or shape.kind != "decoder":
-                raise GenerateError(f"{source} holds no decoder: there is nothing to sample from.")
+                raise GenerateError(
+                    f"{source} holds no decoder: there is nothing to sample from."
+                )
             model = build_model(shape)
             weights = {
                 tensor.name: reader.whole(tensor)
@@ -128,7 +130,9 @@ class Generator:
     def _refuse(self, prompt: list[int], count: int) -> None:
         vocabulary = self.shape.vocab
         if not prompt:
-            raise GenerateError("the prompt holds no token. Write at least one character.")
+            raise GenerateError(
+                "the prompt holds no token. Write at least one character."
+            )
         if max(prompt) >= vocabulary or min(prompt) < 0:
             raise GenerateError(
                 f"the prompt has token {max(prompt)}, and the model knows {vocabulary:,}."
@@ -144,7 +148,10 @@ class Generator:
 
 
 def _cacheable(blocks: list[nn.Module]) -> bool:
-    return all(isinstance(getattr(getattr(b, "attn", None), "core", None), Core) for b in blocks)
+    return all(
+        isinstance(getattr(getattr(b, "attn", None), "core", None), Core)
+        for b in blocks
+    )
 
 
 def _cached(block: nn.Module) -> CachedCore:
@@ -160,7 +167,9 @@ def _fill(model: Model, weights: dict[str, Tensor], dtype: torch.dtype) -> None:
     """Gives a model on the meta device these weights, and its buffers their values."""
     names = {parameter: name for name, parameter in model.weights.items()}
     if missing := sorted(names[p] for p in names if names[p] not in weights):
-        raise GenerateError(f"the checkpoint has no {missing[0]} ({len(missing)} weights missing).")
+        raise GenerateError(
+            f"the checkpoint has no {missing[0]} ({len(missing)} weights missing)."
+        )
     filled = {
         parameter: nn.Parameter(weights[name].to(dtype), requires_grad=False)
         for parameter, name in names.items()
@@ -172,7 +181,9 @@ def _fill(model: Model, weights: dict[str, Tensor], dtype: torch.dtype) -> None:
                     module._parameters[name] = filled[parameter]
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:
-                    module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+                    module._buffers[name] = torch.empty(
+                        buffer.shape, dtype=buffer.dtype
+                    )
         for module in piece.modules():
             reset = getattr(module, "reset_buffers", None)
             if reset is not None:

@@ -25,11 +25,17 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
-            raise GenerateError(f"temperature is {self.temperature}; it must be 0 or more.")
+            raise GenerateError(
+                f"temperature is {self.temperature}; it must be 0 or more."
+            )
         if self.top_k < 0:
-            raise GenerateError(f"top_k is {self.top_k}; it must be 0 (all tokens) or more.")
+            raise GenerateError(
+                f"top_k is {self.top_k}; it must be 0 (all tokens) or more."
+            )
         if not 0 < self.top_p <= 1:
-            raise GenerateError(f"top_p is {self.top_p}; it must be above 0 and at most 1.")
+            raise GenerateError(
+                f"top_p is {self.top_p}; it must be above 0 and at most 1."
+            )
 
     def generator(self) -> torch.Generator:
         return torch.Generator().manual_seed(self.seed)

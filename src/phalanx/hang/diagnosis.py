@@ -74,7 +74,9 @@ def patience(timeout: float, times: int = PATIENCE) -> float:
     return max(timeout, min(times * timeout, PATIENCE_MOST))
 
 
-def diagnose(ranks: Sequence[RankState], timeout: float, missing: Sequence[str] = ()) -> Diagnosis:
+def diagnose(
+    ranks: Sequence[RankState], timeout: float, missing: Sequence[str] = ()
+) -> Diagnosis:
     """Why the run makes no progress, if it does not. `missing`: hosts whose watchers do not answer."""
     world = {r.rank: r for r in ranks}
     awaited = {r.rank: waited_for(r, world) for r in ranks}
@@ -90,7 +92,10 @@ def diagnose(ranks: Sequence[RankState], timeout: float, missing: Sequence[str] 
         notices = tuple(_notices(live, limits))
         return Diagnosis(False, (), tuple(text for _, text in notices), notices=notices)
     lines = [_headline(ranks, live, limits)]
-    lines += [f"host {host} does not answer: it is down, or the network to it" for host in missing]
+    lines += [
+        f"host {host} does not answer: it is down, or the network to it"
+        for host in missing
+    ]
     for r in stuck[:_CAUSES]:
         lines += _cause(r, ranks, awaited)
     if len(stuck) > _CAUSES:
@@ -102,9 +107,13 @@ def diagnose(ranks: Sequence[RankState], timeout: float, missing: Sequence[str] 
     return Diagnosis(True, tuple(r.rank for r in stuck), tuple(lines), full)
 
 
-def _headline(ranks: Sequence[RankState], live: Sequence[RankState], limits: Limits) -> str:
+def _headline(
+    ranks: Sequence[RankState], live: Sequence[RankState], limits: Limits
+) -> str:
     step = max((r.step for r in live), default=0)
-    idle = max((max(r.still, r.held) for r in ranks if r.phase not in OVER), default=0.0)
+    idle = max(
+        (max(r.still, r.held) for r in ranks if r.phase not in OVER), default=0.0
+    )
     longest = f"longest operation {limits.longest:.1f} s"
     if any(r.on_device for r in live):
         longest = f"longest time without progress of a GPU {limits.device:.1f} s"
@@ -251,7 +260,9 @@ def _cause(r: RankState, ranks: Sequence[RankState], awaited: Awaited) -> Iterat
     should = f" should be in {call};" if call else ":"
     yield f"rank {r.rank}{should} {r.where}"
     if r.doing:
-        lock = "; it holds the interpreter's lock" if r.locked and r.state != "T" else ""
+        lock = (
+            "; it holds the interpreter's lock" if r.locked and r.state != "T" else ""
+        )
         yield f"    process {r.pid} on {r.host}: {r.doing}{lock}"
     yield from _frames(r, _FRAMES)
 
@@ -267,7 +278,9 @@ def _waiters(ranks: Sequence[RankState], awaited: Awaited) -> Iterator[str]:
         if awaited[r.rank]:
             what = str(r.call or f"its GPU, {r.device_op or r.op or r.phase}")
             who = span([o for o in awaited[r.rank] if o != r.rank])
-            alike.setdefault(f"for {who}, in {what}" if who else f"for {what}", []).append(r)
+            alike.setdefault(
+                f"for {who}, in {what}" if who else f"for {what}", []
+            ).append(r)
     for count, (what, waiting) in enumerate(alike.items()):
         if count == _LINES:
             yield f"and {len(alike) - count} more"
@@ -292,7 +305,9 @@ def span(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {text}{more}"
 
 
-def _deadlock(live: Sequence[RankState], world: World, awaited: Awaited) -> Iterator[str]:
+def _deadlock(
+    live: Sequence[RankState], world: World, awaited: Awaited
+) -> Iterator[str]:
     """Why all ranks wait for each other."""
     complete = [r for r in live if _is_complete(r, world)]
     different = list(_difference(live))
@@ -313,7 +328,9 @@ def _deadlock(live: Sequence[RankState], world: World, awaited: Awaited) -> Iter
 def _devices(live: Sequence[RankState]) -> Iterator[str]:
     """Positions of the GPUs, if all ranks wait for them and no single one is the cause."""
     hosts = sorted({r.host for r in live})
-    between = f", or the network between {', '.join(hosts[:8])}" if len(hosts) > 1 else ""
+    between = (
+        f", or the network between {', '.join(hosts[:8])}" if len(hosts) > 1 else ""
+    )
     yield f"all ranks wait for their GPUs, which make no progress: look at the GPUs{between}"
     at: dict[str, list[int]] = {}
     for r in live:
@@ -346,7 +363,9 @@ def _network(complete: Sequence[RankState], world: World) -> Iterator[str]:
             yield f"    no data passes between these ranks, which are all on {sides[0]}"
 
 
-def _difference(live: Sequence[RankState], only: GroupKey | None = None) -> Iterator[str]:
+def _difference(
+    live: Sequence[RankState], only: GroupKey | None = None
+) -> Iterator[str]:
     """The first call of a group that two of its members have made differently. Of one group `only`,
     calls alike count as different too where they were made at different operations."""
     sides: dict[tuple[GroupKey, int], dict[str, list[tuple[int, int]]]] = {}
@@ -367,11 +386,15 @@ def _difference(live: Sequence[RankState], only: GroupKey | None = None) -> Iter
         if not only and (detailed := list(_difference(live, group))):
             yield detailed[0]
             return
-        text = "; ".join(f"{span([rank for _, rank in who])}: {of}" for of, who in made.items())
+        text = "; ".join(
+            f"{span([rank for _, rank in who])}: {of}" for of, who in made.items()
+        )
         yield f"the first that differs is call {nth} of {group[0]}: {text}"
 
 
-def _absence(live: Sequence[RankState], world: World, awaited: Awaited) -> Iterator[str]:
+def _absence(
+    live: Sequence[RankState], world: World, awaited: Awaited
+) -> Iterator[str]:
     """A call that some members wait in and another has not made, as it waits elsewhere itself."""
     for r in live:
         call = r.call
@@ -381,7 +404,11 @@ def _absence(live: Sequence[RankState], world: World, awaited: Awaited) -> Itera
             other = world.get(rank)
             if other is None or other is r:
                 continue
-            done = _has_matched(other, r, call) if call.peer >= 0 else has_made(other, call)
+            done = (
+                _has_matched(other, r, call)
+                if call.peer >= 0
+                else has_made(other, call)
+            )
             if not done:
                 yield "all ranks wait for each other: they do not make the same calls"
                 at = f"; it waits in {other.call}" if other.call else ""

@@ -36,7 +36,8 @@ class Effort:
     def __init__(self, pid: int, now: float) -> None:
         self.pid = pid
         self.computed_at = self.moved_at = now
-        self.thread = self.heartbeat = 0  # the rank's own thread, and the one that beats
+        # the rank's own thread, and the one that beats
+        self.thread = self.heartbeat = 0
         self._looked = now
         self._computed = self._moved = self._sample(now)
         self._begins = False
@@ -103,7 +104,9 @@ def _seconds(path: str, fields: int) -> float:
 def _counters(path: str) -> int:
     """Counters of what a process or thread reads and writes: bytes, and calls."""
     with suppress(OSError, IndexError, ValueError):
-        return sum(int(line.split()[1]) for line in Path(path).read_text().splitlines()[:6])
+        return sum(
+            int(line.split()[1]) for line in Path(path).read_text().splitlines()[:6]
+        )
     return 0
 
 

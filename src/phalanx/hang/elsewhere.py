@@ -31,7 +31,9 @@ def ask(folder: RanksFolder) -> None:
         folder.write(ASKED)
 
 
-def answer(folder: RanksFolder, host: str, start: str, asked: int, states: list[RankState]) -> None:
+def answer(
+    folder: RanksFolder, host: str, start: str, asked: int, states: list[RankState]
+) -> None:
     """Writes what the watcher of a host sees."""
     table = {"asked": asked, "start": start, **pack(states)}
     folder.write(f"{host}{ANSWER}", json.dumps(table))
@@ -77,7 +79,9 @@ class Elsewhere:
     """The other hosts as a watcher sees them. Their files are read in a thread of its own: a file system
     that does not answer holds up nothing else."""
 
-    def __init__(self, out: Path, hosts: Sequence[str], start: str, timeout: float) -> None:
+    def __init__(
+        self, out: Path, hosts: Sequence[str], start: str, timeout: float
+    ) -> None:
         self.folder, self.hosts, self.start = RanksFolder(out), list(hosts), start
         # Seconds without an answer after which a host is missing. A file server may take some.
         self.silence = min(30.0, max(5.0, 2 * timeout))
@@ -94,11 +98,22 @@ class Elsewhere:
             self._since = now
         self._wanted = now
         if self._thread is None:
-            self._thread = threading.Thread(target=self._read, name="elsewhere", daemon=True)
+            self._thread = threading.Thread(
+                target=self._read, name="elsewhere", daemon=True
+            )
             self._thread.start()
-        heard = {host: each for host, each in list(self._heard.items()) if each.at >= self._since}
-        ranks = [r for each in heard.values() if now - each.at < RECENT for r in each.ranks]
-        last = {host: heard[host].at if host in heard else self._since for host in self.hosts}
+        heard = {
+            host: each
+            for host, each in list(self._heard.items())
+            if each.at >= self._since
+        }
+        ranks = [
+            r for each in heard.values() if now - each.at < RECENT for r in each.ranks
+        ]
+        last = {
+            host: heard[host].at if host in heard else self._since
+            for host in self.hosts
+        }
         missing = [host for host, at in last.items() if now - at > self.silence]
         known = [host for host, each in heard.items() if now - each.at < RECENT]
         pending = [host for host in self.hosts if host not in (*missing, *known)]
@@ -112,9 +127,16 @@ class Elsewhere:
                 if now - asked > ASK_EVERY:
                     asked = now
                     ask(self.folder)
-                for host, (at, ranks) in answers(self.folder, self.hosts, self.start).items():
+                for host, (at, ranks) in answers(
+                    self.folder, self.hosts, self.start
+                ).items():
                     known = self._heard.get(host)
-                    if known is None or at == LAST or known.asked != at or known.ranks != ranks:
+                    if (
+                        known is None
+                        or at == LAST
+                        or known.asked != at
+                        or known.ranks != ranks
+                    ):
                         self._heard[host] = _Heard(time.monotonic(), at, ranks)
             time.sleep(_POLL)
 

@@ -32,8 +32,14 @@ class Flight:
 
     def __str__(self) -> str:
         state = "has started" if self.started > self.ended else "waits to start"
-        first = f"{self.name} {self.ended + 1} {state}; " if self.queued > self.ended else ""
-        return f"{self.group}: {first}collective {self.ended} is the last that has ended"
+        first = (
+            f"{self.name} {self.ended + 1} {state}; "
+            if self.queued > self.ended
+            else ""
+        )
+        return (
+            f"{self.group}: {first}collective {self.ended} is the last that has ended"
+        )
 
 
 def parse_flights(raw: bytes) -> tuple[Flight, ...]:
@@ -48,7 +54,9 @@ def parse_flights(raw: bytes) -> tuple[Flight, ...]:
             number = whole(entry["collective_seq_id"])
             key = group or name, _ranks_of(table, name)
             known = found.get(key, Flight(*key, 0, 0, 0))
-            found[key] = _with(known, number, _state(entry), line(entry["profiling_name"], 200))
+            found[key] = _with(
+                known, number, _state(entry), line(entry["profiling_name"], 200)
+            )
     return tuple(found.values())
 
 

@@ -28,7 +28,9 @@ class RankProcess:
     def parse(cls, table: Any) -> "RankProcess":
         rank, pid, started, files = items(table, 4)
         paths = tuple(line(path, 64) for path in items(files, 8))
-        return cls(whole(rank, 0, MOST_RANKS), whole(pid, 0, 1 << 30), whole(started), paths)
+        return cls(
+            whole(rank, 0, MOST_RANKS), whole(pid, 0, 1 << 30), whole(started), paths
+        )
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ class Hosted:
     hosts: tuple[str, ...]
     timeout: float
     ranks: tuple[RankProcess, ...]
-    memory: str = ""  # a folder that goes with the process that has started this host's ranks
+    # a folder that goes with the process that has started this host's ranks
+    memory: str = ""
     start: str = ""
 
     @classmethod
@@ -87,4 +90,6 @@ def host_name(value: Any) -> str:
 def entries_of(folder: RanksFolder) -> list[str]:
     """The names of the files in which hosts name their ranks."""
     names = [name for name in folder.names() if name.endswith(_ENTRY)]
-    return [name for name in names if not name.startswith(".") and not name.endswith(ANSWER)]
+    return [
+        name for name in names if not name.startswith(".") and not name.endswith(ANSWER)
+    ]

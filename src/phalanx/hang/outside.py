@@ -43,7 +43,9 @@ def snapshot(folder: Path, seconds: float = 1.0, *, stacks: bool = True) -> Snap
     states, here, notices = list[RankState](), set[str](), list[str]()
     seen = set[int]()  # processes: a file may name one many times
     for hosted, file in files:
-        entries = [entry for entry in hosted.ranks if entry.pid not in seen][: _MOST - len(seen)]
+        entries = [entry for entry in hosted.ranks if entry.pid not in seen][
+            : _MOST - len(seen)
+        ]
         seen.update(entry.pid for entry in entries)
         watched = list(_watched(hosted, entries, file, notices))
         if watched:
@@ -53,7 +55,9 @@ def snapshot(folder: Path, seconds: float = 1.0, *, stacks: bool = True) -> Snap
     newest = _newest(files)
     elsewhere = [host for host in newest.hosts if host not in here] if newest else []
     timeout = newest.timeout if newest else 60.0
-    return Snapshot(tuple(states), timeout, tuple(elsewhere), tuple(dict.fromkeys(notices)))
+    return Snapshot(
+        tuple(states), timeout, tuple(elsewhere), tuple(dict.fromkeys(notices))
+    )
 
 
 def _hosted(folder: RanksFolder) -> Iterator[tuple[Hosted, SmallFile]]:
@@ -102,7 +106,9 @@ def _may_signal(folder: RanksFolder, file: SmallFile) -> bool:
     return False
 
 
-def _states(watched: Sequence[WatchedRank], seconds: float, *, stacks: bool) -> Iterator[RankState]:
+def _states(
+    watched: Sequence[WatchedRank], seconds: float, *, stacks: bool
+) -> Iterator[RankState]:
     begins = [r.reader.ask_for_stacks() if stacks else -1 for r in watched]
     begun = time.monotonic()
     while time.monotonic() < begun + seconds:

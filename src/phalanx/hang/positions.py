@@ -22,9 +22,11 @@ from contextlib import contextmanager, suppress
 # Words of the page. The rank writes these once, but for TEXTS, and BEAT while its interpreter runs.
 RANK, PID, THREAD, NATIVE, TEXTS, BEAT, HEARTBEAT = range(7)
 # These change as the rank makes progress.
-STEP, PHASE, OP, CALLS, WAITS, PASSED = range(8, 14)  # PASSED: events that the device has passed
+# PASSED: events that the device has passed
+STEP, PHASE, OP, CALLS, WAITS, PASSED = range(8, 14)
 DEVICE_AT = (
-    14  # the text of the operation that the device is at; -1: it has done all, or has no queue
+    # the text of the operation that the device is at; -1: it has done all, or has no queue
+    14
 )
 # The watcher writes these, in ms: the last progress, the longest operation so far, its own last look,
 # and the longest time for which a healthy device made no progress. Then the waits for it that ended.
@@ -41,7 +43,8 @@ CALLS_KEPT = 1024
 CALL = struct.Struct("6q")
 LOG = RING + CALLS_KEPT * CALL.size
 SIZE = LOG + (1 << 22)
-FILES = ("position", "stacks", "flight")  # the nameless files, by the end of their names
+# the nameless files, by the end of their names
+FILES = ("position", "stacks", "flight")
 DEVICE = -1  # in WAITS: not for a call, but for the rank's own GPU
 BEATS = 0.5  # seconds
 
@@ -53,7 +56,9 @@ _OTHER = (
 )  # fmt: skip
 PHASES = (*KNOWN, *_OTHER, *OVER)
 # A signal that nothing else uses; the fault handler answers it from C.
-STACKS = int(signal.SIGRTMIN) + 8 if hasattr(signal, "SIGRTMIN") else int(signal.SIGUSR2)
+STACKS = (
+    int(signal.SIGRTMIN) + 8 if hasattr(signal, "SIGRTMIN") else int(signal.SIGUSR2)
+)
 
 
 def phase_named(number: int) -> str:
@@ -75,20 +80,27 @@ class Positions:
 
     def __init__(self, rank: int) -> None:
         sizes = dict.fromkeys(FILES, 0) | {"position": SIZE}
-        self._files = [_nameless(f"phalanx-{what}-{rank}", n) for what, n in sizes.items()]
+        self._files = [
+            _nameless(f"phalanx-{what}-{rank}", n) for what, n in sizes.items()
+        ]
         self._map = mmap.mmap(self._files[0], SIZE)  # -1: nobody else can read it
         self._bytes = memoryview(self._map)
         self.words: memoryview[int] = self._bytes[: WORDS * 8].cast("q")
         self._counts = self._bytes[COUNTS:RING].cast("q")
-        self.call_texts: dict[tuple[object, ...], int] = {}  # numbers of texts, for calls alike
+        # numbers of texts, for calls alike
+        self.call_texts: dict[tuple[object, ...], int] = {}
         self._groups = 0
         self._messages: dict[tuple[int, int], int] = {}
         self._lines = 0
         self.notices: deque[str] = deque(maxlen=100)  # for the run's log, from threads
-        self.waits: list[tuple[float, float]] = []  # in calls, of this step; by time.perf_counter
+        # in calls, of this step; by time.perf_counter
+        self.waits: list[tuple[float, float]] = []
         self._stop = threading.Event()
         self.words[RANK], self.words[PID] = rank, os.getpid()
-        self.words[THREAD], self.words[NATIVE] = threading.get_ident(), threading.get_native_id()
+        self.words[THREAD], self.words[NATIVE] = (
+            threading.get_ident(),
+            threading.get_native_id(),
+        )
         self.words[OP] = self.words[DEVICE_AT] = -1
         self.words[PHASE] = PHASES.index("starting")
         self.begun = self._since = time.monotonic()
@@ -119,7 +131,9 @@ class Positions:
             if self.flight is not None and words[ASKS] != words[ANSWERS]:
                 given = (self.flight, words[ASKS])
                 self.flight = None  # it is asked once: then the run ends
-                threading.Thread(target=self._record_flight, args=given, daemon=True).start()
+                threading.Thread(
+                    target=self._record_flight, args=given, daemon=True
+                ).start()
 
     def _record_flight(self, flight: Callable[[], bytes], number: int) -> None:
         with suppress(OSError, RuntimeError, TypeError):
@@ -223,7 +237,8 @@ def _nameless(name: str, size: int) -> int:
 def _answer_with_stacks(file: int) -> None:
     """Has the stacks of all threads written to a file when the signal `STACKS` comes."""
     faulthandler.unregister(STACKS)
-    with suppress(ValueError):  # only the main thread may; ranks that are threads get no signals
+    # only the main thread may; ranks that are threads get no signals
+    with suppress(ValueError):
         # What `unregister` restores: a request that comes when the rank is over must not end it.
         signal.signal(STACKS, signal.SIG_IGN)
     faulthandler.register(STACKS, file, all_threads=True)

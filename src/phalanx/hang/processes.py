@@ -29,12 +29,20 @@ def _named(table: str) -> dict[str, str]:
     return {number: name.strip() for number, name in pairs}
 
 
-_CALLS = {"x86_64": _named(_X86_64), "aarch64": _named(_AARCH64)}.get(os.uname().machine, {})
+_CALLS = {"x86_64": _named(_X86_64), "aarch64": _named(_AARCH64)}.get(
+    os.uname().machine, {}
+)
 # Their first argument is the number of an open file.
 _WRITES = ("write", "writev")
 _ON_FILES = (*_WRITES, "read", "readv", "pread64", "pwrite64", "fsync", "fdatasync")
 # Where the kernel shows no system call: its functions in which a write to a pipe or a terminal sleeps.
-_WRITES_IN_KERNEL = ("pipe_write", "anon_pipe_write", "n_tty_write", "tty_write", "wait_woken")
+_WRITES_IN_KERNEL = (
+    "pipe_write",
+    "anon_pipe_write",
+    "n_tty_write",
+    "tty_write",
+    "wait_woken",
+)
 _STREAMS = {1: "standard output", 2: "standard error"}
 
 
@@ -47,7 +55,9 @@ class Process:
     def __init__(self, pid: int, started: int) -> None:
         # 0 is the caller's group, -1 every process there is, and 1 ends a container.
         if not 1 < pid < 1 << 31:
-            raise OSError(errno.EINVAL, "no rank can have this process number", str(pid))
+            raise OSError(
+                errno.EINVAL, "no rank can have this process number", str(pid)
+            )
         self.pid, self.started = pid, started
         self._descriptor = _descriptor_of(pid)
         # Only now: the descriptor stays with the process that is looked at here.
@@ -85,7 +95,9 @@ def _descriptor_of(pid: int) -> int:
         return os.pidfd_open(pid)
     except OSError as error:
         # A kernel before 5.3, or a container that does not allow the call.
-        if error.errno in (errno.ENOSYS, errno.EPERM) and status_of(pid).get("Tgid") == str(pid):
+        if error.errno in (errno.ENOSYS, errno.EPERM) and status_of(pid).get(
+            "Tgid"
+        ) == str(pid):
             return -1
         raise  # it has ended, or it is the number of a thread
 
@@ -116,7 +128,10 @@ def status_of(pid: int) -> dict[str, str]:
     """The lines of /proc/PID/status by their names; empty when the process is gone."""
     with suppress(OSError):
         lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
-        return {name: value.strip() for name, _, value in (each.partition(":") for each in lines)}
+        return {
+            name: value.strip()
+            for name, _, value in (each.partition(":") for each in lines)
+        }
     return {}
 
 
@@ -201,7 +216,9 @@ def tracer_of(pid: int) -> str:
 def unread_output(pid: int) -> str:
     """The output stream of a process that a thread of it waits for somebody to read; empty when none
     does. Any thread: the others may wait for a lock that it holds."""
-    streams = {target: number for number in _STREAMS if (target := _stream(pid, number))}
+    streams = {
+        target: number for number in _STREAMS if (target := _stream(pid, number))
+    }
     for thread in _threads(pid) if streams else ():
         name, arguments = system_call_of(pid, thread)
         number = None
@@ -227,7 +244,9 @@ def _stream(pid: int, number: int) -> str:
     """The target of an output stream; empty for files, which nobody has to read."""
     with suppress(OSError):
         target = os.readlink(f"/proc/{pid}/fd/{number}")
-        if target.startswith(("pipe:", "socket:", "/dev/pts/", "/dev/tty", "/dev/console")):
+        if target.startswith(
+            ("pipe:", "socket:", "/dev/pts/", "/dev/tty", "/dev/console")
+        ):
             return target
     return ""
 

@@ -30,19 +30,23 @@ class RankState:
     longest: float  # seconds of its longest operation so far
     waits: int
     state: str  # of its thread, as /proc shows it: R, S, D, T, t; X: it is gone
-    doing: str = ""  # what its thread does by the kernel: a system call, a file, computing
+    # what its thread does by the kernel: a system call, a file, computing
+    doing: str = ""
     memory: int = 0  # bytes of the host's that it holds
     locked: bool = False  # none of its threads gets the interpreter's lock
     held: float = 0.0
     traced: str = ""  # the process that traces it, as a debugger does
     output: str = ""  # the stream that it waits for somebody to read
-    device_op: str = ""  # the operation that its GPU is at, while the rank itself makes no progress
-    device_longest: float = 0.0  # seconds that its GPU was waited for without progress, and went on
+    # the operation that its GPU is at, while the rank itself makes no progress
+    device_op: str = ""
+    # seconds that its GPU was waited for without progress, and went on
+    device_longest: float = 0.0
     device_waits: int = 0  # waits for its GPU that have ended
     made: tuple[tuple[GroupKey, int], ...] = ()  # how many collectives of each group
     calls: tuple[Made, ...] = ()
     stack: tuple[str, ...] = ()
-    flights: tuple[Flight, ...] = ()  # NCCL's calls on its GPU, known once the run is ended
+    # NCCL's calls on its GPU, known once the run is ended
+    flights: tuple[Flight, ...] = ()
 
     @property
     def call(self) -> Made | None:
@@ -87,12 +91,20 @@ class RankState:
         """All that is known, with the whole stack."""
         waits = f", waits in {self.call}" if self.call else ""
         if self.on_device:
-            waits = f", its GPU is at {self.device_op}" if self.device_op else ", waits for its GPU"
+            waits = (
+                f", its GPU is at {self.device_op}"
+                if self.device_op
+                else ", waits for its GPU"
+            )
         doing = f" [{self.doing}]" if self.doing else ""
         who = f"rank {self.rank} on {self.host}, process {self.pid}"
         when = "ended" if self.over else f"no progress for {self.still:.1f} s"
         line = f"{who}: step {self.step + 1}, {self.place}{waits}, {when}{doing}"
-        return [line, *(f"      {frame}" for frame in self.stack), *flight_lines(self.flights)]
+        return [
+            line,
+            *(f"      {frame}" for frame in self.stack),
+            *flight_lines(self.flights),
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """For `--json`."""
@@ -121,7 +133,12 @@ def pack(states: Sequence[RankState]) -> dict[str, Any]:
         made = [[number_of(group), count] for group, count in state.made]
         plain = {name: getattr(state, name) for name in _PLAIN}
         flights = [list(astuple(flight)) for flight in state.flights]
-        more = {"made": made, "calls": calls, "stack": list(state.stack), "flights": flights}
+        more = {
+            "made": made,
+            "calls": calls,
+            "stack": list(state.stack),
+            "flights": flights,
+        }
         ranks.append(plain | more)
     return {"groups": [list(group) for group in groups], "ranks": ranks}
 
@@ -130,7 +147,9 @@ def unpack(table: Mapping[str, Any], host: str) -> list[RankState]:
     """The states that another host has written. Raises `Untrusted` for anything else."""
     try:
         groups = [_group(each) for each in items(table["groups"], _MOST_GROUPS)]
-        return [_state(each, groups, host) for each in items(table["ranks"], MOST_RANKS)]
+        return [
+            _state(each, groups, host) for each in items(table["ranks"], MOST_RANKS)
+        ]
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise Untrusted(f"not the states of ranks: {error}") from None
 
@@ -174,7 +193,9 @@ def _state(table: Any, groups: Sequence[GroupKey], host: str) -> RankState:
 def _flight(table: Any) -> Flight:
     group, ranks, ended, started, queued, name = items(table, 6)
     members = tuple(whole(rank, 0, MOST_RANKS) for rank in items(ranks, MOST_RANKS))
-    return Flight(line(group), members, whole(ended), whole(started), whole(queued), line(name))
+    return Flight(
+        line(group), members, whole(ended), whole(started), whole(queued), line(name)
+    )
 
 
 def _call(table: Any, groups: Sequence[GroupKey]) -> Made:

@@ -68,8 +68,14 @@ class Made:
     nth: int
 
     def __str__(self) -> str:
-        way = f" {'to' if self.sends else 'from'} rank {self.peer}" if self.peer >= 0 else ""
-        return f"{self.text}{way} on {self.group[0]}{f' of {self.op}' if self.op else ''}"
+        way = (
+            f" {'to' if self.sends else 'from'} rank {self.peer}"
+            if self.peer >= 0
+            else ""
+        )
+        return (
+            f"{self.text}{way} on {self.group[0]}{f' of {self.op}' if self.op else ''}"
+        )
 
 
 class PositionReader:
@@ -92,7 +98,9 @@ class PositionReader:
         self._files: list[int] = []
         try:
             if owner is not None and users_of(process.pid) != {owner}:
-                raise PermissionError(f"process {process.pid} is not a rank of user {owner}")
+                raise PermissionError(
+                    f"process {process.pid} is not a rank of user {owner}"
+                )
             for path, what in zip(paths, FILES, strict=True):
                 access = os.O_RDWR if writes and not self._files else os.O_RDONLY
                 self._files.append(_open_memory(process.pid, path, what, owner, access))
@@ -195,7 +203,9 @@ class PositionReader:
                 of = self._groups[group]
                 other = of[1][peer // 2] if 0 <= peer < 2 * len(of[1]) else -1
                 sends = peer >= 0 and bool(peer % 2)
-                made.append(Made(number, of, self.text(text), self.text(op), other, sends, nth))
+                made.append(
+                    Made(number, of, self.text(text), self.text(op), other, sends, nth)
+                )
         return sorted(made, key=lambda call: call.number)[-CALLS_KEPT:]
 
     def ask_for_stacks(self) -> int:
@@ -250,7 +260,9 @@ def _open_memory(pid: int, path: str, what: str, owner: int | None, access: int)
         ours = stat.S_ISREG(status.st_mode)
         if owner is not None:
             # In a mount namespace of its own a process can give any file such a name.
-            ours = ours and status.st_uid == owner and status.st_dev == _device_of_memory()
+            ours = (
+                ours and status.st_uid == owner and status.st_dev == _device_of_memory()
+            )
         if not ours:
             raise OSError(f"{path} is not the memory of a rank")
         return os.open(f"/proc/self/fd/{found}", access | os.O_CLOEXEC)

@@ -19,7 +19,8 @@ def parse_object(raw: bytes | str) -> dict[str, Any]:
     """The JSON object that `raw` is. NaN and infinity are refused, as is what nests too deep."""
     try:
         table = json.loads(
-            raw.decode() if isinstance(raw, bytes) else raw, parse_constant=_refuse_constant
+            raw.decode() if isinstance(raw, bytes) else raw,
+            parse_constant=_refuse_constant,
         )
     except (ValueError, RecursionError) as error:
         raise Untrusted(f"not JSON: {error}") from None
@@ -78,5 +79,6 @@ def one_line(words: str) -> str:
     if words.isprintable():
         return words
     return "".join(
-        each if each.isprintable() else each.encode("unicode_escape").decode() for each in words
+        each if each.isprintable() else each.encode("unicode_escape").decode()
+        for each in words
     )

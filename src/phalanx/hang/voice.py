@@ -33,7 +33,9 @@ class Voice:
             self._texts.append("phalanx: " + "\n  ".join(lines) + "\n")
             self._changed.notify_all()
             if self._thread is None:
-                self._thread = threading.Thread(target=self._print, name="voice", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._print, name="voice", daemon=True
+                )
                 self._thread.start()
 
     def flush(self, seconds: float) -> bool:
@@ -57,5 +59,6 @@ class Voice:
         while left:
             try:
                 left = left[os.write(self.file, left) :]
-            except BlockingIOError:  # somebody has made the stream non-blocking for all who have it
+            # somebody has made the stream non-blocking for all who have it
+            except BlockingIOError:
                 select.select([], [self.file], [])

@@ -25,7 +25,14 @@ from .positions import (
     WAITS,
     phase_named,
 )
-from .processes import Process, memory_held, stat_of, thread_by_kernel, tracer_of, unread_output
+from .processes import (
+    Process,
+    memory_held,
+    stat_of,
+    thread_by_kernel,
+    tracer_of,
+    unread_output,
+)
 from .rank_state import RankState
 from .reader import PositionReader
 
@@ -46,7 +53,9 @@ class WatchedRank:
     def __init__(self, entry: RankProcess, host: str, owner: int | None = None) -> None:
         self.entry, self.host, self.watches = entry, host, owner is None
         self.process = Process(entry.pid, entry.started)
-        self.reader = PositionReader(self.process, entry.files, owner, writes=self.watches)
+        self.reader = PositionReader(
+            self.process, entry.files, owner, writes=self.watches
+        )
         now = time.monotonic()
         words = self.reader.words()
         self.mark = self.reader.mark()
@@ -104,7 +113,11 @@ class WatchedRank:
     def _is_held(self, now: float) -> bool:
         """True if the rank could not run on if it wanted to."""
         held = self.kernel_state in ("T", "t")
-        if not held and now - self.moved > 1.0 and now - self._held_looked > _HELD_EVERY:
+        if (
+            not held
+            and now - self.moved > 1.0
+            and now - self._held_looked > _HELD_EVERY
+        ):
             self._held_looked = now
             self.output = unread_output(self.entry.pid)
         held = held or bool(self.output)
@@ -114,7 +127,9 @@ class WatchedRank:
             self.held_since = None
         return held
 
-    def _see_work(self, now: float, timeout: float, thread: int, heartbeat: int) -> None:
+    def _see_work(
+        self, now: float, timeout: float, thread: int, heartbeat: int
+    ) -> None:
         """Counts work as progress, in the phases and within the limits in which it is."""
         effort, phase = self.effort, self.reader.phase
         if phase not in (*KNOWN, "first step", "loading data"):

@@ -53,7 +53,8 @@ class Watcher:
         self.voice = Voice()
         self.said = set[str]()  # the keys of notices
         self.diagnosed = 0.0  # when the ranks were last looked at closer
-        self.final: list[RankState] | None = None  # as the ranks were when the run was ended
+        # as the ranks were when the run was ended
+        self.final: list[RankState] | None = None
 
     def watch(self) -> Diagnosis | None:
         """Returns when all ranks have ended, or with the diagnosis when the run hangs."""
@@ -107,9 +108,13 @@ class Watcher:
         end = time.monotonic() + _STACKS
         while True:
             time.sleep(0.02)
-            stacks = [r.reader.stack(b) for r, b in zip(self.ranks, begins, strict=True)]
+            stacks = [
+                r.reader.stack(b) for r, b in zip(self.ranks, begins, strict=True)
+            ]
             pairs = list(zip(states, stacks, strict=True))
-            if time.monotonic() > end or all(stack or s.state in "TtDX" for s, stack in pairs):
+            if time.monotonic() > end or all(
+                stack or s.state in "TtDX" for s, stack in pairs
+            ):
                 states = [replace(state, stack=tuple(stack)) for state, stack in pairs]
                 return self._with_flights(states)
 
@@ -146,7 +151,9 @@ class Watcher:
         """Shows the stacks to other hosts, and waits a little for theirs."""
         self.final = states
         if self.elsewhere.hosts:
-            _in_time(lambda: self._answer(self.hosted.folder.read(ASKED).written), _ANSWER)
+            _in_time(
+                lambda: self._answer(self.hosted.folder.read(ASKED).written), _ANSWER
+            )
         end = time.monotonic() + _ANSWER
         while True:
             others = self.elsewhere.look(time.monotonic())
@@ -177,7 +184,9 @@ class Watcher:
             r.process.send(signal.SIGKILL)
         if speaks:
             where = self.out / FILE
-            self.voice.say(f"{found.text}\nthe run is ended; stacks of all ranks: {where}")
+            self.voice.say(
+                f"{found.text}\nthe run is ended; stacks of all ranks: {where}"
+            )
             writing.join(5.0)
             self.voice.flush(_PRINTED)
 

@@ -19,8 +19,12 @@ AXES = ("dp", "pp", "cp", "tp", "ep")
 _WORDS = """; recompute:selective; offload:activations; gather:step; offload:weights; recompute:sqrt;
     reduce:micro; prefetch:0; offload:optimizer,activations prefetch:3; gather:micro; reduce:step"""
 _BESIDES = [Layout.written(words) for words in _WORDS.split(";")]
-_DATA = tomllib.loads(Path(__file__).with_name("cases.toml").read_text(encoding="utf-8"))
-_SIZES: dict[str, Any] = {name: _DATA["small"] | more for name, more in _DATA["shapes"].items()}
+_DATA = tomllib.loads(
+    Path(__file__).with_name("cases.toml").read_text(encoding="utf-8")
+)
+_SIZES: dict[str, Any] = {
+    name: _DATA["small"] | more for name, more in _DATA["shapes"].items()
+}
 SHAPES = {
     name: decode(Shape, {"name": name, **sizes}, name, ShapeError)
     for name, sizes in (_SIZES | {"mlp": _DATA["mlp"]}).items()
@@ -39,7 +43,9 @@ def every_layout(
     experts. With `besides` each has one more option, in turn, where it can have that one: as many
     layouts, in which every option occurs with every choice."""
     free = set(axes.split()) - ({"ep"} if not shape.experts else set())
-    plain = tuple(x for x in dict.fromkeys(_all(shape, ranks, free)) if not legal(x, shape))
+    plain = tuple(
+        x for x in dict.fromkeys(_all(shape, ranks, free)) if not legal(x, shape)
+    )
     turns: Any = zip(plain, cycle(_BESIDES if besides else [{}]), strict=False)
     each = [(x, replace(x, **option)) for x, option in turns]
     return tuple(dict.fromkeys(x if legal(y, shape) else y for x, y in each))
@@ -95,7 +101,10 @@ def covering(layouts: tuple[Layout, ...], least: int) -> tuple[Layout, ...]:
     many, filled up evenly."""
     bits: dict[object, int] = {}  # the pairs of a layout as bits of one number
     pairs = {
-        x: sum(1 << bits.setdefault(p, len(bits)) for p in combinations(_features(x).items(), 2))
+        x: sum(
+            1 << bits.setdefault(p, len(bits))
+            for p in combinations(_features(x).items(), 2)
+        )
         for x in layouts
     }
     missing = (1 << len(bits)) - 1

@@ -17,12 +17,20 @@ class ScheduleTraits(NamedTuple):
     pipelined: bool = True  # over the stages of a pipeline
     whole_batch: bool = False  # takes the batch as one microbatch
     splits_backward: bool = False  # input and weight gradients are separate operations
-    v_shape: bool = False  # of P ranks, rank r has the stages r and 2P - 1 - r; else r, P + r, ...
+    # of P ranks, rank r has the stages r and 2P - 1 - r; else r, P + r, ...
+    v_shape: bool = False
     searched: bool = False  # the order depends on what operations cost
-    forward_first: bool = False  # a forward stands before the backward that is computed beside it
+    # a forward stands before the backward that is computed beside it
+    forward_first: bool = False
 
 
-ACCUM, NAIVE, GPIPE, ONE_F_ONE_B, INTERLEAVED = "accum", "naive", "gpipe", "1f1b", "interleaved"
+ACCUM, NAIVE, GPIPE, ONE_F_ONE_B, INTERLEAVED = (
+    "accum",
+    "naive",
+    "gpipe",
+    "1f1b",
+    "interleaved",
+)
 ZB_H1, ZB_H2, ZB_V, SEARCHED = "zb-h1", "zb-h2", "zb-v", "searched"
 DUALPIPE_V = "dualpipe-v"
 CHUNKS = 64  # the most of a stage
@@ -35,7 +43,9 @@ SCHEDULES = {
     ZB_H1: ScheduleTraits(splits_backward=True),
     ZB_H2: ScheduleTraits(splits_backward=True),
     ZB_V: ScheduleTraits(2, 2, splits_backward=True, v_shape=True),
-    DUALPIPE_V: ScheduleTraits(2, 2, splits_backward=True, v_shape=True, forward_first=True),
+    DUALPIPE_V: ScheduleTraits(
+        2, 2, splits_backward=True, v_shape=True, forward_first=True
+    ),
     SEARCHED: ScheduleTraits(1, CHUNKS, splits_backward=True, searched=True),
 }
 
@@ -59,10 +69,12 @@ BF16, FP16, TF32, FP32, FP64, FP8 = "bf16", "fp16", "tf32", "fp32", "fp64", "fp8
 DTYPES = {
     BF16: DtypeTraits("bfloat16", 2, "BF16"),
     FP16: DtypeTraits("float16", 2, "F16"),
-    TF32: DtypeTraits("float32", 4, compared=False),  # float32, rounded on its way into a product
+    # float32, rounded on its way into a product
+    TF32: DtypeTraits("float32", 4, compared=False),
     FP32: DtypeTraits("float32", 4, "F32"),
     FP64: DtypeTraits("float64", 8, "F64"),
-    FP8: DtypeTraits("float8_e4m3fn", 1, computes=False, compared=False),  # in tables of devices
+    # in tables of devices
+    FP8: DtypeTraits("float8_e4m3fn", 1, computes=False, compared=False),
 }
 PRECISIONS = tuple(name for name, dtype in DTYPES.items() if dtype.computes)
 # By the names that torch and safetensors have for them, widest first.
@@ -97,7 +109,10 @@ MATMULS |= {
     f"{name}{',' if ':' in name else ':'}experts": traits._replace(experts=True)
     for name, traits in MATMULS.items()
 }
-MATMUL_WORDS = {name: name for name in MATMULS} | {"fp8:row": FP8, "fp8:row,e5m2": f"{FP8}:e5m2"}
+MATMUL_WORDS = {name: name for name in MATMULS} | {
+    "fp8:row": FP8,
+    "fp8:row,e5m2": f"{FP8}:e5m2",
+}
 
 COMPILE, COMPILE_MAX = "default", "max"  # how torch.compile is asked to compile
 COMPILED = ("", COMPILE, COMPILE_MAX)  # if at all

@@ -25,7 +25,8 @@ from .url import redacted
 SHOWN = 20  # mistakes of one file beyond which only their number is reported
 T = TypeVar("T")
 
-_KINDS: dict[Any, tuple[str, str, str]] = {  # what it is called, an example, JSON Schema's name
+# what it is called, an example, JSON Schema's name
+_KINDS: dict[Any, tuple[str, str, str]] = {
     int: ("a whole number", "100", "integer"),
     float: ("a number", "0.1", "number"),
     bool: ("true or false", "true", "boolean"),
@@ -80,7 +81,11 @@ def key(
 ) -> Any:
     """A field with its meaning and bounds; numbers are 0 or more where nothing else is said. `name` is
     its key in a file, if that is another."""
-    bounds = {"minimum": minimum if above is None else None, "maximum": maximum, "above": above}
+    bounds = {
+        "minimum": minimum if above is None else None,
+        "maximum": maximum,
+        "above": above,
+    }
     more = {"description": description, "choices": choices, "name": name}
     return field(default=default, metadata=bounds | more)
 
@@ -123,29 +128,43 @@ def text_of(path: str | Path, what: str, error: type[FileError], way_out: str) -
     return read_text(path, what, refuse)
 
 
-def load(cls: type[T], path: str | Path, what: str, error: type[FileError], **given: Any) -> T:
+def load(
+    cls: type[T], path: str | Path, what: str, error: type[FileError], **given: Any
+) -> T:
     """The value of a user's file."""
     text = text_of(path, what, error, "Name a file that can be read")
     return parse(cls, text, str(path), error, **given)
 
 
-def parse(cls: type[T], text: str, file: str, error: type[FileError], **given: Any) -> T:
+def parse(
+    cls: type[T], text: str, file: str, error: type[FileError], **given: Any
+) -> T:
     """The value of TOML text. `given` are values of keys that the text leaves out."""
     reader = Reader(cls, text, file)
-    value: T = reader.table(cls, given | reader.given) if not reader.mistakes else _WRONG
+    value: T = (
+        reader.table(cls, given | reader.given) if not reader.mistakes else _WRONG
+    )
     if reader.mistakes:
         raise error(file, reader.mistakes)
     return value
 
 
-def decode(cls: type[T], table: Mapping[str, Any], name: str, error: type[ValueError]) -> T:
+def decode(
+    cls: type[T], table: Mapping[str, Any], name: str, error: type[ValueError]
+) -> T:
     """The value of a table that no text stands behind: from JSON, or from inside another file. An error
     of another family than `FileError` has all mistakes in its text."""
     reader = Reader(cls)
     value: T = reader.table(cls, table)
     if reader.mistakes:
-        wrong = FileError(name, [mistake._replace(place="") for mistake in reader.mistakes])
-        raise error(name, wrong.mistakes) if issubclass(error, FileError) else error(str(wrong))
+        wrong = FileError(
+            name, [mistake._replace(place="") for mistake in reader.mistakes]
+        )
+        raise (
+            error(name, wrong.mistakes)
+            if issubclass(error, FileError)
+            else error(str(wrong))
+        )
     return value
 
 
@@ -182,7 +201,9 @@ class Reader:
     def mistakes(self) -> list[Mistake]:
         if (more := len(self._mistakes) - SHOWN) <= 0:
             return self._mistakes
-        last = Mistake(self._file, f"{more:,} more mistakes", "Fix the first ones first")
+        last = Mistake(
+            self._file, f"{more:,} more mistakes", "Fix the first ones first"
+        )
         return [*self._mistakes[:SHOWN], last]
 
     def _refused(self, place: str, error: ValueError, way_out: str) -> None:
@@ -192,7 +213,9 @@ class Reader:
     def _override(self, argument: str) -> None:
         name, equals, text = argument.partition("=")
         path = name.strip().split(".")
-        named = len(path) <= DEPTH and all(re.fullmatch(r"[\w-]+", part) for part in path)
+        named = len(path) <= DEPTH and all(
+            re.fullmatch(r"[\w-]+", part) for part in path
+        )
         if not equals or not named:
             what = f"{_cut(redacted(argument, whole=True), 60)!r} sets nothing"
             way_out = "Write key=value, as in steps=100 or optimizer.lr=3e-4"
@@ -204,7 +227,9 @@ class Reader:
                 inner[part] = {}
             inner = inner[part]
         try:
-            inner[path[-1]] = parse_toml(f"{path[-1]} = {text}", name[:60], ValueError)[path[-1]]
+            inner[path[-1]] = parse_toml(f"{path[-1]} = {text}", name[:60], ValueError)[
+                path[-1]
+            ]
         except ValueError as error:
             if re.search("digits|64 bits|deep", str(error)):
                 self._refused("argument", error, "Write less")
@@ -262,7 +287,9 @@ class Reader:
         before = len(self._mistakes)
         for name, value in given.items():
             if name in known:
-                read = self._value(known[name].type, value, prefix + name, known[name].limits)
+                read = self._value(
+                    known[name].type, value, prefix + name, known[name].limits
+                )
                 values |= {} if read is _WRONG else {known[name].attribute: read}
             else:
                 self._unknown(cls, prefix + name, value)
@@ -275,13 +302,18 @@ class Reader:
             return _WRONG
         try:
             return cls(**values)
-        except FileError as error:  # values that are each right, and do not fit together
+        # values that are each right, and do not fit together
+        except FileError as error:
             alone = before == len(self._mistakes)
             for mistake in error.mistakes if alone else ():
-                self._wrong(prefix + mistake.place, prefix + mistake.what, mistake.way_out)
+                self._wrong(
+                    prefix + mistake.place, prefix + mistake.what, mistake.way_out
+                )
             return _WRONG
 
-    def _value(self, hint: Any, value: Any, path: str, limits: Mapping[str, Any]) -> Any:
+    def _value(
+        self, hint: Any, value: Any, path: str, limits: Mapping[str, Any]
+    ) -> Any:
         """The value of a field as its type wants it."""
         if hint is int and type(value) is int and not limits:
             return value
@@ -291,8 +323,12 @@ class Reader:
             return self._wrong(path, what, "Leave it out")
         if not _fits(value, hint):
             what = f"{path} = {_shown(value)} is {_kind(value)}"
-            spelled = whole_spellings(value) if hint is int and isinstance(value, str) else ""
-            return self._wrong(path, what, f"Write {spelled}" if spelled else _way_out(hint, path))
+            spelled = (
+                whole_spellings(value) if hint is int and isinstance(value, str) else ""
+            )
+            return self._wrong(
+                path, what, f"Write {spelled}" if spelled else _way_out(hint, path)
+            )
         if isinstance(hint, UnionType):
             part = next(part for part in parts if _fits(value, part))
             return self._value(part, value, path, limits)
@@ -301,11 +337,15 @@ class Reader:
         if _plain(hint) is tuple:
             kinds = parts[:1] * len(value) if parts[-1] is ... else parts
             pairs = enumerate(zip(kinds, value, strict=True))
-            value = tuple(self._value(kind, x, f"{path}[{i}]", {}) for i, (kind, x) in pairs)
+            value = tuple(
+                self._value(kind, x, f"{path}[{i}]", {}) for i, (kind, x) in pairs
+            )
             if _WRONG in value:
                 return _WRONG
         elif parts and _plain(hint) is dict:
-            value = {k: self._value(parts[1], x, f"{path}.{k}", {}) for k, x in value.items()}
+            value = {
+                k: self._value(parts[1], x, f"{path}.{k}", {}) for k, x in value.items()
+            }
             if _WRONG in value.values():
                 return _WRONG
         if limits and (problem := _problem(value, path, limits)):
@@ -316,15 +356,26 @@ class Reader:
         path = _cut(path, 80)
         prefix, _, last = path.rpartition(".")
         names = [f"{prefix}.{name}".lstrip(".") for name in _keys(cls)]
-        leaves = {name.rpartition(".")[2]: name for name in reversed([*every_key(self._root)])}
+        leaves = {
+            name.rpartition(".")[2]: name for name in reversed([*every_key(self._root)])
+        }
         near = [leaves[last]] if last in leaves else []
-        if not near and len(self._mistakes) < SHOWN:  # it is slow, and others are not shown
+        # it is slow, and others are not shown
+        if not near and len(self._mistakes) < SHOWN:
             near = difflib.get_close_matches(path, names, 1, 0.6)
-            near = near or [leaves[n] for n in difflib.get_close_matches(last, leaves, 1, 0.6)]
-        way_out = f"Did you mean {near[0]!r}?" if near else f"Keys here are {', '.join(names)}"
+            near = near or [
+                leaves[n] for n in difflib.get_close_matches(last, leaves, 1, 0.6)
+            ]
+        way_out = (
+            f"Did you mean {near[0]!r}?"
+            if near
+            else f"Keys here are {', '.join(names)}"
+        )
         for name in (last.lower(), path):
             way_out = self._pointers.get(name, way_out)
-        self._wrong(path, f"{path} = {_shown(value)}: there is no key {path!r}", way_out)
+        self._wrong(
+            path, f"{path} = {_shown(value)}: there is no key {path!r}", way_out
+        )
 
 
 def out_of_bounds(value: Any) -> list[Mistake]:
@@ -336,7 +387,9 @@ def out_of_bounds(value: Any) -> list[Mistake]:
     return mistakes
 
 
-def _problem(value: Any, path: str, limits: Mapping[str, Any]) -> tuple[str, str] | None:
+def _problem(
+    value: Any, path: str, limits: Mapping[str, Any]
+) -> tuple[str, str] | None:
     """The problem with a value of the right type, and the correct form; None if the value is valid."""
     choices = limits.get("choices")
     if choices and value not in choices:
@@ -347,7 +400,9 @@ def _problem(value: Any, path: str, limits: Mapping[str, Any]) -> tuple[str, str
         if not isinstance(number, int | float):
             continue
         if (low is not None and number < low) or (high is not None and number > high):
-            first, last = (f"{x:,}" if isinstance(x, int) else f"{x or 0:g}" for x in (low, high))
+            first, last = (
+                f"{x:,}" if isinstance(x, int) else f"{x or 0:g}" for x in (low, high)
+            )
             bounds = f"{first} or more" if high is None else f"{first} to {last}"
             bounds = f"{last} or less" if low is None else bounds
         elif above is not None and not above < number < math.inf:
@@ -431,7 +486,9 @@ def _dumped(value: Any, path: str, short: bool) -> Iterator[str]:
     """Plain keys first, then tables, then lists of tables: the order that TOML demands."""
     tables = []
     keys = {} if isinstance(value, Mapping) else _keys(value.__class__)
-    items = {n: getattr(value, one.attribute) for n, one in keys.items()} if keys else value
+    items = (
+        {n: getattr(value, one.attribute) for n, one in keys.items()} if keys else value
+    )
     for name, item in items.items():
         if short and name in keys and item in (None, keys[name].default):
             continue
@@ -457,7 +514,10 @@ def _quoted(name: str) -> str:
 def toml_value(value: Any, short: bool = False) -> str:
     """A value in one line of TOML."""
     if isinstance(value, Mapping):
-        pairs = (f"{_quoted(name)} = {toml_value(item, short)}" for name, item in value.items())
+        pairs = (
+            f"{_quoted(name)} = {toml_value(item, short)}"
+            for name, item in value.items()
+        )
         return "{" + ", ".join(pairs) + "}"
     if isinstance(value, tuple | list):
         return "[" + ", ".join(toml_value(item, short) for item in value) + "]"
@@ -473,8 +533,12 @@ def schema(cls: Any, title: str = "") -> dict[str, Any]:
     """The JSON Schema of a file's keys."""
     properties, required = {}, []
     for name, one in _keys(cls).items():
-        limits = {json_name: one.limits.get(ours) for ours, json_name in _BOUNDS.items()}
-        properties[name] = _typed(one.type, {k: x for k, x in limits.items() if x is not None})
+        limits = {
+            json_name: one.limits.get(ours) for ours, json_name in _BOUNDS.items()
+        }
+        properties[name] = _typed(
+            one.type, {k: x for k, x in limits.items() if x is not None}
+        )
         properties[name]["description"] = one.description
         if one.limits.get("choices"):
             properties[name]["enum"] = list(one.limits["choices"])
@@ -500,7 +564,9 @@ def _typed(hint: Any, limits: dict[str, Any]) -> dict[str, Any]:
     made: dict[str, Any] = {} if hint is Any else {"type": _KINDS[_plain(hint)][2]}
     if _plain(hint) is tuple:
         made |= {"items": _typed(parts[0], limits)}
-        count = {} if parts[-1] is ... else {"minItems": len(parts), "maxItems": len(parts)}
+        count = (
+            {} if parts[-1] is ... else {"minItems": len(parts), "maxItems": len(parts)}
+        )
         return made | count
     if parts and _plain(hint) is dict:
         return made | {"additionalProperties": _typed(parts[1], limits)}

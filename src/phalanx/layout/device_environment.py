@@ -17,7 +17,8 @@ SETTINGS = {
 }
 _OTHER_NAMES = {
     "PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF",
-    "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",  # of which torch says that it is deprecated
+    # of which torch says that it is deprecated
+    "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
 }
 
 

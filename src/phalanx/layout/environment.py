@@ -52,13 +52,16 @@ def rendezvous(environment: Mapping[str, str]) -> Rendezvous | None:
             "a rank lies below the number of ranks, and a local rank is at most the rank."
         )
     if not 0 < at.port < 65536:
-        raise EnvironmentMistake(f"MASTER_PORT is {at.port}; a port lies between 1 and 65535.")
+        raise EnvironmentMistake(
+            f"MASTER_PORT is {at.port}; a port lies between 1 and 65535."
+        )
     return at
 
 
 def _torchrun(environment: Mapping[str, str]) -> Rendezvous:
     agent = "TORCHELASTIC_RUN_ID" in environment
-    environment = {"LOCAL_RANK": "0", **environment}  # a pod of Kubernetes with one rank has none
+    # a pod of Kubernetes with one rank has none
+    environment = {"LOCAL_RANK": "0", **environment}
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
     rank, size, local, port = (_whole(environment, name, "torchrun") for name in names)
     restarts = "TORCHELASTIC_RESTART_COUNT"
@@ -79,10 +82,16 @@ def _torchrun(environment: Mapping[str, str]) -> Rendezvous:
 def _slurm(environment: Mapping[str, str]) -> Rendezvous:
     """The rank of a task of srun. A step may have fewer nodes and tasks than its job, so the variables
     of the step come first; a Slurm that does not set them has steps as large as the job."""
-    tasks = "SLURM_STEP_NUM_TASKS" if environment.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+    tasks = (
+        "SLURM_STEP_NUM_TASKS"
+        if environment.get("SLURM_STEP_NUM_TASKS")
+        else "SLURM_NTASKS"
+    )
     names = ("SLURM_PROCID", tasks, "SLURM_LOCALID", "SLURM_JOB_ID")
     rank, size, local, job = (_whole(environment, name, "srun") for name in names)
-    one = (environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_NNODES")) == "1"
+    one = (
+        environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_NNODES")
+    ) == "1"
     host = environment.get("MASTER_ADDR")
     if not host:
         of_step = bool(environment.get("SLURM_STEP_NODELIST"))
@@ -90,7 +99,9 @@ def _slurm(environment: Mapping[str, str]) -> Rendezvous:
         nodes = _text(environment, name, "srun")
         host = first_node(nodes)
         if not host:
-            raise EnvironmentMistake(f"{name} is {nodes!r}, which is not a list of nodes.")
+            raise EnvironmentMistake(
+                f"{name} is {nodes!r}, which is not a list of nodes."
+            )
     # All tasks of a step must guess the same port; two jobs on a node, or two steps, seldom share it.
     step = environment.get("SLURM_STEP_ID", "")
     offset = job + 1009 * (int(step) if re.fullmatch("[0-9]{1,9}", step) else 0)
@@ -101,7 +112,8 @@ def _slurm(environment: Mapping[str, str]) -> Rendezvous:
     return Rendezvous(rank, size, local, host, port, one_host=one, source=source)
 
 
-_NODES = r"[^\[\],\s]|\[([0-9]+)[^\[\]\s]*\]"  # a character of a name, or a bracket of numbers
+# a character of a name, or a bracket of numbers
+_NODES = r"[^\[\],\s]|\[([0-9]+)[^\[\]\s]*\]"
 _FIRST_NODE = re.compile(rf"((?:{_NODES})+)(?:,|$)")
 
 
@@ -125,7 +137,9 @@ def node_command(environment: Mapping[str, str], ranks: int | None) -> list[str]
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
     if "PET_NNODES" in environment:
         return torchrun  # which reads PET_* itself
-    nodes = _whole({"SKYPILOT_NUM_NODES": "1", **environment}, "SKYPILOT_NUM_NODES", "sky launch")
+    nodes = _whole(
+        {"SKYPILOT_NUM_NODES": "1", **environment}, "SKYPILOT_NUM_NODES", "sky launch"
+    )
     if nodes == 1:
         return None
     gpus = _whole(environment, "SKYPILOT_NUM_GPUS_PER_NODE", "sky launch")
@@ -144,7 +158,10 @@ def node_command(environment: Mapping[str, str], ranks: int | None) -> list[str]
 
 def launched(environment: Mapping[str, str]) -> bool:
     """True if a launcher started this process, as a rank or as a node."""
-    return rendezvous(environment) is not None or node_command(environment, None) is not None
+    return (
+        rendezvous(environment) is not None
+        or node_command(environment, None) is not None
+    )
 
 
 def _text(environment: Mapping[str, str], name: str, launcher: str) -> str:

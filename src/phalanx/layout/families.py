@@ -28,7 +28,9 @@ LIMIT = 64 << 20  # bytes of a configuration or an index
 
 PACKED_4 = "mxfp4"  # numbers of 4 bits: the only quantized weights that are read
 BALANCES = "e_score_correction_bias"
-_DATA = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
+_DATA = tomllib.loads(
+    Path(__file__).with_name("families.toml").read_text(encoding="utf-8")
+)
 
 
 @dataclass(frozen=True)
@@ -46,12 +48,15 @@ class Family:
     block: Mapping[str, str] = field(default_factory=dict)
     outer: Mapping[str, str] = field(default_factory=dict)
     layers: str = "model.layers"
-    keys: Mapping[str, str] = field(default_factory=dict)  # other names of a configuration's keys
+    # other names of a configuration's keys
+    keys: Mapping[str, str] = field(default_factory=dict)
     windows: str = ""  # in no block, in "all" blocks alike, or in "some"
     pattern: int = 0  # every so many blocks, one without a window
-    transposed: int = 0  # of blocks' weights with so many dims the last two are (in, out)
+    # of blocks' weights with so many dims the last two are (in, out)
+    transposed: int = 0
     alternating: bool = False  # of two weights in one rows alternate
-    further: bool = False  # blocks behind the last predict further tokens: these are left out
+    # blocks behind the last predict further tokens: these are left out
+    further: bool = False
     # Their keys about experts and latent attention, and ours.
     experts: Mapping[str, str] = field(default_factory=dict)
 
@@ -68,7 +73,8 @@ def _family(row: dict[str, Any]) -> Family:
 FAMILIES = {name: _family(row) for name, row in _DATA["families"].items()}
 # Any other, of which only sizes are known.
 _OTHER = _family({"architecture": "", "keys": ["gpt2", "others"]})
-_SCALED = "gemma2", "gemma3_text"  # vectors of tokens are multiplied by the root of their width
+# vectors of tokens are multiplied by the root of their width
+_SCALED = "gemma2", "gemma3_text"
 # Keys of a shape that say which family it is.
 _TRAITS = (
     "kind norm norms positions gated activation bias qk_norm qk_norm_wide sinks softcap logit_softcap"
@@ -77,7 +83,12 @@ _TRAITS = (
 )
 _SIZES: Mapping[str, str] = _DATA["sizes"]
 _ROPE: Mapping[str, Mapping[str, str]] = _DATA["rope"]
-_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu"}
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu",
+    "gelu_new": "gelu",
+}
 
 
 @dataclass(frozen=True)
@@ -92,7 +103,10 @@ class HubTensor:
 
     def names(self, experts: int) -> list[str]:
         """The tensors, of which there is one but for experts."""
-        return [self.name.replace("*", str(e)) for e in range(experts if "*" in self.name else 1)]
+        return [
+            self.name.replace("*", str(e))
+            for e in range(experts if "*" in self.name else 1)
+        ]
 
 
 def sources(family: Family, names: Mapping[str, int]) -> dict[str, HubTensor]:
@@ -102,16 +116,22 @@ def sources(family: Family, names: Mapping[str, int]) -> dict[str, HubTensor]:
     for name, dims in names.items():
         layer = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
         inner = layer[2] if layer else name
-        ours, theirs = (f"{x}.{layer[1]}." if layer else "" for x in ("layers", family.layers))
+        ours, theirs = (
+            f"{x}.{layer[1]}." if layer else "" for x in ("layers", family.layers)
+        )
         table = family.block if layer else family.outer
         # Of rows with the same of ours the last counts: a family's own stand behind those it shares.
         places = {each: their for their in table for each in table[their].split()}
         path, _, last = inner.rpartition(".")
-        tensor, last = (places[inner], "") if inner in places else (places[path], f".{last}")
+        tensor, last = (
+            (places[inner], "") if inner in places else (places[path], f".{last}")
+        )
         packed = tuple(f"{ours}{each}{last}" for each in table[tensor].split())
         transposed = bool(layer) and dims == family.transposed
         alternating = family.alternating and len(packed) > 1
-        found[name] = HubTensor(f"{theirs}{tensor}{last}", packed, transposed, alternating)
+        found[name] = HubTensor(
+            f"{theirs}{tensor}{last}", packed, transposed, alternating
+        )
     return found
 
 
@@ -175,7 +195,11 @@ _ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("swiglu_alpha", (1.702,), "its experts are clamped elsewhere"),
     ("use_bidirectional_attention", (None, False), "tokens attend to later ones"),
     ("scale_attn_weights", (True,), "its scores are not scaled"),
-    ("scale_attn_by_inverse_layer_idx", (None, False), "its scores are scaled by the layer"),
+    (
+        "scale_attn_by_inverse_layer_idx",
+        (None, False),
+        "its scores are scaled by the layer",
+    ),
     ("add_cross_attention", (None, False), "it has cross-attention"),
     ("router_jitter_noise", (None, 0), "its router is trained with noise"),
     ("moe_layer_freq", (None, 1), "its experts are not in every block"),
@@ -216,13 +240,23 @@ def shape_of(table: Mapping[str, Any], where: str) -> Shape:
     if not isinstance(name, str):
         raise LayoutError(f"{where}: 'model_type' is {str(name)[:40]!r}, and no name.")
     family = FAMILIES.get(name, _OTHER)
-    table = {**family.config, **{family.keys.get(k, k): value for k, value in table.items()}}
+    table = {
+        **family.config,
+        **{family.keys.get(k, k): value for k, value in table.items()},
+    }
     wide = name == "gpt2" or family is _OTHER
-    if wide and table.get("intermediate_size") is None and type(table.get("hidden_size")) is int:
+    if (
+        wide
+        and table.get("intermediate_size") is None
+        and type(table.get("hidden_size")) is int
+    ):
         table["intermediate_size"] = 4 * table["hidden_size"]
     known = {each.name for each in fields(_Config)}
-    config = decode(_Config, {k: x for k, x in table.items() if k in known}, where, LayoutError)
-    if family is _OTHER:  # transformers' own code computes it; what else it has is known there
+    config = decode(
+        _Config, {k: x for k, x in table.items() if k in known}, where, LayoutError
+    )
+    # transformers' own code computes it; what else it has is known there
+    if family is _OTHER:
         return _shape(name, _sizes(config), where)
     # Rope's numbers, and those of blocks with a window, where the family has its own.
     ropes = config.rope_parameters or config.rope_scaling or {}
@@ -236,9 +270,12 @@ def shape_of(table: Mapping[str, Any], where: str) -> Shape:
         activation = "gelu_pytorch_tanh"
     reasons = _reasons(config, family) | {
         f"its activation is {activation[:40]!r}": activation not in _ACTIVATIONS,
-        f"its rope is stretched by {kind[:20]!r}": kind != "default" and kind not in _ROPE,
-        "rope of its windows is stretched": local.get("rope_type", "default") != "default",
-        "rope turns a part of each head": rope.get("partial_rotary_factor") not in (None, 1),
+        f"its rope is stretched by {kind[:20]!r}": kind != "default"
+        and kind not in _ROPE,
+        "rope of its windows is stretched": local.get("rope_type", "default")
+        != "default",
+        "rope turns a part of each head": rope.get("partial_rotary_factor")
+        not in (None, 1),
         "rope_theta is no number": type(theta) not in (int, float),
     }
     windows = tuple(_windows(config, family, reasons))
@@ -246,8 +283,12 @@ def shape_of(table: Mapping[str, Any], where: str) -> Shape:
     wrong = [why for key, can, why in _ONLY if table.get(key, can[0]) not in can]
     wrong += [reason for reason, holds in reasons.items() if holds]
     if wrong:
-        raise LayoutError(f"{where}: {'; '.join(dict.fromkeys(wrong))}: this model cannot do that.")
-    plain = _ACTIVATIONS[activation] == ("silu" if family.shape.get("gated", True) else "gelu")
+        raise LayoutError(
+            f"{where}: {'; '.join(dict.fromkeys(wrong))}: this model cannot do that."
+        )
+    plain = _ACTIVATIONS[activation] == (
+        "silu" if family.shape.get("gated", True) else "gelu"
+    )
     given = _sizes(config) | {"rope_theta": float(theta), "windows": windows}
     given["activation"] = "" if plain else _ACTIVATIONS[activation]
     given |= {**family.shape, **stretch}
@@ -269,7 +310,9 @@ def shape_of(table: Mapping[str, Any], where: str) -> Shape:
         given["head_dim"] = config.qk_nope_head_dim + config.qk_rope_head_dim
         given["rope_pairs"] = "neighbours" if config.rope_interleave else "halves"
         if kind != "default" and rope.get("mscale_all_dim"):
-            scale = 1 + 0.1 * float(rope["mscale_all_dim"]) * math.log(given["rope_factor"])
+            scale = 1 + 0.1 * float(rope["mscale_all_dim"]) * math.log(
+                given["rope_factor"]
+            )
             given["query_scalar"] = given["head_dim"] / scale**4
     return _shape(name, given, where)
 
@@ -288,11 +331,15 @@ def _reasons(config: _Config, family: Family) -> dict[str, Any]:
     quantized = (config.quantization_config or {}).get("quant_method")
     read = quantized == PACKED_4 and family.alternating
     return {
-        "it has biases in attention or feed-forward": config.attention_bias and not biased,
+        "it has biases in attention or feed-forward": config.attention_bias
+        and not biased,
         "its attention has no biases": biased and not config.attention_bias,
         "its weights are quantized": config.quantization_config and not read,
         "not all of its last blocks have experts": family.experts
-        and (config.decoder_sparse_step not in (None, 1) or sorted(dense) != [*range(len(dense))]),
+        and (
+            config.decoder_sparse_step not in (None, 1)
+            or sorted(dense) != [*range(len(dense))]
+        ),
         "it does not say how many experts it has": family.experts
         and not (config.num_experts and config.num_experts_per_tok),
     }
@@ -319,17 +366,23 @@ def _windows(config: _Config, family: Family, reasons: dict[str, Any]) -> Iterat
     first = config.max_window_layers or 0
     pattern = config.sliding_window_pattern or family.pattern
     if types is None:
-        local = (n >= first and (not pattern or (n + 1) % pattern > 0) for n in range(count))
+        local = (
+            n >= first and (not pattern or (n + 1) % pattern > 0) for n in range(count)
+        )
         windowed = [each and not off for each in local]
     else:
         windowed = [each == "sliding_attention" for each in types[:count]]
         known = {"full_attention", "sliding_attention"}
         others = ", ".join(sorted({each[:30] for each in types} - known))
         reasons[f"it has blocks of {others}"] = others
-        reasons[f"layer_types names {len(types)} of {count} blocks"] = len(types) != count
+        reasons[f"layer_types names {len(types)} of {count} blocks"] = (
+            len(types) != count
+        )
         reasons["it attends within a sliding window"] = any(windowed) and lacks
     periods = range(1, count + 1) if any(windowed) else ()
-    fits = (p for p in periods if all(x == windowed[n % p] for n, x in enumerate(windowed)))
+    fits = (
+        p for p in periods if all(x == windowed[n % p] for n, x in enumerate(windowed))
+    )
     yield from (int(config.sliding_window or 0) * x for x in windowed[: next(fits, 0)])
 
 
@@ -355,7 +408,9 @@ def _stretch(
     reasons[f"its {kind} rope has no number for {', '.join(lost)}"] = lost
     if lost:
         return {}
-    keys: dict[str, Any] = {ours: float(given[name]) for name, ours in _ROPE[kind].items()}
+    keys: dict[str, Any] = {
+        ours: float(given[name]) for name, ours in _ROPE[kind].items()
+    }
     if kind == "yarn":
         keys["rope_truncated"] = given.get("truncate") is not False
     if "rope_original" in keys:
@@ -365,7 +420,9 @@ def _stretch(
 
 def _attention_factor(rope: Mapping[str, Any]) -> float:
     """The factor by which yarn multiplies cosine and sine, if the configuration does not give one."""
-    factor, up, down = (rope.get(name) for name in ("factor", "mscale", "mscale_all_dim"))
+    factor, up, down = (
+        rope.get(name) for name in ("factor", "mscale", "mscale_all_dim")
+    )
     if not isinstance(factor, int | float) or factor <= 1:
         return 1.0
     if isinstance(up, int | float) and isinstance(down, int | float) and up and down:
@@ -381,7 +438,9 @@ def family_of(shape: Shape, wanted: str = "") -> str:
     is none."""
     reasons = {name: list(_differences(shape, name)) for name in FAMILIES}
     # Of several that fit the one of its name, else the first.
-    near = wanted or min(reasons, key=lambda name: (len(reasons[name]), name != shape.name))
+    near = wanted or min(
+        reasons, key=lambda name: (len(reasons[name]), name != shape.name)
+    )
     if reasons[near]:
         what = f"no {near}:" if wanted else f"none of {', '.join(FAMILIES)}; for {near}"
         raise LayoutError(f"shape {shape.name!r} is {what} {'; '.join(reasons[near])}.")
@@ -413,7 +472,9 @@ def _differences(shape: Shape, name: str) -> Iterator[str]:
         yield f"windows would be in {'all' if family.windows else 'no'} blocks"
     if len({*shape.windows} - {0}) > 1:
         yield "windows would have one size"
-    usual = shape.kv_heads == shape.heads and shape.head_dim * shape.heads == shape.hidden
+    usual = (
+        shape.kv_heads == shape.heads and shape.head_dim * shape.heads == shape.hidden
+    )
     if name == "gpt2" and not usual:
         yield "heads would share no keys and be hidden / heads wide"
 
@@ -421,7 +482,10 @@ def _differences(shape: Shape, name: str) -> Iterator[str]:
 def config_of(shape: Shape, family: str, dtype: str) -> dict[str, Any]:
     """Their config.json for a shape."""
     data = FAMILIES[family]
-    config: dict[str, Any] = {"architectures": [data.architecture], "model_type": family}
+    config: dict[str, Any] = {
+        "architectures": [data.architecture],
+        "model_type": family,
+    }
     config |= {name: getattr(shape, ours) for name, ours in _SIZES.items()}
     config["torch_dtype"] = dtype
     config |= {theirs: getattr(shape, ours) for theirs, ours in data.experts.items()}
@@ -435,18 +499,25 @@ def config_of(shape: Shape, family: str, dtype: str) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": shape.rope_theta}
     if shape.rope_factor != 1:
         rope["rope_type"] = shape.rope_scaling
-        rope |= {k: getattr(shape, ours) for k, ours in _ROPE[shape.rope_scaling].items()}
+        rope |= {
+            k: getattr(shape, ours) for k, ours in _ROPE[shape.rope_scaling].items()
+        }
         if shape.rope_scaling == "yarn":
             rope["truncate"] = shape.rope_truncated
         config["rope_scaling"] = {k: x for k, x in rope.items() if k != "rope_theta"}
     if shape.kv_latent:
         config |= {"q_lora_rank": shape.q_latent or None, "head_dim": shape.turned}
         config |= {"v_head_dim": shape.valued, "qk_rope_head_dim": shape.turned}
-        config |= {"num_nextn_predict_layers": 0, "qk_nope_head_dim": shape.head_dim - shape.turned}
+        config |= {
+            "num_nextn_predict_layers": 0,
+            "qk_nope_head_dim": shape.head_dim - shape.turned,
+        }
         config["rope_interleave"] = shape.rope_pairs == "neighbours"
         if shape.query_scalar:
             scale = (shape.head_dim / shape.query_scalar) ** 0.25
-            rope["mscale_all_dim"] = round((scale - 1) / (0.1 * math.log(shape.rope_factor)), 12)
+            rope["mscale_all_dim"] = round(
+                (scale - 1) / (0.1 * math.log(shape.rope_factor)), 12
+            )
             config["rope_scaling"]["mscale_all_dim"] = rope["mscale_all_dim"]
     if shape.rope_scaling == "dynamic" and shape.rope_factor != 1:
         config["max_position_embeddings"] = shape.rope_original
@@ -463,7 +534,9 @@ def config_of(shape: Shape, family: str, dtype: str) -> dict[str, Any]:
     if data.windows == "some":
         config["use_sliding_window"] = bool(windows)
         each = windows or [0] * shape.layers
-        config["layer_types"] = ["sliding_attention" if n else "full_attention" for n in each]
+        config["layer_types"] = [
+            "sliding_attention" if n else "full_attention" for n in each
+        ]
     if family in _SCALED:
         scalar = shape.query_scalar or shape.head_dim
         config |= {
@@ -474,7 +547,10 @@ def config_of(shape: Shape, family: str, dtype: str) -> dict[str, Any]:
             "final_logit_softcapping": shape.logit_softcap or None,
         }
     if family == "gemma3_text":
-        local = {"rope_type": "default", "rope_theta": shape.rope_local_theta or shape.rope_theta}
+        local = {
+            "rope_type": "default",
+            "rope_theta": shape.rope_local_theta or shape.rope_theta,
+        }
         config["rope_parameters"] = {"full_attention": rope, "sliding_attention": local}
         config["rope_local_base_freq"] = local["rope_theta"]
     return config

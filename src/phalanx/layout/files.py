@@ -37,7 +37,9 @@ _KINDS = {
 
 def printable(text: str) -> str:
     """The text with everything that could steer a terminal written as an escape, as in \\x1b."""
-    return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+    return _UNPRINTABLE.sub(
+        lambda match: match[0].encode("unicode_escape").decode(), text
+    )
 
 
 def unwritable(text: str) -> str:
@@ -98,7 +100,9 @@ def write_text(path: Path, text: str, *, durable: bool = False) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}.writing")
     beside.unlink(missing_ok=True)  # of a killed process that had the same number
     try:
-        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(
+            beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666
+        )
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
             if durable:
@@ -121,7 +125,9 @@ def unmakable(folder: str | Path) -> str:
     path = next(each for each in (whole, *whole.parents) if os.path.lexists(each))
     below = "" if path == whole else f"lies below {str(path)!r}, which "
     if path.is_dir():
-        return "" if os.access(path, os.W_OK | os.X_OK) else f"{below}cannot be written to"
+        return (
+            "" if os.access(path, os.W_OK | os.X_OK) else f"{below}cannot be written to"
+        )
     return f"{below}is {'no folder' if path.exists() else 'a link to nothing'}"
 
 
@@ -176,7 +182,9 @@ _TOO_DEEP = f"tables or lists stand more than {DEPTH} deep in each other. Nest l
 def _reworded(wrong: ValueError) -> str:
     """Python's own words, but for those about settings of Python."""
     text = str(wrong).rstrip(".")
-    return "a number has more than 4,300 digits" if "int_max_str_digits" in text else text
+    return (
+        "a number has more than 4,300 digits" if "int_max_str_digits" in text else text
+    )
 
 
 def _limited(table: dict[str, Any], where: str, error: Refusal) -> dict[str, Any]:

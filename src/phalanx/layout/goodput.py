@@ -18,7 +18,16 @@ from typing import Any
 from .journal import Record
 
 _read_once = cache(Path.read_text)
-PARTS = ("steps", "lost steps", "starting", "compiling", "saving", "validating", "down", "other")
+PARTS = (
+    "steps",
+    "lost steps",
+    "starting",
+    "compiling",
+    "saving",
+    "validating",
+    "down",
+    "other",
+)
 # Phases of a rank that are parts, or parts of them; all else is other.
 _PART_OF = {
     "in a step": "steps",
@@ -52,7 +61,8 @@ class Goodput:
         self.spent = dict.fromkeys(PARTS, 0.0)
         self.unusable = 0
         self._last: Record = {}
-        self._kept: list[tuple[int, int, float]] = []  # the last step, how many, seconds of each
+        # the last step, how many, seconds of each
+        self._kept: list[tuple[int, int, float]] = []
         self._open = 0.0  # seconds of steps of which no record has come yet
         for record in records:
             self.add(record)
@@ -63,10 +73,18 @@ class Goodput:
             _number(record, "time")
             numbers = record["event"] in ("start", "step")
             at = _number(record, "step") if numbers else 0.0
-            count = max(1, int(_number(record, "steps"))) if record["event"] == "step" else 0
+            count = (
+                max(1, int(_number(record, "steps")))
+                if record["event"] == "step"
+                else 0
+            )
             spent = _spent(record, count)
             begins = _begins(self._last, record)
-            up = _number(record, "clock") - _number(record, "began") if "began" in record else 0.0
+            up = (
+                _number(record, "clock") - _number(record, "began")
+                if "began" in record
+                else 0.0
+            )
         except ValueError:
             self.unusable += 1
             return
@@ -111,7 +129,9 @@ class Goodput:
     def __str__(self) -> str:
         total = max(1e-9, self.total)
         shown = {part: s / total for part, s in self.spent.items() if s >= 5e-4 * total}
-        shares = ", ".join(f"{part} {100 * share:.3g} %" for part, share in shown.items())
+        shares = ", ".join(
+            f"{part} {100 * share:.3g} %" for part, share in shown.items()
+        )
         return f"goodput {100 * float(self):.3g} % of {total:,.0f} s: {shares}"
 
 
@@ -132,7 +152,10 @@ def _begins(last: Record, record: Record) -> bool:
     """True if a record is the first of its process."""
     if not last or "began" not in record:  # of a watcher, or of an earlier version
         return not last or (record["event"] == "start" and not last["began"])
-    return (record.get("boot"), record["began"]) != (last.get("boot"), last.get("began"))
+    return (record.get("boot"), record["began"]) != (
+        last.get("boot"),
+        last.get("began"),
+    )
 
 
 def _between(last: Record, record: Record) -> float:
@@ -147,6 +170,10 @@ def _between(last: Record, record: Record) -> float:
 def _number(record: Record, key: str) -> float:
     """A number of a record, from 0; ValueError when there is none."""
     value = record.get(key)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1e15:
+    if (
+        not isinstance(value, int | float)
+        or isinstance(value, bool)
+        or not 0 <= value < 1e15
+    ):
         raise ValueError(key)
     return float(value)

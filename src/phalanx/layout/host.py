@@ -11,7 +11,9 @@ def machine_memory() -> float:
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> float:
+def available_memory(
+    proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
+) -> float:
     """Bytes that this process may still take: of the machine, and of its control group's limit."""
     free = re.search(r"^MemAvailable: +(\d+) kB", _text(proc / "meminfo"), re.M)
     of_machine = 1024.0 * int(free[1]) if free else machine_memory()
@@ -24,7 +26,12 @@ def _of_groups(proc: Path, cgroups: Path) -> Iterator[float]:
     for line in _text(proc / "self" / "cgroup").splitlines():
         kinds, _, path = line.partition(":")[2].partition(":")
         if not kinds:
-            root, limit, usage, cache = cgroups, "memory.max", "memory.current", "inactive_file"
+            root, limit, usage, cache = (
+                cgroups,
+                "memory.max",
+                "memory.current",
+                "inactive_file",
+            )
         elif "memory" in kinds.split(","):
             root, cache = cgroups / "memory", "total_inactive_file"
             limit, usage = "memory.limit_in_bytes", "memory.usage_in_bytes"
@@ -33,8 +40,11 @@ def _of_groups(proc: Path, cgroups: Path) -> Iterator[float]:
         group = root / path.strip("/")
         for folder in (group, *group.parents):
             most, used = _text(folder / limit).strip(), _text(folder / usage).strip()
-            if most.isdigit() and used.isdigit():  # else there is no limit here, or it is "max"
-                stat = dict(re.findall(r"^(\w+) (\d+)$", _text(folder / "memory.stat"), re.M))
+            # else there is no limit here, or it is "max"
+            if most.isdigit() and used.isdigit():
+                stat = dict(
+                    re.findall(r"^(\w+) (\d+)$", _text(folder / "memory.stat"), re.M)
+                )
                 yield float(most) - float(used) + float(stat.get(cache, 0))
             if folder == root:
                 break

@@ -92,7 +92,10 @@ def parts_of_pieces(shape: Shape, apart: bool) -> tuple[tuple[int, BlockPart], .
     Where experts are `apart`, a block that has some is three pieces, between which tokens travel.
     """
     every = range(shape.pieces)
-    parts = {p: PARTS_APART if apart and shape.sparse(p) else (BlockPart.WHOLE,) for p in every}
+    parts = {
+        p: PARTS_APART if apart and shape.sparse(p) else (BlockPart.WHOLE,)
+        for p in every
+    }
     return tuple((piece, part) for piece in every for part in parts[piece])
 
 
@@ -116,4 +119,7 @@ def one_block_of_each(shape: Shape) -> tuple[Shape, tuple[int, ...]]:
 def _frozen(shape: Shape, kinds: Sequence[BlockKind]) -> tuple[str, ...]:
     """The names of the frozen pieces of a shape with one block of each of these kinds."""
     ends = tuple(name for name in ("embed", "head") if name in shape.freeze)
-    return (*ends, *(f"layers.{number}" for number, kind in enumerate(kinds) if kind.frozen))
+    return (
+        *ends,
+        *(f"layers.{number}" for number, kind in enumerate(kinds) if kind.frozen),
+    )

@@ -30,7 +30,8 @@ _OFFLOADS = ("weights", "optimizer", "activations")
 _SHARING = ("tp", "cp")  # axes that may share experts beside ep
 MICROBATCHES = 100_000  # the most of a step
 _AXIS = re.compile(r"(dp|pp|cp|tp|ep)[0-9].*", re.DOTALL)
-_N = "[0-9]{1,6}"  # a number in a word: int() takes digits of other scripts and endless ones too
+# a number in a word: int() takes digits of other scripts and endless ones too
+_N = "[0-9]{1,6}"
 _SCHEDULE = re.compile(
     rf"(?:(?P<name>zb-h[12]|[a-z0-9-]*[a-z])(?P<chunks>(?:{_N})?)"
     rf"|(?P<own>{OWN})(?:/(?P<own_chunks>{_N}))?)"
@@ -38,9 +39,14 @@ _SCHEDULE = re.compile(
 )
 _RECOMPUTE = re.compile(r"none|all|sqrt|selective|fit|every=[1-9][0-9]{0,5}")
 # Words that mean always the same: the field that each sets.
-_FIXED: dict[str, dict[str, object]] = {"seq": {"seq": True}, "overlap": {"overlap": True}}
+_FIXED: dict[str, dict[str, object]] = {
+    "seq": {"seq": True},
+    "overlap": {"overlap": True},
+}
 _FIXED |= {f"zero{n}": {"zero": n} for n in range(4)}
-_FIXED |= {f"{x}:{each}": {x: each} for x in ("gather", "reduce") for each in ("step", "micro")}
+_FIXED |= {
+    f"{x}:{each}": {x: each} for x in ("gather", "reduce") for each in ("step", "micro")
+}
 _FIXED |= {"compile": {"compile": COMPILE}, "compile:max": {"compile": COMPILE_MAX}}
 _FIXED |= {name: {"precision": name} for name in PRECISIONS}
 _FIXED |= {word: {"matmul": name} for word, name in choices.MATMUL_WORDS.items()}
@@ -89,7 +95,9 @@ class Layout:
         for name, known in ("offload", _OFFLOADS), ("experts", _SHARING):
             chosen = getattr(self, name)
             if unknown := set(chosen) - set(known):
-                raise LayoutError(f"{name} {', '.join(unknown)}: choose {', '.join(known)}.")
+                raise LayoutError(
+                    f"{name} {', '.join(unknown)}: choose {', '.join(known)}."
+                )
             fill(self, name, tuple(word for word in known if word in chosen))
         _check_values(self)
 
@@ -163,7 +171,11 @@ class Layout:
         """True if ZeRO gathers the matrices of blocks in 8 bits: one copy of each square serves both
         products, and the host keeps no part of them."""
         square = bool(self.matmul) and MATMULS[self.matmul].square
-        return square and self.shards > 1 and not {"weights", "optimizer"} & {*self.offload}
+        return (
+            square
+            and self.shards > 1
+            and not {"weights", "optimizer"} & {*self.offload}
+        )
 
     @property
     def copies_sharing(self) -> int:
@@ -199,7 +211,9 @@ class Layout:
         for word in text.split():
             for key, value in () if _AXIS.fullmatch(word) else _meaning(word).items():
                 if key in fields:
-                    raise LayoutError(f"{word!r} in {text!r}: {key} appears twice; write it once.")
+                    raise LayoutError(
+                        f"{word!r} in {text!r}: {key} appears twice; write it once."
+                    )
                 fields[key] = value
         return fields
 
@@ -279,7 +293,10 @@ def _meaning(word: str) -> dict[str, object]:
             f"{word[:60]!r} is not a word of a layout.{_hint(word)} A layout looks like"
             " 'dp4 pp2 tp8 seq zero3 1f1b:16 recompute:all bf16'."
         )
-    numbers = {"chunks": match["chunks"] or match["own_chunks"], "microbatches": match["m"]}
+    numbers = {
+        "chunks": match["chunks"] or match["own_chunks"],
+        "microbatches": match["m"],
+    }
     given = {key: int(number) for key, number in numbers.items() if number}
     if zero := [key for key, number in given.items() if not number]:
         raise LayoutError(f"{word!r}: {zero[0]} is 0; write 1 or more.")
@@ -312,12 +329,18 @@ def _check_values(x: Layout) -> None:
         wrong.append(f"microbatches={x.microbatches}: write 1 to {MICROBATCHES:,}")
     wrong += [f"prefetch={x.prefetch}: write 0 or more"] * (x.prefetch < 0)
     if not _RECOMPUTE.fullmatch(x.recompute):
-        wrong.append(f"recompute={x.recompute!r}: choose none, all, every=C, sqrt, selective, fit")
+        wrong.append(
+            f"recompute={x.recompute!r}: choose none, all, every=C, sqrt, selective, fit"
+        )
     if x.schedule not in SCHEDULES and not names_source(x.schedule):
-        wrong.append(f"schedule={x.schedule!r}: choose {', '.join(SCHEDULES)}, or file.py:function")
+        wrong.append(
+            f"schedule={x.schedule!r}: choose {', '.join(SCHEDULES)}, or file.py:function"
+        )
     if x.compile and x.matmul and MATMULS[x.matmul].power:
         why = "torch.compile makes no kernels with scales of 8 bits"
-        wrong.append(f"{x.matmul} with compile: {why}. Use {choices.FP8}, or leave compile out")
+        wrong.append(
+            f"{x.matmul} with compile: {why}. Use {choices.FP8}, or leave compile out"
+        )
     least, most = traits(x.schedule)[:2]
     if not least <= x.chunks <= most:
         span = f"{least}" if least == most else f"{least} to {most}"

@@ -33,7 +33,9 @@ def legal(
     """Every rule that this layout breaks for this model; none means it can be trained."""
     rules = (_tensor, _pipeline, _context, _batch, _sharding)
     sizes = batch or shape.batch, sequence or shape.sequence
-    return tuple(violation for rule in rules for violation in rule(layout, shape, *sizes))
+    return tuple(
+        violation for rule in rules for violation in rule(layout, shape, *sizes)
+    )
 
 
 def divisors(n: int) -> list[int]:
@@ -52,7 +54,9 @@ def _tensor(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violatio
     over = "".join(f" x {axis}={x.mesh.of(axis)}" for axis in x.experts)
     if x.expert_ranks > max(1, s.experts):
         what = f"ep={x.ep}{over} for a model with {s.experts or 'no'} experts."
-        way_out = f"Use ep {s.experts} or less, and dp for the rest." if s.experts else ""
+        way_out = (
+            f"Use ep {s.experts} or less, and dp for the rest." if s.experts else ""
+        )
         way_out = "Leave experts: out, or use fewer ranks there." if over else way_out
         yield Violation("ep", what, way_out or "Use dp in place of ep.")
     for axis in x.experts:
@@ -62,10 +66,14 @@ def _tensor(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violatio
         elif axis == "tp" and not x.seq:
             what = "experts:tp without seq: all ranks of tp have the same tokens, and would send"
             what += f" each {x.tp} times to its experts."
-            yield Violation("experts", what, "Add seq, or leave tp out: it then cuts each expert.")
+            yield Violation(
+                "experts", what, "Add seq, or leave tp out: it then cuts each expert."
+            )
     if x.seq and (x.tp == 1 or s.kind == "mlp"):
         why = "tp=1" if x.tp == 1 else "a model without norms"
-        yield Violation("seq", f"seq has nothing to cut with {why}.", "Leave seq out, or use tp2.")
+        yield Violation(
+            "seq", f"seq has nothing to cut with {why}.", "Leave seq out, or use tp2."
+        )
     if x.overlap and (x.expert_ranks == 1 or x.microbatches == 1):
         why = "ep=1" if x.expert_ranks == 1 else "one microbatch"
         way_out = "Leave overlap out, or use ep2 and two microbatches or more."
@@ -77,7 +85,9 @@ def _tensor(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violatio
         return
     if s.heads % x.tp:
         name = "w*_b" if s.kv_latent else "wq"
-        what = f"tp={x.tp} does not divide heads={s.heads} in layers.*.attn.{name}.weight."
+        what = (
+            f"tp={x.tp} does not divide heads={s.heads} in layers.*.attn.{name}.weight."
+        )
         yield Violation("heads", what, f"Use tp {_divisors(s.heads)}.")
     elif s.kv_heads % x.tp and x.tp % s.kv_heads:
         what = f"tp={x.tp} does not divide kv={s.kv_heads} in layers.*.attn.wk.weight, nor kv tp."
@@ -97,15 +107,21 @@ def _tensor(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violatio
 def _pipeline(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violation]:
     stages, given = x.virtual_stages, f"stages:{'-'.join(map(str, x.stages))}"
     if x.stages and (len(x.stages) != stages or sum(x.stages) != s.layers):
-        what = f"{given} is {len(x.stages)} stages of {sum(x.stages)} blocks; pp={x.pp} x"
+        what = (
+            f"{given} is {len(x.stages)} stages of {sum(x.stages)} blocks; pp={x.pp} x"
+        )
         what += f" {x.chunks} chunks needs {stages} stages, the model has {s.layers} blocks."
-        way_out = "Name one count for every stage, together as many as the model has blocks."
+        way_out = (
+            "Name one count for every stage, together as many as the model has blocks."
+        )
         yield Violation("stages", what, way_out)
     elif 0 in x.stages[1:-1]:
         way_out = "Only the first and the last stage, with the embedding and the head, may have 0."
         yield Violation("stages", f"{given} leaves a middle stage empty.", way_out)
     elif not x.stages and stages > s.layers:
-        what = f"pp={x.pp} x {x.chunks} chunks is {stages} stages for {s.layers} blocks."
+        what = (
+            f"pp={x.pp} x {x.chunks} chunks is {stages} stages for {s.layers} blocks."
+        )
         yield Violation("stages", what, f"Use at most {s.layers} stages together.")
     kind = traits(x.schedule)
     if x.pp > 1 and not kind.pipelined:
@@ -114,23 +130,33 @@ def _pipeline(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violat
         way_out = f"Write {ONE_F_ONE_B}:{x.microbatches}, or another of {others}."
         yield Violation("schedule", what, way_out)
     if x.pp == 1 and kind.pipelined:
-        what = f"{x.schedule}:{x.microbatches} schedules a pipeline; the mesh has no pp."
-        yield Violation("schedule", what, f"Write {ACCUM}:{x.microbatches}, or add pp2.")
+        what = (
+            f"{x.schedule}:{x.microbatches} schedules a pipeline; the mesh has no pp."
+        )
+        yield Violation(
+            "schedule", what, f"Write {ACCUM}:{x.microbatches}, or add pp2."
+        )
     if kind.whole_batch and x.microbatches > 1:
         what = f"{x.schedule}:{x.microbatches}: {x.schedule} takes the batch whole."
-        yield Violation("schedule", what, f"Write {NAIVE}, or {GPIPE}:{x.microbatches}.")
+        yield Violation(
+            "schedule", what, f"Write {NAIVE}, or {GPIPE}:{x.microbatches}."
+        )
 
 
 def _context(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violation]:
     if x.cp == 1:
         return
     if s.kind == "mlp":
-        yield Violation("cp", f"cp={x.cp}: an MLP has no sequence to cut.", "Use dp instead of cp.")
+        yield Violation(
+            "cp", f"cp={x.cp}: an MLP has no sequence to cut.", "Use dp instead of cp."
+        )
         return
     ulysses, heads = x.mesh.of("cp.ulysses"), s.heads // x.tp
     if s.heads % x.tp == 0 and heads % ulysses:
         what = f"ulysses={ulysses} does not divide the {heads} heads of a rank"
-        way_out = f"Use ulysses {_divisors(heads)}, and a ring for the rest: cp{x.cp}:ring."
+        way_out = (
+            f"Use ulysses {_divisors(heads)}, and a ring for the rest: cp{x.cp}:ring."
+        )
         yield Violation("ulysses", f"{what} (heads={s.heads}, tp={x.tp}).", way_out)
     if sequence < 2 * x.cp:
         what = f"a sequence of {sequence} tokens is shorter than 2 x cp={2 * x.cp}:"
@@ -140,7 +166,11 @@ def _context(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violati
 
 def _batch(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violation]:
     if batch < (least := x.data * x.microbatches):
-        over = f"dp={x.dp}" + f" x ep={x.ep}" * (x.ep > 1) + f" x {x.microbatches} microbatches"
+        over = (
+            f"dp={x.dp}"
+            + f" x ep={x.ep}" * (x.ep > 1)
+            + f" x {x.microbatches} microbatches"
+        )
         what = f"a batch of {batch} gives {over} less than one sequence each."
         fewer = f"{max(1, batch // x.data)} microbatches with dp={min(x.dp, batch)}"
         way_out = f"Use a batch of {least} or more, or at most {fewer}."
@@ -203,7 +233,9 @@ def _refit(x: Layout, chunks: int, batch: int) -> Iterator[Layout]:
         m = 1 if kind.whole_batch else min(x.microbatches, max(1, batch // x.dp))
         of_stage = min(max(chunks, kind.least), kind.most)
         with suppress(LayoutError):
-            yield replace(x, schedule=schedule, chunks=of_stage, microbatches=m, gather=gather)
+            yield replace(
+                x, schedule=schedule, chunks=of_stage, microbatches=m, gather=gather
+            )
 
 
 def _factors(n: int, parts: int) -> Iterator[tuple[int, ...]]:
@@ -223,4 +255,6 @@ def _distance(a: Layout, b: Layout) -> float:
     )
     chosen = {field.name for field in fields(Layout)} - {"mesh", "microbatches"}
     others = sum(getattr(a, name) != getattr(b, name) for name in chosen)
-    return float(axes + 0.5 * others) + 0.25 * abs(math.log2(a.microbatches / b.microbatches))
+    return float(axes + 0.5 * others) + 0.25 * abs(
+        math.log2(a.microbatches / b.microbatches)
+    )

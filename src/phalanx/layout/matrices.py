@@ -15,7 +15,9 @@ def orthogonal_products(rows: int, columns: int) -> tuple[tuple[int, int, int], 
 
 def orthogonal_work(rows: int, columns: int) -> float:
     """Multiply-adds of all steps."""
-    return float(STEPS * sum(m * k * n for m, k, n in orthogonal_products(rows, columns)))
+    return float(
+        STEPS * sum(m * k * n for m, k, n in orthogonal_products(rows, columns))
+    )
 
 
 def dealt(work: Sequence[float], ranks: int, first: int = 0) -> list[int]:

@@ -15,7 +15,9 @@ AXES = ("dp", "pp", "cp", "tp", "ep")
 _PARTS = {"dp": ("dp.replicate", "dp.shard"), "cp": ("cp.ring", "cp.ulysses")}
 RANKS = 1 << 18  # the most that a mesh may have
 _SIZE = "([0-9]{1,7})"
-_WORD = re.compile(f"(dp|pp|cp|tp|ep){_SIZE}(?:x{_SIZE})?(?::(ring|ulysses|{_SIZE}x{_SIZE}))?")
+_WORD = re.compile(
+    f"(dp|pp|cp|tp|ep){_SIZE}(?:x{_SIZE})?(?::(ring|ulysses|{_SIZE}x{_SIZE}))?"
+)
 
 
 class LayoutError(ValueError):
@@ -31,9 +33,13 @@ class Axis:
 
     def __post_init__(self) -> None:
         if self.name not in AXES:
-            raise LayoutError(f"unknown axis {self.name!r}. Axes are {', '.join(AXES)}.")
+            raise LayoutError(
+                f"unknown axis {self.name!r}. Axes are {', '.join(AXES)}."
+            )
         if len(self.parts) != len(self.part_names) or min(self.parts) < 1:
-            raise LayoutError(f"axis {self.name} has sizes {self.parts}; each must be 1 or more.")
+            raise LayoutError(
+                f"axis {self.name} has sizes {self.parts}; each must be 1 or more."
+            )
 
     @property
     def size(self) -> int:
@@ -53,14 +59,18 @@ class Axis:
             )
         name, size, inner = match[1], int(match[2]), match[3]
         if (inner and name != "dp") or (match[4] and name != "cp"):
-            raise LayoutError(f"{word!r}: only dp splits as dp2x4, and only cp as cp4:2x2.")
+            raise LayoutError(
+                f"{word!r}: only dp splits as dp2x4, and only cp as cp4:2x2."
+            )
         if name == "dp":
             return cls("dp", (size, int(inner)) if inner else (1, size))
         if name == "cp":
             known = {"ring": (size, 1), "ulysses": (1, size), None: (size, 1)}
             ring, ulysses = known.get(match[4]) or (int(match[5]), int(match[6]))
             if ring * ulysses != size:
-                raise LayoutError(f"{word!r}: {ring} x {ulysses} is {ring * ulysses}, not {size}.")
+                raise LayoutError(
+                    f"{word!r}: {ring} x {ulysses} is {ring * ulysses}, not {size}."
+                )
             return cls("cp", (ring, ulysses))
         return cls(name, (size,))
 
@@ -69,7 +79,11 @@ class Axis:
         if self.name == "dp" and first > 1:
             return f"dp{first}x{last}"
         if self.name == "cp" and last > 1:
-            return f"cp{self.size}:ulysses" if first == 1 else f"cp{self.size}:{first}x{last}"
+            return (
+                f"cp{self.size}:ulysses"
+                if first == 1
+                else f"cp{self.size}:{first}x{last}"
+            )
         return f"{self.name}{self.size}"
 
 
@@ -83,7 +97,9 @@ class Mesh:
         names = [a.name for a in self.axes]
         for name in names:
             if names.count(name) > 1:
-                raise LayoutError(f"axis {name} stands {names.count(name)} times; write it once.")
+                raise LayoutError(
+                    f"axis {name} stands {names.count(name)} times; write it once."
+                )
         object.__setattr__(self, "axes", tuple(a for a in self.axes if a.size > 1))
         if self.size > RANKS:
             what = f"the mesh {self} has {self.size:,} ranks"
@@ -114,12 +130,16 @@ class Mesh:
     def coordinates(self, rank: int) -> dict[str, int]:
         """The coordinates of a rank along every axis and every part of one."""
         if not 0 <= rank < self.size:
-            raise LayoutError(f"rank {rank} is outside a mesh of {self.size} ranks ({self}).")
+            raise LayoutError(
+                f"rank {rank} is outside a mesh of {self.size} ranks ({self})."
+            )
         at: dict[str, int] = {}
         for axis in reversed(self.axes):
             rank, at[axis.name] = divmod(rank, axis.size)
             inner = at[axis.name]
-            for name, size in reversed(list(zip(axis.part_names, axis.parts, strict=True))):
+            for name, size in reversed(
+                list(zip(axis.part_names, axis.parts, strict=True))
+            ):
                 inner, at[name] = divmod(inner, size)
         return at
 
@@ -132,7 +152,9 @@ class Mesh:
                 raise LayoutError(f"{axis.name}={at} is outside {axis}.")
             rank = rank * axis.size + at
         if any(coordinates.values()):
-            raise LayoutError(f"mesh {str(self)!r} has no axis {', '.join(coordinates)}.")
+            raise LayoutError(
+                f"mesh {str(self)!r} has no axis {', '.join(coordinates)}."
+            )
         return rank
 
     def part(self, axes: Iterable[str], at: Mapping[str, int]) -> tuple[int, int]:
@@ -158,7 +180,9 @@ class Mesh:
         first = rank - sum(rank // stride % size * stride for stride, size in inside)
         return tuple(first + sum(w) for w in _walks(inside))
 
-    def _strides(self, axes: Iterable[str]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    def _strides(
+        self, axes: Iterable[str]
+    ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """(stride, size) of the parts that vary along these axes, and of the others."""
         wanted = set(axes)
         for name in wanted:

@@ -18,7 +18,10 @@ class NumberError(ValueError):
 
 
 def _scaled(
-    number: float, prefixes: tuple[str, ...] = _SI, base: float = 1000.0, digits: int = 3
+    number: float,
+    prefixes: tuple[str, ...] = _SI,
+    base: float = 1000.0,
+    digits: int = 3,
 ) -> str:
     """`8.03 G`: so many digits, a blank and the prefix."""
     limit = base - 0.5 * (digits == 3)  # 999.7 would be printed as 1e+03
@@ -113,7 +116,9 @@ def parse_count(text: str) -> int:
     if number > MOST:
         raise NumberError(f"is {text[:60]}; write {MOST:,} or less.")
     if number != int(number):
-        raise NumberError(f"is {text[:60]}, {number.normalize():f}; write a whole number.")
+        raise NumberError(
+            f"is {text[:60]}, {number.normalize():f}; write a whole number."
+        )
     return int(number)
 
 
@@ -122,7 +127,9 @@ def parse_length(text: str) -> int:
     it would be 4,000 everywhere else."""
     if re.fullmatch("[0-9]{1,18}(?:[KMGT]i)?", text) and float(text.rstrip("KMGTi")):
         return parse_count(text)
-    raise NumberError(f"is {text[:60]!r}; write {whole_spellings(text) or 'a whole number'}.")
+    raise NumberError(
+        f"is {text[:60]!r}; write {whole_spellings(text) or 'a whole number'}."
+    )
 
 
 def whole_spellings(text: str) -> str:

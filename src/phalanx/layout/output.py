@@ -27,8 +27,10 @@ from .signals import signals_held_back
 ROOM = 1 << 20  # characters that are queued at most
 _FEW = (
     ROOM // 4
-)  # from here on, text that ends no line is dropped: a progress bar is drawn anew anyway
-GRACE = 3.0  # seconds without any progress after which the end of a process leaves text unwritten
+    # from here on, text that ends no line is dropped: a progress bar is drawn anew anyway
+)
+# seconds without any progress after which the end of a process leaves text unwritten
+GRACE = 3.0
 AGAIN = 0.3  # the same for a reader that has been waited for in vain before
 LONGEST = 30.0  # seconds for all of it, where somebody reads very slowly
 
@@ -45,7 +47,8 @@ class Outlet:
     def _reset(self) -> None:
         """Forget what is queued: a forked child has a copy of it, and not the thread."""
         self.lock = threading.RLock()
-        self._queue: deque[tuple[str, int]] = deque()  # a text, and the lines that are lost with it
+        # a text, and the lines that are lost with it
+        self._queue: deque[tuple[str, int]] = deque()
         self._size = 0  # characters in the queue
         self._dropped = 0  # lines that have not been mentioned yet
         self._writing = False
@@ -129,7 +132,10 @@ class Outlet:
     @property
     def idle(self) -> bool:
         """True if no thread of this outlet is left."""
-        return not self._writing and not Path(f"/proc/self/task/{self._thread or '-'}").exists()
+        return (
+            not self._writing
+            and not Path(f"/proc/self/task/{self._thread or '-'}").exists()
+        )
 
 
 def _notice(lines: int) -> str:
@@ -221,7 +227,8 @@ def _writer(stream: TextIO) -> Callable[[str], None]:
     """The thread's way of writing to a stream. A file of this process is written past its buffer,
     because Python aborts if a thread blocks in the buffer when the process ends."""
     descriptor = -1
-    if isinstance(stream, io.TextIOWrapper):  # a notebook's stream has a number that is not its own
+    # a notebook's stream has a number that is not its own
+    if isinstance(stream, io.TextIOWrapper):
         with suppress(OSError, ValueError):
             descriptor = stream.fileno()
     encoding, errors = getattr(stream, "encoding", None) or "utf-8", "backslashreplace"
@@ -235,7 +242,8 @@ def _writer(stream: TextIO) -> Callable[[str], None]:
         while left:
             try:
                 left = left[os.write(descriptor, left) :]
-            except BlockingIOError:  # another process has made the terminal non-blocking
+            # another process has made the terminal non-blocking
+            except BlockingIOError:
                 waiting = select.poll()
                 waiting.register(descriptor, select.POLLOUT)
                 waiting.poll()
@@ -288,7 +296,11 @@ def flush_output(grace: float = GRACE) -> None:
         lost, outlet = output.outlet.flush(grace), output.outlet
         if lost and outlet is not error.outlet:
             why = outlet.error or "nobody read it"
-            what = "line of standard output was" if lost == 1 else "lines of standard output were"
+            what = (
+                "line of standard output was"
+                if lost == 1
+                else "lines of standard output were"
+            )
             error.write(f"phalanx: {lost:,} {what} not shown: {why}\n")
     if isinstance(error, UnblockedStream):
         error.outlet.flush(grace)
@@ -316,7 +328,9 @@ def settle_output() -> None:
     flush_output()
     end = time.monotonic() + 0.2
     outlets = [
-        each.outlet for each in (sys.stdout, sys.stderr) if isinstance(each, UnblockedStream)
+        each.outlet
+        for each in (sys.stdout, sys.stderr)
+        if isinstance(each, UnblockedStream)
     ]
     while not all(each.idle for each in outlets) and time.monotonic() < end:
         time.sleep(0.001)

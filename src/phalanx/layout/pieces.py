@@ -53,7 +53,8 @@ class WeightRow:
     name: str
     dims: tuple[str, ...]
     shape: tuple[int, ...]
-    granule: tuple[int, ...]  # of each dim: the length that is never divided, as a head's
+    # of each dim: the length that is never divided, as a head's
+    granule: tuple[int, ...]
     trained: bool = True
     # (rows, columns) of each matrix that an optimizer such as Muon updates whole.
     matrices: tuple[tuple[int, int], ...] = ()
@@ -79,7 +80,8 @@ class WeightRow:
         at = {"tp": rank}
         every = zip(layout.axes_of(self.dims), self.shape, self.granule, strict=True)
         return tuple(
-            Cut.of(length, *layout.mesh.part(axes, at), granule) for axes, length, granule in every
+            Cut.of(length, *layout.mesh.part(axes, at), granule)
+            for axes, length, granule in every
         )
 
     def held(self, layout: Layout) -> int:
@@ -96,7 +98,8 @@ class Sum(StrEnum):
 
     NONE = ""
     KV = "kv"  # several ranks hold a key and value head, for other query heads each
-    NORMS = "norms"  # the weight is whole everywhere, and met other tokens or other heads
+    # the weight is whole everywhere, and met other tokens or other heads
+    NORMS = "norms"
 
 
 def sum_over_tp(dims: Sequence[str], cuts: Sequence[Cut], layout: Layout) -> Sum:
@@ -111,7 +114,8 @@ def sum_over_tp(dims: Sequence[str], cuts: Sequence[Cut], layout: Layout) -> Sum
     if _NORMS_AND_BIASES & {*dims}:
         # q and k norms, latents: other heads. A factor of an adapter that is whole, the other being cut.
         return Sum.NORMS
-    return Sum.NORMS if layout.seq else Sum.NONE  # norms and row biases: other tokens under seq
+    # norms and row biases: other tokens under seq
+    return Sum.NORMS if layout.seq else Sum.NONE
 
 
 @dataclass(frozen=True)
@@ -184,7 +188,9 @@ class PieceRow:
     def summed_numel(self, layout: Layout) -> int:
         """Elements of this unit on a rank whose gradients the ranks of tp add up."""
         trained = (weight for weight in self.weights if weight.trained)
-        return sum(weight.held(layout) for weight in trained if weight.sum_over_tp(layout))
+        return sum(
+            weight.held(layout) for weight in trained if weight.sum_over_tp(layout)
+        )
 
 
 @dataclass(frozen=True)
@@ -203,7 +209,9 @@ class StagedPieces:
     @cached_property
     def tied(self) -> tuple[tuple[int, int], ...]:
         """(piece, unit): the piece also uses a weight of an earlier piece's unit."""
-        return tuple((number, unit) for number, row in enumerate(self.rows) for unit in row.uses)
+        return tuple(
+            (number, unit) for number, row in enumerate(self.rows) for unit in row.uses
+        )
 
     @cached_property
     def frozen(self) -> tuple[int, ...]:
@@ -261,7 +269,9 @@ def plain_pieces(
     return StagedPieces(rows, tuple(stages))
 
 
-def row_of(piece: int, part: BlockPart, kind: int, weights: Sequence[WeightRow]) -> PieceRow:
+def row_of(
+    piece: int, part: BlockPart, kind: int, weights: Sequence[WeightRow]
+) -> PieceRow:
     """The row of a piece whose weights are known. A merging part has a unit even without a weight."""
     trains = any(weight.trained for weight in weights)
     has_unit = bool(weights) or part is BlockPart.MERGING
@@ -276,7 +286,8 @@ def in_layout(row: PieceRow, layout: Layout) -> PieceRow:
         partial = any(weight.sum_over_tp(layout) for weight in trained)
     if layout.gathers_in_8_bits:
         scaled = any(weight.narrow for weight in trained)
-    within = layout.cp > 1 or (layout.seq and layout.tp > 1)  # ranks have parts of a sequence
+    # ranks have parts of a sequence
+    within = layout.cp > 1 or (layout.seq and layout.tp > 1)
     choices = row.sequence_loss and within
     choices = choices or (row.batch_loss and (within or layout.data > 1))
     if not (partial or scaled or choices):
@@ -293,7 +304,8 @@ def staged_pieces(layout: Layout, shape: Shape) -> StagedPieces:
         if row.kind not in kinds:
             kinds[row.kind] = in_layout(row, layout)
     placed = (
-        replace(kinds[row.kind], piece=row.piece, uses=row.uses, tied=row.tied) for row in rows
+        replace(kinds[row.kind], piece=row.piece, uses=row.uses, tied=row.tied)
+        for row in rows
     )
     return StagedPieces(tuple(placed), stage_pieces(layout, shape))
 
@@ -305,7 +317,8 @@ def stage_pieces(layout: Layout, shape: Shape) -> tuple[range, ...]:
     first = dict[int, int]()
     for number, (piece, _) in enumerate(parts_of_pieces(shape, layout.experts_apart)):
         first.setdefault(piece, number)
-    ends = [first[1 + b] for b in accumulate(counts, initial=0)]  # piece 0 is the embedding
+    # piece 0 is the embedding
+    ends = [first[1 + b] for b in accumulate(counts, initial=0)]
     ends[0], ends[-1] = 0, 1 + first[shape.pieces - 1]
     return tuple(range(a, b) for a, b in pairwise(ends))
 
@@ -345,10 +358,15 @@ def piece_work(row: PieceRow, shape: Shape) -> int:
     lookup is nothing, the head multiplies by the whole vocabulary, attention counts causal, and adapters
     do not count. Of the MLP it is that of one row."""
     products = linear_products(row, shape)
-    token = sum(product.multiply_adds for product in products if not product.weight.adapts)
+    token = sum(
+        product.multiply_adds for product in products if not product.weight.adapts
+    )
     if shape.kind == "mlp":
         return token
-    attends = 0 < row.piece <= shape.layers and row.part in (BlockPart.WHOLE, BlockPart.ROUTING)
+    attends = 0 < row.piece <= shape.layers and row.part in (
+        BlockPart.WHOLE,
+        BlockPart.ROUTING,
+    )
     pairs = shape.sequence * shape.pair_work // 2 if attends else 0
     return shape.sequence * (token + pairs)
 
@@ -373,11 +391,15 @@ def shape_rows(shape: Shape, apart: bool) -> tuple[PieceRow, ...]:
     rows: list[PieceRow] = []
     for piece, part in parts_of_pieces(shape, apart):
         weights = _weights_of(shape, piece, part)
-        key = _kind(shape, piece, part, frozen=not any(weight.trained for weight in weights))
+        key = _kind(
+            shape, piece, part, frozen=not any(weight.trained for weight in weights)
+        )
         if key not in kinds:
             row = row_of(piece, part, len(kinds), weights)
             takes, gives = _bundle(shape, piece, part)
-            routes = part is BlockPart.ROUTING or (part is BlockPart.WHOLE and shape.sparse(piece))
+            routes = part is BlockPart.ROUTING or (
+                part is BlockPart.WHOLE and shape.sparse(piece)
+            )
             kinds[key] = replace(
                 row,
                 takes=takes,
@@ -387,13 +409,19 @@ def shape_rows(shape: Shape, apart: bool) -> tuple[PieceRow, ...]:
             )
         row = replace(kinds[key], piece=piece)
         if shape.tied and piece == shape.pieces - 1:
-            tied = tuple(weight for weight in rows[0].weights if weight.name == f"{_TOKENS}.weight")
+            tied = tuple(
+                weight
+                for weight in rows[0].weights
+                if weight.name == f"{_TOKENS}.weight"
+            )
             row = replace(row, uses=(0,), tied=tied)
         rows.append(row)
     return tuple(rows)
 
 
-def _kind(shape: Shape, piece: int, part: BlockPart, *, frozen: bool) -> tuple[object, ...]:
+def _kind(
+    shape: Shape, piece: int, part: BlockPart, *, frozen: bool
+) -> tuple[object, ...]:
     """Everything in which the pieces of one shape's program can differ."""
     if not 0 < piece <= shape.layers:
         return (piece,)
@@ -402,7 +430,9 @@ def _kind(shape: Shape, piece: int, part: BlockPart, *, frozen: bool) -> tuple[o
     return part, block_kind(shape, piece)._replace(frozen=frozen)
 
 
-def _bundle(shape: Shape, piece: int, part: BlockPart) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _bundle(
+    shape: Shape, piece: int, part: BlockPart
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The tensors of the bundle that a piece takes and gives, by name."""
     if part is BlockPart.EXPERTS:
         # The counts have become routes: how many tokens came from each rank.
@@ -443,7 +473,9 @@ def _weights(shape: Shape, piece: int) -> tuple[WeightRow, ...]:
         matrices = _matrices(weight.dims, weight.shape)
         # A matrix between features that no expert has to itself.
         narrow = 0 < piece <= shape.layers and bool(matrices) and not weight.routed
-        return replace(weight, granule=granule, trained=trained, matrices=matrices, narrow=narrow)
+        return replace(
+            weight, granule=granule, trained=trained, matrices=matrices, narrow=narrow
+        )
 
     return tuple(map(complete, _plain_weights(shape, piece)))
 
@@ -456,9 +488,15 @@ def granules(
     return tuple(max(1, length // counts.get(dim, length)) for dim, length in every)
 
 
-def _matrices(dims: Sequence[str], lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:
+def _matrices(
+    dims: Sequence[str], lengths: Sequence[int]
+) -> tuple[tuple[int, int], ...]:
     """A weight between two features is a matrix; one of experts is a matrix for each."""
-    if len(dims) < 2 or not {*dims[-2:]} <= {*FEATURES} or dims[:-2] not in ((), ("experts",)):
+    if (
+        len(dims) < 2
+        or not {*dims[-2:]} <= {*FEATURES}
+        or dims[:-2] not in ((), ("experts",))
+    ):
         return ()
     count = lengths[0] if len(dims) > 2 else 1
     return ((lengths[-2], lengths[-1]),) * count
@@ -476,7 +514,9 @@ def _plain_weights(shape: Shape, piece: int) -> Iterator[WeightRow]:
     elif piece == 0:
         yield _weight(f"{_TOKENS}.weight", "vocab embed", shape.vocab, shape.hidden)
         if shape.positions == "learned":
-            yield _weight("positions.weight", "position embed", shape.sequence, shape.hidden)
+            yield _weight(
+                "positions.weight", "position embed", shape.sequence, shape.hidden
+            )
     elif piece <= shape.layers:
         for weight in _block(shape, piece):
             yield weight
@@ -506,7 +546,9 @@ def _block(shape: Shape, piece: int) -> Iterator[WeightRow]:
         yield from _mlp(shape, "mlp", shape.ffn)
 
 
-def _linear(name: str, into: int, out: int, dims: str, *, bias: bool) -> Iterator[WeightRow]:
+def _linear(
+    name: str, into: int, out: int, dims: str, *, bias: bool
+) -> Iterator[WeightRow]:
     """A linear layer; `dims` are those of its weight: features out, features in."""
     yield _weight(f"{name}.weight", dims, out, into)
     if bias:
@@ -518,7 +560,9 @@ def _output(shape: Shape) -> Iterator[WeightRow]:
     if shape.sinks:
         yield _weight("attn.sinks", "heads", shape.heads)
     wide = shape.heads * shape.valued
-    yield from _linear("attn.wo", wide, shape.hidden, "embed heads", bias=shape.bias == "all")
+    yield from _linear(
+        "attn.wo", wide, shape.hidden, "embed heads", bias=shape.bias == "all"
+    )
 
 
 def _attention(shape: Shape) -> Iterator[WeightRow]:
@@ -602,5 +646,9 @@ def _adapter(shape: Shape, weight: WeightRow) -> Iterator[WeightRow]:
     (out_dim, into_dim), (out, into) = weight.dims, weight.shape
     # Beside a weight that is cut, the factor that is whole did different work on each rank of tp.
     rank_dim = LORA if {out_dim, into_dim} & AXIS_OF.keys() else "-"
-    yield _weight(f"{path}{_ADAPTER}a.weight", f"{rank_dim} {into_dim}", shape.lora_r, into)
-    yield _weight(f"{path}{_ADAPTER}b.weight", f"{out_dim} {rank_dim}", out, shape.lora_r)
+    yield _weight(
+        f"{path}{_ADAPTER}a.weight", f"{rank_dim} {into_dim}", shape.lora_r, into
+    )
+    yield _weight(
+        f"{path}{_ADAPTER}b.weight", f"{out_dim} {rank_dim}", out, shape.lora_r
+    )

@@ -102,7 +102,9 @@ def small_run(run: Run, shape: Shape, layout: Layout, out: str) -> Run:
     decay = min(decay, STEPS - 1 - warmup)
     # One sequence more than the ranks and microbatches divide.
     batch = few.data * few.microbatches + 1
-    table = {name: value for name, value in asdict(small).items() if name not in _OF_THE_RUN}
+    table = {
+        name: value for name, value in asdict(small).items() if name not in _OF_THE_RUN
+    }
     return replace(
         run,
         model=table | {"batch": batch},

@@ -41,7 +41,9 @@ def recipe(
     pp = _divisor(ranks // cp // tp, min(shape.layers, stages)) if vast else 1
     dp = ranks // (tp * pp * cp)
     sharded = shape.total > SMALL or ranks > FEW
-    parts = _shards(dp, shape.total / (tp * pp), memory) if sharded and ranks > MANY else dp
+    parts = (
+        _shards(dp, shape.total / (tp * pp), memory) if sharded and ranks > MANY else dp
+    )
     sizes = [("dp", dp), ("pp", pp), ("cp", cp), ("tp", tp)]
     words = [f"{axis}{size}" for axis, size in sizes if size > 1]
     if 1 < parts < dp:
@@ -49,15 +51,22 @@ def recipe(
     words += ["seq"] * (tp > 1)
     zero = _stage(shape.total / (tp * pp), parts, memory, precision)
     if zero == 2 and pp > 1:
-        zero = 3  # in a pipeline it gathers once a step, too, and drops weights after use
+        # in a pipeline it gathers once a step, too, and drops weights after use
+        zero = 3
     words += [f"zero{zero}", "recompute:all"] * sharded
     words += [precision] * (precision != FP32)
     rows = batch // max(1, dp)
     # The largest batch per device that fits in half the memory.
-    fits = memory / 2 // (_bytes(shape, sequence // cp, sharded) / (tp * pp)) if memory else rows
+    fits = (
+        memory / 2 // (_bytes(shape, sequence // cp, sharded) / (tp * pp))
+        if memory
+        else rows
+    )
     count = max(-(-rows // max(1, int(fits))), 4 * pp if pp > 1 else 1)
     count = max(1, min(count, rows))
-    layout = Layout.parse(" ".join([*words, f"{ONE_F_ONE_B if pp > 1 else ACCUM}:{count}"]))
+    layout = Layout.parse(
+        " ".join([*words, f"{ONE_F_ONE_B if pp > 1 else ACCUM}:{count}"])
+    )
     if not legal(layout, shape, batch=batch, sequence=sequence):
         return layout
     near = nearest(layout, shape, batch=batch, sequence=sequence, most=1)
@@ -81,7 +90,11 @@ def _shards(dp: int, parameters: float, memory: float) -> int:
     """Into how many parts a replica's weights are cut: a node's, and more until one fits in
     half the memory."""
     parts = _divisor(dp, NODE)
-    while memory and parameters * STATE.total / parts > memory / 2 and dp % (2 * parts) == 0:
+    while (
+        memory
+        and parameters * STATE.total / parts > memory / 2
+        and dp % (2 * parts) == 0
+    ):
         parts *= 2
     return parts
 

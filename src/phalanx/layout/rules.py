@@ -15,7 +15,9 @@ from itertools import accumulate, pairwise, product
 from .mesh import LayoutError
 
 # One map sends names to axes; a name that is not in it is whole on every rank ("-" is such a name).
-AXIS_OF: dict[str, str] = dict.fromkeys(("vocab", "heads", "kv", "ffn"), "tp") | {"experts": "ep"}
+AXIS_OF: dict[str, str] = dict.fromkeys(("vocab", "heads", "kv", "ffn"), "tp") | {
+    "experts": "ep"
+}
 # The rank of a low-rank adapter, beside a weight that is cut: whole, and its ranks did different work.
 LORA = "lora"
 # What heads are made of, in latent attention: whole, and ranks of tp made other heads of it.
@@ -27,7 +29,8 @@ PARTIAL = "partial"
 FEATURES = ("embed", "heads", "kv", "ffn", LATENT, "features")
 DIMS = ("head", "position", LORA, PARTIAL, "-", *dict.fromkeys((*FEATURES, *AXIS_OF)))
 _DIM = re.compile("([a-z-]+)(?:/([0-9]{1,4}|[0-9]{1,9}(?:,[0-9]{1,9})+))?")
-_fits = lru_cache(1 << 16)(fnmatch.fnmatchcase)  # every rank asks the same of every weight
+# every rank asks the same of every weight
+_fits = lru_cache(1 << 16)(fnmatch.fnmatchcase)
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,9 @@ class Rules:
                 continue
             pattern, colon, dims = line.partition(":")
             if not colon or not pattern.strip():
-                raise LayoutError(f"rule line {number}: {line!r}. Write 'pattern : dim dim'.")
+                raise LayoutError(
+                    f"rule line {number}: {line!r}. Write 'pattern : dim dim'."
+                )
             for dim in dims.split():
                 match = _DIM.fullmatch(dim)
                 if not match or match[1] not in DIMS:
@@ -83,20 +88,30 @@ class Rules:
         return cls(tuple(lines))
 
     def __str__(self) -> str:
-        return "\n".join(f"{pattern} : {' '.join(dims)}" for pattern, dims in self.lines)
+        return "\n".join(
+            f"{pattern} : {' '.join(dims)}" for pattern, dims in self.lines
+        )
 
     def dims(self, name: str, rank: int | None = None) -> tuple[str, ...]:
         """The names of a parameter's dims; `rank` is how many it has, if that is known."""
         return tuple(dim.partition("/")[0] for dim in self._written(name, rank))
 
-    def matrices(self, name: str, shape: Sequence[int]) -> tuple[tuple[slice, slice], ...]:
+    def matrices(
+        self, name: str, shape: Sequence[int]
+    ) -> tuple[tuple[slice, slice], ...]:
         """Slices of the matrices in the last two dims of a weight (in each of its experts, if any);
         empty for a lookup table, a router or a vector."""
         written = self._written(name, len(shape))
         dims = self.dims(name)
-        if len(dims) < 2 or dims[:-2] not in ((), ("experts",)) or not {*dims[-2:]} <= {*FEATURES}:
+        if (
+            len(dims) < 2
+            or dims[:-2] not in ((), ("experts",))
+            or not {*dims[-2:]} <= {*FEATURES}
+        ):
             return ()
-        parts = [_parts(name, dim, size) for dim, size in zip(written, shape, strict=True)]
+        parts = [
+            _parts(name, dim, size) for dim, size in zip(written, shape, strict=True)
+        ]
         return tuple(product(parts[-2], parts[-1]))
 
     def _written(self, name: str, rank: int | None) -> tuple[str, ...]:

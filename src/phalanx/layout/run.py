@@ -26,7 +26,8 @@ from .shape import HUB, Shape, published
 from .url import Url
 
 RANDOM = "random"  # weights that are drawn from `seed`
-CHECKPOINTS = "checkpoints"  # where they lie in a run's folder, unless checkpoint.dir names another
+# where they lie in a run's folder, unless checkpoint.dir names another
+CHECKPOINTS = "checkpoints"
 
 
 class RunError(FileError):
@@ -51,7 +52,9 @@ class OptimizerChoice:
         (0.9, 0.95), "of AdamW: decay rates of its two moments", maximum=0.999999
     )
     eps: float = key(1e-8, "of AdamW: added to the denominator", above=0)
-    momentum: float | None = key(None, "of SGD and Muon; unset: 0 and 0.95", maximum=0.999999)
+    momentum: float | None = key(
+        None, "of SGD and Muon; unset: 0 and 0.95", maximum=0.999999
+    )
     nesterov: bool = key(True, "of Muon's momentum")
     adjust_lr: str = key(
         "match_rms_adamw",
@@ -60,7 +63,9 @@ class OptimizerChoice:
         choices=("match_rms_adamw", "original"),
     )
     matrix_lr: float = key(0.0, "of Muon: peak learning rate of matrices; 0: lr")
-    weight_decay: float = key(0.1, "decoupled for AdamW and Muon; none on norms and biases")
+    weight_decay: float = key(
+        0.1, "decoupled for AdamW and Muon; none on norms and biases"
+    )
     clip: float = key(1.0, "max gradient norm; 0 disables")
 
     def moments(self, *, matrix: bool = False) -> tuple[str, ...]:
@@ -95,11 +100,17 @@ class Checkpoints:
         maximum=1e6,
     )
     every: int = key(0, "steps between checkpoints; 0: only at the end")
-    at_end: bool = key(True, "save after the last step too; a run that is stopped always saves")
+    at_end: bool = key(
+        True, "save after the last step too; a run that is stopped always saves"
+    )
     keep: int = key(2, "checkpoints to keep; older ones are deleted", minimum=2)
     asynchronous: bool = key(False, "write while training continues", name="async")
-    adopt: bool = key(False, "go on also where the model's sizes differ, if weights fit")
-    on_disk_full: str = key("stop", "stop, or go on without saving", choices=("stop", "go-on"))
+    adopt: bool = key(
+        False, "go on also where the model's sizes differ, if weights fit"
+    )
+    on_disk_full: str = key(
+        "stop", "stop, or go on without saving", choices=("stop", "go-on")
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "remote", Url(self.remote))
@@ -131,7 +142,8 @@ class Training:
         " bit; also made before each save; 0: never",
     )
     fallback: str = key(
-        "", "layouts for other numbers of ranks than `layout` has, in order: dp3 tp2; dp2 tp2"
+        "",
+        "layouts for other numbers of ranks than `layout` has, in order: dp3 tp2; dp2 tp2",
     )
 
 
@@ -140,7 +152,8 @@ class Networking:
     """The network between hosts."""
 
     interface: str = key(
-        "", "network interface of the ranks, as eth0; empty: the one that leads to rank 0's host"
+        "",
+        "network interface of the ranks, as eth0; empty: the one that leads to rank 0's host",
     )
 
 
@@ -172,7 +185,8 @@ class Hangs:
         maximum=1e6,
     )
     straggler: float = key(
-        2.0, "report a rank whose own work takes so many times that of its peers; 0 disables"
+        2.0,
+        "report a rank whose own work takes so many times that of its peers; 0 disables",
     )
 
 
@@ -180,7 +194,9 @@ class Hangs:
 class Preparing:
     """The preparation of `data`: its conversion to tokens of the model's tokenizer."""
 
-    field: str = key("", "of rows; empty: text, messages, conversations, or prompt and completion")
+    field: str = key(
+        "", "of rows; empty: text, messages, conversations, or prompt and completion"
+    )
     held_out: float = key(0.05, "share of the documents for validation", maximum=0.999)
     on_bad: str = key(
         "skip",
@@ -196,7 +212,8 @@ class LoraChoice:
     r: int = key(0, "rank; 0: no adapters, all weights are trained", maximum=1 << 16)
     alpha: float = key(8.0, "the adapter's output is multiplied by alpha / r", above=0)
     targets: tuple[str, ...] = key(
-        ("all-linear",), "wq, wk, wv, wo, gate, up, down, or q_proj and so on as peft says"
+        ("all-linear",),
+        "wq, wk, wv, wo, gate, up, down, or q_proj and so on as peft says",
     )
 
 
@@ -209,7 +226,9 @@ class Run:
         "a shape's name, a .toml file, a table of sizes, hf:FOLDER with a model of Hugging Face, or"
         " your own as FILE.py:Class",
     )
-    layout: str = key("auto", "how the ranks share the work, as dp2 pp2 zero1 1f1b:4; or auto")
+    layout: str = key(
+        "auto", "how the ranks share the work, as dp2 pp2 zero1 1f1b:4; or auto"
+    )
     weights: str = key(
         "",
         "random: train the sizes of a published name, as gpt2, from random weights; empty: hf:FOLDER"
@@ -233,7 +252,9 @@ class Run:
         " in each, padded; empty: bfd for chats, else wrapped",
         choices=("", "wrapped", "bfd", "none"),
     )
-    batch: int = key(0, "global batch size in sequences; 0: the shape's", maximum=1 << 24)
+    batch: int = key(
+        0, "global batch size in sequences; 0: the shape's", maximum=1 << 24
+    )
     microbatch: int = key(
         0,
         "sequences of a microbatch per data-parallel rank; 0: the layout's accum:N or 1f1b:N",
@@ -247,19 +268,30 @@ class Run:
     seed: int = key(0, "of the initial weights and the data order", maximum=2**62 - 1)
     out: str = key("", "output folder; empty: runs/ and the file's name")
     machine: str = key(
-        "", "machine file of `phalanx doctor --out`, for MFU and auto; empty: measure the peak rate"
+        "",
+        "machine file of `phalanx doctor --out`, for MFU and auto; empty: measure the peak rate",
     )
-    memory: float = key(0.0, "memory limit per rank in GiB, for recompute:fit; 0: 80 % of its GPU")
+    memory: float = key(
+        0.0, "memory limit per rank in GiB, for recompute:fit; 0: 80 % of its GPU"
+    )
     lora: LoraChoice = key(LoraChoice(), "LoRA: adapters are trained, and nothing else")
-    optimizer: OptimizerChoice = key(OptimizerChoice(), "optimizer and learning-rate schedule")
-    checkpoint: Checkpoints = key(Checkpoints(), "when checkpoints are saved, and where")
+    optimizer: OptimizerChoice = key(
+        OptimizerChoice(), "optimizer and learning-rate schedule"
+    )
+    checkpoint: Checkpoints = key(
+        Checkpoints(), "when checkpoints are saved, and where"
+    )
     train: Training = key(Training(), "what happens when ranks fail or are missing")
     network: Networking = key(Networking(), "how hosts reach each other")
     metrics: Metrics = key(Metrics(), "what is logged")
     validation: Validation = key(Validation(), "the loss on the validation split")
     profile: Profiling = key(Profiling(), "a trace of some steps")
-    prepare: Preparing = key(Preparing(), "how text is read where `model` has a tokenizer")
-    hang: Hangs = key(Hangs(), "when a run is taken to hang, and which ranks are reported as slow")
+    prepare: Preparing = key(
+        Preparing(), "how text is read where `model` has a tokenizer"
+    )
+    hang: Hangs = key(
+        Hangs(), "when a run is taken to hang, and which ranks are reported as slow"
+    )
 
     @classmethod
     def parse(
@@ -277,13 +309,17 @@ class Run:
         run = replace(run, out=run.out or f"runs/{Path(name).stem}")
         if adopt is not None and "model" not in reader.given:
             run = adopt(run)
-        misfits = [m._replace(place=reader.place(m.place) or name) for m in mistakes_of(run)]
+        misfits = [
+            m._replace(place=reader.place(m.place) or name) for m in mistakes_of(run)
+        ]
         if mistakes := [*reader.mistakes, *misfits]:
             raise RunError(name, list(dict.fromkeys(mistakes)))
         return run
 
     @classmethod
-    def load(cls, path: str, overrides: tuple[str, ...] = (), adopt: Adopt | None = None) -> Run:
+    def load(
+        cls, path: str, overrides: tuple[str, ...] = (), adopt: Adopt | None = None
+    ) -> Run:
         """The run of a file; without one (an empty path) that of the arguments alone."""
         write_one = "`phalanx train --print-config` prints one to begin with"
         text = text_of(path, "run file", RunError, write_one) if path else ""
@@ -298,7 +334,11 @@ class Run:
         items = self.data
         if isinstance(items, str):
             whole = items == PYTHON or Path(items).exists()
-            items = (items,) if whole else tuple(x.strip() for x in items.split(",") if x.strip())
+            items = (
+                (items,)
+                if whole
+                else tuple(x.strip() for x in items.split(",") if x.strip())
+            )
         pairs = [_weighted(item) for item in items]
         unit = math.lcm(*(weight.denominator for _, weight in pairs))
         return tuple((path, int(weight * unit)) for path, weight in pairs)
@@ -307,7 +347,9 @@ class Run:
     def own(self) -> str:
         """FILE.py:Class when the model is the user's own, or hf:FOLDER when only transformers has its
         code; else empty."""
-        return self.model if isinstance(self.model, str) and code_of(self.model)[0] else ""
+        return (
+            self.model if isinstance(self.model, str) and code_of(self.model)[0] else ""
+        )
 
     @property
     def hub(self) -> str:
@@ -333,8 +375,12 @@ class Run:
             sized = replace(sized, freeze=tuple(re.split("[, ]+", self.freeze.strip())))
         if not self.lora.r:
             return sized
-        targets = tuple(_PEFT.get(name, name) for name in self.lora.targets if name != ALL_LINEAR)
-        return replace(sized, lora_r=self.lora.r, lora_alpha=self.lora.alpha, lora_targets=targets)
+        targets = tuple(
+            _PEFT.get(name, name) for name in self.lora.targets if name != ALL_LINEAR
+        )
+        return replace(
+            sized, lora_r=self.lora.r, lora_alpha=self.lora.alpha, lora_targets=targets
+        )
 
     def layout_of(self, shape: Shape | None = None) -> Layout | None:
         """The layout, with `precision` and `microbatch` in it; None for `auto`. Without a shape the
@@ -342,7 +388,10 @@ class Run:
         if self.layout.strip() == "auto":
             return None
         written = Layout.written(self.layout)
-        if self.precision and written.get("precision", self.precision) != self.precision:
+        if (
+            self.precision
+            and written.get("precision", self.precision) != self.precision
+        ):
             what = f"precision = {self.precision!r}, and layout = {self.layout!r}"
             raise RunError("run", [Mistake("precision", what, "Write one of them")])
         layout = Layout.parse(self.layout)
@@ -367,7 +416,11 @@ class Run:
         """The run in the first of its layouts that has so many ranks; as it is if none has."""
         for run in (self, *self.fallbacks):
             layout = run.layout_of()
-            if layout is None or layout.ranks == ranks or (fewer and layout.ranks < ranks):
+            if (
+                layout is None
+                or layout.ranks == ranks
+                or (fewer and layout.ranks < ranks)
+            ):
                 return replace(self, layout=run.layout)
         return self
 
@@ -379,10 +432,16 @@ class Run:
         count, rest = divmod(batch, dp * self.microbatch)
         if rest or not count:
             what = f"microbatch = {self.microbatch} on each of dp{dp}"
-            fits = [n for n in range(1, min(batch // dp, 4096) + 1) if batch % (dp * n) == 0]
+            fits = [
+                n for n in range(1, min(batch // dp, 4096) + 1) if batch % (dp * n) == 0
+            ]
             fits = sorted(sorted(fits, key=lambda n: abs(n - self.microbatch))[:3])
-            way_out = f"Write {' or '.join(map(str, fits)) or f'a batch that {dp} divides'}"
-            mistake = Mistake("microbatch", f"{what} does not divide batch = {batch}", way_out)
+            way_out = (
+                f"Write {' or '.join(map(str, fits)) or f'a batch that {dp} divides'}"
+            )
+            mistake = Mistake(
+                "microbatch", f"{what} does not divide batch = {batch}", way_out
+            )
             raise RunError("run", [mistake])
         return replace(layout, microbatches=count)
 
@@ -392,7 +451,11 @@ class Run:
 
     @property
     def checkpoints(self) -> Path:
-        return Path(self.checkpoint.dir) if self.checkpoint.dir else Path(self.out, CHECKPOINTS)
+        return (
+            Path(self.checkpoint.dir)
+            if self.checkpoint.dir
+            else Path(self.out, CHECKPOINTS)
+        )
 
 
 _WEIGHT = re.compile(r"(.+):([0-9]*\.?[0-9]+(?:e-?[0-9]{1,2})?)")
@@ -414,7 +477,9 @@ def run_file(name: str) -> Run | None:
     """The run of a file that names a model or a layout; None of a file of sizes, or of no file."""
     if not name.endswith(".toml") or not Path(name).is_file():
         return None
-    keys = parse_toml(read_text(name, "run file", LayoutError), name, LayoutError).keys()
+    keys = parse_toml(
+        read_text(name, "run file", LayoutError), name, LayoutError
+    ).keys()
     return Run.load(name) if keys & {"model", "layout"} else None
 
 
@@ -426,7 +491,11 @@ def shape_named(name: str) -> Shape:
 
 def random_by_name(run: Run) -> Mistake | None:
     """The mistake of a run that would train random weights under the name of published ones."""
-    if not isinstance(run.model, str) or run.weights == RANDOM or not published(run.model):
+    if (
+        not isinstance(run.model, str)
+        or run.weights == RANDOM
+        or not published(run.model)
+    ):
         return None
     what = f"model = {run.model!r} names published weights, and phalanx has only their sizes"
     way_out = (

@@ -32,13 +32,20 @@ def mistakes_of(run: Run) -> Iterator[Mistake]:
     if run.weights and (run.own or run.hub):
         what = f"weights = {run.weights!r} with model = {run.model!r}, which has weights of its own"
         yield Mistake("weights", what, "Leave it out, or write a shape's name, as 8b")
-    for place, value in (("lora.r", run.lora.r), ("freeze", run.freeze)) if run.own else ():
+    for place, value in (
+        (("lora.r", run.lora.r), ("freeze", run.freeze)) if run.own else ()
+    ):
         if value:
             what = f"{place} with model = {run.own!r}, no built-in decoder"
-            yield Mistake(place, what, "Leave it out; your own class may use requires_grad_(False)")
+            yield Mistake(
+                place,
+                what,
+                "Leave it out; your own class may use requires_grad_(False)",
+            )
     shape = None
     try:
-        if isinstance(run.model, dict):  # read here once more, for the keys of its mistakes
+        # read here once more, for the keys of its mistakes
+        if isinstance(run.model, dict):
             reader = Reader(Shape)
             reader.table(Shape, {"name": "model", **run.model}, "model.")
             yield from reader.mistakes
@@ -74,7 +81,9 @@ def _layout(run: Run, shape: Shape | None) -> Iterator[Mistake]:
 def _tokens(run: Run, shape: Shape) -> Iterator[Mistake]:
     if shape.kind != "decoder":
         what = f"model = {run.model!r} is not a decoder, and the data is text"
-        decoders = [name for name in Shape.names() if Shape.load(name).kind == "decoder"]
+        decoders = [
+            name for name in Shape.names() if Shape.load(name).kind == "decoder"
+        ]
         yield Mistake("model", what, f"Choose one of {', '.join(decoders)}")
         return
     if shape.positions == "learned" and run.sequence > shape.sequence:
@@ -88,7 +97,10 @@ def _tokens(run: Run, shape: Shape) -> Iterator[Mistake]:
 
 def _plan(run: Run) -> Iterator[Mistake]:
     o = run.optimizer
-    for name, steps in (("warmup_steps", o.warmup_steps), ("decay_steps", o.decay_steps)):
+    for name, steps in (
+        ("warmup_steps", o.warmup_steps),
+        ("decay_steps", o.decay_steps),
+    ):
         if steps > run.steps:
             what = f"optimizer.{name} = {steps} is longer than steps = {run.steps}"
             yield Mistake(f"optimizer.{name}", what, f"Write {run.steps} or less")
@@ -100,17 +112,23 @@ def _plan(run: Run) -> Iterator[Mistake]:
     if o.decay_steps and o.schedule != "wsd":
         what = f"optimizer.decay_steps = {o.decay_steps} has no effect"
         what += f" with schedule = {o.schedule!r}"
-        yield Mistake("optimizer.decay_steps", what, 'Leave it out, or write schedule = "wsd"')
+        yield Mistake(
+            "optimizer.decay_steps", what, 'Leave it out, or write schedule = "wsd"'
+        )
     if o.min_lr is not None and o.min_lr > o.lr:
         what = f"optimizer.min_lr = {o.min_lr:g} is more than lr = {o.lr:g}"
         yield Mistake("optimizer.min_lr", what, "Write a learning rate, up to lr")
     if o.momentum and o.name == ADAMW:
         what = f"optimizer.momentum = {o.momentum} has no effect on adamw"
-        yield Mistake("optimizer.momentum", what, 'Write optimizer.betas, or name = "sgd"')
+        yield Mistake(
+            "optimizer.momentum", what, 'Write optimizer.betas, or name = "sgd"'
+        )
     for name in ("nesterov", "adjust_lr", "matrix_lr"):
         if o.name != MUON and getattr(o, name) != getattr(type(o), name):
             what = f"optimizer.{name} has no effect on {o.name}"
-            yield Mistake(f"optimizer.{name}", what, 'Leave it out, or write name = "muon"')
+            yield Mistake(
+                f"optimizer.{name}", what, 'Leave it out, or write name = "muon"'
+            )
     if run.profile.steps and run.profile.start + run.profile.steps > run.steps:
         what = f"profile.start + profile.steps = {run.profile.start + run.profile.steps} of {run.steps} steps"
         yield Mistake("profile.start", what, "Profile earlier, or fewer steps")
@@ -120,21 +138,29 @@ def _files(run: Run) -> Iterator[Mistake]:
     for path, _ in run.sources:
         if path != PYTHON and not Path(path).exists():
             what = f"data = {path!r} is not there"
-            yield Mistake("data", what, 'Write data = "python" for the built-in text, or a path')
+            yield Mistake(
+                "data", what, 'Write data = "python" for the built-in text, or a path'
+            )
     if len({weight > 0 for _, weight in run.sources}) != 1:
         beside = "a source without a weight beside one with"
         what = f"data names {beside if run.sources else 'nothing'}"
-        yield Mistake("data", what, 'Write data = "a:0.7, b:0.3", or none for all in full')
+        yield Mistake(
+            "data", what, 'Write data = "a:0.7, b:0.3", or none for all in full'
+        )
     for name in ("tensorboard", "wandb", "trackio"):
         if getattr(run.metrics, name) and importlib.util.find_spec(name) is None:
             what = f"metrics.{name} = true, and {name} is not installed"
-            yield Mistake(f"metrics.{name}", what, f"pip install {name}, or leave it out")
+            yield Mistake(
+                f"metrics.{name}", what, f"pip install {name}, or leave it out"
+            )
     for name, folder in (("out", run.out), ("checkpoint.dir", run.checkpoint.dir)):
         if "://" in folder:
             what = f"{name} = {folder!r} is a URL, and a folder of this machine belongs there"
             yield Mistake(name, what, "Write checkpoint.remote for what is uploaded")
         elif folder and (why := unmakable(folder)):
-            yield Mistake(name, f"{name} = {folder!r} {why}", "Name another folder, or a new one")
+            yield Mistake(
+                name, f"{name} = {folder!r} {why}", "Name another folder, or a new one"
+            )
     if run.checkpoint.remote:
         yield from _remote(run.checkpoint.remote)
     file = split_name(run.own)[0]
@@ -145,7 +171,9 @@ def _files(run: Run) -> Iterator[Mistake]:
         yield Mistake("model", f"model = {run.own!r}: {wrong}", "Fix it there")
     if run.machine and not Path(run.machine).is_file():
         what = f"machine = {run.machine!r} is not there"
-        yield Mistake("machine", what, f"Measure it: phalanx doctor --out {run.machine}")
+        yield Mistake(
+            "machine", what, f"Measure it: phalanx doctor --out {run.machine}"
+        )
 
 
 def _remote(url: str) -> Iterator[Mistake]:
@@ -153,7 +181,9 @@ def _remote(url: str) -> Iterator[Mistake]:
     place = "checkpoint.remote"
     what, (scheme, separator, _) = f"{place} = {url!r}", url.partition("://")
     if not separator:
-        yield Mistake(place, f"{what} is no URL", "Write s3://bucket/run, or leave it out")
+        yield Mistake(
+            place, f"{what} is no URL", "Write s3://bucket/run, or leave it out"
+        )
     elif importlib.util.find_spec("fsspec") is None:
         what += " needs fsspec, which is not installed"
         yield Mistake(place, what, "pip install 'phalanx[remote]'")

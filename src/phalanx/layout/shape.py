@@ -42,7 +42,9 @@ class Shape:
     # The highest values are tenfold of any model trained, and still quick to count.
     name: str
     layers: int = key(description="transformer blocks", minimum=1, maximum=10_000)
-    hidden: int = key(description="width of the residual stream", minimum=1, maximum=1 << 20)
+    hidden: int = key(
+        description="width of the residual stream", minimum=1, maximum=1 << 20
+    )
     kind: str = key("decoder", choices=("decoder", "mlp"))
     heads: int = key(1, "query heads", minimum=1, maximum=1 << 16)
     kv_heads: int = key(0, "key and value heads; 0: as many as heads", maximum=1 << 16)
@@ -55,26 +57,40 @@ class Shape:
     ffn: int = key(0, "width of the MLP; 0: 4 hidden", maximum=1 << 23)
     vocab: int = key(0, "tokens of the vocabulary", maximum=1 << 26)
     sequence: int = key(1, "tokens of a sequence", minimum=1, maximum=1 << 28)
-    batch: int = key(8, "sequences of a step over all ranks", minimum=1, maximum=1 << 24)
-    norm: str = key("rms", "rms1: its weights count from one", choices=("rms", "rms1", "layer"))
-    norms: str = key("pre", "before attention and MLP, behind", choices=("pre", "post", "both"))
+    batch: int = key(
+        8, "sequences of a step over all ranks", minimum=1, maximum=1 << 24
+    )
+    norm: str = key(
+        "rms", "rms1: its weights count from one", choices=("rms", "rms1", "layer")
+    )
+    norms: str = key(
+        "pre", "before attention and MLP, behind", choices=("pre", "post", "both")
+    )
     positions: str = key("rope", choices=("rope", "learned"))
     rope_theta: float = key(10000.0, above=0)
     rope_local_theta: float = key(0.0, "of blocks with a window; 0: the same")
-    rope_factor: float = key(1.0, "scaling of RoPE to a longer context; 1: none", minimum=1)
-    rope_scaling: str = key("llama3", "how", choices=("llama3", "linear", "dynamic", "yarn"))
+    rope_factor: float = key(
+        1.0, "scaling of RoPE to a longer context; 1: none", minimum=1
+    )
+    rope_scaling: str = key(
+        "llama3", "how", choices=("llama3", "linear", "dynamic", "yarn")
+    )
     rope_low: float = key(1.0, "its low_freq_factor; yarn: beta_slow", above=0)
     rope_high: float = key(4.0, "its high_freq_factor; yarn: beta_fast", above=0)
     rope_original: int = key(8192, "its original_max_position_embeddings", minimum=1)
     rope_attention: float = key(1.0, "yarn's factor of cosine and sine", above=0)
-    rope_pairs: str = key("halves", "what turns together", choices=("halves", "neighbours"))
+    rope_pairs: str = key(
+        "halves", "what turns together", choices=("halves", "neighbours")
+    )
     rope_truncated: bool = key(True, "yarn blends between whole indices")
     windows: tuple[int, ...] = key(
         (), "tokens that a block attends to, 0: all; repeated over the blocks"
     )
     softcap: float = key(0.0, "c of attention scores c tanh(s / c); 0: none")
     logit_softcap: float = key(0.0, "c of logits c tanh(l / c); 0: none")
-    query_scalar: float = key(0.0, "attention scores are divided by its root; 0: head_dim")
+    query_scalar: float = key(
+        0.0, "attention scores are divided by its root; 0: head_dim"
+    )
     sinks: bool = key(False, "a learned score for each head beside those of its tokens")
     embed_scale: float = key(1.0, "factor of the tokens' vectors", above=0)
     gated: bool = key(True, "a gated MLP, as SwiGLU")
@@ -90,14 +106,20 @@ class Shape:
     top_k: int = key(1, "experts that a token goes through", minimum=1, maximum=1 << 14)
     expert_ffn: int = key(0, "width of an expert; 0: ffn", maximum=1 << 23)
     shared_experts: int = key(0, "experts of all tokens, as one", maximum=1 << 10)
-    expert_groups: int = key(1, "into which experts are divided", minimum=1, maximum=1 << 14)
-    top_groups: int = key(1, "of those that a token chooses from", minimum=1, maximum=1 << 14)
+    expert_groups: int = key(
+        1, "into which experts are divided", minimum=1, maximum=1 << 14
+    )
+    top_groups: int = key(
+        1, "of those that a token chooses from", minimum=1, maximum=1 << 14
+    )
     dense_layers: int = key(0, "first blocks, which have no experts", maximum=10_000)
     scores: str = key("softmax", "of the router", choices=("softmax", "sigmoid"))
     normalized: bool = key(True, "a token's chosen scores are divided by their sum")
     routed_scale: float = key(1.0, "factor of the chosen scores", above=0)
     balance: str = key(
-        "none", "bias: moved so that experts get as many tokens", choices=("none", "bias")
+        "none",
+        "bias: moved so that experts get as many tokens",
+        choices=("none", "bias"),
     )
     balance_rate: float = key(0.001, "by which that bias moves in a step", above=0)
     # Losses of each router, beside the tokens': experts x sum of (times chosen x mean score), and z.
@@ -105,10 +127,14 @@ class Shape:
     batch_loss: float = key(0.0, "factor of that of the whole batch")
     z_loss: float = key(0.0, "factor of the mean squared log-sum-exp of scores")
     # What of it is trained.
-    freeze: tuple[str, ...] = key((), "pieces that are not trained: embed, head, layers.0-3")
+    freeze: tuple[str, ...] = key(
+        (), "pieces that are not trained: embed, head, layers.0-3"
+    )
     lora_r: int = key(0, "rank of LoRA in the blocks, all else frozen; 0: none")
     lora_alpha: float = key(8.0, "LoRA's output counts alpha / r", above=0)
-    lora_targets: tuple[str, ...] = key((), "which linears have LoRA; empty: all of a block")
+    lora_targets: tuple[str, ...] = key(
+        (), "which linears have LoRA; empty: all of a block"
+    )
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -134,9 +160,13 @@ class Shape:
             what = f"heads = {self.heads} is more than hidden = {self.hidden}"
             yield Mistake("heads", what, "Write fewer heads, or head_dim")
         if not self.vocab and self.kind == "decoder":
-            yield Mistake("vocab", "vocab is missing", "Write how many tokens the model knows")
+            yield Mistake(
+                "vocab", "vocab is missing", "Write how many tokens the model knows"
+            )
         if self.rope_low >= self.rope_high:
-            what = f"rope_low = {self.rope_low} is not below rope_high = {self.rope_high}"
+            what = (
+                f"rope_low = {self.rope_low} is not below rope_high = {self.rope_high}"
+            )
             yield Mistake("rope_low", what, "Write rope_low = 1.0 and rope_high = 4.0")
         if len(self.windows) > self.layers:
             what = f"windows has {len(self.windows)} numbers for {self.layers} blocks"
@@ -147,23 +177,33 @@ class Shape:
             yield Mistake("kv_heads", what, "Write a divisor")
         if self.activation == "clamped" and not self.gated:
             what = "activation = 'clamped' without a gate"
-            yield Mistake("activation", what, "Leave out gated = false, or write gelu or silu")
+            yield Mistake(
+                "activation", what, "Leave out gated = false, or write gelu or silu"
+            )
         yield from self._unlike_latents()
         if not self.experts:
             return
         groups, chosen = self.expert_groups, self.top_groups
         each = self.experts // groups
         if groups > 1 and (self.experts % groups or each < 2):
-            what = f"experts = {self.experts} are no {groups} equal groups of two or more"
-            yield Mistake("expert_groups", what, "Write a divisor of experts that leaves two")
+            what = (
+                f"experts = {self.experts} are no {groups} equal groups of two or more"
+            )
+            yield Mistake(
+                "expert_groups", what, "Write a divisor of experts that leaves two"
+            )
         elif chosen > groups or (groups > 1 and self.top_k > each * chosen):
             what = f"top_groups = {chosen} of {groups} have {each * chosen} experts"
-            yield Mistake("top_groups", what, f"Write so many that there are top_k = {self.top_k}")
+            yield Mistake(
+                "top_groups", what, f"Write so many that there are top_k = {self.top_k}"
+            )
         if self.top_k > self.experts:
             what = f"top_k = {self.top_k} is more than experts = {self.experts}"
             yield Mistake("top_k", what, f"Write at most {self.experts}")
         if self.dense_layers >= self.layers:
-            what = f"dense_layers = {self.dense_layers} leaves no block of {self.layers}"
+            what = (
+                f"dense_layers = {self.dense_layers} leaves no block of {self.layers}"
+            )
             way_out = f"Write at most {self.layers - 1}, or experts = 0"
             yield Mistake("dense_layers", f"{what} for experts", way_out)
         if self.kind == "mlp" or not self.gated:
@@ -180,18 +220,29 @@ class Shape:
             what = "keys of latents are each one head's, without biases and norms of q and k"
             yield Mistake("kv_latent", what, "Leave out kv_heads, bias and qk_norm")
         if self.positions != "rope" or self.rope_dim > self.head_dim:
-            what = f"rope turns rope_dim = {self.rope_dim} of head_dim = {self.head_dim}"
-            yield Mistake("rope_dim", what, "Write at most head_dim, and positions = 'rope'")
+            what = (
+                f"rope turns rope_dim = {self.rope_dim} of head_dim = {self.head_dim}"
+            )
+            yield Mistake(
+                "rope_dim", what, "Write at most head_dim, and positions = 'rope'"
+            )
 
     def _untrainable(self) -> Iterator[Mistake]:
         for name in self.freeze:
             if not _BLOCKS.fullmatch(name) and name not in ("embed", "head"):
                 what = f"freeze names {name[:40]!r}, which is no piece"
-                yield Mistake("freeze", what, "Write embed, head, layers, layers.0 or layers.0-3")
-        last = max((int(n) for name in self.freeze for n in re.findall("[0-9]+", name)), default=0)
+                yield Mistake(
+                    "freeze", what, "Write embed, head, layers, layers.0 or layers.0-3"
+                )
+        last = max(
+            (int(n) for name in self.freeze for n in re.findall("[0-9]+", name)),
+            default=0,
+        )
         if last >= self.layers:
             what = f"freeze names block {last} of {self.layers}"
-            yield Mistake("freeze", what, f"Blocks are layers.0 to layers.{self.layers - 1}")
+            yield Mistake(
+                "freeze", what, f"Blocks are layers.0 to layers.{self.layers - 1}"
+            )
         linears = block_linears(self)
         for name in self.lora_targets:
             if name not in linears:
@@ -201,7 +252,9 @@ class Shape:
             what = "freeze beside LoRA, which trains its own factors and nothing else"
             yield Mistake("freeze", what, "Leave it out")
         if self.lora_r and self.kind != "decoder":
-            yield Mistake("lora_r", "LoRA in a model that is not a decoder", "Leave it out")
+            yield Mistake(
+                "lora_r", "LoRA in a model that is not a decoder", "Leave it out"
+            )
         elif not self.lora_r and len(self.frozen) == self.pieces:
             yield Mistake("freeze", "every piece is frozen", "Leave one out")
 
@@ -214,7 +267,11 @@ class Shape:
         runs = [(int(m[1] or 0), int(m[2] or m[1] or self.layers - 1)) for m in named]
         blocks = [n for n in range(self.layers) if any(a <= n <= b for a, b in runs)]
         ends = {"embed": -1, "head": self.layers}
-        return tuple(sorted(1 + n for n in (*blocks, *(ends[x] for x in ends if x in self.freeze))))
+        return tuple(
+            sorted(
+                1 + n for n in (*blocks, *(ends[x] for x in ends if x in self.freeze))
+            )
+        )
 
     @property
     def adapters(self) -> tuple[str, ...]:

@@ -19,7 +19,8 @@ class Sends(NamedTuple):
 
 def sends(layout: Layout) -> Sends:
     microbatches = layout.microbatches
-    gathers = 2 * microbatches if layout.gather == "micro" else 1  # forward and backward
+    # forward and backward
+    gathers = 2 * microbatches if layout.gather == "micro" else 1
     sums = microbatches if layout.reduce == "micro" else 1
     return Sends(gathers, sums)
 
@@ -27,7 +28,8 @@ def sends(layout: Layout) -> Sends:
 def sends_less(layout: Layout) -> tuple[Layout, ...]:
     """The layout with each lower ZeRO stage that gathers or sums less often, and neither more often.
     The one that sends least is first."""
-    if "weights" in layout.offload:  # fetched from the host for each use, under every stage
+    # fetched from the host for each use, under every stage
+    if "weights" in layout.offload:
         return ()
     mine = sends(layout)
     found: dict[Sends, Layout] = {}
@@ -35,7 +37,8 @@ def sends_less(layout: Layout) -> tuple[Layout, ...]:
         other = replace(layout, zero=zero, gather="", reduce="")
         its = sends(other)
         less = its != mine and its.gathers <= mine.gathers and its.sums <= mine.sums
-        if less and its not in found:  # of two that send as often, the higher stage holds less
+        # of two that send as often, the higher stage holds less
+        if less and its not in found:
             found[its] = other
     return tuple(reversed(found.values()))
 

@@ -42,7 +42,9 @@ def names_source(text: str) -> bool:
     return re.fullmatch(OWN, text) is not None
 
 
-def load_source(path: str | Path, names: tuple[str, ...], error: Refusal) -> tuple[Any, ...]:
+def load_source(
+    path: str | Path, names: tuple[str, ...], error: Refusal
+) -> tuple[Any, ...]:
     """The objects with these names in a user's file; each call runs the file once."""
     name = names[0]
     _refuse_unreadable(path, name, error)
@@ -56,8 +58,16 @@ def load_source(path: str | Path, names: tuple[str, ...], error: Refusal) -> tup
         spec.loader.exec_module(module)
     for name in names:
         if not callable(getattr(module, name, None)):
-            own = [n for n, x in vars(module).items() if getattr(x, "__module__", "") == known]
-            has = f"It has {', '.join(own[:8])}" if own else "It defines nothing that can be called"
+            own = [
+                n
+                for n, x in vars(module).items()
+                if getattr(x, "__module__", "") == known
+            ]
+            has = (
+                f"It has {', '.join(own[:8])}"
+                if own
+                else "It defines nothing that can be called"
+            )
             raise error(f"{path} has no function or class {name!r}. {has}.")
     return tuple(getattr(module, name) for name in names)
 
@@ -75,11 +85,17 @@ def _refuse_unreadable(path: str | Path, name: str, error: Refusal) -> None:
         with open_regular(Path(path)) as file:
             large = len(file.read(LIMIT + 1)) > LIMIT
     except FileNotFoundError:
-        raise error(f"there is no file {path} with {name!r}. Write FILE.py:{name}.") from None
+        raise error(
+            f"there is no file {path} with {name!r}. Write FILE.py:{name}."
+        ) from None
     except OSError as wrong:
-        raise error(f"cannot read {path}: {reason(wrong)}. Name a file of Python code.") from None
+        raise error(
+            f"cannot read {path}: {reason(wrong)}. Name a file of Python code."
+        ) from None
     if large:
-        raise error(f"cannot read {path}: it has more than {LIMIT:,} bytes. Name a source file.")
+        raise error(
+            f"cannot read {path}: it has more than {LIMIT:,} bytes. Name a source file."
+        )
 
 
 def imported_sources(path: str | Path) -> dict[str, Path]:
@@ -182,7 +198,9 @@ def running(path: str | Path, error: Refusal) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as wrong:  # a stranger's code may raise anything
-        raise error(f"{_place(wrong, str(path))}: {_what(wrong)}. Fix it there.") from wrong
+        raise error(
+            f"{_place(wrong, str(path))}: {_what(wrong)}. Fix it there."
+        ) from wrong
 
 
 def _place(wrong: BaseException, path: str) -> str:

@@ -23,13 +23,17 @@ def stage_blocks(layout: Layout, name: str, work: Sequence[int]) -> tuple[int, .
     return counts
 
 
-def balance(costs: Sequence[int], parts: int, first: int = 0, last: int = 0) -> tuple[int, ...]:
+def balance(
+    costs: Sequence[int], parts: int, first: int = 0, last: int = 0
+) -> tuple[int, ...]:
     """Lengths of `parts` runs of `costs` whose most expensive run is as cheap as can be. `first` and
     `last` are work that the first and last run carry besides. Every run gets at least one; where the
     bound allows it runs are even, the earlier ones longer by one."""
     n = len(costs)
     if parts > n:
-        raise LayoutError(f"{n} blocks cannot fill {parts} stages with one each; use {n} or fewer.")
+        raise LayoutError(
+            f"{n} blocks cannot fill {parts} stages with one each; use {n} or fewer."
+        )
     total = [0, *accumulate(costs)]
     low, high = 0, total[-1] + first + last
     while low < high:
@@ -49,7 +53,9 @@ def balance(costs: Sequence[int], parts: int, first: int = 0, last: int = 0) -> 
     return (*lengths, n - i)
 
 
-def _starts(total: Sequence[int], parts: int, bound: int, first: int, last: int) -> list[int]:
+def _starts(
+    total: Sequence[int], parts: int, bound: int, first: int, last: int
+) -> list[int]:
     """The earliest start of each run with which it and all later ones stay within the bound;
     empty if the bound is too small."""
     starts, end = [0] * parts, len(total) - 1
@@ -79,5 +85,6 @@ def piece_layout(layout: Layout) -> Layout:
         recompute="selective" if layout.recompute == "selective" else "none",
         precision=layout.precision,
         matmul=layout.matmul,
-        compile=COMPILE if layout.compile else "",  # autotuned graphs do the same operations
+        # autotuned graphs do the same operations
+        compile=COMPILE if layout.compile else "",
     )

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 HIDDEN = "***"
-PREFIX = "PHALANX_REMOTE_"  # of the variables that stand for secrets that were written out
+# of the variables that stand for secrets that were written out
+PREFIX = "PHALANX_REMOTE_"
 SHORT = 4  # characters; a shorter secret is only hidden where it stands in a URL
 
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
@@ -101,7 +102,8 @@ def _authority(rest: str) -> str:
 
 def _after_host(authority: str) -> str:
     """The text after a host's colon if it cannot be a port, else ""."""
-    if authority.startswith("arn:"):  # the name of an access point of S3, which is full of colons
+    # the name of an access point of S3, which is full of colons
+    if authority.startswith("arn:"):
         return ""
     _, _, port = re.sub(r"^\[[^\]]*\]", "", authority).partition(":")
     return "" if port.isdigit() else port
@@ -156,7 +158,9 @@ class Url(str):
     def _values(self) -> dict[str, str]:
         """The value of each variable that the URL refers to; "" where there is none."""
         names = dict.fromkeys(_REFERENCE.findall(self))
-        return {name: self.secrets.get(name) or os.environ.get(name, "") for name in names}
+        return {
+            name: self.secrets.get(name) or os.environ.get(name, "") for name in names
+        }
 
     def _filled(self, text: str) -> str:
         values = self._values()

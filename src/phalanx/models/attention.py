@@ -60,7 +60,9 @@ class Core(nn.Module):
         grouped = q.shape[2] != k.shape[2]
         if grouped and q.dtype not in HALVES and q.device.type not in ("cpu", "meta"):
             # A GPU's kernel for 32 bits takes no groups, and what takes its place keeps all scores.
-            k, v = (each.repeat_interleave(q.shape[2] // k.shape[2], 2) for each in (k, v))
+            k, v = (
+                each.repeat_interleave(q.shape[2] // k.shape[2], 2) for each in (k, v)
+            )
             grouped = False
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
@@ -84,7 +86,9 @@ class HeadsAttention(nn.Module, ABC):
         self.turned_dim = sizes.turned_dim
         self.core = Core(window, sizes.softcap)
         self.dropout = Dropout(sizes.dropout, place=0)
-        self.wo = nn.Linear(sizes.heads * value_dim, sizes.hidden, bias=sizes.bias == "all")
+        self.wo = nn.Linear(
+            sizes.heads * value_dim, sizes.hidden, bias=sizes.bias == "all"
+        )
         self.sinks = nn.Parameter(torch.zeros(sizes.heads)) if sizes.sinks else None
         self.register_buffer("heads", torch.arange(sizes.heads), persistent=False)
 
@@ -122,7 +126,8 @@ class HeadsAttention(nn.Module, ABC):
         if angles is None:
             cos, sin = self.rope.angles(positions, self.turned_dim, dtype)
         else:
-            cos, sin = angles[self.rope_number].unbind()  # each (B, T, 1, turned_dim / 2)
+            # each (B, T, 1, turned_dim / 2)
+            cos, sin = angles[self.rope_number].unbind()
         return lambda x: rotate(x, cos, sin, self.rope_pairs)
 
     def reset_buffers(self) -> None:
@@ -202,7 +207,9 @@ class LatentAttention(HeadsAttention):
         queries = x if self.wq_a is None else self.q_a_norm(self.wq_a(x))
         q = self.wq_b(queries) if self.wq is None else self.wq(x)
         q = q.view(*x.shape[:-1], *q_head)
-        latent, k_turned = torch.split(self.wkv_a(x), [self.kv_latent, self.rope_dim], -1)
+        latent, k_turned = torch.split(
+            self.wkv_a(x), [self.kv_latent, self.rope_dim], -1
+        )
         both = self.wkv_b(self.kv_a_norm(latent)).unflatten(-1, kv_head)
         k, v = torch.split(both, [plain, self.value_dim], -1)
         q, q_turned = torch.split(q, [plain, self.rope_dim], -1)

@@ -84,7 +84,11 @@ class Mlp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:
             wide = self.up(x)
-            wide = F.silu(wide) if self.activation == "silu" else F.gelu(wide, approximate="tanh")
+            wide = (
+                F.silu(wide)
+                if self.activation == "silu"
+                else F.gelu(wide, approximate="tanh")
+            )
         else:
             wide = gated(self.gate(x), self.up(x), self.activation)
         y: Tensor = self.down(wide)
@@ -185,7 +189,10 @@ class BlockWithLosses(NumberedPart):
     def __init__(self, block: ExpertBlock) -> None:
         super().__init__(block._number)
         self.attn_norm, self.mlp_norm = block.attn_norm, block.mlp_norm
-        self.attn_post_norm, self.mlp_post_norm = block.attn_post_norm, block.mlp_post_norm
+        self.attn_post_norm, self.mlp_post_norm = (
+            block.attn_post_norm,
+            block.mlp_post_norm,
+        )
         self.attn, self.mlp = block.attn, block.mlp
         self.attn_dropout, self.mlp_dropout = block.attn_dropout, block.mlp_dropout
 
@@ -308,7 +315,10 @@ def _attend(
 
 
 def _add_mlp(
-    block: Block | BlockWithLosses | MergingPart, x: Tensor, m: Tensor, noise: Tensor | None
+    block: Block | BlockWithLosses | MergingPart,
+    x: Tensor,
+    m: Tensor,
+    noise: Tensor | None,
 ) -> Tensor:
     """The end of a block: the output `m` of its MLP joins the residual stream."""
     y: Tensor = x + block.mlp_dropout(_through(block.mlp_post_norm, m), noise)
@@ -329,7 +339,8 @@ class Embed(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         x: Tensor = self.tokens(tokens)
         if self.scale != 1:
-            x = x * x.new_full((), self.scale)  # rounded to x's dtype first, as Gemma was trained
+            # rounded to x's dtype first, as Gemma was trained
+            x = x * x.new_full((), self.scale)
         return x if self.positions is None else x + self.positions(positions)
 
 
@@ -340,7 +351,9 @@ class Head(nn.Module):
     a logit l is c tanh(l / c); that keeps a second matrix of logits for backward.
     """
 
-    def __init__(self, hidden: int, vocab: int, norm: nn.Module, softcap: float = 0.0) -> None:
+    def __init__(
+        self, hidden: int, vocab: int, norm: nn.Module, softcap: float = 0.0
+    ) -> None:
         super().__init__()
         self.norm, self.softcap = norm, softcap
         self.output = nn.Linear(hidden, vocab, bias=False)
@@ -362,7 +375,9 @@ def _block(sizes: DecoderSizes, piece: int) -> Block:
         return Block(piece, attn, Mlp(sizes, sizes.ffn), sizes)
     shared = sizes.shared_experts * sizes.expert_ffn
     beside = Mlp(sizes, shared) if shared else None
-    return ExpertBlock(piece, attn, Experts(Router(sizes), ExpertMlps(sizes), beside), sizes)
+    return ExpertBlock(
+        piece, attn, Experts(Router(sizes), ExpertMlps(sizes), beside), sizes
+    )
 
 
 class Decoder(nn.Module):
@@ -383,7 +398,9 @@ class Decoder(nn.Module):
         for name, weight in self.named_parameters():
             self.draw(name, weight)
 
-    def forward(self, tokens: Tensor, targets: Tensor, **shared: Tensor | None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, targets: Tensor, **shared: Tensor | None
+    ) -> Tensor:
         """The summed loss. `shared` is what every block is called with: positions, if need be
         documents and noise."""
         if shared.get("positions") is None:
@@ -407,7 +424,9 @@ class Decoder(nn.Module):
         return shared_angles(sizes.ropes, batch["positions"], sizes.turned_dim, dtype)
 
     @torch.no_grad()
-    def draw(self, name: str, weight: Tensor, generator: torch.Generator | None = None) -> None:
+    def draw(
+        self, name: str, weight: Tensor, generator: torch.Generator | None = None
+    ) -> None:
         """Fill the `weight` of that name, or a part, with its start, as GPT-2 did (Radford et al. 2019).
 
         By name, so that each weight can be drawn alone, in any order, wherever it will live.
@@ -432,5 +451,9 @@ def describe(model: Decoder) -> tuple[tuple[tuple[str, nn.Module], ...], str]:
     blocks = tuple((f"layers.{n}", block) for n, block in enumerate(model.layers))
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     names += [name for name, _ in model.named_buffers()]
-    lines = [line for line in RULES.splitlines() if fnmatch.filter(names, line.split(" : ")[0])]
+    lines = [
+        line
+        for line in RULES.splitlines()
+        if fnmatch.filter(names, line.split(" : ")[0])
+    ]
     return (("embed", model.embed), *blocks, ("head", model.head)), "\n".join(lines)

@@ -26,7 +26,9 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     if activation == "clamped":
         gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
         return (up + 1) * gate * torch.sigmoid(ALPHA * gate)
-    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+    return (
+        F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    ) * up
 
 
 class _Counted(torch.autograd.Function):
@@ -58,12 +60,15 @@ class _Share(torch.autograd.Function):
 
 # Names of what a router gives for its losses.
 CHOICES = (
-    "choices"  # (B, experts): how often tokens of each sequence chose each expert; no gradient
+    # (B, experts): how often tokens of each sequence chose each expert; no gradient
+    "choices"
 )
 SCORED = (
-    "scored"  # (B, experts): sums over the tokens of each sequence of their shares of the scores
+    # (B, experts): sums over the tokens of each sequence of their shares of the scores
+    "scored"
 )
-SQUARED = "squared"  # one number: the sum over tokens of the squared log-sum-exp of their scores
+# one number: the sum over tokens of the squared log-sum-exp of their scores
+SQUARED = "squared"
 TERMS = (SCORED, SQUARED)  # in which the losses are linear
 
 
@@ -103,8 +108,14 @@ class Router(nn.Module):
         self.experts = sizes.experts
         self.tally: Tensor | None = None
         self.weight = nn.Parameter(torch.empty(sizes.experts, sizes.hidden))
-        self.logit_bias = nn.Parameter(torch.empty(sizes.experts)) if sizes.bias == "all" else None
-        self.bias = nn.Parameter(torch.empty(sizes.experts)) if sizes.balance == "bias" else None
+        self.logit_bias = (
+            nn.Parameter(torch.empty(sizes.experts)) if sizes.bias == "all" else None
+        )
+        self.bias = (
+            nn.Parameter(torch.empty(sizes.experts))
+            if sizes.balance == "bias"
+            else None
+        )
 
     @property
     def has_losses(self) -> bool:
@@ -116,7 +127,11 @@ class Router(nn.Module):
         logits = self.logits(x)
         scores = self.scored(logits)
         chosen = self.ranked(scores).topk(self.top_k, -1).indices
-        sent = torch.ones_like(chosen) if valid is None else valid.unsqueeze(-1).expand_as(chosen)
+        sent = (
+            torch.ones_like(chosen)
+            if valid is None
+            else valid.unsqueeze(-1).expand_as(chosen)
+        )
         if self.tally is not None:
             self.tally.scatter_add_(0, chosen.flatten(), sent.flatten().to(torch.int64))
         gates = scores.gather(-1, chosen)
@@ -129,7 +144,9 @@ class Router(nn.Module):
         sent = sent.to(gates.dtype)
         each = sent.new_zeros(len(x), len(self.weight))  # of each sequence
         each.scatter_add_(1, chosen.flatten(1), sent.flatten(1))
-        terms = self._terms(logits, scores, each, sent[..., 0]) if self.has_losses else {}
+        terms = (
+            self._terms(logits, scores, each, sent[..., 0]) if self.has_losses else {}
+        )
         if not balances:
             return Routed(gates, chosen, terms)
         counts = each.sum(0)
@@ -145,7 +162,11 @@ class Router(nn.Module):
         if not torch.is_grad_enabled():
             return terms
         if self.sequence_loss or self.batch_loss:
-            p = scores / scores.sum(-1, keepdim=True) if self.scores == "sigmoid" else scores
+            p = (
+                scores / scores.sum(-1, keepdim=True)
+                if self.scores == "sigmoid"
+                else scores
+            )
             terms[SCORED] = (p * sent.unsqueeze(-1)).sum(1)
         if self.z_loss:
             terms[SQUARED] = (logits.logsumexp(-1).square() * sent).sum()
@@ -190,7 +211,9 @@ class Router(nn.Module):
             return ranked.detach()
         grouped = ranked.detach().view(*ranked.shape[:-1], self.groups, -1)
         best = grouped.topk(2, -1).values.sum(-1).topk(self.top_groups, -1).indices
-        left = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, True)
+        left = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(
+            -1, best, True
+        )
         return grouped.masked_fill(~left.unsqueeze(-1), -math.inf).view(scores.shape)
 
 
@@ -201,7 +224,9 @@ def loss_router(piece: nn.Module) -> Router | None:
 
 
 def _inverse(order: Tensor) -> Tensor:
-    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return torch.empty_like(order).scatter_(
+        0, order, torch.arange(len(order), device=order.device)
+    )
 
 
 class Spread(nn.Module):
@@ -259,7 +284,9 @@ class ExpertProducts(nn.Module):
     def on_runs(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """Each expert on its tokens, of which several senders have sent a run each, sorted by expert:
         `counts` (senders, experts). Results are in the order of the tokens."""
-        expert = torch.arange(counts.shape[1], device=counts.device).repeat(counts.shape[0])
+        expert = torch.arange(counts.shape[1], device=counts.device).repeat(
+            counts.shape[0]
+        )
         runs = expert.repeat_interleave(counts.flatten(), output_size=len(tokens))
         order = runs.argsort(stable=True)
         y = self.on_sorted(tokens.index_select(0, order), counts.sum(0))
@@ -275,11 +302,17 @@ class ExpertProducts(nn.Module):
             return self.grouped(tokens, counts)
         # Unbound at once: the gradient of `weight[e]` would be of the size of all experts.
         parts: list[Any] = [x.unbind() for x in (self.gate, self.up, self.down)]
-        parts += [(x,) * len(self.up) if x is None else x.unbind() for x in self.biases()]
+        parts += [
+            (x,) * len(self.up) if x is None else x.unbind() for x in self.biases()
+        ]
         runs, product = torch.split(tokens, counts.tolist()), self.product
         return torch.cat(
             [
-                product(gated(product(run, g, gb), product(run, u, ub), self.activation), d, db)
+                product(
+                    gated(product(run, g, gb), product(run, u, ub), self.activation),
+                    d,
+                    db,
+                )
                 for run, g, u, d, gb, ub, db in zip(runs, *parts, strict=True)
             ]
         )
@@ -341,7 +374,9 @@ class ExpertMlps(ExpertProducts):
 class Experts(nn.Module):
     """Routed experts, and beside them `shared`, through which all tokens go."""
 
-    def __init__(self, router: Router, routed: ExpertMlps, shared: nn.Module | None) -> None:
+    def __init__(
+        self, router: Router, routed: ExpertMlps, shared: nn.Module | None
+    ) -> None:
         super().__init__()
         self.router, self.routed, self.shared = router, routed, shared
 

@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
-STRIP = 128  # rows; on a CPU 512 took 1.3 to 2.2 times as long in windows and with soft caps
+# rows; on a CPU 512 took 1.3 to 2.2 times as long in windows and with soft caps
+STRIP = 128
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -70,7 +71,9 @@ def all_gradients(
     window: int = 0,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dq, dk, dv = own_gradients(gradient, (q, k, v), documents, out, lse, window, softcap)
+    dq, dk, dv = own_gradients(
+        gradient, (q, k, v), documents, out, lse, window, softcap
+    )
     return dq, dk, dv, sink_gradients(gradient, out, lse, sinks)
 
 
@@ -94,7 +97,9 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, T
     return (out * (lse - total).exp().unsqueeze(-1)).to(out.dtype), total
 
 
-def sink_gradients(gradient: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
+def sink_gradients(
+    gradient: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None
+) -> Tensor:
     """The gradient of the sinks; `out` and `lse` are with these. Empty without sinks."""
     if sinks is None:
         return gradient.new_empty(0)
@@ -138,13 +143,16 @@ def _own_blocks(
 ) -> list[AttentionBlock]:
     """Each document by itself. Neighbouring sequences that are cut alike share blocks."""
     before, keys = k.shape[1] - q.shape[1], k.shape[1]
-    if q.is_meta and window:  # where shapes are counted alone: so many keys as a row has on average
+    # where shapes are counted alone: so many keys as a row has on average
+    if q.is_meta and window:
         seen = np.minimum(np.arange(before, keys) + 1, window).mean()
         return [AttentionBlock(slice(None), slice(None), slice(0, math.ceil(seen)))]
     runs = [(slice(None), [0, keys])]
     if documents is not None:
         runs = []
-        for edges, run in groupby(enumerate(_edges(documents)), key=lambda each: each[1]):
+        for edges, run in groupby(
+            enumerate(_edges(documents)), key=lambda each: each[1]
+        ):
             cut = [sequence for sequence, _ in run]
             runs.append((slice(cut[0], cut[-1] + 1), edges))
     blocks: list[AttentionBlock] = []
@@ -153,12 +161,17 @@ def _own_blocks(
             first = max(begin, before)
             if first == begin and not 0 < window < end - begin:
                 rows = slice(first - before, end - before)
-                blocks.append(AttentionBlock(batch, rows, slice(begin, end), causal=True))
+                blocks.append(
+                    AttentionBlock(batch, rows, slice(begin, end), causal=True)
+                )
                 continue
             for start in range(first, end, STRIP):
                 stop = min(start + STRIP, end)
                 low = max(begin, start + 1 - window) if window else begin
-                rows, band = slice(start - before, stop - before), (start - low, window or keys)
+                rows, band = (
+                    slice(start - before, stop - before),
+                    (start - low, window or keys),
+                )
                 blocks.append(AttentionBlock(batch, rows, slice(low, stop), band=band))
     return blocks
 
@@ -228,13 +241,19 @@ def _by_lengths(
 
 def _no_gradients(gradient: Tensor, *given: Any) -> tuple[Tensor, ...]:
     sinks = given[4]
-    return *map(_room, given[:3]), gradient.new_empty(0) if sinks is None else _room(sinks)
+    return *map(_room, given[:3]), gradient.new_empty(0) if sinks is None else _room(
+        sinks
+    )
 
 
 # One operation for autograd, for recomputation and for a compiled graph, which cannot know the blocks.
 # Not by `torch.library.custom_op`: the first call of such an operation imports torch's compiler.
 for _name, _function, _fake in (
-    ("phalanx::attention", attend_own, lambda q, *_: (_room(q), _room(q[..., 0], _wide(q)))),
+    (
+        "phalanx::attention",
+        attend_own,
+        lambda q, *_: (_room(q), _room(q[..., 0], _wide(q))),
+    ),
     ("phalanx::attention_gradients", all_gradients, _no_gradients),
 ):
     _schema = torch.library.infer_schema(_function, mutates_args=())
@@ -258,7 +277,9 @@ def _starts(documents: Tensor | None, like: Tensor) -> tuple[Tensor, int]:
     return starts
 
 
-def _starts_of(edges: list[list[int]], length: int, device: torch.device) -> tuple[Tensor, int]:
+def _starts_of(
+    edges: list[list[int]], length: int, device: torch.device
+) -> tuple[Tensor, int]:
     flat = [row * length + t for row, own in enumerate(edges) for t in own[:-1]]
     flat.append(len(edges) * length)
     starts = torch.from_numpy(np.array(flat, np.int32))
@@ -276,12 +297,18 @@ def _varlen(
     flat = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
     op = torch.ops.aten._flash_attention_forward
     ends = starts, starts, longest, longest
-    out, lse = op(*flat, *ends, 0.0, True, False, **_within(window))[:2]  # lse: (heads, tokens)
+    # lse: (heads, tokens)
+    out, lse = op(*flat, *ends, 0.0, True, False, **_within(window))[:2]
     return out.view(q.shape), lse.T.contiguous().view(q.shape[:-1])
 
 
 def _varlen_back(
-    gradient: Tensor, qkv: Qkv, documents: Tensor | None, out: Tensor, lse: Tensor, window: int
+    gradient: Tensor,
+    qkv: Qkv,
+    documents: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    window: int,
 ) -> list[Tensor]:
     starts, longest = _starts(documents, out)
     g, q, k, v, o = (x.reshape(-1, *x.shape[2:]) for x in (gradient, *qkv, out))
@@ -365,7 +392,9 @@ class Kernels(NamedTuple):
 
 def _capped(softcap: float) -> Kernels:
     """No fused kernel of torch caps scores."""
-    return Kernels(partial(_plain, softcap=softcap), partial(_plain_back, softcap=softcap))
+    return Kernels(
+        partial(_plain, softcap=softcap), partial(_plain_back, softcap=softcap)
+    )
 
 
 @cache
@@ -390,7 +419,9 @@ def _kernels(q: Tensor, mask: Mask = None) -> Kernels:
     return EFFICIENT if q.dtype != torch.float64 and fits else PLAIN
 
 
-def _cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Mask) -> tuple[Tensor, Tensor]:
+def _cpu(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Mask
+) -> tuple[Tensor, Tensor]:
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = op(q, k, v, 0.0, causal, attn_mask=mask)
     return out, lse
@@ -404,7 +435,9 @@ def _cpu_back(
     return into
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Mask) -> tuple[Tensor, Tensor]:
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Mask
+) -> tuple[Tensor, Tensor]:
     op = torch.ops.aten._scaled_dot_product_flash_attention
     out, lse = op(q, k, v, 0.0, causal)[:2]
     return out, lse
@@ -421,11 +454,15 @@ def _flash_back(
 
 def _no_dropout(g: Tensor) -> tuple[Tensor, Tensor]:
     """The state of a generator, of which nothing is drawn without dropout."""
-    seed, offset = (torch.zeros(n, dtype=torch.uint64, device=g.device) for n in ((2,), ()))
+    seed, offset = (
+        torch.zeros(n, dtype=torch.uint64, device=g.device) for n in ((2,), ())
+    )
     return seed, offset
 
 
-def _efficient(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Mask) -> tuple[Tensor, Tensor]:
+def _efficient(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Mask
+) -> tuple[Tensor, Tensor]:
     groups = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))  # it knows no groups
     op = torch.ops.aten._scaled_dot_product_efficient_attention
@@ -440,7 +477,9 @@ def _efficient_back(
     kv_heads, groups = k.shape[1], q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
     op = torch.ops.aten._scaled_dot_product_efficient_attention_backward
-    seed, offset = (torch.zeros((), dtype=torch.int64, device=g.device) for _ in range(2))
+    seed, offset = (
+        torch.zeros((), dtype=torch.int64, device=g.device) for _ in range(2)
+    )
     lse, wanted = F.pad(lse, (0, -lse.shape[2] % 32)), [True, True, True, False]
     into = op(g, q, k, v, mask, out, lse, seed, offset, 0.0, wanted, causal)
     return into[0], *(x.unflatten(1, (kv_heads, groups)).sum(2) for x in into[1:3])
@@ -461,16 +500,29 @@ def _plain(
 
 
 def _plain_back(
-    g: Tensor, qkv: Qkv, out: Tensor, lse: Tensor, causal: bool, mask: Mask, softcap: float = 0.0
+    g: Tensor,
+    qkv: Qkv,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    mask: Mask,
+    softcap: float = 0.0,
 ) -> Sequence[Tensor]:
     q, k, v = qkv
     into_q, into_k, into_v = (torch.zeros_like(x, dtype=_wide(x)) for x in qkv)
     for rows, seen, scores in _strips(q, k, causal, mask, softcap):
         own, wide = q[:, :, rows], scores.dtype
-        dy, y, folded = (_folded(x, k).to(wide) for x in (g[:, :, rows], out[:, :, rows], own))
-        weights = (scores - lse[:, :, rows].reshape(scores.shape[:-1]).unsqueeze(-1)).exp_()
-        inside = weights * (dy @ v[:, :, :seen].mT.to(wide) - (dy * y).sum(-1, keepdim=True))
-        if softcap:  # of c tanh(s / c); nothing where a key is not seen, at minus infinity
+        dy, y, folded = (
+            _folded(x, k).to(wide) for x in (g[:, :, rows], out[:, :, rows], own)
+        )
+        weights = (
+            scores - lse[:, :, rows].reshape(scores.shape[:-1]).unsqueeze(-1)
+        ).exp_()
+        inside = weights * (
+            dy @ v[:, :, :seen].mT.to(wide) - (dy * y).sum(-1, keepdim=True)
+        )
+        # of c tanh(s / c); nothing where a key is not seen, at minus infinity
+        if softcap:
             inside *= (1 - (scores / softcap).square_()).clamp_(min=0)
         inside *= q.shape[-1] ** -0.5
         into_q[:, :, rows] = (inside @ k[:, :, :seen].to(wide)).view(own.shape)

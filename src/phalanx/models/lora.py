@@ -42,7 +42,9 @@ def adapt(linear: nn.Linear, r: int, alpha: float) -> None:
 
 
 @torch.no_grad()
-def draw_lora(name: str, weight: Tensor, generator: torch.Generator | None = None) -> None:
+def draw_lora(
+    name: str, weight: Tensor, generator: torch.Generator | None = None
+) -> None:
     """The start of a factor, as peft's: `a` uniform by its number of columns, `b` zero."""
     if name.endswith("lora.b.weight"):
         weight.zero_()

@@ -40,7 +40,8 @@ def _chunks(logits: Tensor, width: int) -> Iterator[_Chunk]:
     count = max(1, min(tokens, numbers // max(1, width)))
     copied = dtype != logits.dtype
     rooms = [
-        torch.empty(count, width, dtype=dtype, device=logits.device) for _ in range(1 + copied)
+        torch.empty(count, width, dtype=dtype, device=logits.device)
+        for _ in range(1 + copied)
     ]
     if logits.is_meta:
         # Sizes alone count here: all tokens at once, in the memory of a chunk.
@@ -65,7 +66,9 @@ class _TokenLoss(torch.autograd.Function):
         totals = torch.empty_like(losses) if z else None
         for rows, _, x, room in _chunks(logits, logits.shape[1]):
             torch.log_softmax(x, -1, out=room)
-            losses[rows] = F.nll_loss(room, targets[rows], ignore_index=IGNORED, reduction="none")
+            losses[rows] = F.nll_loss(
+                room, targets[rows], ignore_index=IGNORED, reduction="none"
+            )
             if totals is not None:
                 totals[rows] = _log_sum(x, room)
         ctx.save_for_backward(logits, targets, totals)
@@ -78,11 +81,14 @@ class _TokenLoss(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         logits, targets, totals = ctx.saved_tensors
-        each = gradient * (targets != IGNORED)  # (tokens,): the gradient of a token's loss
+        # (tokens,): the gradient of a token's loss
+        each = gradient * (targets != IGNORED)
         share = each
         if totals is not None:  # the softmax is the gradient of the log of the sum, too
             share = each * (1.0 + 2.0 * ctx.z * totals)
-        into = _write_gradient(logits, logits.shape[1], targets.clamp(min=0), share, -each)
+        into = _write_gradient(
+            logits, logits.shape[1], targets.clamp(min=0), share, -each
+        )
         return into, None, None
 
 
@@ -103,7 +109,8 @@ class _CutTokenLoss(torch.autograd.Function):
         mine = (targets >= first) & (targets < first + width)  # (tokens,)
         at = torch.where(mine, targets - first, 0)
         chosen = torch.zeros_like(targets, dtype=wide)  # each target's logit
-        own = torch.full_like(chosen, -math.inf)  # log of the sum of exp of this rank's words
+        # log of the sum of exp of this rank's words
+        own = torch.full_like(chosen, -math.inf)
         if width:
             chosen.copy_(logits.gather(-1, at.unsqueeze(-1)).squeeze(-1)).mul_(mine)
             for rows, _, x, room in _chunks(logits, width):
@@ -129,7 +136,8 @@ class _CutTokenLoss(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         logits, own, total, at, mine, valid = ctx.saved_tensors
         each = gradient * valid  # (tokens,): the gradient of a token's loss
-        share = each * (own - total).exp()  # of this rank's softmax, which adds up to one by itself
+        # of this rank's softmax, which adds up to one by itself
+        share = each * (own - total).exp()
         if ctx.z:
             share = share * (1.0 + 2.0 * ctx.z * total)
         into = _write_gradient(logits, ctx.width, at, share, -each * mine)

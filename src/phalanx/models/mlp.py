@@ -67,7 +67,9 @@ class DeepMlp(nn.Module):
         return loss
 
     @torch.no_grad()
-    def draw(self, name: str, weight: Tensor, generator: torch.Generator | None = None) -> None:
+    def draw(
+        self, name: str, weight: Tensor, generator: torch.Generator | None = None
+    ) -> None:
         """Fill the `weight` of that name, or a part, with its start (He et al. 2015: gelu halves too)."""
         weight.normal_(0.0, math.sqrt(2 / self.width), generator=generator)
 

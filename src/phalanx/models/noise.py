@@ -51,7 +51,9 @@ class Dropout(nn.Module):
         super().__init__()
         self.rate, self.place = rate, place
 
-    def forward(self, x: Tensor, noise: Tensor | None, index: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, noise: Tensor | None, index: Tensor | None = None
+    ) -> Tensor:
         """`x` (B, T, features), `noise` (B, T), `index` (features) or None for 0, 1, 2, ..."""
         if noise is None or self.rate == 0.0:
             return x
@@ -59,4 +61,6 @@ class Dropout(nn.Module):
             index = torch.arange(x.shape[-1], device=x.device)
         draw = _stir(_stir(noise, self.place).unsqueeze(-1), index)
         # `where` keeps one byte per element for backward; a product would keep the mask in x's dtype.
-        return torch.where(draw >= round(self.rate * 2**32), x * (1.0 / (1.0 - self.rate)), 0.0)
+        return torch.where(
+            draw >= round(self.rate * 2**32), x * (1.0 / (1.0 - self.rate)), 0.0
+        )

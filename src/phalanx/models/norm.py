@@ -64,7 +64,9 @@ class _LayerNormalized(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float
+    ) -> Tensor:
         wide = weight.float(), bias.float()
         y, mean, scale = torch.native_layer_norm(x, weight.shape, *wide, eps)
         ctx.save_for_backward(x, weight, bias, mean, scale)
@@ -73,8 +75,13 @@ class _LayerNormalized(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, mean, scale = ctx.saved_tensors
-        op, wide = torch.ops.aten.native_layer_norm_backward, (weight.float(), bias.float())
-        into = op(gradient.float(), x.float(), weight.shape, mean, scale, *wide, [True] * 3)
+        op, wide = (
+            torch.ops.aten.native_layer_norm_backward,
+            (weight.float(), bias.float()),
+        )
+        into = op(
+            gradient.float(), x.float(), weight.shape, mean, scale, *wide, [True] * 3
+        )
         return *(part.to(x.dtype) for part in into), None
 
 
@@ -91,4 +98,8 @@ class LayerNorm(nn.LayerNorm):
 
 def norm_of(kind: str, size: int, eps: float) -> nn.Module:
     """By a shape's word for it: rms, rms1 (its weights count from one) or layer."""
-    return LayerNorm(size, eps) if kind == "layer" else RMSNorm(size, eps, plus_one=kind == "rms1")
+    return (
+        LayerNorm(size, eps)
+        if kind == "layer"
+        else RMSNorm(size, eps, plus_one=kind == "rms1")
+    )

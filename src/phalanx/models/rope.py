@@ -34,7 +34,11 @@ class RopeScaling:
         """The frequencies, where `half` (head_dim / 2) is 0, 2/head_dim, 4/head_dim, ..."""
         dim = 2 * half.shape[0]
         if self.kind == "dynamic":
-            grown = self.factor * max(self.longest, self.sequence) / self.sequence - self.factor + 1
+            grown = (
+                self.factor * max(self.longest, self.sequence) / self.sequence
+                - self.factor
+                + 1
+            )
             theta *= grown ** (dim / (dim - 2))
         frequency: Tensor = theta**-half
         if self.kind == "dynamic":
@@ -44,7 +48,9 @@ class RopeScaling:
         if self.kind == "yarn":
             # The indices at which a wave turns `high` and `low` times within the sequence.
             first, last = (
-                dim * math.log(self.sequence / (turns * 2 * math.pi)) / (2 * math.log(theta))
+                dim
+                * math.log(self.sequence / (turns * 2 * math.pi))
+                / (2 * math.log(theta))
                 for turns in (self.high, self.low)
             )
             if self.truncated:
@@ -69,14 +75,23 @@ class Rope:
     theta: float
     scaling: RopeScaling | None = None
 
-    def angles(self, positions: Tensor, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def angles(
+        self, positions: Tensor, head_dim: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
         """Cosine and sine, each (B, T, 1, head_dim / 2), of float32 or wider."""
         wide = torch.promote_types(dtype, torch.float32)
-        half = torch.arange(0, head_dim, 2, device=positions.device, dtype=wide) / head_dim
-        frequency = self.scaling(self.theta, half) if self.scaling else self.theta**-half
+        half = (
+            torch.arange(0, head_dim, 2, device=positions.device, dtype=wide) / head_dim
+        )
+        frequency = (
+            self.scaling(self.theta, half) if self.scaling else self.theta**-half
+        )
         angle = (positions.to(wide).unsqueeze(-1) * frequency).unsqueeze(-2)
         if self.scaling is not None and self.scaling.attention != 1:
-            return angle.cos() * self.scaling.attention, angle.sin() * self.scaling.attention
+            return (
+                angle.cos() * self.scaling.attention,
+                angle.sin() * self.scaling.attention,
+            )
         return angle.cos(), angle.sin()
 
 
@@ -96,6 +111,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: str = "halves") -> Tensor
     `neighbours`. What these become stands in halves: queries and keys alike, so scores are the same.
     """
     wide = x.to(cos.dtype)
-    first, second = wide.chunk(2, -1) if pairs == "halves" else (wide[..., ::2], wide[..., 1::2])
+    first, second = (
+        wide.chunk(2, -1) if pairs == "halves" else (wide[..., ::2], wide[..., 1::2])
+    )
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
     return turned.to(x.dtype)

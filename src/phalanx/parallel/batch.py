@@ -105,7 +105,9 @@ def _held(batch: Mapping[str, Tensor], layout: Layout, cp: int) -> dict[str, Ten
     return held
 
 
-def edge_shape(batch: Mapping[str, Tensor], width: int, time_cut: int) -> tuple[int, ...]:
+def edge_shape(
+    batch: Mapping[str, Tensor], width: int, time_cut: int
+) -> tuple[int, ...]:
     """The shape of what passes between two pieces, for a microbatch as this rank holds it; with
     `seq` ranks of tp hold equal parts of its time."""
     if "tokens" not in batch:
@@ -116,7 +118,9 @@ def edge_shape(batch: Mapping[str, Tensor], width: int, time_cut: int) -> tuple[
 
 def count_tokens(batch: Mapping[str, Tensor]) -> Tensor:
     """Number of real tokens in a batch, with or without targets, as a tensor on the batch's device."""
-    return batch[VALID].sum() if VALID in batch else torch.ones_like(batch["tokens"]).sum()
+    return (
+        batch[VALID].sum() if VALID in batch else torch.ones_like(batch["tokens"]).sum()
+    )
 
 
 def count_valid(batch: Mapping[str, Tensor]) -> Tensor:

@@ -37,7 +37,8 @@ from .tensor import VocabularyCrossEntropy
 
 Named = Mapping[str, Tensor]
 _lock = threading.Lock()
-BACKEND = "PHALANX_COMPILE_BACKEND"  # in the environment: which of torch.compile's, for tests
+# in the environment: which of torch.compile's, for tests
+BACKEND = "PHALANX_COMPILE_BACKEND"
 _LOSSES = CrossEntropy, VocabularyCrossEntropy
 _ENTRIES = 64  # graphs of a kind, before torch would run it eagerly without a word
 
@@ -90,7 +91,9 @@ class _TappedProduct(torch.autograd.Function):
     """A product whose backward gives the factors of the weight's gradient to the taps."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, weight: Tensor, *more: Any) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, weight: Tensor, *more: Any
+    ) -> Tensor:
         _x_tap, _y_tap, scales, how = more
         ctx.save_for_backward(x, weight, scales)
         ctx.biased, ctx.how = bias is not None, how
@@ -115,7 +118,9 @@ class _Taps(torch.autograd.Function):
         shapes: Sequence[tuple[torch.Size, torch.dtype]],
     ) -> tuple[Tensor, ...]:
         ctx.take = take
-        return tuple(leaf.new_zeros((), dtype=dtype).expand(size) for size, dtype in shapes)
+        return tuple(
+            leaf.new_zeros((), dtype=dtype).expand(size) for size, dtype in shapes
+        )
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
@@ -145,7 +150,12 @@ class CompiledModule:
     backward has computed the input's."""
 
     def __init__(
-        self, module: nn.Module, mode: str, device: torch.device, *, selective: bool = False
+        self,
+        module: nn.Module,
+        mode: str,
+        device: torch.device,
+        *,
+        selective: bool = False,
     ) -> None:
         self.module, self.device = module, device
         self.owners: list[tuple[Any, How]] = []
@@ -165,14 +175,21 @@ class CompiledModule:
         self, x: Tensor | None, named: Named, take: Callable[[list[Factors]], None]
     ) -> Tensor | Mapping[str, Tensor]:
         inputs = {**({} if x is None else {"": x}), **named}
-        key = tuple((name, y.shape, y.dtype, y.requires_grad) for name, y in inputs.items())
+        key = tuple(
+            (name, y.shape, y.dtype, y.requires_grad) for name, y in inputs.items()
+        )
         if key not in self.known:
             self.known[key] = self._trace(x, named)
         tapped = self.known[key] if torch.is_grad_enabled() else []
 
         def taken(gradients: Sequence[Tensor]) -> None:
             pairs = zip(tapped, gradients[::2], gradients[1::2], strict=True)
-            take([Factors(o.owner.weight, x, gradient, o.how) for o, x, gradient in pairs])
+            take(
+                [
+                    Factors(o.owner.weight, x, gradient, o.how)
+                    for o, x, gradient in pairs
+                ]
+            )
 
         if tapped:
             leaf = torch.zeros((), device=self.device, requires_grad=True)
@@ -203,11 +220,18 @@ class CompiledModule:
         def fake(x: Tensor) -> Tensor:
             return mode.from_tensor(x.detach()).requires_grad_(x.requires_grad)
 
-        def product(owner: Any, how: How, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        def product(
+            owner: Any, how: How, x: Tensor, bias: Tensor | None = None
+        ) -> Tensor:
             # Detached: a gradient that is there already may be of another dtype.
             weight = owner.weight.detach().requires_grad_(owner.weight.requires_grad)
             y = multiply(x, weight, bias, how._replace(scales=owner.scales))
-            taps = x.requires_grad and x.dim() > 1 and weight.dim() == 2 and weight.requires_grad
+            taps = (
+                x.requires_grad
+                and x.dim() > 1
+                and weight.dim() == 2
+                and weight.requires_grad
+            )
             shapes = ((x.shape, x.dtype), (y.shape, y.dtype)) if taps else ()
             calls[owner].append(_Tapped(owner, how, shapes))
             return y
@@ -250,7 +274,11 @@ def _call(module: nn.Module, x: Tensor | None, named: Named) -> Any:
 def _again(module: nn.Module, x: Tensor | None, named: Named) -> Any:
     """Calls a piece with selective recomputation as a part of the graph."""
     contexts = partial(create_selective_checkpoint_contexts, _policy)
-    more: Any = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
+    more: Any = {
+        "use_reentrant": False,
+        "preserve_rng_state": False,
+        "context_fn": contexts,
+    }
     return checkpoint(_call, module, x, named, **more)
 
 
@@ -283,6 +311,8 @@ def _compiled(kind: Any, mode: str, selective: bool, backend: str) -> Any:
 
     # A code object of its own: what torch has compiled hangs on it, and is searched at each call.
     plain = _again if selective else _call
-    function = FunctionType(plain.__code__.replace(co_name=f"call_{kind.__name__}"), globals())
+    function = FunctionType(
+        plain.__code__.replace(co_name=f"call_{kind.__name__}"), globals()
+    )
     compiled: Any = torch.compile
     return compiled(function, backend=counting, dynamic=False)

@@ -78,7 +78,13 @@ class UlyssesCore(nn.Module):
         self.inner, self.group = inner, group
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, positions: Ids, documents: Ids, *sinks: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Ids,
+        documents: Ids,
+        *sinks: Tensor,
     ) -> Tensor:
         ranks, heads, kv_heads = self.group.size, q.shape[2], k.shape[2]
         if heads % ranks:
@@ -92,7 +98,8 @@ class UlyssesCore(nn.Module):
             k, v = k.repeat_interleave(copies, 2), v.repeat_interleave(copies, 2)
         # One message for q, k and v: each rank's heads of all three together.
         parts = [
-            x.view(*x.shape[:2], ranks, -1, x.shape[3]).permute(2, 0, 1, 3, 4) for x in (q, k, v)
+            x.view(*x.shape[:2], ranks, -1, x.shape[3]).permute(2, 0, 1, 3, 4)
+            for x in (q, k, v)
         ]
         sizes = [x.shape[3] for x in parts]
         mine = regions.exchange(torch.cat(parts, 3), self.group, 0, 2).squeeze(0)
@@ -113,18 +120,28 @@ class GatheredCore(nn.Module):
         self.window, self.softcap, self.group = plain.window, plain.softcap, group
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, positions: Ids, documents: Ids, sinks: Sinks = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Ids,
+        documents: Ids,
+        sinks: Sinks = None,
     ) -> Tensor:
         ring, length = self.group, q.shape[1] * self.group.size
         kv = regions.gather_sum(torch.stack((k, v)), ring, 2)
-        times = torch.cat([held_times(length, ring.size, 1, rank) for rank in range(ring.size)])
+        times = torch.cat(
+            [held_times(length, ring.size, 1, rank) for rank in range(ring.size)]
+        )
         k, v = kv.index_select(2, times.argsort().to(q.device))  # in order of time
         chunk, parts = length // (2 * ring.size), []
         for rows, own in zip(
             q.chunk(2, 1), (ring.rank, 2 * ring.size - 1 - ring.rank), strict=True
         ):
             stop = (own + 1) * chunk
-            seen = slice(max(0, own * chunk + 1 - self.window) if self.window else 0, stop)
+            seen = slice(
+                max(0, own * chunk + 1 - self.window) if self.window else 0, stop
+            )
             near = None if documents is None or q.is_meta else documents[:, seen]
             args = k[:, seen], v[:, seen], near, sinks, self.window, self.softcap
             parts.append(attention(rows, *args))
@@ -145,7 +162,13 @@ class RingCore(nn.Module):
         self.group = group
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, positions: Ids, documents: Ids, sinks: Sinks = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Ids,
+        documents: Ids,
+        sinks: Sinks = None,
     ) -> Tensor:
         assert q.shape[1] % 2 == 0, "a rank of a ring holds two chunks of one length"
         # Contiguous, so that what is kept is no view of something larger.
@@ -163,7 +186,9 @@ class _Ring(torch.autograd.Function):
     """Keeps q, k, v, the result and its log-sum-exp for this rank's own tokens; no visitors."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, kv: Tensor, ids: Ids, sinks: Sinks, group: Group) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, kv: Tensor, ids: Ids, sinks: Sinks, group: Group
+    ) -> Tensor:
         out, lse = ring_attention(q, kv, ids, sinks, group)
         ctx.save_for_backward(q, kv, ids, sinks, out, lse)
         ctx.group = group
@@ -287,7 +312,9 @@ def ring_attention(
     for step, (k, v) in enumerate(_visits(kv, group)):
         if step == 0:
             if documents is None:
-                out, lse = attend(q, k, v, needed(0, group.rank, group.size, q.shape[1]))
+                out, lse = attend(
+                    q, k, v, needed(0, group.rank, group.size, q.shape[1])
+                )
             else:
                 own = _ids_of(documents, group, group.rank)
                 out, lse = attend_own(q, k, v, own, None)
@@ -335,14 +362,19 @@ def ring_gradients(
         behind = _Passing(into_kv, group)
     assert behind is not None
     into_kv = behind.come()  # home
-    return into_q.to(q.dtype), into_kv.to(q.dtype), sink_gradients(gradient, out, lse, sinks)
+    return (
+        into_q.to(q.dtype),
+        into_kv.to(q.dtype),
+        sink_gradients(gradient, out, lse, sinks),
+    )
 
 
 class _Passing:
     """A tensor on its way to the next rank, and another on its way from the one before."""
 
     def __init__(self, x: Tensor, group: Group) -> None:
-        self.x, self.coming = x, torch.empty_like(x)  # what leaves lives until it has left
+        # what leaves lives until it has left
+        self.x, self.coming = x, torch.empty_like(x)
         before, after = (group.rank - 1) % group.size, (group.rank + 1) % group.size
         self.works = (
             group.send(x, after, wait=False),

@@ -83,7 +83,8 @@ class Unit:
 
     plain = False  # autograd does its normal work
     scaled = False  # gathers need scales that the shards agree on: see `narrow.py`
-    scales: Mapping[str, Tensor] = MappingProxyType({})  # of weights that travel in 8 bits
+    # of weights that travel in 8 bits
+    scales: Mapping[str, Tensor] = MappingProxyType({})
     beside = 0  # bytes that are always there, besides the home and the buffer
 
     def __init__(
@@ -103,7 +104,12 @@ class Unit:
         self.piece = piece if piece >= 0 else number
         if frozen:  # nothing is added to them that fewer digits would lose
             precision = replace(precision, master=precision.compute)
-        self.number, self.groups, self.pool, self.precision = number, groups, pool, precision
+        self.number, self.groups, self.pool, self.precision = (
+            number,
+            groups,
+            pool,
+            precision,
+        )
         self.frozen = frozen
         self.replicas_apart = replicas_apart  # the program has an operation for them
         # What is summed apart stands together, and in it what decays comes first. Nothing here may
@@ -124,7 +130,9 @@ class Unit:
         self.part = self.numel // shards
         self.start = self.part * groups.gather.rank
         self.parameters = {
-            w.name: nn.Parameter(torch.empty(0, device=pool.device), requires_grad=not frozen)
+            w.name: nn.Parameter(
+                torch.empty(0, device=pool.device), requires_grad=not frozen
+            )
             for w in self.order
         }
         self._like = [torch.empty(w.local, device="meta") for w in self.order]
@@ -136,20 +144,29 @@ class Unit:
         # refresh brings what is computed with. Without a GPU that is a copy all the same.
         self.buffer: Tensor | None = None  # the whole weights
         self.full: Tensor | None = None  # the whole gradient, open for contributions
-        self.fresh: set[str] = set()  # weights that no contribution has come to: memory as it was
+        # weights that no contribution has come to: memory as it was
+        self.fresh: set[str] = set()
         self.parts: list[Tensor] = []  # this rank's parts, summed over the shards alone
         self.gradient: Tensor | None = None  # this rank's part of it, summed
         self.resident, self.at_host = resident, at_host
         self.loaded = False  # the own part is in the buffer, from the host
         # True if the part at home is a run of the whole weights.
-        self.home_inside = inside = resident and not at_host and self.dtype == precision.master
+        self.home_inside = inside = (
+            resident and not at_host and self.dtype == precision.master
+        )
         self.same = inside and shards == 1
         if at_host and pool.device.type != "cpu":
             pinned = pool.device.type == "cuda"
-            self.home = torch.zeros(self.part, dtype=precision.master, pin_memory=pinned)
+            self.home = torch.zeros(
+                self.part, dtype=precision.master, pin_memory=pinned
+            )
         elif inside:
             # The part at home is a run of the whole weights, and gathering leaves it where it is.
-            whole = pool.empty(self.numel, precision.master) if self.same else self._new_buffer()
+            whole = (
+                pool.empty(self.numel, precision.master)
+                if self.same
+                else self._new_buffer()
+            )
             self._bind(whole.zero_())
             self.home = whole[self.start : self.start + self.part]
         else:
@@ -182,7 +199,12 @@ class Unit:
         """The whole flat order in runs that are treated alike, `matrices` apart from the others."""
         runs: list[Segment] = []
         for weight, offset in zip(self.order, self.offsets, strict=True):
-            alike = weight.adds, weight.decay, weight.rate, matrices and bool(weight.matrices)
+            alike = (
+                weight.adds,
+                weight.decay,
+                weight.rate,
+                matrices and bool(weight.matrices),
+            )
             one = Segment(offset, offset + _numel(weight), *alike)
             if runs and runs[-1][2:] == one[2:] and not self.plain:
                 one = Segment(runs.pop().start, *one[1:])
@@ -213,7 +235,9 @@ class Unit:
     @property
     def moved(self) -> int:
         """Elements of this rank's part that belong to matrices brought to owners."""
-        matrices = (e for e in self.entries() if e.weight.matrices and self.groups.matrices)
+        matrices = (
+            e for e in self.entries() if e.weight.matrices and self.groups.matrices
+        )
         return sum(each.stop - each.start for each in matrices)
 
     @cached_property
@@ -249,7 +273,9 @@ class Unit:
         if self.at_host:
             part = buffer[self.start : self.start + self.part]
         else:
-            part = self.home.to(self.pool.device, self.precision.compute, non_blocking=True)
+            part = self.home.to(
+                self.pool.device, self.precision.compute, non_blocking=True
+            )
         # The home changes in an update only. That follows the sum of this unit's gradient over the
         # same ranks, which nobody comes to before it has these weights. A buffer changes sooner.
         still = not self.at_host
@@ -273,7 +299,9 @@ class Unit:
 
     def drop(self) -> None:
         """Give the weights' buffer back. Nothing may hold a view of it: see `pieces.py`."""
-        assert self.buffer is not None, f"unit {self.number} is dropped and was not gathered"
+        assert self.buffer is not None, (
+            f"unit {self.number} is dropped and was not gathered"
+        )
         # The shape stays, without memory: a gradient may be bound while the weights are away.
         nothing = torch.empty((), dtype=self.buffer.dtype, device=self.buffer.device)
         for weight in self.order:
@@ -293,7 +321,9 @@ class Unit:
         # `p.data = view`: wrapping views in new Parameters, or writing through a detached buffer,
         # shares the version counter, and a later gather raises "modified by an inplace operation".
         self.buffer = buffer
-        for parameter, view in zip(self.parameters.values(), self._views(buffer), strict=True):
+        for parameter, view in zip(
+            self.parameters.values(), self._views(buffer), strict=True
+        ):
             parameter.data = view
 
     def _views(self, flat: Tensor) -> Sequence[Tensor]:
@@ -313,7 +343,9 @@ class Unit:
 
     def gradients(self, runs: Sequence[slice]) -> list[Tensor]:
         """This rank's gradient, summed: a flat tensor for each of some runs."""
-        assert self.gradient is not None, f"unit {self.number} is updated without a gradient"
+        assert self.gradient is not None, (
+            f"unit {self.number} is updated without a gradient"
+        )
         return [self.gradient[run] for run in runs]
 
     def counted(self) -> list[Tensor]:
@@ -388,7 +420,9 @@ class Unit:
             self.parts.append(full)
             return Work()
         if shards.size == 1:
-            return Then(replica.all_reduce(full, wait=False), lambda: self.summed(full, full))
+            return Then(
+                replica.all_reduce(full, wait=False), lambda: self.summed(full, full)
+            )
         part = self.pool.take(self.part, self.precision.reduce)
         work = shards.reduce_scatter(part, full, wait=False)
         if not self.replicas_apart:
@@ -406,7 +440,9 @@ class Unit:
         """Begin to add, to this rank's part, those of the ranks of tp that did other work."""
         assert self.gradient is not None
         runs = [s for s in self.own_segments() if s.adds]
-        parts = [(self.groups.also[s.adds], self.gradient[s.start : s.stop]) for s in runs]
+        parts = [
+            (self.groups.also[s.adds], self.gradient[s.start : s.stop]) for s in runs
+        ]
         return Together([group.all_reduce(part, wait=False) for group, part in parts])
 
     def summed(self, full: Tensor, part: Tensor) -> None:

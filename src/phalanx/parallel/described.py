@@ -34,7 +34,8 @@ from .probe import (
 )
 from .whole import INPUTS, TARGETS, TOKENS, Whole, valid_count
 
-_WORK = 2e11  # multiply-adds of all weights: with many of them the sequences are shorter
+# multiply-adds of all weights: with many of them the sequences are shorter
+_WORK = 2e11
 _LONGEST, _SHORTEST = 16, 4  # tokens of a sequence
 # Of the largest value. Rounding makes less, also where a loss is computed in float32.
 _APART = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -84,7 +85,9 @@ class _PieceTrial:
         entries = set(whole.arguments.values()) if whole else set()
         self.batch = _batch(model, entries, tokens, self.dtype)
         self.weights = {
-            name: nn.Parameter(random_weight(name, x.shape, self.dtype), name not in model.frozen)
+            name: nn.Parameter(
+                random_weight(name, x.shape, self.dtype), name not in model.frozen
+            )
             for name, x in model.weights.items()
         }
         bind_weights(model, self.weights)
@@ -99,7 +102,9 @@ class _PieceTrial:
                 doubled = run_pieces(self.model, twice)
         except Exception as error:
             text = str(error) if isinstance(error, ProbeFailed) else error_text(error)
-            raise UntriedPieces(f"The pieces cannot be tried on one process: {text}") from error
+            raise UntriedPieces(
+                f"The pieces cannot be tried on one process: {text}"
+            ) from error
         once, both = (float(loss_of(run).detach()) for run in (pieces, doubled))
         if abs(both - 2 * once) > _APART[self.dtype] * abs(once):
             name = self.model.pieces[-1][0]
@@ -186,9 +191,7 @@ class _Comparison:
                     " pieces stand in the order in which the forward runs them."
                 )
         if more := ran[len(listed) :]:
-            return (
-                f"{self.whole.name} runs {names[more[0]]} once more than the list of pieces has it."
-            )
+            return f"{self.whole.name} runs {names[more[0]]} once more than the list of pieces has it."
         if less := listed[len(ran) :]:
             return f"{self.whole.name} runs {names[less[0]]} less often than the list of pieces has it."
         return ""
@@ -200,10 +203,14 @@ class _Comparison:
         own = [call for call in calls if call.module in numbers]
         ran = [numbers[call.module] for call in own]
         # A forward may do the work of a piece without calling it: then its results are compared.
-        listed = [numbers[part] for part in self.whole.parts.values() if numbers[part] in ran]
+        listed = [
+            numbers[part] for part in self.whole.parts.values() if numbers[part] in ran
+        ]
         if wrong := self._other_order(ran, listed):
             return wrong
-        places = [number for number, part in self.whole.parts.items() if numbers[part] in ran]
+        places = [
+            number for number, part in self.whole.parts.items() if numbers[part] in ran
+        ]
         for number, call in zip(places, own, strict=True):
             name = self.model.pieces[number][0]
             if number:
@@ -265,7 +272,9 @@ class _Comparison:
         worst = float(difference.max())
         if worst <= _APART[self.dtype] * scale:
             return ""
-        at = [int(i) for i in torch.unravel_index(difference.argmax(), difference.shape)]
+        at = [
+            int(i) for i in torch.unravel_index(difference.argmax(), difference.shape)
+        ]
         return f"{worst / scale:.2g} of the largest value at {at}"
 
 
@@ -304,6 +313,12 @@ class _Collector:
         width = gradient.shape[-1] if gradient.dim() else 1
         generator = torch.Generator().manual_seed(width)
         vector = torch.randn(width, generator=generator, dtype=gradient.dtype)
-        rows = gradient.reshape(-1, width) if gradient.dim() > 1 else gradient.reshape(-1, 1)
-        self.gradients[self.name] = rows @ vector if gradient.dim() > 1 else rows.flatten()
+        rows = (
+            gradient.reshape(-1, width)
+            if gradient.dim() > 1
+            else gradient.reshape(-1, 1)
+        )
+        self.gradients[self.name] = (
+            rows @ vector if gradient.dim() > 1 else rows.flatten()
+        )
         weight.grad = None

@@ -76,7 +76,8 @@ class Exchange:
 
     def __init__(self, tokens: Group, counts: Group, experts: Collection[int]) -> None:
         self.tokens, self.counts, self.experts = tokens, counts, frozenset(experts)
-        self.told: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by experts and microbatch
+        # by experts and microbatch
+        self.told: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.routes: dict[tuple[int, int], Routes] = {}
 
     def tell(self, piece: int, microbatch: int, bundle: Bundle) -> Work:
@@ -88,12 +89,15 @@ class Exchange:
             return Work()
         each = -(-len(counts) // size)
         ours = F.pad(counts, (0, each * size - len(counts))).view(size, each)
-        theirs = torch.empty_like(ours)  # from each rank, how many for each expert of this one
+        # from each rank, how many for each expert of this one
+        theirs = torch.empty_like(ours)
         self.told[piece, microbatch] = ours, theirs
         bundle["routes"] = theirs
         return self.counts.all_to_all(theirs, ours, wait=False)
 
-    def begin(self, piece: int, microbatch: int, bundle: Bundle, *, gradient: bool) -> Work:
+    def begin(
+        self, piece: int, microbatch: int, bundle: Bundle, *, gradient: bool
+    ) -> Work:
         """Begin to send a bundle's tokens into a piece, or their gradients out of it."""
         if self.tokens.size == 1:
             return Work()

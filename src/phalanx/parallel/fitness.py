@@ -21,7 +21,12 @@ from ..models.loss import CrossEntropy
 from .mixing import mixing
 from .model import Model
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
 
 
 def refuse_unfit(model: Model, layout: Layout) -> None:
@@ -122,7 +127,9 @@ def _embedding(name: str, module: nn.Embedding) -> Iterator[str]:
 # ---- what tensor parallelism cuts and replaces
 
 
-def _cut(model: Model, name: str, piece: nn.Module, path: str, module: nn.Module) -> Iterator[str]:
+def _cut(
+    model: Model, name: str, piece: nn.Module, path: str, module: nn.Module
+) -> Iterator[str]:
     for key, parameter in module._parameters.items():
         if parameter is None or parameter.dim() < 2:
             continue
@@ -144,19 +151,25 @@ def _cut(model: Model, name: str, piece: nn.Module, path: str, module: nn.Module
                 f" dims '{' '.join('-' for _ in dims)}', or use no tp."
             )
         else:
-            yield from _replaced(name, module, over_tp[0], cut_first=dims[0] == over_tp[0])
+            yield from _replaced(
+                name, module, over_tp[0], cut_first=dims[0] == over_tp[0]
+            )
             if over_tp[0] == "vocab" and isinstance(module, nn.Linear):
                 yield from _loss(name, piece, path)
 
 
-def _replaced(name: str, module: nn.Module, dim: str, *, cut_first: bool) -> Iterator[str]:
+def _replaced(
+    name: str, module: nn.Module, dim: str, *, cut_first: bool
+) -> Iterator[str]:
     """The module whose weight is cut must compute what the one that stands in for it does."""
     way_out = (
         f" Put what it adds into the module that owns it, name the dim {dim!r} of its weight '-',"
         " or use no tp."
     )
     linear, adapted = isinstance(module, nn.Linear), isinstance(module, LoraLinear)
-    plain: type[nn.Module] = LoraLinear if adapted else nn.Linear if linear else nn.Embedding
+    plain: type[nn.Module] = (
+        LoraLinear if adapted else nn.Linear if linear else nn.Embedding
+    )
     kind, owned = type(module).__name__, {"weight", "bias"} if linear else {"weight"}
     owned |= {"lora"} if adapted else set()
     if not isinstance(module, plain):
@@ -166,7 +179,10 @@ def _replaced(name: str, module: nn.Module, dim: str, *, cut_first: bool) -> Ite
                 f" nn.Linear and nn.Embedding are known by what they do with it.{way_out}"
             )
             return
-    elif type(module).forward is not plain.forward or type(module).__call__ is not plain.__call__:
+    elif (
+        type(module).forward is not plain.forward
+        or type(module).__call__ is not plain.__call__
+    ):
         yield f"{name} is a {kind}: tp computes nn.{plain.__name__}, without what it adds.{way_out}"
     elif more := {*module._parameters, *module._buffers, *module._modules} - owned:
         yield f"{name} has {', '.join(sorted(more))} beside what tp cuts.{way_out}"
@@ -207,8 +223,14 @@ def _uncut(model: Model) -> Iterator[str]:
         for path, module in piece.named_modules():
             if "core" in module._modules:
                 own = f"{prefix}.{path}".rstrip(".")
-                linears = [n for n, m in module.named_children() if isinstance(m, nn.Linear)]
-                dims = [dim for n in linears for dim in model.rules.dims(f"{own}.{n}.weight")]
+                linears = [
+                    n for n, m in module.named_children() if isinstance(m, nn.Linear)
+                ]
+                dims = [
+                    dim
+                    for n in linears
+                    for dim in model.rules.dims(f"{own}.{n}.weight")
+                ]
                 if dims and not any(AXIS_OF.get(dim) == "tp" for dim in dims):
                     yield (
                         f"{prefix}.{path} attends with all of its heads on every rank of tp, and"
@@ -216,7 +238,9 @@ def _uncut(model: Model) -> Iterator[str]:
                     )
     prefix, head = model.pieces[-1]
     names = [name for name, x in head.named_parameters() if x.dim() == 2]
-    if names and not any("vocab" in model.rules.dims(f"{prefix}.{name}") for name in names):
+    if names and not any(
+        "vocab" in model.rules.dims(f"{prefix}.{name}") for name in names
+    ):
         yield (
             f"{prefix} has the whole vocabulary on every rank of tp, and under seq a rank has a part"
             " of the time. Leave seq out."
@@ -239,7 +263,9 @@ def _core(model: Model, name: str, core: nn.Module) -> Iterator[str]:
         for n in (heads, kv, kv)
     )
     positions = torch.arange(length).expand(1, -1)
-    if why := _differs(core, (q, k, v, positions, None), Core()(q, k, v, positions, None)):
+    if why := _differs(
+        core, (q, k, v, positions, None), Core()(q, k, v, positions, None)
+    ):
         yield (
             f"{name} is a {type(core).__name__}: a ring computes causal softmax attention in its"
             f" place, and {why}. Use cp:ulysses, which keeps it, or no cp."
@@ -260,4 +286,6 @@ def _differs(module: nn.Module, inputs: tuple[Tensor | None, ...], want: Tensor)
     if not isinstance(got, Tensor) or got.shape != want.shape:
         return "it gives something else"
     apart = float((got - want).abs().max() / want.abs().max())
-    return "" if apart < 1e-4 else f"it gives something else (relative error {apart:.1g})"
+    return (
+        "" if apart < 1e-4 else f"it gives something else (relative error {apart:.1g})"
+    )

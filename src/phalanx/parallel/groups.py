@@ -18,7 +18,8 @@ from ..program import Program, ops
 from .context import around
 from .model import Model
 
-Ranks = tuple[tuple[int, ...], ...]  # disjoint groups of ranks that together are all ranks
+# disjoint groups of ranks that together are all ranks
+Ranks = tuple[tuple[int, ...], ...]
 
 
 class UnitAxes(NamedTuple):
@@ -45,7 +46,8 @@ class UnitGroups:
     reduce: Group  # shards of the gradients
     replica: Group  # ranks that hold the same shard
     tie: Group  # stages of one pipeline that use the same weights
-    also: Mapping[str, Group]  # by `Weight.adds`: ranks of tp whose copies did different work
+    # by `Weight.adds`: ranks of tp whose copies did different work
+    also: Mapping[str, Group]
     # Of an optimizer that needs whole matrices: all ranks that have parts of the unit's, and what of
     # it each of them has.
     matrices: Group | None = None
@@ -84,12 +86,17 @@ def unit_axes(model: Model, layout: Layout, unit: int) -> UnitAxes:
         for chosen in (layout.shard_axes, layout.replica_axes)
     ]
     cuts = [
-        {axis for cut in layout.axes_of(model.rules.dims(name, weight.dim())) for axis in cut}
+        {
+            axis
+            for cut in layout.axes_of(model.rules.dims(name, weight.dim()))
+            for axis in cut
+        }
         for name, weight in model.weights.items()
         if model.unit_of[name] == unit
     ]
     different = {
-        UnitAxes(*(tuple(a for a in part if a not in cut) for part in axes)) for cut in cuts
+        UnitAxes(*(tuple(a for a in part if a not in cut) for part in axes))
+        for cut in cuts
     }
     if len(different) > 1:
         name = model.pieces[unit % len(model.pieces)][0]
@@ -116,7 +123,10 @@ def open_groups(
         raise LayoutError(
             f"layout {str(layout)!r} is for {layout.ranks} ranks; {world.size} were started."
         )
-    mesh, everyone = layout.mesh, world.split(prefix + "everyone", [tuple(range(world.size))])
+    mesh, everyone = (
+        layout.mesh,
+        world.split(prefix + "everyone", [tuple(range(world.size))]),
+    )
 
     def along(name: str, *axes: str) -> Group:
         return world.split(prefix + name, mesh.groups(axes))
@@ -130,7 +140,9 @@ def open_groups(
     whole = None
     if model.frozen and not _cuts_frozen(layout):
         whole = _open_whole(world, layout, model, count, prefix)
-    routers = [m for _, piece in model.pieces for m in piece.modules() if isinstance(m, Router)]
+    routers = [
+        m for _, piece in model.pieces for m in piece.modules() if isinstance(m, Router)
+    ]
     over_tp = ("tp",) if layout.seq else ()  # else its ranks see the same tokens
     sequences = batch = None
     if any(router.sequence_loss for router in routers):
@@ -142,7 +154,9 @@ def open_groups(
         sequences=sequences,
         batch=batch,
         tp=along("tp", "tp"),
-        ring=world.split(prefix + "ring", mesh.groups(["cp.ring"]), around(mesh.of("cp.ring"))),
+        ring=world.split(
+            prefix + "ring", mesh.groups(["cp.ring"]), around(mesh.of("cp.ring"))
+        ),
         ulysses=along("ulysses", "cp.ulysses"),
         ep=along("ep", *layout.expert_axes),
         routes=along("routes", *layout.expert_axes),
@@ -155,7 +169,12 @@ def open_groups(
 
 
 def _open_units(
-    world: World, layout: Layout, model: Model, program: Program, everyone: Group, prefix: str
+    world: World,
+    layout: Layout,
+    model: Model,
+    program: Program,
+    everyone: Group,
+    prefix: str,
 ) -> tuple[UnitGroups, ...]:
     """The groups of every unit. Units over the same ranks share their groups."""
     mesh = layout.mesh
@@ -174,7 +193,8 @@ def _open_units(
     over_tp = mesh.groups(["tp"])
     whole = {op.piece for row in program.rows for op in row if op.kind == ops.TO_OWNERS}
     also = {
-        "kv": shared("kv", _in_runs(over_tp, same)),  # ranks with the same key and value head
+        # ranks with the same key and value head
+        "kv": shared("kv", _in_runs(over_tp, same)),
         "norms": shared("norms", over_tp),
     }
 
@@ -189,7 +209,9 @@ def _open_units(
             # Ranks of tp that share experts have no parts of each other's.
             routed = isinstance(model.pieces[unit % len(model.pieces)][1], ExpertsPart)
             own = {"tp"} - set(layout.experts if routed else ())
-            matrices = shared("matrices", mesh.groups((*axes.shard, *axes.replica, *own)))
+            matrices = shared(
+                "matrices", mesh.groups((*axes.shard, *axes.replica, *own))
+            )
         return UnitGroups(
             gather=shared("gather", mesh.groups(axes.shard)),
             reduce=shared("reduce", mesh.groups(axes.shard)),
@@ -197,7 +219,9 @@ def _open_units(
             tie=shared("tie", _stages(mesh.groups(["pp"]), stages)),
             also=also,
             matrices=matrices,
-            places=tuple(_place(mesh, axes, rank) for rank in matrices.ranks) if matrices else (),
+            places=tuple(_place(mesh, axes, rank) for rank in matrices.ranks)
+            if matrices
+            else (),
             scales=scales,
         )
 
@@ -226,7 +250,9 @@ def _open_whole(
 
 def _place(mesh: Mesh, axes: UnitAxes, rank: int) -> UnitPlace:
     shards, replicas = mesh.group(rank, axes.shard), mesh.group(rank, axes.replica)
-    return UnitPlace(mesh.coordinates(rank).get("tp", 0), shards.index(rank), replicas.index(rank))
+    return UnitPlace(
+        mesh.coordinates(rank).get("tp", 0), shards.index(rank), replicas.index(rank)
+    )
 
 
 def _in_runs(groups: Ranks, size: int) -> Ranks:
@@ -239,8 +265,12 @@ def _stages(pipelines: Ranks, stages: set[int]) -> Ranks:
     together = stages if len(stages) > 1 else set[int]()
     groups: list[tuple[int, ...]] = []
     for pipeline in pipelines:
-        groups += [(rank,) for stage, rank in enumerate(pipeline) if stage not in together]
-        groups += [tuple(pipeline[stage] for stage in sorted(together))] * bool(together)
+        groups += [
+            (rank,) for stage, rank in enumerate(pipeline) if stage not in together
+        ]
+        groups += [tuple(pipeline[stage] for stage in sorted(together))] * bool(
+            together
+        )
     return tuple(groups)
 
 

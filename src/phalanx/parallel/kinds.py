@@ -21,7 +21,9 @@ def alike(model: Model) -> tuple[int, ...]:
     return tuple(kinds.setdefault(signature, len(kinds)) for signature in every)
 
 
-def _signature(model: Model, number: int, names: Mapping[nn.Parameter, str]) -> tuple[Any, ...]:
+def _signature(
+    model: Model, number: int, names: Mapping[nn.Parameter, str]
+) -> tuple[Any, ...]:
     """All that a piece's cost can depend on: its modules, their plain attributes, weights and buffers.
 
     Attributes that begin with _ are a module's own affair: our blocks note their place in one.
@@ -35,10 +37,18 @@ def _signature(model: Model, number: int, names: Mapping[nn.Parameter, str]) -> 
             if not key.startswith("_") and _plain(value)
         )
         weights = tuple(
-            (key, tuple(p.shape), p.dtype, p.requires_grad, model.rules.dims(names[p], p.dim()))
+            (
+                key,
+                tuple(p.shape),
+                p.dtype,
+                p.requires_grad,
+                model.rules.dims(names[p], p.dim()),
+            )
             for key, p in child.named_parameters(recurse=False)
         )
-        buffers = tuple((key, tuple(b.shape)) for key, b in child.named_buffers(recurse=False))
+        buffers = tuple(
+            (key, tuple(b.shape)) for key, b in child.named_buffers(recurse=False)
+        )
         parts.append((path, type(child), facts, weights, buffers))
     edge = number == 0, number == len(model.pieces) - 1
     tied = tuple(unit for piece, unit in model.tied if piece == number)

@@ -38,9 +38,12 @@ class LocalModel:
     exchange: Exchange  # of tokens with the ranks that share experts
     pool: BufferPool
     coordinates: dict[str, int]  # where the rank sits on each axis
-    edge: Callable[[int, Mapping[str, Tensor]], Bundle]  # empty tensors for what a piece takes
-    derived: Mapping[str, Callable[[Mapping[str, Tensor]], Tensor]]  # what its pieces take of it
-    draw: Callable[..., None]  # gives weights (all, or those `chosen` by name) a seed's start
+    # empty tensors for what a piece takes
+    edge: Callable[[int, Mapping[str, Tensor]], Bundle]
+    # what its pieces take of it
+    derived: Mapping[str, Callable[[Mapping[str, Tensor]], Tensor]]
+    # gives weights (all, or those `chosen` by name) a seed's start
+    draw: Callable[..., None]
 
     @torch.no_grad()
     def complete(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -53,7 +56,11 @@ class LocalModel:
 
     @property
     def every_unit(self) -> list[Unit]:
-        return [unit for number in {**self.units, **self.frozen} for unit in self.weights(number)]
+        return [
+            unit
+            for number in {**self.units, **self.frozen}
+            for unit in self.weights(number)
+        ]
 
     def of_piece(self, piece: int, *, trained: bool = False) -> list[Unit]:
         """The weights of a piece, or those of them that are trained: also its unit of experts."""
@@ -109,7 +116,8 @@ def build_local(
     if seed is not None:
         draw(seed)
     pieces = {
-        p: _piece(model, p, program, of_number, role, layout, world.device) for p in role.pieces
+        p: _piece(model, p, program, of_number, role, layout, world.device)
+        for p in role.pieces
     }
     taken = {name for piece in pieces.values() for name in piece.takes}
     derived = {
@@ -249,7 +257,9 @@ def _edge(
     return {name: _real(x, device) for name, x in like.items()}
 
 
-def _at_dtype(make: Derive, dtype: torch.dtype) -> Callable[[Mapping[str, Tensor]], Tensor]:
+def _at_dtype(
+    make: Derive, dtype: torch.dtype
+) -> Callable[[Mapping[str, Tensor]], Tensor]:
     return lambda batch: make(batch, dtype)
 
 
@@ -327,7 +337,9 @@ def _place(
                 assert isinstance(whole, Tensor)
                 name = f"{prefix}.{path}".rstrip(".") + f".{key}"
                 cuts = cut_of(model, layout, name, whole.shape, at)
-                child._buffers[key] = whole[tuple(slice(c.start, c.stop) for c in cuts)].clone()
+                child._buffers[key] = whole[
+                    tuple(slice(c.start, c.stop) for c in cuts)
+                ].clone()
 
 
 def _fill(
@@ -349,5 +361,7 @@ def _fill(
                     padded = part.new_zeros(len(rows), wide)
                     padded[rows > 0, : part.shape[1]] = part
                     part = padded
-                unit.home[at : at + stop - begin] = part.view(-1)[begin % wide :][: stop - begin]
+                unit.home[at : at + stop - begin] = part.view(-1)[begin % wide :][
+                    : stop - begin
+                ]
         unit.bring_up()

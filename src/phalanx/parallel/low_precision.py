@@ -33,7 +33,8 @@ class Rounded(NamedTuple):
     k to whole runs."""
 
     numbers: Tensor  # (..., m, k)
-    scales: Tensor  # (..., m, k / run), or of squares (m / run, k / run); numbers are times these
+    # (..., m, k / run), or of squares (m / run, k / run); numbers are times these
+    scales: Tensor
     run: int
     square: bool
 
@@ -84,7 +85,9 @@ def _scales(largest: Tensor, most: float, power: bool) -> tuple[Tensor, Tensor]:
     if power:
         # A float8_e8m0fnu is the exponent of a float32: 255 where that is infinite or no number.
         bits = largest.float().view(torch.int32) >> 23
-        stored = torch.where(bits < 255, (bits - math.frexp(most)[1] + 1).clamp(min=0), 255)
+        stored = torch.where(
+            bits < 255, (bits - math.frexp(most)[1] + 1).clamp(min=0), 255
+        )
         factor = ((254 - stored) << 23).view(torch.float32)
         return factor, stored.to(torch.uint8).view(torch.float8_e8m0fnu)
     factor = (most / largest.double().clamp(min=_LEAST)).float()
@@ -157,14 +160,18 @@ class EightBits:
         if isinstance(weight, Narrow):
             (numbers, scales), run = weight, self.traits.run
             if short := -numbers.shape[-1] % run:
-                numbers = F.pad(numbers.view(torch.uint8), (0, short)).view(numbers.dtype)
+                numbers = F.pad(numbers.view(torch.uint8), (0, short)).view(
+                    numbers.dtype
+                )
             return Rounded(numbers, scales, run, self.traits.square)
         return self.narrowed(weight)
 
     def narrowed(self, weight: Tensor, largest: Tensor | None = None) -> Rounded:
         """A weight, or rows of one from where a square begins, with the `largest` of its squares."""
         square = self.traits.square
-        return rounded(weight, self.traits.forward, square=square, largest=largest, **self.shared)
+        return rounded(
+            weight, self.traits.forward, square=square, largest=largest, **self.shared
+        )
 
     def scales(self, largest: Tensor) -> Tensor:
         """The scales of a weight whose runs have these largest numbers."""
@@ -210,9 +217,17 @@ def refuse_without_kernels(word: str, device: torch.device) -> None:
         return
     has = torch.cuda.get_device_capability(device)
     traits = MATMULS[word]
-    fits = has >= (10, 0) if traits.power else has == (9, 0) if traits.square else has >= (8, 9)
+    fits = (
+        has >= (10, 0)
+        if traits.power
+        else has == (9, 0)
+        if traits.square
+        else has >= (8, 9)
+    )
     if not fits:
-        least = "10.0" if traits.power else "9.0, and no other," if traits.square else "8.9"
+        least = (
+            "10.0" if traits.power else "9.0, and no other," if traits.square else "8.9"
+        )
         raise LayoutError(
             f"{word} needs a GPU of compute capability {least}, and"
             f" {torch.cuda.get_device_name(device)} has {has[0]}.{has[1]}. Leave {word} out of the"
@@ -224,7 +239,9 @@ def _takes(a: Rounded, b: Rounded) -> bool:
     """True if fp8 kernels accept matrices of these sizes."""
     k, n = a.numbers.shape[-1], b.numbers.shape[-2]
     m = a.numbers.shape[-2]
-    return m > 0 and k > 0 and k % 16 == 0 and n % (b.run if _in_squares(b) else 16) == 0
+    return (
+        m > 0 and k > 0 and k % 16 == 0 and n % (b.run if _in_squares(b) else 16) == 0
+    )
 
 
 def _on_device(a: Rounded, b: Rounded, out: torch.dtype) -> Tensor:
@@ -232,7 +249,9 @@ def _on_device(a: Rounded, b: Rounded, out: torch.dtype) -> Tensor:
     if a.numbers.dim() > 2:
         y = a.numbers.new_zeros(a.numbers.shape[-2], b.numbers.shape[-2], dtype=out)
         for n in range(len(a.numbers)):
-            one, other = (z._replace(numbers=z.numbers[n], scales=z.scales[n]) for z in (a, b))
+            one, other = (
+                z._replace(numbers=z.numbers[n], scales=z.scales[n]) for z in (a, b)
+            )
             y += _on_device(one, other, out)
         return y
     (scale_a, recipe_a, swizzle), (scale_b, recipe_b, _) = (_recipe(z) for z in (a, b))

@@ -43,7 +43,8 @@ from .probe import (
 from .tensor import Weight, cut_of, cut_weights, install_regions
 
 _LONGEST, _SHORTEST = 1024, 16  # tokens
-_WORK = 2e10  # multiply-adds of the largest piece: with large pieces the sequence is shorter
+# multiply-adds of the largest piece: with large pieces the sequence is shorter
+_WORK = 2e10
 # Of the largest value. Sums in another order differ by less, and tokens that are missing make more.
 _APART = 1e-3
 _SECONDS = 120.0  # that a rank waits for another one
@@ -59,7 +60,10 @@ def refuse_mixing(model: Model, layout: Layout) -> None:
 
 def mixing(model: Model, layout: Layout) -> tuple[str, ...]:
     """A sentence for each way in which this layout separates tokens that the model mixes."""
-    if all(type(piece).__module__.startswith("phalanx.models.") for _, piece in model.pieces):
+    if all(
+        type(piece).__module__.startswith("phalanx.models.")
+        for _, piece in model.pieces
+    ):
         return ()
     found = _known.setdefault(model, {})
     trials = tuple(_trials(layout))
@@ -112,7 +116,9 @@ class _Trial:
         tokens = min(tokens, few.shape.sequence if few.shape else _SHORTEST)
         tokens -= tokens % time_multiple(layout)
         dtype = probe_dtype(few)
-        weights = {name: random_weight(name, p.shape, dtype) for name, p in few.weights.items()}
+        weights = {
+            name: random_weight(name, p.shape, dtype) for name, p in few.weights.items()
+        }
         return cls(few, layout, weights, probe_batch(few, tokens))
 
     @property
@@ -122,7 +128,8 @@ class _Trial:
     def wrong(self) -> str:
         """Why the model computes something else in the layout; "" if it computes the same."""
         if not self.tokens:
-            return ""  # a sequence shorter than the ranks, which the layout refuses elsewhere
+            # a sequence shorter than the ranks, which the layout refuses elsewhere
+            return ""
         try:
             whole = self._alone()
             refuse_not_finite(whole)
@@ -132,7 +139,8 @@ class _Trial:
         found = self._difference(whole)
         plain = replace(self, layout=replace(self.layout, seq=False))
         if not found or (self.layout.seq and plain._difference(whole)):
-            return ""  # a table that is wrong in every layout of tp is for `verify` to show
+            # a table that is wrong in every layout of tp is for `verify` to show
+            return ""
         return found
 
     def _difference(self, whole: ProbeRun) -> str:
@@ -147,12 +155,12 @@ class _Trial:
             return self._sentence(f"A trial of {self.layout} fails in {error}")
         except _Difference as found:
             if self.layout.cp > 1:
-                why = (
-                    "under cp only a child named 'core', core(q, k, v, positions, documents), sees"
-                )
+                why = "under cp only a child named 'core', core(q, k, v, positions, documents), sees"
             else:
                 why = "under seq only what is between a column and a row weight of the table sees"
-            return self._sentence(f"{found} mixes tokens, and {why} those of other ranks")
+            return self._sentence(
+                f"{found} mixes tokens, and {why} those of other ranks"
+            )
         return ""
 
     def _sentence(self, what: str) -> str:
@@ -197,7 +205,9 @@ class _Trial:
                 # The loss of a rank of cp is that of its own tokens: there is no whole to compare with.
                 partial = last and self.layout.cp > 1
                 same = partial or all(
-                    _same(run.gave[piece].get(key), x, times, cut=key == "x" and not last)
+                    _same(
+                        run.gave[piece].get(key), x, times, cut=key == "x" and not last
+                    )
                     for key, x in gave.items()
                 )
                 found = _culprit(whole.calls[piece], run.calls[piece], times)
@@ -219,7 +229,9 @@ def _on_rank(world: World, trial: _Trial) -> ProbeRun:
     return trial.on_rank(world)
 
 
-def _culprit(whole: list[ModuleCall], own: list[ModuleCall], times: Tensor) -> ModuleCall | None:
+def _culprit(
+    whole: list[ModuleCall], own: list[ModuleCall], times: Tensor
+) -> ModuleCall | None:
     """The innermost module that took the right tokens and gave something else for them."""
     there = {call.path: call for call in reversed(whole)}
     for call in own:
@@ -228,13 +240,19 @@ def _culprit(whole: list[ModuleCall], own: list[ModuleCall], times: Tensor) -> M
             continue
         for key, x in want.gave.items():
             got = call.gave.get(key)
-            cut = x.dim() > 1 and got is not None and got.shape[:2] == (x.shape[0], len(times))
+            cut = (
+                x.dim() > 1
+                and got is not None
+                and got.shape[:2] == (x.shape[0], len(times))
+            )
             if cut and not _same(got, x, times):
                 return call
     return None
 
 
-def _same(own: Tensor | None, whole: Tensor, times: Tensor, *, cut: bool = False) -> bool:
+def _same(
+    own: Tensor | None, whole: Tensor, times: Tensor, *, cut: bool = False
+) -> bool:
     """True if a rank has its tokens' part of a tensor; or all of it, where that need not be `cut`."""
     if own is None:
         return False
@@ -274,4 +292,6 @@ def _bind_part(
                 if x is not None:
                     name = f"{prefix}.{path}".rstrip(".") + f".{key}"
                     cuts = cut_of(model, trial.layout, name, x.shape, at)
-                    module._buffers[key] = x[tuple(slice(c.start, c.stop) for c in cuts)]
+                    module._buffers[key] = x[
+                        tuple(slice(c.start, c.stop) for c in cuts)
+                    ]

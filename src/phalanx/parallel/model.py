@@ -83,7 +83,8 @@ class Model:
     # The model as it was before it was taken apart; None if it has no forward of its own. To be called
     # while the weights are still on meta.
     whole: Callable[[], Whole | None] | None = None
-    padding: Mapping[str, int] = field(init=False)  # a lookup's weight: its padding token's row
+    # a lookup's weight: its padding token's row
+    padding: Mapping[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
         # Now, as a layout replaces lookups and parameters.
@@ -108,7 +109,9 @@ class Model:
     @cached_property
     def frozen(self) -> frozenset[str]:
         """The names of the weights that are not trained."""
-        return frozenset(name for name, p in self.weights.items() if not p.requires_grad)
+        return frozenset(
+            name for name, p in self.weights.items() if not p.requires_grad
+        )
 
     @cached_property
     def unit_of(self) -> dict[str, int]:
@@ -142,7 +145,11 @@ class Model:
         """The names that a piece takes. All pieces but the first take the activations first, under
         any name."""
         signature = inspect.signature(type(self.pieces[piece][1]).forward).parameters
-        names = [n for n, p in signature.items() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        names = [
+            n
+            for n, p in signature.items()
+            if p.kind is not inspect.Parameter.VAR_KEYWORD
+        ]
         open_ended = len(names) < len(signature)
         shared = ("positions", "documents", "noise") if open_ended else ()
         return (*names[1:], *shared)
@@ -152,7 +159,9 @@ class Undrawn(TorchFunctionMode):
     """While it is on nothing is drawn or counted: on the meta device there is nothing to, and torch
     imports its compiler to do so, which takes longer than everything else at the start."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         draws = func in (Tensor.normal_, Tensor.uniform_)
         if draws or getattr(func, "__module__", "") == "torch.nn.init":
             return args[0] if args else kwargs["tensor"]
@@ -173,9 +182,13 @@ def build_model(shape: Shape, *, dropout: float = 0.0) -> Model:
         pieces, rules = decoder.describe(plain)
         rules = _adapt(plain, Rules.parse(rules), shape) + rules
     counts = {"heads": shape.heads, "kv": shape.kv_heads}
-    made = Model(pieces, Rules.parse(rules), counts, plain.draw, shape, derived=plain.derived)
+    made = Model(
+        pieces, Rules.parse(rules), counts, plain.draw, shape, derived=plain.derived
+    )
     made = _freeze(made, shape)
-    balanced = (n for n in made.weights if n.endswith("router.bias") and n not in made.frozen)
+    balanced = (
+        n for n in made.weights if n.endswith("router.bias") and n not in made.frozen
+    )
     return replace(made, rates=dict.fromkeys(balanced, shape.balance_rate))
 
 
@@ -195,7 +208,9 @@ def _adapt(model: Decoder, rules: Rules, shape: Shape) -> str:
     lines = []
     for name, module in model.layers.named_modules():
         block, _, path = name.partition(".")
-        if path.rpartition(".")[2] not in shape.adapters or not isinstance(module, nn.Linear):
+        if path.rpartition(".")[2] not in shape.adapters or not isinstance(
+            module, nn.Linear
+        ):
             continue
         adapt(module, shape.lora_r, shape.lora_alpha)
         out, into = rules.dims(f"layers.{name}.weight")
@@ -246,7 +261,9 @@ def load_model(text: str) -> Model:
     return _only_model(made, path, instance)
 
 
-def model_of_class(kind: Callable[[], object], describe: Callable[[Any], object]) -> Model:
+def model_of_class(
+    kind: Callable[[], object], describe: Callable[[Any], object]
+) -> Model:
     """A model of a class that is here already, as one of a notebook."""
     with torch.device("meta"):
         instance = kind()
@@ -260,11 +277,17 @@ def _only_model(made: object, where: str, instance: object) -> Model:
             f"{where}: describe() returns a {type(made).__name__}, not a Model;"
             " see docs/bring-your-model.md."
         )
-    return replace(made, whole=partial(whole_of_class, instance, made.pieces, made.weights))
+    return replace(
+        made, whole=partial(whole_of_class, instance, made.pieces, made.weights)
+    )
 
 
 def start(
-    model: Model, name: str, seed: int, dtype: torch.dtype = torch.float32, part: Any = None
+    model: Model,
+    name: str,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    part: Any = None,
 ) -> Tensor:
     """The weight of that name as it is before the first step, in every layout the same: whole, or of
     `part`, (ascending rows, columns), where all dims but the last make the rows.
@@ -275,7 +298,9 @@ def start(
     """
     shape = model.weights[name].shape
     high, wide = shape[:-1].numel(), shape[-1] if shape else 1
-    known = model.draw is _draw or isinstance(getattr(model.draw, "__self__", 0), Decoder | DeepMlp)
+    known = model.draw is _draw or isinstance(
+        getattr(model.draw, "__self__", 0), Decoder | DeepMlp
+    )
     tiled = known and len(shape) > 1 and not is_lora(name)
     across = min(wide, COLUMNS) if tiled else wide
     down = NUMBERS // across if tiled else high
@@ -283,18 +308,26 @@ def start(
     left, right, _ = columns.indices(wide)
     out = torch.empty(len(rows), right - left)
     for i in (rows // down).unique_consecutive().tolist():
-        here = slice(*torch.searchsorted(rows, torch.tensor([i * down, (i + 1) * down])).tolist())
+        here = slice(
+            *torch.searchsorted(rows, torch.tensor([i * down, (i + 1) * down])).tolist()
+        )
         for j in range(left // across, -(-right // across)):
             size = min(down, high - i * down), min(across, wide - j * across)
             number = i * -(-wide // across) + j
-            key = hashlib.sha256(f"{seed}:{name}{f':{number}' * (number > 0)}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "big") >> 1)
+            key = hashlib.sha256(
+                f"{seed}:{name}{f':{number}' * (number > 0)}".encode()
+            ).digest()
+            generator = torch.Generator().manual_seed(
+                int.from_bytes(key[:8], "big") >> 1
+            )
             tile = torch.empty(size if tiled else shape)
             (draw_lora if is_lora(name) else model.draw)(name, tile, generator)
             first, last = max(left, j * across), min(right, j * across + size[1])
             own = tile.view(size)[:, first - j * across : last - j * across]
             all_rows = here.stop - here.start == size[0]
-            out[here, first - left : last - left] = own if all_rows else own[rows[here] - i * down]
+            out[here, first - left : last - left] = (
+                own if all_rows else own[rows[here] - i * down]
+            )
     if model.draw is _draw and name in model.padding:
         out[rows == model.padding[name]] = 0.0  # as nn.Embedding itself starts
     return (out if part else out.view(shape)).to(dtype)

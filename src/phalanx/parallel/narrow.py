@@ -75,14 +75,21 @@ class NarrowUnit(Unit):
         super().__init__(number, weights, groups, pool, precision, **more)
         assert isinstance(precision.matmul, EightBits)
         self.matmul, self.run = precision.matmul, precision.matmul.traits.run
-        shapes = {w.name: self._squares(w.local) if w.name in narrow else w.local for w in weights}
+        shapes = {
+            w.name: self._squares(w.local) if w.name in narrow else w.local
+            for w in weights
+        }
         numbers = [math.prod(shape) for shape in shapes.values()]
         device = pool.device
-        self.common = torch.empty(sum(numbers), dtype=self.precision.compute, device=device)
+        self.common = torch.empty(
+            sum(numbers), dtype=self.precision.compute, device=device
+        )
         views = zip(shapes.items(), torch.split(self.common, numbers), strict=True)
         # Of a matrix the largest number of each square; of others all numbers.
         self.views = {name: flat.view(shape) for (name, shape), flat in views}
-        self.scales = {name: torch.empty(shapes[name], device=device) for name in sorted(narrow)}
+        self.scales = {
+            name: torch.empty(shapes[name], device=device) for name in sorted(narrow)
+        }
         self.beside = sum(x.nbytes for x in (self.common, *self.scales.values()))
         self._bind_others()
 
@@ -138,7 +145,11 @@ class NarrowUnit(Unit):
             first, before = divmod(entry.start, square)
             rows = part.new_zeros(-(-entry.stop // columns) - first * self.run, columns)
             rows.view(-1)[before : before + len(part)] = part
-            yield entry, rows, self.views[name][first : first + -(-len(rows) // self.run)]
+            yield (
+                entry,
+                rows,
+                self.views[name][first : first + -(-len(rows) // self.run)],
+            )
 
     def drop(self) -> None:
         super().drop()

@@ -57,7 +57,9 @@ class Box:
         self.device = tensor.device
 
     def content(self) -> Tensor:
-        assert self.tensor is not None, "backward needs activations that are on the host"
+        assert self.tensor is not None, (
+            "backward needs activations that are on the host"
+        )
         _uses(self.tensor)
         return self.tensor
 
@@ -66,7 +68,9 @@ class Box:
         assert self.tensor is not None
         _uses(self.tensor)
         # On a machine without a GPU the host copy is a copy all the same, so the way is tested.
-        host = torch.empty_like(self.tensor, device="cpu", pin_memory=self.tensor.is_cuda)
+        host = torch.empty_like(
+            self.tensor, device="cpu", pin_memory=self.tensor.is_cuda
+        )
         self.host = host.copy_(self.tensor, non_blocking=True)
         self.tensor = None
 
@@ -141,7 +145,8 @@ class _Taken(NamedTuple):
 class _Kept:
     """Values that a forward keeps for its backward."""
 
-    roots: dict[str, GradientEdge]  # not the outputs themselves: their storage would live as long
+    # not the outputs themselves: their storage would live as long
+    roots: dict[str, GradientEdge]
     like: Tensor  # a zero of the loss's dtype, on its device
     into: Bundle = field(default_factory=dict)  # where the inputs' gradients arrive
     past: tuple[str, ...] = ()  # what went past the piece: its gradients do, too
@@ -189,7 +194,11 @@ class _Product(_Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, factor: _Factor, due: list[_Due] | None
+        ctx: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        factor: _Factor,
+        due: list[_Due] | None,
     ) -> Tensor:
         weight, unit, _, how = ctx.factor = factor
         ctx.due = due
@@ -227,7 +236,9 @@ def narrowable(module: nn.Module) -> Iterator[nn.Module]:
     loras: list[Any] = [m.lora for m in module.modules() if getattr(m, "lora", None)]
     adapters = {x for lora in loras for x in lora.modules()}
     for child in module.modules():
-        product = type(child) in (nn.Linear, _Linear) or hasattr(child, "weight_product")
+        product = type(child) in (nn.Linear, _Linear) or hasattr(
+            child, "weight_product"
+        )
         if product and child not in adapters:
             yield child
 
@@ -249,7 +260,12 @@ class Piece:
     ) -> None:
         self.module, self.units, self.takes = module, tuple(units), tuple(takes)
         self.trained = tuple(unit for unit in units if not unit.frozen)
-        self.first, self.last, self.splits, self.offloads = first, last, splits, offloads
+        self.first, self.last, self.splits, self.offloads = (
+            first,
+            last,
+            splits,
+            offloads,
+        )
         self.compiled = compiled
         self.packs = offloads or any(not unit.resident for unit in units)
         self.kept: dict[int, _Kept] = {}
@@ -258,7 +274,9 @@ class Piece:
         device = self.units[0].pool.device if self.units else None
         # Of all graphs, and no gradient comes to it.
         self.leaf = torch.zeros((), device=device, requires_grad=True)
-        self.owners = {p: (u, name) for u in self.units for name, p in u.parameters.items()}
+        self.owners = {
+            p: (u, name) for u in self.units for name, p in u.parameters.items()
+        }
         # Of the forward that is running, where backward is split.
         self.due: list[_Due] | None = None
         ours = {weight for weight, (unit, _) in self.owners.items() if not unit.plain}
@@ -294,7 +312,12 @@ class Piece:
 
         def product(x: Tensor, bias: Tensor | None = None) -> Tensor:
             # Of an input that needs no gradient autograd would not come to the product at all.
-            if x.requires_grad and torch.is_grad_enabled() and x.dim() > 1 and weight.dim() == 2:
+            if (
+                x.requires_grad
+                and torch.is_grad_enabled()
+                and x.dim() > 1
+                and weight.dim() == 2
+            ):
                 y: Tensor = _Product.call(x, bias, factor, self.due)
                 return y
             return multiply(x, weight, bias, how)
@@ -331,15 +354,25 @@ class Piece:
         if selected is None and not self.packs and torch.is_grad_enabled():
             out = self._call(self._edges(mine, kept.into), named)
         else:
-            again = nullcontext() if selected is None else (giving if keep else keeping)(selected)
-            stays = {storage_of(x) for x in named.values()} if self.offloads else set[int]()
+            again = (
+                nullcontext()
+                if selected is None
+                else (giving if keep else keeping)(selected)
+            )
+            stays = (
+                {storage_of(x) for x in named.values()} if self.offloads else set[int]()
+            )
             with torch.enable_grad(), self._packing(kept.boxes, stays), again:
                 out = self._call(self._edges(mine, kept.into), named)
-        self.due = None  # the list would keep what it holds after its weight gradients are done
+        # the list would keep what it holds after its weight gradients are done
+        self.due = None
         if keep:
-            kept.roots = {name: get_gradient_edge(y) for name, y in out.items() if y.requires_grad}
+            kept.roots = {
+                name: get_gradient_edge(y) for name, y in out.items() if y.requires_grad
+            }
             if self.last:
-                kept.like = torch.zeros_like(out["x"].detach())  # a view would keep its storage
+                # a view would keep its storage
+                kept.like = torch.zeros_like(out["x"].detach())
             self.kept[microbatch] = kept
         return past | {name: y.detach() for name, y in out.items() if name not in TERMS}
 
@@ -347,7 +380,11 @@ class Piece:
         """The tensors that a piece takes of a bundle and of a batch with these names."""
         key = tuple(bundle), tuple(batch)
         if (known := self.known.get(key)) is None:
-            names = self.takes if self.first or self.takes[0] in bundle else ("x", *self.takes[1:])
+            names = (
+                self.takes
+                if self.first or self.takes[0] in bundle
+                else ("x", *self.takes[1:])
+            )
             mine = tuple(name for name in names if name in bundle)
             named = tuple(name for name in names if name in batch and name not in mine)
             past = tuple(name for name in bundle if name not in mine)
@@ -390,7 +427,8 @@ class Piece:
         """Add to the units' gradients and return those of the inputs; what was kept is let go."""
         kept = self.kept.pop(microbatch)
         self._run(kept, gradients)
-        if kept.due:  # where a schedule splits the backward of other microbatches into I and W
+        # where a schedule splits the backward of other microbatches into I and W
+        if kept.due:
             self._contribute(kept)
         return self._passed(kept, gradients)
 
@@ -447,7 +485,9 @@ class Piece:
         for box in self.kept[microbatch].boxes:
             box.come_back()
 
-    def _packing(self, boxes: list[Box], stays: Collection[int]) -> AbstractContextManager[Any]:
+    def _packing(
+        self, boxes: list[Box], stays: Collection[int]
+    ) -> AbstractContextManager[Any]:
         """Packs what autograd saves. Storages that `stays` names belong to the batch: other pieces need
         them too, so they are not offloaded."""
         if not self.packs:
@@ -465,7 +505,13 @@ class Piece:
                 return _Packed(unit, offset, tensor.shape, tensor.stride())
             if not self.offloads or storage in stays:
                 return tensor
-            key = (storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+            key = (
+                storage,
+                tensor.storage_offset(),
+                tensor.shape,
+                tensor.stride(),
+                tensor.dtype,
+            )
             if key not in seen:
                 seen[key] = Box(tensor)
                 boxes.append(seen[key])
@@ -480,5 +526,7 @@ def _unpack(packed: Tensor | _Packed | Box) -> Tensor:
     if isinstance(packed, Box):
         return packed.content()
     buffer = packed.unit.buffer
-    assert buffer is not None, f"backward needs unit {packed.unit.number}, which is dropped"
+    assert buffer is not None, (
+        f"backward needs unit {packed.unit.number}, which is dropped"
+    )
     return buffer.as_strided(packed.shape, packed.stride, packed.offset)

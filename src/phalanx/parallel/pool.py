@@ -27,7 +27,9 @@ class BufferPool:
         poison: bool = False,
     ) -> None:
         self.device, self.poison = device, poison
-        self.empty = empty or (lambda n, dtype: torch.empty(n, dtype=dtype, device=device))
+        self.empty = empty or (
+            lambda n, dtype: torch.empty(n, dtype=dtype, device=device)
+        )
         self.free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self.made: Counter[tuple[int, torch.dtype]] = Counter()
         self.most: Counter[tuple[int, torch.dtype]] = Counter()

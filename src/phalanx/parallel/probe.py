@@ -163,10 +163,17 @@ class CallNotes:
         self._open.append(path)
 
     def _leave(
-        self, path: str, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], out: Any
+        self,
+        path: str,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        named: dict[str, Any],
+        out: Any,
     ) -> None:
         self._open.pop()
-        took = next((x for x in (*args, *named.values()) if isinstance(x, Tensor)), None)
+        took = next(
+            (x for x in (*args, *named.values()) if isinstance(x, Tensor)), None
+        )
         self.calls.append(ModuleCall(path, module, took, tensors_of(out)))
 
 

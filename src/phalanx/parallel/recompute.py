@@ -27,7 +27,12 @@ from .pool import storage_of
 
 _aten = torch.ops.aten
 _region = torch.ops.phalanx.region.default
-_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
+_PRODUCTS = {
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten.baddbmm.default,
+}
 _PRODUCTS.add(_aten._scaled_mm_v2.default)
 # Their backward asks for what they put out, too.
 _ATTENTION = {
@@ -75,7 +80,9 @@ class _Keeping(TorchDispatchMode):
         self.kept = kept
         self.used = 0  # so many of them, and all after it was asked for nothing
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         if func._schema.is_mutable:
             self._refuse(out)
@@ -92,7 +99,9 @@ class _Keeping(TorchDispatchMode):
 
     def _join(self, x: Tensor, kind: str) -> None:
         """One rank's part of a sum is nobody's but the region's, which gives back what it put out."""
-        last = self.kept[-1] if kind in ("reduce", "scatter_sum") and self.kept else None
+        last = (
+            self.kept[-1] if kind in ("reduce", "scatter_sum") and self.kept else None
+        )
         if last and last.op in _PRODUCTS and storage_of(last.value) == storage_of(x):
             self.kept[-1] = last.forgotten()
 
@@ -119,7 +128,9 @@ class _Giving(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.kept = kept
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if not is_kept(func, args):
             return func(*args, **(kwargs or {}))
         op, value = self.kept.popleft()
@@ -161,7 +172,8 @@ def _asks(func: Any, args: Any, out: Any) -> bool:
     if func is _aten.mul.Tensor and not isinstance(args[1], Tensor):
         return False
     return any(
-        isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) for x in tree_iter(out)
+        isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+        for x in tree_iter(out)
     )
 
 

@@ -44,7 +44,9 @@ def model_rows(model: Model, layout: Layout) -> tuple[PieceRow, ...]:
     bundles = _bundles(model)
     rows = []
     piece = -1
-    for number, ((_, module), kind) in enumerate(zip(model.pieces, alike(model), strict=True)):
+    for number, ((_, module), kind) in enumerate(
+        zip(model.pieces, alike(model), strict=True)
+    ):
         part = _PARTS.get(type(module), BlockPart.WHOLE)
         piece += part in (BlockPart.WHOLE, BlockPart.ROUTING)
         row = row_of(piece, part, kind, weights.own[number])

@@ -21,7 +21,16 @@ from torch.nn import functional as F
 from ..comm import Group, regions
 from ..layout import Layout, LayoutError, pieces
 from ..layout.rules import AXIS_OF, LORA, Cut
-from ..models import Dropout, ExpertProducts, LoraLinear, Merge, RMSNorm, Router, Spread, token_loss
+from ..models import (
+    Dropout,
+    ExpertProducts,
+    LoraLinear,
+    Merge,
+    RMSNorm,
+    Router,
+    Spread,
+    token_loss,
+)
 from .groups import Groups
 from .model import Model
 
@@ -58,7 +67,8 @@ class Weight:
         """Slices of another tp rank's part in the whole weight."""
         both = zip(self.cuts, self.shape, self.over_tp, strict=True)
         return tuple(
-            cut.at(size, tp) if over else slice(cut.start, cut.stop) for cut, size, over in both
+            cut.at(size, tp) if over else slice(cut.start, cut.stop)
+            for cut, size, over in both
         )
 
     @property
@@ -89,7 +99,9 @@ def cut_of(
     return tuple(cuts)
 
 
-def cut_weights(model: Model, layout: Layout, at: Mapping[str, int]) -> dict[str, Weight]:
+def cut_weights(
+    model: Model, layout: Layout, at: Mapping[str, int]
+) -> dict[str, Weight]:
     """Every weight of the model as the rank at these coordinates holds it."""
     weights, tp = {}, at.get("tp", 0)
     for name, parameter in model.weights.items():
@@ -97,7 +109,8 @@ def cut_weights(model: Model, layout: Layout, at: Mapping[str, int]) -> dict[str
         dims = model.rules.dims(name, len(shape))
         cuts = cut_of(model, layout, name, shape, at)
         adds = pieces.sum_over_tp(dims, cuts, layout)
-        shared = max((cut.copies for cut in cuts), default=1)  # a scalar has no dim to cut
+        # a scalar has no dim to cut
+        shared = max((cut.copies for cut in cuts), default=1)
         copies = shared if adds == pieces.Sum.KV else layout.tp
         over_tp = tuple("tp" in axes for axes in layout.axes_of(dims))
         counted = tp % copies == 0 if adds or not any(over_tp) else True
@@ -114,7 +127,9 @@ class RowLinear(nn.Module):
         super().__init__()
         self.weight, self.bias, self.join = plain.weight, plain.bias, join
         self.lora = plain.lora if isinstance(plain, LoraLinear) else None
-        self.weight_product: Callable[[Tensor], Tensor] = lambda x: F.linear(x, self.weight)
+        self.weight_product: Callable[[Tensor], Tensor] = lambda x: F.linear(
+            x, self.weight
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         part = self.weight_product(x)
@@ -128,7 +143,9 @@ class VocabularyEmbedding(nn.Module):
     The padding token's row has no gradient on the rank that holds it.
     """
 
-    def __init__(self, plain: nn.Embedding, cut: Cut, join: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, plain: nn.Embedding, cut: Cut, join: Callable[[Tensor], Tensor]
+    ) -> None:
         super().__init__()
         self.weight, self.cut, self.join = plain.weight, cut, join
         padding = plain.padding_idx
@@ -196,13 +213,22 @@ class _Installer:
     """Puts the regions into one piece."""
 
     def __init__(
-        self, model: Model, layout: Layout, groups: Groups, prefix: str, piece: nn.Module
+        self,
+        model: Model,
+        layout: Layout,
+        groups: Groups,
+        prefix: str,
+        piece: nn.Module,
     ) -> None:
         self.model, self.groups, self.prefix, self.piece = model, groups, prefix, piece
         self.layout, self.seq, tp = layout, layout.seq, groups.tp
         if layout.seq:
-            self.fork: Callable[[Tensor], Tensor] = lambda x: regions.gather_sum(x, tp, 1)
-            self.join: Callable[[Tensor], Tensor] = lambda x: regions.scatter_sum(x, tp, 1)
+            self.fork: Callable[[Tensor], Tensor] = lambda x: regions.gather_sum(
+                x, tp, 1
+            )
+            self.join: Callable[[Tensor], Tensor] = lambda x: regions.scatter_sum(
+                x, tp, 1
+            )
         else:
             self.fork = lambda x: regions.copy(x, tp)
             self.join = lambda x: regions.reduce(x, tp)
@@ -236,7 +262,9 @@ class _Installer:
             shape, weight = module.weight.shape, f"{self.prefix}.{name}.weight"
             if AXIS_OF.get(*self.model.rules.dims(weight, 1)) == "tp":
                 (cut,) = cut_of(self.model, self.layout, weight, shape, {})
-                self._replace(name, CutRMSNorm(module, shape[0], cut.copies, self.groups.tp))
+                self._replace(
+                    name, CutRMSNorm(module, shape[0], cut.copies, self.groups.tp)
+                )
 
     def _cut_modules(self) -> tuple[list[str], dict[str, str]]:
         """Names of modules whose weight is cut on the input side, and on the output side (with
@@ -247,7 +275,9 @@ class _Installer:
             weight = getattr(module, "weight", None)
             if not isinstance(weight, nn.Parameter) or weight.dim() != 2:
                 continue
-            dims = self.model.rules.dims(f"{self.prefix}.{name}.weight".replace("..", "."), 2)
+            dims = self.model.rules.dims(
+                f"{self.prefix}.{name}.weight".replace("..", "."), 2
+            )
             if LORA in dims:
                 continue  # inside a linear, whose regions it shares
             # nn.Linear holds (out, in); a bare x @ weight holds (in, out); a lookup (in, out).
@@ -312,7 +342,9 @@ class _Installer:
             z = getattr(owner.loss, "z", 0.0)
             owner.loss = VocabularyCrossEntropy(self._vocabulary(module), tp, z)
         else:
-            module.register_forward_hook(lambda m, args, y: regions.gather(y, tp, y.dim() - 1))
+            module.register_forward_hook(
+                lambda m, args, y: regions.gather(y, tp, y.dim() - 1)
+            )
 
     def _cut_time(self) -> None:
         """Under seq what runs between the regions sees its own tokens: learned positions, noise, and
@@ -326,8 +358,16 @@ class _Installer:
             if isinstance(module, nn.Embedding) and "position" in self.model.rules.dims(
                 f"{self.prefix}.{name}.weight"
             ):
-                module.register_forward_pre_hook(lambda m, args: (own(args[0]), *args[1:]))
-            elif isinstance(module, Router) or (isinstance(module, Dropout) and "." not in name):
                 module.register_forward_pre_hook(
-                    lambda m, args: (args[0], None if args[1] is None else own(args[1]), *args[2:])
+                    lambda m, args: (own(args[0]), *args[1:])
+                )
+            elif isinstance(module, Router) or (
+                isinstance(module, Dropout) and "." not in name
+            ):
+                module.register_forward_pre_hook(
+                    lambda m, args: (
+                        args[0],
+                        None if args[1] is None else own(args[1]),
+                        *args[2:],
+                    )
                 )

@@ -34,7 +34,10 @@ class TakenApart:
         self.outer = self._taken_out(layers)
         self.calls: dict[nn.Module, tuple[Any, Any, torch.Size]] = {}
         self.before, self.after = self._order()
-        owners = [[m for m in block.modules() if "core" in m._modules] for block in self.blocks]
+        owners = [
+            [m for m in block.modules() if "core" in m._modules]
+            for block in self.blocks
+        ]
         seen = {m.heads_seen for found in owners for m in found}
         refuse_attention(self.config, owners, seen)
         modules = (m for m in causal.modules() if not isinstance(m, StandIn))
@@ -66,13 +69,17 @@ class TakenApart:
             def run(*args: Any, **kwargs: Any) -> Any:
                 order.append(key)
                 y = module(*args, **kwargs)
-                self.frame.tuples = isinstance(y, tuple) if key == 0 else self.frame.tuples
+                self.frame.tuples = (
+                    isinstance(y, tuple) if key == 0 else self.frame.tuples
+                )
                 return y
 
             return run
 
         tokens = torch.empty(2, _RUN, dtype=torch.int64, device="meta")
-        every: dict[str | int, Any] = {n: noted(n, each) for n, each in enumerate(self.blocks)}
+        every: dict[str | int, Any] = {
+            n: noted(n, each) for n, each in enumerate(self.blocks)
+        }
         every.update((name, noted(name, each)) for name, each in self.outer.items())
         hooks = [
             module.register_forward_hook(self._called, with_kwargs=True)
@@ -111,7 +118,9 @@ class TakenApart:
                 f"its forward does not use {unused}": unused,
             }
         )
-        before, after = ({k: self.outer[k] for k in self.outer if k in part} for part in parts)
+        before, after = (
+            {k: self.outer[k] for k in self.outer if k in part} for part in parts
+        )
         return before, after
 
     def _called(self, module: nn.Module, args: Any, kwargs: Any, y: Any) -> None:
@@ -137,6 +146,8 @@ def layers_of(causal: Any) -> tuple[list[Any], nn.ModuleList]:
     for name, module in causal.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             names = name.split(".")[:-1]
-            owners = [causal.get_submodule(".".join(names[:n])) for n in range(len(names) + 1)]
+            owners = [
+                causal.get_submodule(".".join(names[:n])) for n in range(len(names) + 1)
+            ]
             return owners, module
     raise LayoutError(f"it has no list of its {count} blocks")

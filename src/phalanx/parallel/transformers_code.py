@@ -91,7 +91,9 @@ class _TheirWhole(Whole):
         return InFloat64() if dtype == torch.float64 else nullcontext()
 
 
-def _model_of(apart: TakenApart, rules: CutRules, shape: Shape) -> tuple[Model, dict[str, str]]:
+def _model_of(
+    apart: TakenApart, rules: CutRules, shape: Shape
+) -> tuple[Model, dict[str, str]]:
     """The model, and by the names of its weights what these are called in their code."""
     embed = TransformersEmbed(apart.frame, apart.before)
     head = TransformersHead(apart.frame, apart.after, len(apart.blocks) - 1)
@@ -114,7 +116,10 @@ def _model_of(apart: TakenApart, rules: CutRules, shape: Shape) -> tuple[Model, 
 
 
 def made_model(
-    table: Mapping[str, Any], name: str, attention: str = ATTENTION, device: str = "meta"
+    table: Mapping[str, Any],
+    name: str,
+    attention: str = ATTENTION,
+    device: str = "meta",
 ) -> Any:
     """Their model of a configuration."""
     try:
@@ -127,10 +132,14 @@ def made_model(
         ) from None
     own = " Code that it names (auto_map) is not run" if "auto_map" in table else ""
     known = name in CONFIG_MAPPING
-    refuse({f"transformers has no code for 'model_type' {name[:40]!r}.{own}": not known})
+    refuse(
+        {f"transformers has no code for 'model_type' {name[:40]!r}.{own}": not known}
+    )
     # Keys that begin with _ choose kernels, which may be fetched.
     dropped = ("auto_map", "model_type")
-    plain = {k: x for k, x in table.items() if k not in dropped and not k.startswith("_")}
+    plain = {
+        k: x for k, x in table.items() if k not in dropped and not k.startswith("_")
+    }
     kind = CONFIG_MAPPING[name]
     try:
         config = kind(**plain)

@@ -36,18 +36,27 @@ class _Reached(Exception):
     """Their forward has come past the piece that runs: the rest is other pieces'."""
 
     def __init__(self, x: Tensor) -> None:
-        super().__init__("a forward of transformers ran on behind the piece that was asked for")
+        super().__init__(
+            "a forward of transformers ran on behind the piece that was asked for"
+        )
         self.x = x
 
 
 class InFloat64(TorchFunctionMode):
     """Computes in float64 what transformers' code computes in float32 at least, such as norms."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is Tensor.float:
             return args[0].double()
-        named = {k: torch.float64 if x is torch.float32 else x for k, x in (kwargs or {}).items()}
-        return func(*(torch.float64 if x is torch.float32 else x for x in args), **named)
+        named = {
+            k: torch.float64 if x is torch.float32 else x
+            for k, x in (kwargs or {}).items()
+        }
+        return func(
+            *(torch.float64 if x is torch.float32 else x for x in args), **named
+        )
 
 
 class StandIn(nn.Module):
@@ -79,7 +88,8 @@ class Frame:
         self.causal, self.base = causal, base
         self.running: Mapping[str | int, Callable[..., Any]] = {}
         self.dtype, self.made = torch.float32, (torch.device("meta"), torch.float32)
-        self.shared: tuple[Tensor | None, Tensor | None] = None, None  # positions, documents
+        # positions, documents
+        self.shared: tuple[Tensor | None, Tensor | None] = None, None
         self.tuples = False  # a block returns (x, ...)
 
     def run(
@@ -99,8 +109,13 @@ class Frame:
         with InFloat64() if wide == torch.float64 else nullcontext():
             self._make_buffers(positions.device, wide)
             given = {"input_ids": tokens}
-            if tokens is None:  # what is looked up is another piece's: its size and dtype are used
-                given = {"inputs_embeds": positions.new_zeros((*positions.shape, 1), dtype=dtype)}
+            # what is looked up is another piece's: its size and dtype are used
+            if tokens is None:
+                given = {
+                    "inputs_embeds": positions.new_zeros(
+                        (*positions.shape, 1), dtype=dtype
+                    )
+                }
             try:
                 model = self.causal if whole else self.base
                 return model(**given, position_ids=positions, use_cache=False)
@@ -119,7 +134,9 @@ class Frame:
                 make_tables(self.causal, module, device, wide)
 
 
-def make_tables(causal: Any, module: nn.Module, device: torch.device, wide: torch.dtype) -> None:
+def make_tables(
+    causal: Any, module: nn.Module, device: torch.device, wide: torch.dtype
+) -> None:
     """Make the buffers of one of their modules anew, and fill them as their code does."""
     if not module._buffers:
         return
@@ -142,7 +159,9 @@ class _Outer(nn.Module):
         for name, child in children.items():
             self.add_module(name, child)
 
-    def running(self, block: int, act: Callable[..., Any]) -> dict[str | int, Callable[..., Any]]:
+    def running(
+        self, block: int, act: Callable[..., Any]
+    ) -> dict[str | int, Callable[..., Any]]:
         """Modules that run in the transformers model: these, and `act` in place of a block."""
         return {**dict(self.named_children()), block: act}
 
@@ -152,7 +171,9 @@ class TransformersEmbed(_Outer):
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         dtype = next(self.parameters()).dtype
-        x: Tensor = self.frame.run(self.running(0, _stop), dtype, positions, tokens=tokens)
+        x: Tensor = self.frame.run(
+            self.running(0, _stop), dtype, positions, tokens=tokens
+        )
         return x
 
 
@@ -163,7 +184,9 @@ def _stop(x: Tensor, *args: Any, **kwargs: Any) -> None:
 class TransformersHead(_Outer):
     """The part of the transformers forward after its last block, and the loss as a sum."""
 
-    def __init__(self, frame: Frame, children: Mapping[str, nn.Module], last: int) -> None:
+    def __init__(
+        self, frame: Frame, children: Mapping[str, nn.Module], last: int
+    ) -> None:
         super().__init__(frame, children)
         self.last, self.loss = last, CrossEntropy()
 
@@ -180,7 +203,9 @@ class TransformersHead(_Outer):
         return loss
 
 
-def _forward(self: Any, x: Tensor, positions: Tensor, documents: Tensor | None = None) -> Tensor:
+def _forward(
+    self: Any, x: Tensor, positions: Tensor, documents: Tensor | None = None
+) -> Tensor:
     """A block of theirs as a piece: its own forward, with the arguments that their model makes."""
 
     def block(*args: Any, **kwargs: Any) -> None:
@@ -222,12 +247,15 @@ def attend(
     """The entry in transformers' table of attention functions: calls the module's child `core`,
     which its first call makes."""
     if "core" not in module._modules:
-        unknown = sorted(k for k, x in more.items() if k not in _NOTHING.split() and _is_set(x))
+        unknown = sorted(
+            k for k, x in more.items() if k not in _NOTHING.split() and _is_set(x)
+        )
         refuse(
             {
                 f"its attention takes {', '.join(unknown)}": unknown,
                 "its attention has a mask of its own": attention_mask is not None,
-                "tokens attend to later ones": getattr(module, "is_causal", True) is False
+                "tokens attend to later ones": getattr(module, "is_causal", True)
+                is False
                 or more.get("is_causal") is False,
                 "keys and values differ in width": key.shape[-1] != value.shape[-1],
             }

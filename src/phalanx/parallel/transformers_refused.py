@@ -22,15 +22,19 @@ def error_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]
 
 
-def refuse_attention(config: Any, owners: Sequence[Sequence[Any]], heads: set[Any]) -> None:
+def refuse_attention(
+    config: Any, owners: Sequence[Sequence[Any]], heads: set[Any]
+) -> None:
     """Refuses blocks whose attention phalanx cannot replace. `owners`: by block, its modules with attention;
     `heads`: with which numbers of heads they called it."""
     refuse(
         {
             ATTENTION_OF_ITS_OWN: not heads,
-            "it has blocks without attention, or with two": heads and {*map(len, owners)} != {1},
+            "it has blocks without attention, or with two": heads
+            and {*map(len, owners)} != {1},
             "its blocks differ in heads": len(heads) > 1,
-            "its windows are not passed to its attention": heads and _lacks_windows(config, owners),
+            "its windows are not passed to its attention": heads
+            and _lacks_windows(config, owners),
         }
     )
 
@@ -46,7 +50,8 @@ def refuse_tables(
         {
             f"its blocks have tables of their own ({', '.join(tables[:1])})": tables,
             f"it has weights outside of its modules ({', '.join(bare)})": bare,
-            "its rope changes with the length of a sequence": _rope_kinds(modules) & _BY_LENGTH,
+            "its rope changes with the length of a sequence": _rope_kinds(modules)
+            & _BY_LENGTH,
         }
     )
 

@@ -27,19 +27,27 @@ class CutRules:
         self.heads, self.kv, self.head_dim = apart.heads, apart.kv, apart.head_dim
         self.notes: dict[str, None] = {}
         self._widths: dict[nn.Module, int] = {}
-        self._planned: Mapping[str, str] = getattr(self.config, "base_model_tp_plan", None) or {}
+        self._planned: Mapping[str, str] = (
+            getattr(self.config, "base_model_tp_plan", None) or {}
+        )
         if not self._planned:
-            self.notes["there is no plan for tp: each rank of it has the blocks whole"] = None
+            self.notes[
+                "there is no plan for tp: each rank of it has the blocks whole"
+            ] = None
         stages = getattr(self.config, "base_model_pp_plan", None)
         named = [name for name, _ in apart.path[-1].named_children()]
-        if stages and (missed := [n for n in named if n in apart.outer and n not in stages]):
+        if stages and (
+            missed := [n for n in named if n in apart.outer and n not in stages]
+        ):
             self.notes[f"the plan for pp does not name {', '.join(missed)}"] = None
 
     def table(self, embed: nn.Module, head: nn.Module) -> tuple[Rules, bool]:
         """The rules of all weights, and whether positions are learned."""
         rules = {**self._outer_rules("embed", embed), **self._outer_rules("head", head)}
         for number, block in enumerate(self.apart.blocks):
-            rules |= {f"layers.{number}.{n}": dims for n, dims in self._rules(block).items()}
+            rules |= {
+                f"layers.{number}.{n}": dims for n, dims in self._rules(block).items()
+            }
         learned = any("position" in dims for dims in rules.values())
         lines = (f"{name} : {dims}" for name, dims in _joined(rules).items())
         return Rules.parse("\n".join(lines)), learned
@@ -50,10 +58,17 @@ class CutRules:
         for path, child in module.named_modules():
             for key, weight in child.named_parameters(recurse=False):
                 dims = "embed" if weight.dim() == 1 else " ".join("-" * weight.dim())
-                rows, at_head = weight.shape[0], isinstance(child, nn.Linear) and piece == "head"
+                rows, at_head = (
+                    weight.shape[0],
+                    isinstance(child, nn.Linear) and piece == "head",
+                )
                 if rows == self.config.vocab_size and weight not in self._special:
                     lookup = type(child) is nn.Embedding and piece == "embed"
-                    dims = "vocab embed" if lookup or (at_head and key == "weight") else dims
+                    dims = (
+                        "vocab embed"
+                        if lookup or (at_head and key == "weight")
+                        else dims
+                    )
                     dims = "vocab" if at_head and key == "bias" else dims
                 elif type(child) is nn.Embedding and piece == "embed":
                     dims = "position embed"
@@ -78,7 +93,10 @@ class CutRules:
             for name, x in block.named_parameters()
         }
         for path, owner in block.named_modules():
-            rules |= {f"{path}.{name}": dims for name, dims in self._owned(path, owner).items()}
+            rules |= {
+                f"{path}.{name}": dims
+                for name, dims in self._owned(path, owner).items()
+            }
         return rules
 
     def _owned(self, path: str, owner: nn.Module) -> dict[str, str]:
@@ -88,27 +106,39 @@ class CutRules:
         styles = {name: self._style(linear) for name, linear in linears.items()}
         if not any(styles.values()):
             if linears and self._planned:
-                self._note(path or "the block", "the plan does not name " + ", ".join(linears))
+                self._note(
+                    path or "the block", "the plan does not name " + ", ".join(linears)
+                )
             return {}
         others = sorted({*styles.values()} - {"colwise", "rowwise", ""})
         outs = [name for name, style in styles.items() if style == "colwise"]
         ins = [name for name, style in styles.items() if style == "rowwise"]
         if others or not (outs and ins) or not path:
-            why = f"is planned as {', '.join(others)}" if others else "has no pair of cut linears"
+            why = (
+                f"is planned as {', '.join(others)}"
+                if others
+                else "has no pair of cut linears"
+            )
             self._note(
-                path or "the block", why if path else "owns linears: the residual is cut, too"
+                path or "the block",
+                why if path else "owns linears: the residual is cut, too",
             )
             return {}
         dims = {name: self._dim(owner, linears[name].out_features) for name in outs}
         dims |= {name: self._dim(owner, linears[name].in_features) for name in ins}
         if "" in dims.values() or len({*dims.values()} - {"kv"}) > 1:
-            self._note(path, f"{', '.join(dims)} are no whole heads or of several widths")
+            self._note(
+                path, f"{', '.join(dims)} are no whole heads or of several widths"
+            )
             return {}
         if why := self._fails(owner, dims, outs):
             self._note(path, f"as planned it does not run ({why})")
             return {}
         if missed := [name for name, style in styles.items() if not style]:
-            self._note(path, f"the plan does not name {', '.join(missed)}; each rank has it whole")
+            self._note(
+                path,
+                f"the plan does not name {', '.join(missed)}; each rank has it whole",
+            )
         rules = {}
         for name, weight in owner.named_parameters():
             linear, _, key = name.rpartition(".")
@@ -123,7 +153,9 @@ class CutRules:
     def _style(self, linear: nn.Linear) -> str:
         """The tp plan's style of a linear; empty if the plan does not name it, or keeps it whole."""
         prefix = self.apart.causal.base_model_prefix + "."
-        name = self.apart.names[linear.weight].removeprefix(prefix).removesuffix(".weight")
+        name = (
+            self.apart.names[linear.weight].removeprefix(prefix).removesuffix(".weight")
+        )
         style = self._planned.get(re.sub(r"\.\d+(?=\.|$)", ".*", name), "")
         return "" if style.startswith("replicated") else str(style)
 

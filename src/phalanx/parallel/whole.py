@@ -67,8 +67,12 @@ class Whole:
         """The loss of a batch, as a sum over its valid tokens."""
         count = valid_count(batch)
         if self.mean and not count:  # a mean over nothing is not a number
-            return torch.stack([x.flatten()[:1].sum() * 0 for x in self.module.parameters()]).sum()
-        given = {name: batch[key] for name, key in self.arguments.items() if key in batch}
+            return torch.stack(
+                [x.flatten()[:1].sum() * 0 for x in self.module.parameters()]
+            ).sum()
+        given = {
+            name: batch[key] for name, key in self.arguments.items() if key in batch
+        }
         returned = self.module(**given)
         loss = _loss_in(returned)
         if loss is not None:
@@ -79,7 +83,9 @@ class Whole:
 
 
 def whole_of_class(
-    module: object, pieces: Sequence[tuple[str, nn.Module]], weights: Mapping[str, nn.Parameter]
+    module: object,
+    pieces: Sequence[tuple[str, nn.Module]],
+    weights: Mapping[str, nn.Parameter],
 ) -> Whole | None:
     """An instance of a class as a Whole; None if it has no forward of its own. `weights` are those of its
     description by name, still on meta: by these the class's parameters are recognized."""
@@ -88,7 +94,9 @@ def whole_of_class(
     names = {parameter: name for name, parameter in weights.items()}
     places, missing = parameter_places(module, names)
     inside = set(module.modules())
-    parts = {number: piece for number, (_, piece) in enumerate(pieces) if piece in inside}
+    parts = {
+        number: piece for number, (_, piece) in enumerate(pieces) if piece in inside
+    }
     name = f"{type(module).__name__}.forward"
     return Whole(name, module, _arguments(module, name), places, parts, missing)
 
@@ -123,7 +131,11 @@ def _arguments(module: nn.Module, name: str) -> dict[str, str]:
     open_kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     arguments = [p for p in list(signature.values())[1:] if p.kind not in open_kinds]
     known = {p.name: p.name for p in arguments if p.name in ENTRIES}
-    if arguments and not {TOKENS, INPUTS} & known.keys() and arguments[0].name not in known:
+    if (
+        arguments
+        and not {TOKENS, INPUTS} & known.keys()
+        and arguments[0].name not in known
+    ):
         known[arguments[0].name] = TOKENS
     needed = [p.name for p in arguments if p.default is p.empty and p.name not in known]
     if needed:

@@ -28,7 +28,17 @@ from ..program.state import IN_FLIGHT
 from .hardware import SLOWED, lost_beside
 from .piece_price import KindTimes, OpTime, PieceTimes
 from .price import Units, distance
-from .space import ORDERS, Grid, Inner, Options, Pipeline, Space, Zero, blocks_of, ranks_of
+from .space import (
+    ORDERS,
+    Grid,
+    Inner,
+    Options,
+    Pipeline,
+    Space,
+    Zero,
+    blocks_of,
+    ranks_of,
+)
 from .step import Pricer, joint_lanes
 
 Array = NDArray[np.float64]
@@ -55,18 +65,27 @@ class _Stages:
     blocks: tuple[Array, ...]  # of each kind
     embed: Array  # 1 where the embedding is
     head: Array
-    before: tuple[Array, ...]  # blocks of each kind, of the stages before the first of the rank
-    shares: tuple[tuple[Array, ...], ...]  # of each stage of the rank: the part of each kind
+    # blocks of each kind, of the stages before the first of the rank
+    before: tuple[Array, ...]
+    # of each stage of the rank: the part of each kind
+    shares: tuple[tuple[Array, ...], ...]
 
 
-def bounds(space: Space, x: Options, pricer: Pricer, before: Bounds | None = None) -> Bounds:
+def bounds(
+    space: Space, x: Options, pricer: Pricer, before: Bounds | None = None
+) -> Bounds:
     """Of all candidates of a grid. What is not costed yet is bounded by what is: `before` are the bounds
     when less was costed. Numbers of weights, and so the times of units, are the same for all of them."""
     split = [traits(pipe.schedule).splits_backward for pipe in x.pipelines]
     step, held = np.zeros(x.sizes), np.zeros(x.sizes)
-    layouts = (Layout(x.grid.mesh(z.shards), zero=z.stage, offload=space.offload) for z in x.zeros)
+    layouts = (
+        Layout(x.grid.mesh(z.shards), zero=z.stage, offload=space.offload)
+        for z in x.zeros
+    )
     hardware, profile = space.request.hardware, space.request.profile
-    units = before.units if before else tuple(Units(x, hardware, profile) for x in layouts)
+    units = (
+        before.units if before else tuple(Units(x, hardware, profile) for x in layouts)
+    )
     priced = before.priced if before else None
     for way in sorted({*split}):
         times = [
@@ -76,7 +95,10 @@ def bounds(space: Space, x: Options, pricer: Pricer, before: Bounds | None = Non
             ]
             for count in x.counts
         ]
-        numbers, kinds = _Numbers(times, x.inners, space.request.shape), times[0][0].kinds
+        numbers, kinds = (
+            _Numbers(times, x.inners, space.request.shape),
+            times[0][0].kinds,
+        )
         priced = priced or _priced(units, numbers)
         mine = [p for p, parted in enumerate(split) if parted == way]
         pipes = [x.pipelines[p] for p in mine]
@@ -99,14 +121,19 @@ def _least(
         return pricer.times(exact, rows, piped)
     near = grid._replace(ring=1, ulysses=1)
     selective = inner.recompute == "selective"
-    for kept, parted in ((inner, split), (inner, False), (inner._replace(recompute="none"), False)):
+    for kept, parted in (
+        (inner, split),
+        (inner, False),
+        (inner._replace(recompute="none"), False),
+    ):
         cut = space.cut(near, kept, split=parted)
         if cut in pricer.pieces:
             break
     times = pricer.times(cut, rows / grid.cp, piped)
 
     def least(block: PieceTimes) -> PieceTimes:
-        if split and not parted:  # what a backward that is whole keeps after it says nothing
+        # what a backward that is whole keeps after it says nothing
+        if split and not parted:
             block = replace(block, cost=replace(block.cost, kept_after_i=0.0))
         if selective and kept.recompute != "selective":
             fewest = min(block.cost.input, block.cost.kept)
@@ -122,7 +149,10 @@ class _Numbers:
     each kind, the embedding's first and the head's last, or one for each kind of block."""
 
     def __init__(
-        self, times: Sequence[Sequence[KindTimes]], inners: Sequence[Inner], shape: Shape
+        self,
+        times: Sequence[Sequence[KindTimes]],
+        inners: Sequence[Inner],
+        shape: Shape,
     ) -> None:
         first = times[0][0]
         every = range(len(first.values))
@@ -145,17 +175,22 @@ class _Numbers:
         self.temporary = _lowest(array(kind, "temporary") for kind in every[1:])
         self.weights, self.frozen = numbers("weights"), numbers("frozen")
         for kind in {first.kinds[piece] for piece in shape.frozen}:
-            self.frozen[kind] = self.weights[kind]  # of blocks some hold less: the least
-        self.trained = [w - still for w, still in zip(self.weights, self.frozen, strict=True)]
+            # of blocks some hold less: the least
+            self.frozen[kind] = self.weights[kind]
+        self.trained = [
+            w - still for w, still in zip(self.weights, self.frozen, strict=True)
+        ]
         experts = zip(numbers("experts"), self.frozen, strict=True)
         self.experts = [e * (not still) for e, still in experts]
         part = inner(lambda name: name == "selective") > 0
         self.input = [
-            np.where(part, array(kind, "selected"), array(kind, "input")) for kind in blocks
+            np.where(part, array(kind, "selected"), array(kind, "input"))
+            for kind in blocks
         ]
         # Of a block that is computed again; where a part of it is, one of its pieces after the other.
         self.repeated = [
-            np.where(part, array(kind, "repeated"), array(kind, "kept")) for kind in blocks
+            np.where(part, array(kind, "repeated"), array(kind, "kept"))
+            for kind in blocks
         ]
         self.kept_after_i = [array(kind, "kept_after_i") for kind in blocks]
         repeats = inner(lambda name: name != "none")
@@ -184,9 +219,13 @@ def _number(piece: PieceTimes, name: str) -> float:
         return piece.backward
     if name == "repeated":
         last = piece.parts[-1].cost if piece.parts else None
-        return piece.cost.selected + last.kept - last.selected if last else piece.cost.kept
+        return (
+            piece.cost.selected + last.kept - last.selected if last else piece.cost.kept
+        )
     value = getattr(piece, name, None)
-    return value.total if isinstance(value, OpTime) else float(getattr(piece.cost, name))
+    return (
+        value.total if isinstance(value, OpTime) else float(getattr(piece.cost, name))
+    )
 
 
 def _segment(recompute: str) -> float:
@@ -209,7 +248,10 @@ def _priced(units: Sequence[Units], n: _Numbers) -> _Unit:
     each = np.array([[u.of(w - e, still, e) for u in units] for w, still, e in kinds])
     gather, _, reduce, replicas, _, update = np.moveaxis(each, -1, 0)
     alone = 1.0 / units[0].hardware.crowding
-    joint = [KINDS[ops.REDUCE_REPLICAS].lane in joint_lanes(x.layout, x.hardware) for x in units]
+    joint = [
+        KINDS[ops.REDUCE_REPLICAS].lane in joint_lanes(x.layout, x.hardware)
+        for x in units
+    ]
     lane = reduce + replicas * joint
     return _Unit(gather * alone, reduce * alone, replicas * alone, lane * alone, update)
 
@@ -218,7 +260,9 @@ def _ends(space: Space, x: Options, s: _Stages, u: _Unit, *, split: bool) -> Arr
     """Seconds of what stands around all computing: the embedding's weights are gathered before, and the
     last unit's gradient is summed behind it, which is the embedding's where the backward is whole; then
     a rank is updated. (ZeRO, 1, pipelines, 1)."""
-    sharded = np.array([zero.stage > 0 for zero in x.zeros]) & (not space.request.profile.rolls)
+    sharded = np.array([zero.stage > 0 for zero in x.zeros]) & (
+        not space.request.profile.rolls
+    )
     each = u.reduce + u.replicas
     last = each.min(axis=0) if split else each[0]
     around = np.where(sharded, u.gather[0], 0.0) + last
@@ -245,10 +289,13 @@ def _time(
     ends = ef + eb + hf + hb
     # A segment that ends in the head is not recomputed: its forward was just now.
     spared = (n.segment - 1) * _highest(n.again)
-    work = _total(s.blocks, one) - np.minimum(s.head * spared, _total(s.blocks, n.again))
+    work = _total(s.blocks, one) - np.minimum(
+        s.head * spared, _total(s.blocks, n.again)
+    )
     # (microbatches, pipelines, inners, ranks).
     work = work + s.embed * (ef + eb) + s.head * (hf + hb)
-    rolls = space.request.profile.rolls  # then no stage waits for others to begin or to end
+    # then no stage waits for others to begin or to end
+    rolls = space.request.profile.rolls
     later = ((sum(s.before) > 0) | (s.embed == 0)) & (not rolls)
     head = np.where(later, ef + _total(s.before, bf), 0.0)
     back = 0.0 if split else np.where(later, eb + _total(s.before, bb), 0.0)
@@ -269,31 +316,41 @@ def _time(
         gather = u.gather[1:-1]
         once = _total([each[:, 0] for each in s.blocks], list(gather[..., None, None]))
         fewer = (twice + rolls) * gather.max(axis=0)[:, None, None, None]
-        each_use = np.array([zero.gather == "micro" and zero.stage == 3 for zero in x.zeros])
+        each_use = np.array(
+            [zero.gather == "micro" and zero.stage == 3 for zero in x.zeros]
+        )
         gathers = np.maximum(2 * m * once[:, None] - fewer, 0.0)
         lane = lane + each_use[:, None, None, None] * gathers
-    step = np.where(often, np.maximum(step, lane.max(axis=-1)[..., None] + update), step)
+    step = np.where(
+        often, np.maximum(step, lane.max(axis=-1)[..., None] + update), step
+    )
     if x.grid.pp == 1 and not rolls:
         met = np.array([pipe.overlap for pipe in pipes], float)[:, None]
         for z, zero in enumerate(x.zeros):
-            alone = _alone(n, zero, u.gather[:, z].tolist(), float(sums[z].max()), m, met)
+            alone = _alone(
+                n, zero, u.gather[:, z].tolist(), float(sums[z].max()), m, met
+            )
             step[z] = np.maximum(step[z], alone + update[z])
     cores = hardware.cores * x.grid.pp / hardware.ranks if hardware.cores else np.inf
     total = m * (_total(n.layers, one) - spared + ends)[..., 0]
     return np.asarray(np.maximum(step, total / cores))
 
 
-def _lost(space: Space, x: Options, n: _Numbers, u: _Unit, m: Array, *, split: bool) -> list[Array]:
+def _lost(
+    space: Space, x: Options, n: _Numbers, u: _Unit, m: Array, *, split: bool
+) -> list[Array]:
     """Seconds that a block of each kind loses to messages beside a microbatch, (ZeRO, microbatches, 1,
     inners, 1); in its forward alone where the backward is split, the parts of which are not known before
     they are costed."""
     plain = np.array([not inner.matmul for inner in x.inners])[:, None]
     found = []
-    for kind, (ahead, inputs) in enumerate(zip(n.forward[1:-1], n.inputs, strict=True), 1):
+    for kind, (ahead, inputs) in enumerate(
+        zip(n.forward[1:-1], n.inputs, strict=True), 1
+    ):
         both = [_beside(space, zero, u, z, kind, m) for z, zero in enumerate(x.zeros)]
-        forward, back = np.array([np.broadcast_arrays(*each, m)[:2] for each in both]).swapaxes(
-            0, 1
-        )
+        forward, back = np.array(
+            [np.broadcast_arrays(*each, m)[:2] for each in both]
+        ).swapaxes(0, 1)
         lost = np.minimum(forward, ahead / (1 - SLOWED))
         lost = lost + (not split) * np.minimum(back, inputs / (1 - SLOWED))
         found.append(np.asarray(SLOWED * plain * lost))
@@ -309,7 +366,9 @@ def _beside(
     gather, sums = u.gather[kind, z], u.reduce[kind, z] + u.replicas[kind, z]
     each = zero.gather == "micro"
     again = gather * (each and zero.stage == 3)
-    return gather / (1 if each else count), again + sums / (1 if zero.stage > 1 else count)
+    return gather / (1 if each else count), again + sums / (
+        1 if zero.stage > 1 else count
+    )
 
 
 def _alone(
@@ -317,7 +376,9 @@ def _alone(
 ) -> Array:
     """Seconds without the update of a rank that has the whole model, (microbatches, pipelines, inners).
     Two microbatches use `met` blocks at once."""
-    (ef, *bf, hf), (eb, *bb, hb) = ([a[..., 0] for a in each] for each in (n.forward, n.backward))
+    (ef, *bf, hf), (eb, *bb, hb) = (
+        [a[..., 0] for a in each] for each in (n.forward, n.backward)
+    )
     again, segment = [a[..., 0] for a in n.again], n.segment[..., 0]
     one = [f + b + a for f, b, a in zip(bf, bb, again, strict=True)]
     spared = np.minimum((segment - 1) * _highest(again), _total(n.layers, again))
@@ -390,7 +451,9 @@ def _stage_nodes(
                     place[forward, op.piece, op.index] = len(nodes)
                 key = keys.setdefault((op.kind, op.piece), len(keys))
                 sent = value > 0 and rank[source] != r
-                nodes.append(_Node(latest[r], value, key, nodes[latest[r]].key if sent else -1))
+                nodes.append(
+                    _Node(latest[r], value, key, nodes[latest[r]].key if sent else -1)
+                )
                 latest[r] = len(nodes) - 1
                 at[r] += 1
                 moved = True
@@ -408,11 +471,15 @@ def _stage_times(
     what is lost to the messages beside a forward and a backward of each kind of piece. `stages` are the
     kinds of their pieces."""
 
-    def slowed(t: PieceTimes, beside: tuple[Array | float, Array | float]) -> dict[str, float]:
+    def slowed(
+        t: PieceTimes, beside: tuple[Array | float, Array | float]
+    ) -> dict[str, float]:
         times = dict(t.computed)
         for op, took in zip((ops.FORWARD, ops.INPUT_GRADIENT), beside, strict=True):
             times[op] += lost_beside(times[op], float(took))
-        return times | {ops.BACKWARD: times[ops.INPUT_GRADIENT] + times[ops.WEIGHT_GRADIENT]}
+        return times | {
+            ops.BACKWARD: times[ops.INPUT_GRADIENT] + times[ops.WEIGHT_GRADIENT]
+        }
 
     computed = list(map(slowed, times.values, messages))
     repeats = inner.recompute != "none"
@@ -430,7 +497,9 @@ def _stage_times(
             return 0.0, time
         # What a segment with the head computed just now is not computed again.
         final = stage == len(stages) - 1
-        repeated = max(0.0, sum(n * again[kind] for kind, n in held) - final * segment * most)
+        repeated = max(
+            0.0, sum(n * again[kind] for kind, n in held) - final * segment * most
+        )
         return min(repeated, segment * most), time + max(0.0, repeated - segment * most)
 
     def ending(op: str, stage: int) -> float:
@@ -442,7 +511,11 @@ def _stage_times(
 
 
 def followed(
-    space: Space, x: Options, at: tuple[int, int, int, int], pricer: Pricer, priced: _Unit
+    space: Space,
+    x: Options,
+    at: tuple[int, int, int, int],
+    pricer: Pricer,
+    priced: _Unit,
 ) -> float:
     """Seconds that one candidate takes by its own schedule, with its first gathers and its last sums: no
     program of it is faster. 0 where that is not looked at: without a pipeline, too long, with frozen
@@ -463,7 +536,9 @@ def followed(
 
     def whole(each: Array) -> list[float]:
         """Of the units of each stage together, from those of each kind of piece."""
-        return [sum(n * float(each[kind]) for kind, n in Counter(s).items()) for s in stages]
+        return [
+            sum(n * float(each[kind]) for kind, n in Counter(s).items()) for s in stages
+        ]
 
     nodes, keys = _stage_nodes(pipe.schedule, pp, pipe.chunks, count)
     # Gathers in 8 bits are shorter than those of `priced`.
@@ -483,7 +558,11 @@ def followed(
         for key, (kind, stage) in enumerate(keys):
             if kind == ops.FORWARD:
                 before = sum(
-                    gathers[s] for mine in held if stage in mine for s in mine if s < stage
+                    gathers[s]
+                    for mine in held
+                    if stage in mine
+                    for s in mine
+                    if s < stage
                 )
                 there[key] = before + gathers[stage]
     held_by = {stage: rank for rank, mine in enumerate(held) for stage in mine}
@@ -513,7 +592,9 @@ def followed(
     # A unit is summed behind its last contribution, the units of a rank one after the other.
     sums, last = whole(priced.reduce[:, z]), max(*ends, *free)
     summed = {
-        stage: latest[key] for key, (kind, stage) in enumerate(keys) if kind in ops.CONTRIBUTES
+        stage: latest[key]
+        for key, (kind, stage) in enumerate(keys)
+        if kind in ops.CONTRIBUTES
     }
     for mine in held:
         taken = 0.0
@@ -521,7 +602,8 @@ def followed(
             taken += sums[stage]
             last = max(last, summed[stage] + taken + priced.replicas[:, z].min())
     return float(
-        last + max(sum(map(whole(priced.update[:, z]).__getitem__, mine)) for mine in held)
+        last
+        + max(sum(map(whole(priced.update[:, z]).__getitem__, mine)) for mine in held)
     )
 
 
@@ -533,13 +615,18 @@ def _rows(name: str, pp: int, count: int, chunks: int) -> tuple[tuple[Op, ...], 
 @lru_cache(maxsize=4096)
 def _blocks(shape: Shape, pp: int, pipe: Pipeline) -> tuple[int, ...]:
     mesh = Grid(1, pp, 1, 1, 1, 1, ORDERS[0]).mesh(1)
-    plain = Layout(mesh=mesh, schedule=pipe.schedule, chunks=pipe.chunks, microbatches=1)
+    plain = Layout(
+        mesh=mesh, schedule=pipe.schedule, chunks=pipe.chunks, microbatches=1
+    )
     return pipe.stages or blocks_of(plain, shape)
 
 
-def _kinds_of_stages(blocks: Sequence[int], kinds: Sequence[int]) -> list[tuple[int, ...]]:
+def _kinds_of_stages(
+    blocks: Sequence[int], kinds: Sequence[int]
+) -> list[tuple[int, ...]]:
     """The kinds of the pieces of each virtual stage, which holds so many blocks."""
-    ends = [1 + count for count in accumulate(blocks, initial=0)]  # piece 0 is the embedding
+    # piece 0 is the embedding
+    ends = [1 + count for count in accumulate(blocks, initial=0)]
     ends[0], ends[-1] = 0, len(kinds)
     return [tuple(kinds[a:b]) for a, b in pairwise(ends)]
 
@@ -563,7 +650,9 @@ def _some_ranks(shape: Shape, pp: int, pipe: Pipeline) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _stages(shape: Shape, kinds: tuple[int, ...], pp: int, pipes: tuple[Pipeline, ...]) -> _Stages:
+def _stages(
+    shape: Shape, kinds: tuple[int, ...], pp: int, pipes: tuple[Pipeline, ...]
+) -> _Stages:
     held = [_held_by_ranks(shape, kinds, pp, pipe) for pipe in pipes]
     slots = max(len(each.shares) for some in held for each in some)
 
@@ -595,25 +684,35 @@ class _Held(NamedTuple):
     shares: list[tuple[float, ...]]
 
 
-def _held_by_ranks(shape: Shape, kinds: tuple[int, ...], pp: int, pipe: Pipeline) -> list[_Held]:
+def _held_by_ranks(
+    shape: Shape, kinds: tuple[int, ...], pp: int, pipe: Pipeline
+) -> list[_Held]:
     stages = _kinds_of_stages(_blocks(shape, pp, pipe), kinds)
     of_blocks = range(1, max(kinds))
     counts = [[stage.count(kind) for kind in of_blocks] for stage in stages]
     every = ranks_of(len(stages), pp, pipe.schedule)
     found = []
     for mine in (every[rank] for rank in _some_ranks(shape, pp, pipe)):
-        shares = [tuple(n / sum(counts[s]) for n in counts[s]) for s in mine if sum(counts[s])]
+        shares = [
+            tuple(n / sum(counts[s]) for n in counts[s]) for s in mine if sum(counts[s])
+        ]
         nothing = [tuple(float(kind == 1) for kind in of_blocks)]  # of no block
-        blocks = tuple(sum(counts[stage][n] for stage in mine) for n in range(len(of_blocks)))
+        blocks = tuple(
+            sum(counts[stage][n] for stage in mine) for n in range(len(of_blocks))
+        )
         earlier = counts[: min(mine)]
-        before = tuple(sum(stage[n] for stage in earlier) for n in range(len(of_blocks)))
+        before = tuple(
+            sum(stage[n] for stage in earlier) for n in range(len(of_blocks))
+        )
         ends = 0 in mine, len(stages) - 1 in mine
         found.append(_Held(blocks, *ends, before, shares or nothing))
     return found
 
 
 @lru_cache(maxsize=1024)
-def _twice(shape: Shape, pp: int, counts: tuple[int, ...], pipes: tuple[Pipeline, ...]) -> Array:
+def _twice(
+    shape: Shape, pp: int, counts: tuple[int, ...], pipes: tuple[Pipeline, ...]
+) -> Array:
     """Upper bound on how often a rank uses a block's weights twice in a row: (microbatches,
     pipelines, ranks)."""
     found = []
@@ -630,9 +729,13 @@ def _twice(shape: Shape, pp: int, counts: tuple[int, ...], pipes: tuple[Pipeline
 
 
 def _used_twice(row: Sequence[Op], blocks: Sequence[int]) -> int:
-    uses = ((op.piece, op.kind == ops.FORWARD) for op in row if op.kind in ops.USES_WEIGHTS)
+    uses = (
+        (op.piece, op.kind == ops.FORWARD) for op in row if op.kind in ops.USES_WEIGHTS
+    )
     # A forward ends with the block that a backward begins with, and the other way round.
-    return sum(a == b and (x != y or blocks[a] < 2) for (a, x), (b, y) in pairwise(uses))
+    return sum(
+        a == b and (x != y or blocks[a] < 2) for (a, x), (b, y) in pairwise(uses)
+    )
 
 
 class Moment(NamedTuple):
@@ -642,12 +745,18 @@ class Moment(NamedTuple):
     waiting: float = 0.0  # their input gradient waits for the weights'
     there: bool = False  # weights that are gathered once a step, of all stages
     whole: float = 0.0  # gradients that further contributions will be added to
-    summing: float = 0.0  # units whose gradient is used or on its way, if summed every microbatch
+    # units whose gradient is used or on its way, if summed every microbatch
+    summing: float = 0.0
 
 
 @lru_cache(maxsize=4096)
 def in_flight(
-    name: str, pp: int, chunks: int, count: int, blocks: tuple[int, ...], ranks: tuple[int, ...]
+    name: str,
+    pp: int,
+    chunks: int,
+    count: int,
+    blocks: tuple[int, ...],
+    ranks: tuple[int, ...],
 ) -> tuple[tuple[Moment, ...], ...]:
     """For each of the ranks the moments with the most blocks opened, with the most opened or waiting, and
     with the most waiting; then the same once every stage of the rank has begun a gradient."""
@@ -686,7 +795,8 @@ def in_flight(
             there = not (unused or ended or dropped)
             gradients = float(sum(blocks[piece] for piece in whole))
             now = Moment(opened, waiting, there, gradients, under_way + current)
-            factored = split and op.kind in ops.PROPAGATES  # then nothing is computed again
+            # then nothing is computed again
+            factored = split and op.kind in ops.PROPAGATES
             for n, size_ in enumerate((opened, opened + waiting, waiting)):
                 if factored and n < 2:
                     continue
@@ -699,7 +809,9 @@ def in_flight(
                 opened -= size
             if op.kind in ops.CONTRIBUTES:
                 # The third sum waits for the first, and one of the same unit for that before it.
-                under_way = min(IN_FLIGHT, max(size, 1) + (latest not in (-1, op.piece)))
+                under_way = min(
+                    IN_FLIGHT, max(size, 1) + (latest not in (-1, op.piece))
+                )
                 latest = op.piece
             ended = ended or not uses[op.piece]
         found[rank] = tuple(most)
@@ -712,7 +824,11 @@ def _freed_first(row: Sequence[Op]) -> list[Op]:
     out: list[Op] = []
     for op in row:
         last = out[-1] if out else op
-        if last.kind == ops.FORWARD and op.kind in ops.PROPAGATES and op.piece != last.piece:
+        if (
+            last.kind == ops.FORWARD
+            and op.kind in ops.PROPAGATES
+            and op.piece != last.piece
+        ):
             out.insert(-1, op)
         else:
             out.append(op)
@@ -720,19 +836,28 @@ def _freed_first(row: Sequence[Op]) -> list[Op]:
 
 
 @lru_cache(maxsize=1024)
-def _flights(shape: Shape, pp: int, counts: tuple[int, ...], pipes: tuple[Pipeline, ...]) -> Array:
+def _flights(
+    shape: Shape, pp: int, counts: tuple[int, ...], pipes: tuple[Pipeline, ...]
+) -> Array:
     """`in_flight` as an array (moments, its five fields, microbatches, pipelines, 1, ranks). More
     microbatches never have less open."""
     counts = tuple(2 * pp if c >= 2 * pp else min(c, pp) for c in counts)
     each = []
     for pipe in pipes:
         blocks, some = _blocks(shape, pp, pipe), _some_ranks(shape, pp, pipe)
-        each.append([in_flight(pipe.schedule, pp, pipe.chunks, m, blocks, some) for m in counts])
+        each.append(
+            [in_flight(pipe.schedule, pp, pipe.chunks, m, blocks, some) for m in counts]
+        )
     return np.array(each).transpose(3, 4, 1, 0, 2)[..., None, :]
 
 
 def _memory(
-    space: Space, x: Options, s: _Stages, n: _Numbers, flight: Array, units: Sequence[Units]
+    space: Space,
+    x: Options,
+    s: _Stages,
+    n: _Numbers,
+    flight: Array,
+    units: Sequence[Units],
 ) -> Array:
     """Bytes of the fullest rank, (ZeRO, microbatches, pipelines, inner choices)."""
     p, cores = space.request.profile, space.request.hardware.cores
@@ -741,7 +866,9 @@ def _memory(
     again = np.array([1.0, 1.0, 0.0] * 2).reshape(-1, *[1] * (opened.ndim - 1))
     input_, kept_whole = _per_block(n.input, s), _per_block(n.kept, s)
     inputs = np.maximum(opened / n.segment - 1, 0.0) * input_
-    inputs = inputs + again * n.segment * _lowest(n.repeated) - (_highest(n.input) - input_)
+    inputs = (
+        inputs + again * n.segment * _lowest(n.repeated) - (_highest(n.input) - input_)
+    )
     kept = np.where(n.whole, np.where(opened > 0, inputs, 0.0), opened * kept_whole)
     kept = kept + waiting * _per_block(n.kept_after_i, s) + n.temporary
     begun = opened[3:] + waiting[3:] > 0  # every unit has a gradient
@@ -767,7 +894,9 @@ def _memory(
         bucket = p.bucket if zero.stage == 3 and p.bucket else np.inf
         if zero.stage >= 2 and part > 1:
             # Beside the shards, which are there from a unit's first sum.
-            beside = max(0.0, p.reduce_bytes - p.gradient_bytes / (few if experts else part))
+            beside = max(
+                0.0, p.reduce_bytes - p.gradient_bytes / (few if experts else part)
+            )
             sums = np.maximum(summing - 1, 0.0) if unit.replicas > 1 else summing
             whole_ = whole * min(block, bucket)
             then = then + (whole_ + sums * min(*n.trained, bucket)) * beside

@@ -36,8 +36,10 @@ from .step import Choice, CostFunction, case_of, choice, longest
 Item = TypeVar("Item")
 # Seconds of the operations on one path through a run's program, under a profile.
 LongestPath = Callable[[SoftwareProfile], float]
-_CLIP = 0.4  # a run that is further off than this (in log time) is pathological and pulls no more
-_HELD = 0.5  # how much one run less moves a number than many do: the weight of where it starts
+# a run that is further off than this (in log time) is pathological and pulls no more
+_CLIP = 0.4
+# how much one run less moves a number than many do: the weight of where it starts
+_HELD = 0.5
 _ROUNDS = 3  # of simulating all runs
 _SMALL = 0.01  # a difference that counts as one
 # How far apart kinds of runs are, and runs of one kind: the middle of what other families want.
@@ -50,7 +52,9 @@ _WORTH = 0.8  # of the error that is left before, if more is moved
 _MOVES = 40
 # What each operation computes, as `PieceTimes.computed` names it.
 _COMPUTED = {
-    **{kind: (kind,) for kind in (ops.FORWARD, ops.INPUT_GRADIENT, ops.WEIGHT_GRADIENT)},
+    **{
+        kind: (kind,) for kind in (ops.FORWARD, ops.INPUT_GRADIENT, ops.WEIGHT_GRADIENT)
+    },
     ops.BACKWARD: (ops.INPUT_GRADIENT, ops.WEIGHT_GRADIENT),
     ops.RECOMPUTE: (ops.RECOMPUTE,),
     ops.RECOMPUTE_PART: (ops.RECOMPUTE,),
@@ -81,7 +85,9 @@ class CostedRun:
         return self.run.seconds
 
     def priced(self, numbers: SoftwareProfile) -> Priced:
-        profile = replace(self.facts, **{name: getattr(numbers, name) for name in NUMBERS})
+        profile = replace(
+            self.facts, **{name: getattr(numbers, name) for name in NUMBERS}
+        )
         piped = self.run.case.layout.pp > 1
         times = self.parts.map(lambda part: part.under(profile, piped))
         return Priced(self.run.case, times, self.hardware, profile)
@@ -99,7 +105,8 @@ class CostedRun:
             return self.step
         priced = self.priced(numbers)
         costs = priced.costs()
-        often: dict[tuple[int, str], float] = defaultdict(float)  # of each kind, what is computed
+        # of each kind, what is computed
+        often: dict[tuple[int, str], float] = defaultdict(float)
         rest = 0.0  # messages and updates, which no fitted number changes
         for (rank, op), count in longest(priced).items():
             rest += count * costs.of(op, rank)
@@ -120,12 +127,17 @@ class _ComputedPath:
 
     def __call__(self, numbers: SoftwareProfile) -> float:
         times = [t.computed for t in self.run.priced(numbers).times.values]
-        computed = (count * times[which][kind] for (which, kind), count in self.often.items())
+        computed = (
+            count * times[which][kind] for (which, kind), count in self.often.items()
+        )
         return self.rest + math.fsum(computed)
 
 
 def costed(
-    runs: Sequence[Measured], hardware: Hardware, costs: CostFunction, profile: SoftwareProfile
+    runs: Sequence[Measured],
+    hardware: Hardware,
+    costs: CostFunction,
+    profile: SoftwareProfile,
 ) -> list[CostedRun]:
     """Runs of one model and sequence, as software with the profile's facts runs them."""
     first, found = runs[0].case, []
@@ -167,7 +179,9 @@ def fit(
         return base
     low = [span[0] for span in FITTED.values()]
     wide = [span[1] - span[0] for span in FITTED.values()]
-    rest = [(getattr(base, n) - a) / b for n, a, b in zip(FITTED, low, wide, strict=True)]
+    rest = [
+        (getattr(base, n) - a) / b for n, a, b in zip(FITTED, low, wide, strict=True)
+    ]
 
     def at(x: Sequence[float]) -> SoftwareProfile:
         numbers = {
@@ -196,7 +210,9 @@ def fit(
     for number in range(_ROUNDS if simulated else 1):
         if simulated:
             all_runs, here = [run for run, _ in known], [at(best)] * len(known)
-            for path, those in zip(each(CostedRun.longest, all_runs, here), paths, strict=True):
+            for path, those in zip(
+                each(CostedRun.longest, all_runs, here), paths, strict=True
+            ):
                 those.append(path)
         best = _simplex(loss, best, 0.2 if not number else 0.1, moves)
     return at(best)
@@ -211,7 +227,9 @@ def _simplex(
         return f(x.tolist()), x
 
     first = np.array(start)
-    moves_out = step * np.where(first + step <= 1, np.eye(len(start)), -np.eye(len(start)))
+    moves_out = step * np.where(
+        first + step <= 1, np.eye(len(start)), -np.eye(len(start))
+    )
     known = [at(first), *(at(first + move) for move in moves_out)]
     for _ in range(moves):
         known.sort(key=operator.itemgetter(0))
@@ -221,7 +239,9 @@ def _simplex(
         centre = np.mean([x for _, x in known], axis=0)
         new = at(centre + (centre - worst))
         if new[0] < known[0][0]:
-            new = min(at(centre + 2 * (centre - worst)), new, key=operator.itemgetter(0))
+            new = min(
+                at(centre + 2 * (centre - worst)), new, key=operator.itemgetter(0)
+            )
         elif new[0] >= known[-1][0]:
             limit = min(new[0], most)
             new = at(centre + (0.5 if new[0] < most else -0.5) * (centre - worst))
@@ -265,11 +285,15 @@ def calibration(base: SoftwareProfile, runs: Sequence[CostedRun]) -> Calibration
     paths = {id(run): run.longest(base) for run in timed}
     met: dict[int, list[LongestPath]] = {}
 
-    def slower(some: Sequence[CostedRun]) -> Callable[[CostedRun | None], SoftwareProfile]:
+    def slower(
+        some: Sequence[CostedRun],
+    ) -> Callable[[CostedRun | None], SoftwareProfile]:
         factor = _slower(base, some, [paths[id(run)] for run in some])
         return lambda like: replace(base, slower=round(base.slower * factor(like), 4))
 
-    def fitted(some: Sequence[CostedRun]) -> Callable[[CostedRun | None], SoftwareProfile]:
+    def fitted(
+        some: Sequence[CostedRun],
+    ) -> Callable[[CostedRun | None], SoftwareProfile]:
         # No run of one's own is clipped: on a machine file that is twice too fast all are far off.
         found = fit(slower(some)(None), some, clip=math.inf, moves=_MOVES, met=met)
         return lambda like: found
@@ -285,7 +309,10 @@ def calibration(base: SoftwareProfile, runs: Sequence[CostedRun]) -> Calibration
         found = dict[int, float]()
         for fold in range(count):
             moved = way([run for n, run in enumerate(timed) if n % count != fold])
-            found |= {n: off(timed[n], moved(timed[n])) for n in range(fold, len(timed), count)}
+            found |= {
+                n: off(timed[n], moved(timed[n]))
+                for n in range(fold, len(timed), count)
+            }
         return tuple(found[n] for n in range(len(timed)))
 
     before = tuple(off(run, base) for run in timed)
@@ -323,8 +350,12 @@ def _slower(
         return lambda like: 1.0
     kinds, steps = [kind(run) for run in runs], [path(base) for path in paths]
     more = replace(base, slower=base.slower * math.exp(_SMALL))
-    part = np.array([math.log(p(more) / s) / _SMALL for p, s in zip(paths, steps, strict=True)])
-    off = np.array([math.log(run.measured / s) for run, s in zip(runs, steps, strict=True)])
+    part = np.array(
+        [math.log(p(more) / s) / _SMALL for p, s in zip(paths, steps, strict=True)]
+    )
+    off = np.array(
+        [math.log(run.measured / s) for run, s in zip(runs, steps, strict=True)]
+    )
 
     def alike(own: tuple[Any, ...]) -> NDArray[np.float64]:
         shared = [1 + sum(map(operator.eq, own, other)) for other in kinds]
@@ -339,7 +370,9 @@ def _slower(
         far = wider**2 * float(weights @ between @ weights)
         wider = (_TAILS + far) / (_TAILS + len(set(kinds)))
     common = float(np.mean([wider * alike(own) @ weights for own in kinds]))
-    return lambda like: math.exp(float(wider * alike(kind(like)) @ weights) if like else common)
+    return lambda like: math.exp(
+        float(wider * alike(kind(like)) @ weights) if like else common
+    )
 
 
 def spread_over(runs: Sequence[Item], count: int) -> list[Item]:
@@ -362,7 +395,9 @@ def read_run(folder: Path) -> Measured:
     records = read_journal(file)
     begins = [i for i, record in enumerate(records) if record["event"] == "start"]
     if not begins:
-        raise MachineError(f"{file} has no start record: it is not a run of phalanx train.")
+        raise MachineError(
+            f"{file} has no start record: it is not a run of phalanx train."
+        )
     # A run that was resumed, perhaps in another layout, is told by its last stretch that is long
     # enough: a resumption that had nothing left to do tells nothing.
     ends = [*begins[1:], len(records)]
@@ -370,7 +405,9 @@ def read_run(folder: Path) -> Measured:
     def timed(some: Sequence[Any]) -> list[Any]:
         return [r for r in some if r["event"] == "step" and r.get("seconds", 0) > 0]
 
-    stretches = [(records[i], timed(records[i:end])) for i, end in zip(begins, ends, strict=True)]
+    stretches = [
+        (records[i], timed(records[i:end])) for i, end in zip(begins, ends, strict=True)
+    ]
     start, told = next((s for s in reversed(stretches) if len(s[1]) > 1), stretches[-1])
     if len(told) < 2:
         raise MachineError(
@@ -386,7 +423,9 @@ def read_run(folder: Path) -> Measured:
     if not isinstance(model, dict):
         raise MachineError(f"{file} does not give the sizes of its model.")
     shape = decode(Shape, model, f"{file}, model", MachineFileError)
-    seconds = median(float(r["seconds"]) for r in told[1:] for _ in range(int(r["steps"])))
+    seconds = median(
+        float(r["seconds"]) for r in told[1:] for _ in range(int(r["steps"]))
+    )
     sequence = int(start.get("sequence", shape.sequence))
     return Measured(str(folder), case_of(shape, layout, sequence=sequence), seconds)
 

@@ -81,7 +81,9 @@ def gathers_columns_again(work: PieceWork, software: Software) -> PieceWork:
     if not (software.profile.regathers and software.cut.seq):
         return work
     cost = work.cost
-    columns = [m for m in cost.forward.messages if (m.axis, m.op) == ("tp", "all_gather")]
+    columns = [
+        m for m in cost.forward.messages if (m.axis, m.op) == ("tp", "all_gather")
+    ]
     kept = sum(message.bytes for message in columns) * (1 - 1 / software.cut.tp)
     others = tuple(m for m in cost.again.messages if m not in columns)
     again = replace(cost.again, messages=others)
@@ -162,7 +164,9 @@ def keeps_rotated_values(work: PieceWork, software: Software, of: Tokens) -> Pie
     return _keeps(work, software, of, (shape.heads + shape.kv_heads) * shape.head_dim)
 
 
-def _keeps(work: PieceWork, software: Software, of: Tokens, features: float) -> PieceWork:
+def _keeps(
+    work: PieceWork, software: Software, of: Tokens, features: float
+) -> PieceWork:
     """The work with so many activations more that are kept for each token."""
     kept = work.cost.kept + features * (of.tokens / of.cut.tp) * software.width
     return replace(work, cost=replace(work.cost, kept=kept))
@@ -179,7 +183,9 @@ def makes_loss(work: PieceWork, software: Software, of: Tokens) -> PieceWork:
         logits * (a - b) for a, b in zip(theirs, ours, strict=True)
     )
     moved = replace(cost.forward, moved=cost.forward.moved + forward)
-    moved_back = replace(cost.input_gradient, moved=cost.input_gradient.moved + backward)
+    moved_back = replace(
+        cost.input_gradient, moved=cost.input_gradient.moved + backward
+    )
     narrow = software.width < 4  # logits in 32 bits are the float32 copy
     changed = replace(
         cost,

@@ -77,8 +77,10 @@ class Device:
     sources: Mapping[str, str]  # a key, or a table, to where its numbers are from
     drivers: tuple[str, ...] = ()  # what drivers call it; a name matches whole
     links: tuple[str, ...] = ()  # names in links.toml, the fastest first
-    peak_tflops: Mapping[str, float] = field(default_factory=dict)  # where no chip gives it
-    reached_tflops: Mapping[str, float] = field(default_factory=dict)  # best product measured
+    # where no chip gives it
+    peak_tflops: Mapping[str, float] = field(default_factory=dict)
+    # best product measured
+    reached_tflops: Mapping[str, float] = field(default_factory=dict)
     # Attention kernels by generation: forward and backward, causal FLOPs, long, heads of 128.
     attention_tflops: Mapping[str, float] = field(default_factory=dict)
     chip: Chip | None = None
@@ -101,7 +103,11 @@ class Device:
     def dtypes(self) -> tuple[str, ...]:
         """Dtypes with a known peak, fastest first."""
         chip = self.chip
-        known = {*self.peak_tflops, *(chip.matrix if chip else ()), *(chip.vector if chip else ())}
+        known = {
+            *self.peak_tflops,
+            *(chip.matrix if chip else ()),
+            *(chip.vector if chip else ()),
+        }
         return tuple(sorted(known, key=lambda dtype: (-self.peak(dtype), dtype)))
 
     @property
@@ -133,7 +139,9 @@ def _numbers(value: object, place: str) -> list[tuple[str, float]]:
 def catalogue(kind: type[Entry], path: Path) -> dict[str, Entry]:
     """The entries of a shipped file, by name; each has its name too."""
     return {
-        name: decode(kind, {**table, "name": name}, f"{path.name}, {name}", MachineFileError)
+        name: decode(
+            kind, {**table, "name": name}, f"{path.name}, {name}", MachineFileError
+        )
         for name, table in tomllib.loads(path.read_text(encoding="utf-8")).items()
     }
 
@@ -141,9 +149,13 @@ def catalogue(kind: type[Entry], path: Path) -> dict[str, Entry]:
 @cache
 def devices() -> dict[str, Device]:
     paths = sorted(path for path in MACHINES.glob("*.toml") if path.stem not in _OTHERS)
-    found = (parse(Device, p.read_text(encoding="utf-8"), p.name, MachineFileError) for p in paths)
+    found = (
+        parse(Device, p.read_text(encoding="utf-8"), p.name, MachineFileError)
+        for p in paths
+    )
     return {
-        path.stem: replace(each, name=path.stem) for path, each in zip(paths, found, strict=True)
+        path.stem: replace(each, name=path.stem)
+        for path, each in zip(paths, found, strict=True)
     }
 
 

@@ -18,19 +18,23 @@ from .device import Device, MachineError
 from .link import Cluster, link
 
 # Assumptions for a device whose best matmul, or attention kernel, nobody has measured.
-REACHED = 0.75  # of the stated peak, unless other formats of the device reach less of theirs
+# of the stated peak, unless other formats of the device reach less of theirs
+REACHED = 0.75
 FLASH = 0.6  # of the best matmul
 # FLOPs a cycle of each streaming multiprocessor, at most, in kernels whose tensor-core instructions are
 # Ampere's (mma.sync): newer devices run these no faster, whatever their peak. From the 200 and 335
 # TFLOP/s that FlashAttention-1 and -2 reach on an H100, which has twice an A100's peak per cycle.
 _AMPERE_FLOPS = {"flash-1": 828.0, "flash-2": 1387.0}
 STREAM = 0.85  # of the memory's stated bandwidth that long reads and writes see
-_QUANTISED = 1.0  # bytes more for each number of what a product in fp8 takes: cut by who made it
-_TILES = ((128, 256), (128, 128), (64, 128))  # of a product, and how well each size runs
+# bytes more for each number of what a product in fp8 takes: cut by who made it
+_QUANTISED = 1.0
+# of a product, and how well each size runs
+_TILES = ((128, 256), (128, 128), (64, 128))
 _TILE_RATE = (1.0, 0.97, 0.8)
 _TO_HOST = ("pcie", "nvlink-c2c")
 HOST_LINK = 25e9  # bytes a second to a host, where the catalogue names no link to it
-_RAMP = 512.0  # keys at which causal attention has half its rate (Dao 2023, figures 4 and 7)
+# keys at which causal attention has half its rate (Dao 2023, figures 4 and 7)
+_RAMP = 512.0
 # A ring sends in chunks, the first of which has to come all the way round: bytes of a long message,
 # or a part of a short one, which NCCL cuts finer (three measured A100 servers, an H200).
 _FILL, _FILLED = 8e6, 0.25
@@ -84,7 +88,12 @@ class Roofline:
     def _usual_part(self) -> float:
         """Part of the peak that is assumed of an unmeasured format: no more than measured ones reach."""
         measured = self.device.reached_tflops.items()
-        return min([REACHED, *(1e12 * rate / self.device.peak(name) for name, rate in measured)])
+        return min(
+            [
+                REACHED,
+                *(1e12 * rate / self.device.peak(name) for name, rate in measured),
+            ]
+        )
 
     def product(self, p: Product, dtype: str) -> float:
         if dtype not in DTYPES:
@@ -127,7 +136,9 @@ class Roofline:
         rate, chip = FLASH * self.reached(usual), self.device.chip
         if chip is None or kernel not in _AMPERE_FLOPS:
             return rate
-        return min(rate, _AMPERE_FLOPS[kernel] * chip.units * chip.matrix_clock_ghz * 1e9)
+        return min(
+            rate, _AMPERE_FLOPS[kernel] * chip.units * chip.matrix_clock_ghz * 1e9
+        )
 
     def move(self, size: float) -> float:
         return size / (STREAM * self.device.memory.bandwidth)
@@ -138,10 +149,12 @@ class Hop:
     """One level of links as collectives see it: bytes a second of a rank, seconds of a step."""
 
     inside: int  # devices that this level joins in all
-    rate: float  # bus bandwidth of all-gather and reduce-scatter within it, and of one pair
+    # bus bandwidth of all-gather and reduce-scatter within it, and of one pair
+    rate: float
     reduce: float  # of all-reduce
     latency: float
-    faded: Mapping[int, float] = field(default_factory=dict)  # by lower units joined: what is left
+    # by lower units joined: what is left
+    faded: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -161,7 +174,11 @@ class Network:
             return 0.0
         passes = 1.0 if op in ("broadcast", "reduce") else FACTORS[op](ranks)
         bandwidth, delay = self._path(op, ranks, apart)
-        return self.start + delay + passes * (size + min(_FILL, _FILLED * size)) / bandwidth
+        return (
+            self.start
+            + delay
+            + passes * (size + min(_FILL, _FILLED * size)) / bandwidth
+        )
 
     def _path(self, op: str, n: float, apart: float) -> tuple[float, float]:
         """Bandwidth of the narrowest level that the group crosses, and the steps' latencies."""
@@ -174,7 +191,8 @@ class Network:
                 rate = hop.reduce if op == "all_reduce" else hop.rate
                 bandwidth = min(bandwidth, rate * members * _left(hop.faded, units))
                 steps = units - 1
-                if op == "all_reduce":  # a tree is chosen where a ring would take more steps
+                # a tree is chosen where a ring would take more steps
+                if op == "all_reduce":
                     steps = 2 * min(steps, 2 * math.log2(units))
                 delay += steps * hop.latency
             members = inside
@@ -218,7 +236,8 @@ class Hardware:
     peak: Mapping[str, float]  # FLOP/s by dtype, for MFU
     host: float = HOST_LINK  # bytes a second between a device and its host
     measured: bool = False  # its rates and its peak are from a machine file
-    cores: int = 0  # of a CPU whose ranks share them; 0: every rank has a device of its own
+    # of a CPU whose ranks share them; 0: every rank has a device of its own
+    cores: int = 0
 
     @property
     def target(self) -> str:
@@ -237,7 +256,10 @@ def hardware_of(cluster: Cluster, ranks: int = 0) -> Hardware:
     hops, inside = list[Hop](), 1
     for level in cluster.levels:
         inside *= level.size
-        rate, faded = level.bandwidth * level.reached, {int(k): v for k, v in level.faded.items()}
+        rate, faded = (
+            level.bandwidth * level.reached,
+            {int(k): v for k, v in level.faded.items()},
+        )
         summing = 1.0 if hops else level.reduces
         hops.append(Hop(inside, rate, rate * summing, level.latency_us * 1e-6, faded))
     return Hardware(
@@ -248,5 +270,8 @@ def hardware_of(cluster: Cluster, ranks: int = 0) -> Hardware:
         network=Network(tuple(hops)),
         node=cluster.levels[0].size,
         peak={dtype: device.peak(dtype) for dtype in device.dtypes},
-        host=next((link(x).bandwidth for x in device.links if x.startswith(_TO_HOST)), HOST_LINK),
+        host=next(
+            (link(x).bandwidth for x in device.links if x.startswith(_TO_HOST)),
+            HOST_LINK,
+        ),
     )

@@ -21,16 +21,35 @@ from .case import Case
 from .hardware import Hardware, Roofline
 from .profile import SoftwareProfile
 
-OWN_LEVEL = 0.8  # share of steps in the range that a calibration derives from its own runs
+# share of steps in the range that a calibration derives from its own runs
+OWN_LEVEL = 0.8
 _QUANTILE = 1.2816  # of the normal distribution, at the upper end of such a range
 _MESSAGES = ("tensor", "data", "pipe")  # the parts of a step that wait for messages
 FP4 = "fp4"  # in tables of published runs
 _DEVICES = 8.0  # up to this many devices add nothing to the range
-BASE, SOFTWARE, DEVICE, ATTENTION, MATMUL = "base", "software", "device", "attention", "matmul"
+BASE, SOFTWARE, DEVICE, ATTENTION, MATMUL = (
+    "base",
+    "software",
+    "device",
+    "attention",
+    "matmul",
+)
 NARROW, EXPERTS, SCALE, TENSOR = "narrow", "experts", "scale", "tensor"
 MESSAGES, OFFLOAD, MACHINE, OWN = "messages", "offload", "machine", "own"
 CAUSES = (
-    *(BASE, SOFTWARE, DEVICE, ATTENTION, MATMUL, NARROW, EXPERTS, SCALE, TENSOR, MESSAGES, OFFLOAD),
+    *(
+        BASE,
+        SOFTWARE,
+        DEVICE,
+        ATTENTION,
+        MATMUL,
+        NARROW,
+        EXPERTS,
+        SCALE,
+        TENSOR,
+        MESSAGES,
+        OFFLOAD,
+    ),
     MACHINE,
 )
 
@@ -90,7 +109,9 @@ def widths() -> Widths:
     """The fitted widths."""
     path = Path(__file__).parent / "intervals.toml"
     table = tomllib.loads(path.read_text(encoding="utf-8"))
-    return Widths(tuple(table["devices"]), table["covered"], table["below"], table["above"])
+    return Widths(
+        tuple(table["devices"]), table["covered"], table["below"], table["above"]
+    )
 
 
 def amounts(
@@ -109,12 +130,16 @@ def amounts(
         EXPERTS: float(case.shape.experts > 0),
         SCALE: max(0.0, math.log2(layout.ranks / _DEVICES)),
         TENSOR: max(0.0, math.log2(layout.tp / hardware.node)),
-        MESSAGES: sum(parts.get(name, 0.0) for name in _MESSAGES) / step if step else 0.0,
+        MESSAGES: sum(parts.get(name, 0.0) for name in _MESSAGES) / step
+        if step
+        else 0.0,
         OFFLOAD: float(bool(layout.offload)),
     }
     if isinstance(rates, Roofline):
         device = rates.device
-        unmeasured = profile.fused_attention and not rates.attention_measured(profile.attention)
+        unmeasured = profile.fused_attention and not rates.attention_measured(
+            profile.attention
+        )
         found[DEVICE] = float(device.name not in widths().devices)
         found[ATTENTION] = attention * unmeasured
         found[MATMUL] = (1 - attention) * (dtype not in device.reached_tflops)
@@ -132,7 +157,10 @@ def interval(
 ) -> StepRange:
     """The range of a predicted step, from the causes that apply to it. The runs of a calibrated profile show
     its error, and other causes count only as far as they exceed those of these runs."""
-    fitted, known = widths(), dict(zip(profile.own_causes, profile.own_amounts, strict=True))
+    fitted, known = (
+        widths(),
+        dict(zip(profile.own_causes, profile.own_amounts, strict=True)),
+    )
     texts, found = _texts(case, hardware, profile, parts), list[Cause]()
     if profile.own_runs:
         text = f"the errors of your own {profile.own_runs} runs, each predicted from the others"
@@ -147,7 +175,9 @@ def interval(
     widest = sorted(found, key=lambda cause: -cause.width)
     software = SOFTWARE if any(cause.name == SOFTWARE for cause in found) else BASE
     level = OWN_LEVEL if profile.own_runs else fitted.covered[software]
-    return StepRange(math.exp(-below), math.exp(above), tuple(widest), level, profile.own_runs)
+    return StepRange(
+        math.exp(-below), math.exp(above), tuple(widest), level, profile.own_runs
+    )
 
 
 def _texts(
@@ -157,7 +187,11 @@ def _texts(
     layout, step = case.layout, sum(parts.values())
     waits = sum(parts.get(name, 0.0) for name in _MESSAGES) / step if step else 0.0
     format_ = case.dtype or layout.matmul or layout.precision
-    title = hardware.rates.device.title if isinstance(hardware.rates, Roofline) else hardware.name
+    title = (
+        hardware.rates.device.title
+        if isinstance(hardware.rates, Roofline)
+        else hardware.name
+    )
     return {
         BASE: "the usual scatter of published runs on known software and devices",
         SOFTWARE: f"no run of the software {profile.name!r} was fitted: its kernels and overlap are assumed",
@@ -199,7 +233,9 @@ def with_own_range(
     above = reach(fmean(math.log(each.high) for each, _ in runs))
     most = {name: max(found.get(name, 0.0) for _, found in runs) for name in CAUSES}
     # Rounded up, so that a run like these has no cause that exceeds them.
-    covered = {name: math.ceil(1e4 * amount) / 1e4 for name, amount in most.items() if amount}
+    covered = {
+        name: math.ceil(1e4 * amount) / 1e4 for name, amount in most.items() if amount
+    }
     return replace(
         profile,
         own_runs=count,

@@ -43,7 +43,8 @@ class Level:
     reached: float = 0.8  # of that rate as a ring of collectives measures it
     reduces: float = 1.0  # all-reduce beside all-gather: above 1 where the switch sums
     latency_us: float = 4.0  # of one step of a ring
-    faded: Mapping[str, float] = field(default_factory=dict)  # by units joined: what is left
+    # by units joined: what is left
+    faded: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def bandwidth(self) -> float:
@@ -100,7 +101,9 @@ def clusters() -> dict[str, Cluster]:
 def cluster(name: str) -> Cluster:
     """`llama3`, or a family with how many devices: `h100x64`."""
     match, known = re.fullmatch(r"(.+?)(?:x([0-9]{1,7}))?", name), clusters()
-    family, count = (match[1], int(match[2] or 0)) if match and name not in known else (name, 0)
+    family, count = (
+        (match[1], int(match[2] or 0)) if match and name not in known else (name, 0)
+    )
     if family not in known and family in devices() and count:
         return joined(family, count)
     if family not in known:
@@ -110,7 +113,9 @@ def cluster(name: str) -> Cluster:
         )
     whole = known[family]
     if not count and not whole.size:
-        raise MachineError(f"how many devices does {name!r} have? Write {family}x64 for 64.")
+        raise MachineError(
+            f"how many devices does {name!r} have? Write {family}x64 for 64."
+        )
     return replace(whole, name=name, levels=_filled(whole, count or whole.size))
 
 
@@ -119,7 +124,10 @@ def joined(name: str, count: int, server: int = 8) -> Cluster:
     servers an assumed 100 Gb/s Ethernet for each server."""
     kind = device(name)
     size = kind.pod or server
-    levels = Level("devices", kind.links[0], size), Level("network", "ethernet-100", 0, 1 / size)
+    levels = (
+        Level("devices", kind.links[0], size),
+        Level("network", "ethernet-100", 0, 1 / size),
+    )
     whole = Cluster(kind.name, f"the links of {kind.name}", levels, kind.name)
     return replace(whole, name=f"{kind.name}x{count}", levels=_filled(whole, count))
 

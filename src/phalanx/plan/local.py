@@ -89,10 +89,14 @@ class Curves:
             return 0.0
         shares = self.machine.kind == "cpu"
         gap = max(1, self.ranks // group) if shares and op != "send" else int(apart)
-        return self.machine.curve(op, group, backend=self.backend, apart=gap).seconds(size)
+        return self.machine.curve(op, group, backend=self.backend, apart=gap).seconds(
+            size
+        )
 
 
-def hardware_of_machine(machine: Machine, ranks: int = 0, backend: str = "") -> Hardware:
+def hardware_of_machine(
+    machine: Machine, ranks: int = 0, backend: str = ""
+) -> Hardware:
     """The machine of a file as a place to run so many ranks; 0: one for each device or core."""
     cpu = machine.kind == "cpu"
     cores = max(1, machine.cores // machine.threads) if cpu else 0
@@ -139,7 +143,11 @@ def local_profile(precision: str = FP32) -> SoftwareProfile:
 
 
 def profile_for(
-    hardware: Hardware, name: str | None = None, precision: str = FP32, *, muon: bool = False
+    hardware: Hardware,
+    name: str | None = None,
+    precision: str = FP32,
+    *,
+    muon: bool = False,
 ) -> SoftwareProfile:
     """The named software; ours where none is named, with its Muon or without."""
     if hardware.cores and not name:

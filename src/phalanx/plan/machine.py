@@ -39,7 +39,9 @@ class Hidden:
 
     name: str
     # 1: all of it; 0: none; below 0: together takes longer than one after the other
-    part: float = key(description="how much of the shorter is hidden", minimum=None, maximum=1)
+    part: float = key(
+        description="how much of the shorter is hidden", minimum=None, maximum=1
+    )
 
 
 @dataclass(frozen=True)
@@ -58,12 +60,16 @@ class Machine:
     catalogue: str = key("", "the device's name in the catalogue; empty: unknown there")
     threads: int = key(1, "of the process that measured matrix products", minimum=1)
     torch: str = ""
-    launch: float = key(0.0, "seconds to start an operation that does next to nothing", minimum=0)
+    launch: float = key(
+        0.0, "seconds to start an operation that does next to nothing", minimum=0
+    )
     stores: tuple[Store, ...] = ()
     rates: tuple[Rate, ...] = ()
     hidden: tuple[Hidden, ...] = ()
     curves: tuple[Curve, ...] = ()
-    links: tuple[str, ...] = key((), "kinds of links between devices, as the driver names them")
+    links: tuple[str, ...] = key(
+        (), "kinds of links between devices, as the driver names them"
+    )
 
     @classmethod
     def parse(cls, text: str, name: str = "the machine") -> Machine:
@@ -105,7 +111,11 @@ class Machine:
     def curve(self, op: str, ranks: int, *, backend: str = "", apart: int = 1) -> Curve:
         """The curve of an operation for a group; that of the nearest size that was measured,
         with the steps and bytes of the size that is asked for."""
-        known = [c for c in self.curves if c.op == op and (not backend or c.backend == backend)]
+        known = [
+            c
+            for c in self.curves
+            if c.op == op and (not backend or c.backend == backend)
+        ]
         if not known:
             backends = sorted({c.backend for c in self.curves})
             raise MachineError(
@@ -113,5 +123,7 @@ class Machine:
                 f" it has {', '.join(backends) or 'no collectives'}."
                 " Measure it: phalanx doctor --out FILE."
             )
-        near = min(known, key=lambda c: (c.apart != apart, abs(c.ranks - ranks), -c.ranks))
+        near = min(
+            known, key=lambda c: (c.apart != apart, abs(c.ranks - ranks), -c.ranks)
+        )
         return replace(near, ranks=ranks, apart=apart)

@@ -26,7 +26,9 @@ Matrices = tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]
 def row_matrices(row: PieceRow) -> Matrices:
     """Features in and out of the matrices of a piece that are trained: dense ones, and those of experts."""
     trained = [weight for weight in row.weights if weight.trained]
-    dense = (sides for weight in trained if not weight.routed for sides in weight.matrices)
+    dense = (
+        sides for weight in trained if not weight.routed for sides in weight.matrices
+    )
     # Experts one after the other, each with all of its matrices: an owner has whole experts.
     every = (weight.matrices for weight in trained if weight.routed and weight.matrices)
     routed = zip(*every, strict=True)
@@ -36,7 +38,9 @@ def row_matrices(row: PieceRow) -> Matrices:
     )
 
 
-def _groups(matrices: Matrices, x: Layout) -> list[tuple[tuple[tuple[int, int], ...], int, int]]:
+def _groups(
+    matrices: Matrices, x: Layout
+) -> list[tuple[tuple[tuple[int, int], ...], int, int]]:
     """Matrices that are owned together, the number of owners, and the parts made by tp and shards.
     Dense weights are owned by all ranks of a stage, experts by the ranks that share them."""
     dense, routed = matrices
@@ -59,17 +63,23 @@ def _loads(
     loads = dict.fromkeys(range(ranks), 0.0)
     owners = dealt([orthogonal_work(*each) for each in sides], ranks)
     for owner, each in zip(owners, sides, strict=True):
-        loads[owner] += STEPS * sum(of(Product(*sizes)) for sizes in orthogonal_products(*each))
+        loads[owner] += STEPS * sum(
+            of(Product(*sizes)) for sizes in orthogonal_products(*each)
+        )
     return loads
 
 
-def newton_schulz(matrices: Matrices, x: Layout, *, cpu: bool = False) -> tuple[float, float]:
+def newton_schulz(
+    matrices: Matrices, x: Layout, *, cpu: bool = False
+) -> tuple[float, float]:
     """FLOPs of the owners that have most, and bytes that their products read and write."""
     width, flops, moved = DTYPES[x.precision if cpu else BF16].bytes, 0.0, 0.0
     for these, ranks, _ in _groups(matrices, x):
         loads = _loads(these, ranks, lambda p: p.flops)
         busiest = max(loads, key=loads.__getitem__)
-        sizes = _loads(these, ranks, lambda p: width * (p.m * p.k + p.k * p.n + p.m * p.n))
+        sizes = _loads(
+            these, ranks, lambda p: width * (p.m * p.k + p.k * p.n + p.m * p.n)
+        )
         flops, moved = flops + loads[busiest], moved + sizes[busiest]
     return flops, moved
 
@@ -80,7 +90,9 @@ def matrix_times(matrices: Matrices, x: Layout, hardware: Hardware) -> MatrixTim
     network, width = hardware.network.seconds, DTYPES[dtype].bytes
     there = update = back = 0.0
     for these, ranks, parts in _groups(matrices, x):
-        update += max(_loads(these, ranks, lambda p: hardware.rates.product(p, dtype)).values())
+        update += max(
+            _loads(these, ranks, lambda p: hardware.rates.product(p, dtype)).values()
+        )
         size = width * sum(a * b for a, b in these)
         there += network("all_to_all", size / ranks, ranks, 1)
         back += network("all_to_all", size / parts, ranks, 1)

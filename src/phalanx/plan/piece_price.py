@@ -31,8 +31,10 @@ from .profile import SCORES, SoftwareProfile
 # Bytes that attention which keeps its scores moves for each of them beside its products: one kernel
 # scales, masks and softens them, one drops some out; and both again in the backward.
 _SCORES_FORWARD, _SCORES_BACKWARD = 9.0, 11.0
-FUSED = 0.5  # of the bytes that operations move one by one, where neighbours are one kernel
-_ADDING = 10.0  # bytes of a gradient in 16 bits that is added to one in 32, which costs have
+# of the bytes that operations move one by one, where neighbours are one kernel
+FUSED = 0.5
+# bytes of a gradient in 16 bits that is added to one in 32, which costs have
+_ADDING = 10.0
 _STARTS = 4.0  # operations that start as slowly as one message does
 
 
@@ -87,7 +89,8 @@ KindTimes = ByKind[PieceTimes]
 class MessageSeconds:
     """Seconds of the messages inside one operation, by what they may travel beside."""
 
-    ring: float = 0.0  # sends of a ring, beside the attention of the blocks that came before
+    # sends of a ring, beside the attention of the blocks that came before
+    ring: float = 0.0
     tensor: float = 0.0  # of tp: software may send them beside their products
     gathered: float = 0.0  # beside products that do not need them
     others: float = 0.0  # seen whole
@@ -116,7 +119,8 @@ class OpParts:
     added: float  # adding weights' gradients to those of earlier microbatches
     host: float
     calls: float  # number of messages
-    members: float  # ranks that their groups have, all added, where there are several servers
+    # ranks that their groups have, all added, where there are several servers
+    members: float
     messages: MessageSeconds = field(default_factory=MessageSeconds)
     ring: int = 0
     group: int = 0
@@ -127,14 +131,25 @@ class OpParts:
         products = self.products / profile.speed
         moved = self.moved * (FUSED if profile.fused else 1.0) + self.added
         device = (products + self.attention + moved * profile.traffic) * profile.slower
-        seen = self._seen(products * profile.slower, self.attention * profile.slower, profile)
+        seen = self._seen(
+            products * profile.slower, self.attention * profile.slower, profile
+        )
         # In a pipeline over servers each rank of a message's group is one more call.
         calls = self.calls + (self.members if piped else 0.0)
-        starts = self.host * profile.host * profile.slower * (profile.pipe_host if piped else 1.0)
+        starts = (
+            self.host
+            * profile.host
+            * profile.slower
+            * (profile.pipe_host if piped else 1.0)
+        )
         host = starts + calls * profile.call_host
-        return OpTime(device + host, seen) if self.serial else OpTime(device, seen, host)
+        return (
+            OpTime(device + host, seen) if self.serial else OpTime(device, seen, host)
+        )
 
-    def _seen(self, products: float, attention: float, profile: SoftwareProfile) -> float:
+    def _seen(
+        self, products: float, attention: float, profile: SoftwareProfile
+    ) -> float:
         """Seconds that the operation is longer for its messages."""
         sent, overlaps = self.messages, profile.overlaps_tensor
         alone = sent.others + (0.0 if overlaps else sent.tensor)
@@ -183,10 +198,14 @@ def op_parts(
     are gradients of weights, however many tokens there are."""
     rates, several_servers = hardware.rates, hardware.ranks > hardware.node
     messages = message_seconds(load.messages, hardware, cut)
-    members = float(sum(_group(m, cut)[0] for m in load.messages)) if several_servers else 0.0
+    members = (
+        float(sum(_group(m, cut)[0] for m in load.messages)) if several_servers else 0.0
+    )
     return OpParts(
         products=sum(rates.product(p, dtype) for p in load.products),
-        attention=sum(_attention(a, hardware, dtype, profile.attention) for a in load.attention),
+        attention=sum(
+            _attention(a, hardware, dtype, profile.attention) for a in load.attention
+        ),
         moved=rates.move(load.moved - added),
         added=rates.move(added * profile.adding / _ADDING),
         host=(load.launches + _STARTS * len(load.messages)) * rates.launch,
@@ -207,9 +226,13 @@ def _attention(a: AttentionLoad, hardware: Hardware, dtype: str, kernel: str) ->
         Product(a.queries, a.head_dim, a.keys, a.batch * a.heads),
         Product(a.queries, a.keys, a.head_dim, a.batch * a.heads),
     )
-    time = sum(hardware.rates.product(p, dtype) for p in products) * (1 if forward else 2)
+    time = sum(hardware.rates.product(p, dtype) for p in products) * (
+        1 if forward else 2
+    )
     scores = a.batch * a.heads * a.queries * a.keys
-    time += hardware.rates.move((_SCORES_FORWARD if forward else _SCORES_BACKWARD) * scores)
+    time += hardware.rates.move(
+        (_SCORES_FORWARD if forward else _SCORES_BACKWARD) * scores
+    )
     # Tensor cores take 16 bytes at a time: eight numbers. What is no multiple goes round them.
     if a.head_dim % 8:
         return time * 6.0
@@ -243,7 +266,9 @@ def message_seconds(
         # No core is left to carry a ring's messages, and each carries what comes and what goes.
         # Messages were measured among ranks that share the cores, as `simulate` has it again.
         crowding = hardware.crowding
-        return MessageSeconds(tensor=tensor / crowding, others=2 * ring + others / crowding)
+        return MessageSeconds(
+            tensor=tensor / crowding, others=2 * ring + others / crowding
+        )
     return MessageSeconds(ring, tensor, 0.0, others)
 
 
@@ -319,7 +344,9 @@ def parts_of(
     dtype = case.dtype or (FP8 if cut.matmul and not hardware.cores else cut.precision)
     software = Software(profile, cut)
 
-    def priced(cost: PieceCost, dtype: str, kind: Callable[[float], PieceCost]) -> PieceParts:
+    def priced(
+        cost: PieceCost, dtype: str, kind: Callable[[float], PieceCost]
+    ) -> PieceParts:
         return piece_parts(cost, hardware, profile, cut, dtype, kind(0.0))
 
     def block(kind: CostedPiece) -> PieceParts:
@@ -332,13 +359,18 @@ def parts_of(
         rows = case.rows, case.rows * busy, case.rows
         attention, *others = (part(n) for part, n in zip(kind.parts, rows, strict=True))
         costs = of_tokens(BLOCK, attention, software, tokens), *others
-        parts = (priced(cost, dtype, part) for cost, part in zip(costs, kind.parts, strict=True))
+        parts = (
+            priced(cost, dtype, part)
+            for cost, part in zip(costs, kind.parts, strict=True)
+        )
         return _whole(tuple(parts))
 
     embed = priced(kinds.embed(case.rows), cut.precision, kinds.embed)
     head = of_tokens(HEAD, kinds.head(case.rows), software, Tokens.of(case, cut))
     blocks = map(block, kinds.blocks)
-    return ByKind((embed, *blocks, priced(head, cut.precision, kinds.head)), kinds.kinds)
+    return ByKind(
+        (embed, *blocks, priced(head, cut.precision, kinds.head)), kinds.kinds
+    )
 
 
 def _whole(parts: tuple[PieceParts, ...]) -> PieceParts:

@@ -16,13 +16,17 @@ from .case import Case
 from .hardware import Hardware, PredictionError
 
 LONGEST_STEP = 86_400.0  # seconds; nobody trains with steps of more than a day
-_SLOWEST = 1000.0  # times what the peak allows: a slower step is a wrong price, not a large batch
+# times what the peak allows: a slower step is a wrong price, not a large batch
+_SLOWEST = 1000.0
 _ROUNDING = 1e-9
 _OURS = "This is a mistake in phalanx, not in what you asked: please report it with this line."
 
 
 def refuse_impossible(
-    case: Case, hardware: Hardware, parts: Mapping[str, float], memory: Mapping[str, float]
+    case: Case,
+    hardware: Hardware,
+    parts: Mapping[str, float],
+    memory: Mapping[str, float],
 ) -> None:
     """Raise if a time or a size is no finite number of 0 or more, or if a step is shorter than the
     model's products take at the peak of the devices. Without `parts` only the memory is known."""
@@ -44,7 +48,9 @@ def refuse_no_numbers(
 ) -> None:
     """Raise if a value is infinite, NaN or below 0."""
     least = -_ROUNDING * max(1.0, abs(sum(values.values())))
-    wrong = {name: x for name, x in values.items() if not (math.isfinite(x) and x >= least)}
+    wrong = {
+        name: x for name, x in values.items() if not (math.isfinite(x) and x >= least)
+    }
     if wrong:
         listed = ", ".join(f"{name} {value:g}" for name, value in wrong.items())
         raise _impossible(case, hardware, f"the {what} is {listed}")

@@ -23,7 +23,8 @@ from .matrices import Matrices, MatrixTimes, matrix_bytes, matrix_times, row_mat
 from .piece_price import KindTimes, PieceTimes
 from .profile import SoftwareProfile
 
-_HOST = 40e9  # bytes a second of a host's memory for each of its devices: assumed, of 300 for eight
+# bytes a second of a host's memory for each of its devices: assumed, of 300 for eight
+_HOST = 40e9
 _NUMBER = 8.0  # bytes of one number that ranks agree on
 _CHOICE = 4.0  # bytes of how often an expert was chosen
 _TOUCHED = 30.0  # bytes that an Adam update reads and writes for each parameter
@@ -46,8 +47,12 @@ def distance(layout: Layout, part: str) -> int:
 def nearest(layout: Layout, *, experts: bool = False) -> int:
     """Distance between the nearest ranks with copies of a weight."""
     apart = layout.expert_axes if experts else ()
-    axes = (axis for axis in ("cp", "ep") if layout.mesh.of(axis) > 1 and axis not in apart)
-    return min((distance(layout, axis) for axis in axes), default=distance(layout, "dp.shard"))
+    axes = (
+        axis for axis in ("cp", "ep") if layout.mesh.of(axis) > 1 and axis not in apart
+    )
+    return min(
+        (distance(layout, axis) for axis in axes), default=distance(layout, "dp.shard")
+    )
 
 
 class UnitTimes(NamedTuple):
@@ -64,7 +69,9 @@ class UnitTimes(NamedTuple):
 class Units:
     """The times of a layout's units, by their numbers of weights."""
 
-    def __init__(self, layout: Layout, hardware: Hardware, profile: SoftwareProfile) -> None:
+    def __init__(
+        self, layout: Layout, hardware: Hardware, profile: SoftwareProfile
+    ) -> None:
         x, mesh = layout, layout.mesh
         self.layout, self.hardware, self.profile = layout, hardware, profile
         self.shards = float(mesh.of("dp.shard") * x.cp * x.ep)
@@ -77,7 +84,11 @@ class Units:
         self.weights_on_host = "weights" in x.offload or self.on_host
 
     def of(
-        self, numbers: float, frozen: float = 0.0, experts: float = 0.0, narrow: float = 0.0
+        self,
+        numbers: float,
+        frozen: float = 0.0,
+        experts: float = 0.0,
+        narrow: float = 0.0,
     ) -> UnitTimes:
         """Of so many weights, of so many that are frozen beside them, and of so many of experts, which
         are on fewer ranks: these are a unit of their own. What they need not takes no time. Of the first
@@ -97,12 +108,20 @@ class Units:
             apart = max(apart, self.hardware.node)
         return self.hardware.network.seconds(op, size, ranks, apart)
 
-    def _of(self, numbers: float, frozen: float, narrow: float, n: float, near: int) -> UnitTimes:
+    def _of(
+        self, numbers: float, frozen: float, narrow: float, n: float, near: int
+    ) -> UnitTimes:
         seconds, p = self._seconds, self.profile
         cut = self.layout.zero == 3 or self.weights_on_host
-        gathered = (numbers + frozen * cut) * p.gathered_bytes - narrow * (p.gathered_bytes - 1)
+        gathered = (numbers + frozen * cut) * p.gathered_bytes - narrow * (
+            p.gathered_bytes - 1
+        )
         size, part = numbers * p.reduce_bytes, n if self.layout.zero else 1.0
-        gather = seconds("all_gather", gathered, n, near) if self.layout.zero and gathered else 0.0
+        gather = (
+            seconds("all_gather", gathered, n, near)
+            if self.layout.zero and gathered
+            else 0.0
+        )
         load = gathered / part / self.hardware.host if self.weights_on_host else 0.0
         if not size:
             return UnitTimes(gather, load)
@@ -115,8 +134,14 @@ class Units:
         else:
             reduce = seconds("all_reduce", size, self.replicas, self.far)
         # Only the ends of a pipeline share a weight by messages.
-        tie = seconds("all_reduce", size / part, 2.0, self.ends) if self.layout.pp > 1 else 0.0
-        return UnitTimes(gather, load, reduce, replicas, tie, self._update() * numbers / part)
+        tie = (
+            seconds("all_reduce", size / part, 2.0, self.ends)
+            if self.layout.pp > 1
+            else 0.0
+        )
+        return UnitTimes(
+            gather, load, reduce, replicas, tie, self._update() * numbers / part
+        )
 
     def agree_scales(self, others: float, narrow: float) -> float:
         """Seconds of agreeing on the scales of `narrow` weights, and on `others` that travel with them."""
@@ -198,7 +223,12 @@ class Priced:
 
     def costs(self, slower: float = 1.0) -> Costs:
         """Seconds of every operation, where computing is so much slower."""
-        x, shape, profile, hardware = self.case.layout, self.case.shape, self.profile, self.hardware
+        x, shape, profile, hardware = (
+            self.case.layout,
+            self.case.shape,
+            self.profile,
+            self.hardware,
+        )
         network = hardware.network.seconds
         # Messages were measured among ranks that share the cores, as `times` has it again.
         alone = 1.0 / hardware.crowding
@@ -219,16 +249,22 @@ class Priced:
                     alike[key][ops.SUM_PARTS] = self._sum_of_parts(piece.row) * alone
             pieces |= {(kind, n): time for kind, time in alike[key].items()}
         owned: dict[Matrices, MatrixTimes] = {}
-        for n, matrices in enumerate(map(row_matrices, self.staged.rows)) if profile.muon else ():
+        for n, matrices in (
+            enumerate(map(row_matrices, self.staged.rows)) if profile.muon else ()
+        ):
             took = owned.get(matrices) or matrix_times(matrices, x, hardware)
             owned[matrices] = took
             pieces[ops.UPDATE, n] += took.update
             pieces[ops.TO_OWNERS, n] = took.to_owners * alone
             pieces[ops.FROM_OWNERS, n] = took.from_owners * alone
         # Apart by the nearest of those axes.
-        near = min((distance(x, a) for a in x.expert_axes if x.mesh.of(a) > 1), default=1)
+        near = min(
+            (distance(x, a) for a in x.expert_axes if x.mesh.of(a) > 1), default=1
+        )
         for n in self.staged.experts:
-            routes = network("all_to_all", _NUMBER * shape.experts, x.expert_ranks, near)
+            routes = network(
+                "all_to_all", _NUMBER * shape.experts, x.expert_ranks, near
+            )
             pieces[ops.COUNT_ROUTES, n] = routes * alone
             # What comes to the experts goes back: of a busy rank it is more than what it sends itself.
             edge = self.pieces[n].times.cost.edge
@@ -236,19 +272,29 @@ class Priced:
             for to in (n, n + 1):
                 pieces[ops.EXCHANGE, to] = pieces[ops.EXCHANGE_GRADIENT, to] = exchanged
         for n in self.staged.sums_choices:
-            pieces[ops.SUM_CHOICES, n] = self._sum_of_choices(self.staged.rows[n]) * alone
+            pieces[ops.SUM_CHOICES, n] = (
+                self._sum_of_choices(self.staged.rows[n]) * alone
+            )
         if not profile.overlaps_sends and x.pp > 1:
             # The device sends and then goes on: at the ends of virtual stages.
             for stage in filter(None, self.staged.stages):
-                pieces[ops.FORWARD, stage[-1]] += sent * (stage[-1] < len(self.pieces) - 1)
+                pieces[ops.FORWARD, stage[-1]] += sent * (
+                    stage[-1] < len(self.pieces) - 1
+                )
                 pieces[ops.INPUT_GRADIENT, stage[0]] += sent * (stage[0] > 0)
-        pieces[ops.COUNT, -1] = network("all_reduce", _NUMBER, x.copies, nearest(x)) * alone
+        pieces[ops.COUNT, -1] = (
+            network("all_reduce", _NUMBER, x.copies, nearest(x)) * alone
+        )
         pieces[ops.AGREE, -1] = network("all_reduce", _NUMBER, x.ranks, 1) * alone
         return Costs({}, pieces)
 
     def _sum_of_choices(self, row: PieceRow) -> float:
         """Ranks with other tokens of the same sequences, or of the batch, add up their choices of experts."""
-        x, shape, seconds = self.case.layout, self.case.shape, self.hardware.network.seconds
+        x, shape, seconds = (
+            self.case.layout,
+            self.case.shape,
+            self.hardware.network.seconds,
+        )
         over_tp = x.tp if x.seq else 1
         near = 1 if over_tp > 1 else nearest(x)
         total = 0.0
@@ -256,7 +302,9 @@ class Priced:
             size = _CHOICE * self.case.rows * shape.experts
             total += seconds("all_reduce", size, x.cp * over_tp, near)
         if row.batch_loss:
-            total += seconds("all_reduce", _CHOICE * shape.experts, x.copies * over_tp, near)
+            total += seconds(
+                "all_reduce", _CHOICE * shape.experts, x.copies * over_tp, near
+            )
         return total
 
     def _sum_of_parts(self, row: PieceRow) -> float:
@@ -274,9 +322,13 @@ class Priced:
         part = x.recompute == "selective" and not self._at_an_end(piece.row)
         whole = x.recompute in ("none", "selective")
         kept = t.cost.selected if part else t.cost.kept if whole else t.cost.input
-        beside: dict[str, float] = {}  # seconds of messages, with every microbatch or once a step
+        # seconds of messages, with every microbatch or once a step
+        beside: dict[str, float] = {}
         if self.profile.overlaps_data and not self.hardware.cores:
-            each, sums = {"micro": 1.0, "step": 1.0 / x.microbatches}, unit.reduce + unit.replicas
+            each, sums = (
+                {"micro": 1.0, "step": 1.0 / x.microbatches},
+                unit.reduce + unit.replicas,
+            )
             again = unit.gather * (x.gather == "micro" and x.zero == 3)
             beside[ops.FORWARD] = unit.gather * each[x.gather]
             beside[ops.INPUT_GRADIENT] = again + sums * each[x.reduce]
@@ -286,7 +338,8 @@ class Priced:
                 for kind, time in t.computed.items()
             },
             ops.RECOMPUTE_PART: t.again.total * slower,
-            ops.AGREE_SCALES: units.agree_scales(max(0.0, own - narrow), narrow) * alone,
+            ops.AGREE_SCALES: units.agree_scales(max(0.0, own - narrow), narrow)
+            * alone,
             ops.GATHER: unit.gather * alone,
             ops.LOAD: unit.load,
             ops.REDUCE: unit.reduce * alone,
@@ -305,7 +358,9 @@ class Priced:
         comes_and_goes = held.gathered > 0
         bucket = profile.bucket if layout.zero == 3 and profile.bucket else math.inf
         # Weights that are gathered in 8 bits take so many bytes less, where they are whole.
-        narrow = [(profile.gathered_bytes - 1) * self._narrow(piece) for piece in self.pieces]
+        narrow = [
+            (profile.gathered_bytes - 1) * self._narrow(piece) for piece in self.pieces
+        ]
 
         def each(size: Callable[[PieceCost], float]) -> tuple[float, ...]:
             return tuple(size(piece.times.cost) for piece in self.pieces)
@@ -318,7 +373,9 @@ class Priced:
             """Bytes of the part that a rank has of the trained weights. Experts are cut into fewer parts
             than other weights: ranks that share them have other ones."""
             more = layout.copies_sharing - 1 if layout.zero else 0
-            return tuple(size * (p.trained + more * p.trained_experts) for p in self.pieces)
+            return tuple(
+                size * (p.trained + more * p.trained_experts) for p in self.pieces
+            )
 
         def gathered(piece: PricedPiece, less: float) -> float:
             weights = held.gathered * piece.times.cost.weights - less
@@ -339,12 +396,18 @@ class Priced:
                 for trained, still, less in zip(home, frozen, narrow, strict=True)
             ),
             gathered=tuple(map(gathered, self.pieces, narrow)),
-            gradient=() if flat else tuple(min(x, held.gradient * bucket) for x in gradient),
-            gradient_shard=sharded(held.gradient_shard) if held.gradient_shard and not flat else (),
+            gradient=()
+            if flat
+            else tuple(min(x, held.gradient * bucket) for x in gradient),
+            gradient_shard=sharded(held.gradient_shard)
+            if held.gradient_shard and not flat
+            else (),
             gradient_home=gradient if flat else (),
             optimizer=sharded(held.optimizer),
             edge=each(lambda c: c.edge),
             selected=each(lambda c: c.selected),
             derived=each(lambda c: c.derived),
-            matrices=tuple(matrix_bytes(m, layout, profile.gathered_bytes) for m in matrices),
+            matrices=tuple(
+                matrix_bytes(m, layout, profile.gathered_bytes) for m in matrices
+            ),
         )

@@ -81,7 +81,10 @@ def runs_of(
         name = costed_as(cut, row.profile)
         key = shape, case.sequence, name
         try:
-            known[key] = known.get(key) or piece_costs(shape, [name], sequence=case.sequence)[name]
+            known[key] = (
+                known.get(key)
+                or piece_costs(shape, [name], sequence=case.sequence)[name]
+            )
             parts = parts_of(known[key], case, hardware, row.profile, cut)
         except (ValueError, PredictionError) as error:
             refused[i] = at_line(row, error)

@@ -44,14 +44,17 @@ def refusals(
     """Every family but those of the winner, and what no layout here may be. So many operations may
     be simulated to say by how much families lost."""
     fits = screened.bytes <= room
-    least = screened.step.copy()  # what is known of each candidate: its step, or its bound
+    # what is known of each candidate: its step, or its bound
+    least = screened.step.copy()
     for i, choice in screened.choices.items():
         fits[i] &= choice.bytes <= room
         if choice.parts:
             least[i] = choice.step
     found = []
     known = screened.known()
-    lost = [f for f in _families(screened) if f[1].any() and not (best and f[1][best[0]])]
+    lost = [
+        f for f in _families(screened) if f[1].any() and not (best and f[1][best[0]])
+    ]
     for family, mask in lost:
         limit = screened.spent + budget // len(lost)
         able = np.flatnonzero(mask & fits) if best else np.empty(0, int)
@@ -74,7 +77,9 @@ def refusals(
             if best and screened.simulate(i).parts:
                 least[i], able = screened.choices[i].step, np.flatnonzero(mask & fits)
         if len(able):
-            found.append(_slower(family, screened, i, float(least[mask & fits].min()), best[0]))
+            found.append(
+                _slower(family, screened, i, float(least[mask & fits].min()), best[0])
+            )
         else:
             found.append(_large(family, screened, i, room))
     return (*found, *_illegal(screened))
@@ -88,7 +93,10 @@ def _families(screened: Screened) -> Iterator[tuple[str, Mask]]:
         zeros = [z.stage for z in x.zeros]
         sharded = [z.stage > 0 and z.shards < x.grid.dp for z in x.zeros]
         for name, values, axis in (
-            *((name, [getattr(x.grid, name)], 0) for name in ("tp", "cp", "pp", "ulysses", "ep")),
+            *(
+                (name, [getattr(x.grid, name)], 0)
+                for name in ("tp", "cp", "pp", "ulysses", "ep")
+            ),
             ("zero", zeros, 0),
             ("hsdp", sharded, 0),
             ("schedule", [p.schedule for p in x.pipelines], 2),
@@ -121,11 +129,15 @@ def _families(screened: Screened) -> Iterator[tuple[str, Mask]]:
     if matmul := screened.space.request.matmul:
         yield f"without {matmul}", c["matmul"] == ""
         yield matmul, c["matmul"] == matmul
-    for name in dict.fromkeys(p.schedule for x in options for p in x.pipelines if x.grid.pp > 1):
+    for name in dict.fromkeys(
+        p.schedule for x in options for p in x.pipelines if x.grid.pp > 1
+    ):
         yield name, c["schedule"] == name
 
 
-def _slower(family: str, screened: Screened, i: int, least: float, winner: int) -> Refusal:
+def _slower(
+    family: str, screened: Screened, i: int, least: float, winner: int
+) -> Refusal:
     """A family beside the best of all: by how much at least, and one of its layouts with what costs it
     most. The family's best is as slow as that, or faster by a little."""
     best = screened.choices[winner]
@@ -151,7 +163,9 @@ def _least(screened: Screened, i: int) -> dict[str, float]:
     for piece in screened.pricer.priced(layout).pieces:
         t = piece.times
         times = [t.forward, t.input_gradient, t.weight_gradient]
-        times += [t.again] * (layout.recompute != "none" and 0 < piece.row.piece <= shape.layers)
+        times += [t.again] * (
+            layout.recompute != "none" and 0 < piece.row.piece <= shape.layers
+        )
         each.append((sum(x.total for x in times), sum(x.messages for x in times)))
     stages = stage_pieces(layout, shape)
     ranks = [
@@ -159,7 +173,9 @@ def _least(screened: Screened, i: int) -> dict[str, float]:
         for held in ranks_of(len(stages), layout.pp, layout.schedule)
     ]
     most = max(ranks, key=lambda taken: sum(total for total, _ in taken))
-    total, messages = (layout.microbatches * sum(each) for each in zip(*most, strict=True))
+    total, messages = (
+        layout.microbatches * sum(each) for each in zip(*most, strict=True)
+    )
     rest = float(screened.step[i]) - total
     return {"compute": total - messages, "tensor": messages, "bubble": rest}
 
@@ -171,7 +187,9 @@ def _large(family: str, screened: Screened, i: int, room: float) -> Refusal:
     if sum(memory.values()) > room:
         kinds = sorted(MEMORY, key=lambda kind: -memory[kind])[:3]
         parts = ", ".join(f"{kind} {bytes_text(memory[kind])}" for kind in kinds)
-        reason = f"needs {bytes_text(sum(memory.values()))} of {bytes_text(room)}: {parts}"
+        reason = (
+            f"needs {bytes_text(sum(memory.values()))} of {bytes_text(room)}: {parts}"
+        )
     return Refusal(family, "memory", reason, str(screened.layout(i)))
 
 
@@ -184,7 +202,9 @@ def _illegal(screened: Screened) -> Iterator[Refusal]:
         for each in divisors(ranks)[1:]:
             if name == "tp" and each > near:
                 why = f"not tried: every block's messages would leave the {near} devices that the"
-                yield Refusal(f"tp{each} or more", "pruned", f"{why} fastest links join")
+                yield Refusal(
+                    f"tp{each} or more", "pruned", f"{why} fastest links join"
+                )
                 break
             rest = f"dp{ranks // each}" if name != "dp" and each < ranks else ""
             try:
@@ -192,7 +212,10 @@ def _illegal(screened: Screened) -> Iterator[Refusal]:
             except LayoutError:
                 continue
             broken = legal(
-                layout, request.shape, batch=max(request.batch, 1), sequence=request.sequence
+                layout,
+                request.shape,
+                batch=max(request.batch, 1),
+                sequence=request.sequence,
             )
             own = [r for r in broken if r.rule in rules and r.rule not in seen]
             if own:

@@ -33,7 +33,9 @@ class Routing:
         if text == BALANCED:
             return cls()
         if not shape.experts:
-            raise LayoutError(f"routing {text[:60]!r}: {shape.name} has no experts. Leave it out.")
+            raise LayoutError(
+                f"routing {text[:60]!r}: {shape.name} has no experts. Leave it out."
+            )
         if law := _ZIPF.fullmatch(text):
             layers = [[n ** -float(law[1]) for n in range(1, 1 + shape.experts)]]
         elif text.endswith(".json"):
@@ -52,7 +54,9 @@ class Routing:
         most = 0.0
         for loads in self.layers:
             each = -(-len(loads) // ep)
-            most += max(math.fsum(loads[n : n + each]) for n in range(0, len(loads), each))
+            most += max(
+                math.fsum(loads[n : n + each]) for n in range(0, len(loads), each)
+            )
         return ep * most / len(self.layers)
 
 

@@ -72,7 +72,9 @@ class HeldOut:
     seen: tuple[PublishedRow, ...]
 
 
-def held_out(start: SoftwareProfile, runs: Sequence[PublishedRun], count: int) -> HeldOut:
+def held_out(
+    start: SoftwareProfile, runs: Sequence[PublishedRun], count: int
+) -> HeldOut:
     """Numbers that no run of a family has seen, and after so many of them."""
     counted = [run for run in runs if run.counts]
     seen = spread_over(counted, count) if count else []
@@ -95,7 +97,8 @@ class ScoredRow:
     reported: float  # of the rank whose memory the software reports
     parts: Mapping[str, float]  # of the step, with the family held out where it was
     held: float = 0.0  # the step with the family held out of the fit; 0: it was not
-    after: float = 0.0  # the step after a few other rows of the family; 0: it is one of them
+    # the step after a few other rows of the family; 0: it is one of them
+    after: float = 0.0
 
     @property
     def per_token(self) -> float:
@@ -156,7 +159,8 @@ class FamilyScore:
     misses: int = 0  # first picks that ran out of memory
     rule_regrets: Mapping[str, float] | None = None
     memory_error: float | None = None
-    oom: Mapping[str, float] | None = None  # precision, recall, accuracy, and `refused` of what ran
+    # precision, recall, accuracy, and `refused` of what ran
+    oom: Mapping[str, float] | None = None
     left_out: Mapping[str, int] = field(default_factory=dict)  # why, and how many
     runs: tuple[ScoredRow, ...] = ()
 
@@ -171,7 +175,10 @@ class FamilyScore:
             "family": self.family,
             "rows": self.rows,
             "predicted": self.predicted,
-            **{f"{n}_error": getattr(errors, n, None) for n in ("median", "mean", "p90")},
+            **{
+                f"{n}_error": getattr(errors, n, None)
+                for n in ("median", "mean", "p90")
+            },
             **{n: getattr(errors, n, None) for n in ("within_5", "within_10")},
             "held_out": plain(self.held_out),
             "after_five": plain(self.after_five),
@@ -182,7 +189,10 @@ class FamilyScore:
             "misses": self.misses if self.regret else None,
             "rule_regrets": dict(self.rule_regrets) if self.rule_regrets else None,
             "memory_error": self.memory_error,
-            **{f"oom_{n}": oom.get(n) for n in ("precision", "recall", "accuracy", "refused")},
+            **{
+                f"oom_{n}": oom.get(n)
+                for n in ("precision", "recall", "accuracy", "refused")
+            },
             "left_out": dict(self.left_out),
         }
 
@@ -194,7 +204,9 @@ def scored_row(run: PublishedRun, held: HeldOut | None) -> ScoredRow:
     own = predict(run, row.profile)
     least, _ = own.range(row.profile)
     reported = logged(own, row.profile)
-    scored = ScoredRow(row, case, run.hardware, own.step, own.bytes, least, reported, own.parts)
+    scored = ScoredRow(
+        row, case, run.hardware, own.step, own.bytes, least, reported, own.parts
+    )
     if not held or not row.step:
         return scored
     other = predict(run, held.numbers)
@@ -260,7 +272,9 @@ def _program(run: PublishedRun) -> Any:
     return x.pp, layers, x.schedule, x.chunks, x.microbatches, str(x.stages), x.zero
 
 
-def _score(family: str, runs: list[ScoredRow], rows: int, left: Mapping[str, int]) -> FamilyScore:
+def _score(
+    family: str, runs: list[ScoredRow], rows: int, left: Mapping[str, int]
+) -> FamilyScore:
     timed = [x for x in runs if x.row.step > 0]
     ratios = np.array([x.step / x.row.step for x in timed])
     regret, misses, rules, count = _regrets(runs)
@@ -269,8 +283,12 @@ def _score(family: str, runs: list[ScoredRow], rows: int, left: Mapping[str, int
         rows=rows,
         predicted=len(runs),
         errors=StepErrors.of(ratios),
-        held_out=StepErrors.of(np.array([x.held / x.row.step for x in timed if x.held])),
-        after_five=StepErrors.of(np.array([x.after / x.row.step for x in timed if x.after])),
+        held_out=StepErrors.of(
+            np.array([x.held / x.row.step for x in timed if x.held])
+        ),
+        after_five=StepErrors.of(
+            np.array([x.after / x.row.step for x in timed if x.after])
+        ),
         scaled=StepErrors.of(ratios / np.median(ratios)) if len(ratios) else None,
         tau=_tau(timed, _noise(family, timed)),
         groups=count,
@@ -362,7 +380,13 @@ def _by_rules(scored: ScoredRow) -> dict[str, Any]:
         # The smallest tp and pp that ran, the biggest microbatch. Knowing what ran is a gift to it.
         "smallest tp pp": (row.out_of_memory, x.tp * x.pp, x.tp, -case.rows),
         # Large models sharded and recomputed, small ones plain; tensor parallel inside a node.
-        "recipe": (abs(x.tp - tp), x.pp, -x.zero if large else x.zero, plain == large, -case.rows),
+        "recipe": (
+            abs(x.tp - tp),
+            x.pp,
+            -x.zero if large else x.zero,
+            plain == large,
+            -case.rows,
+        ),
     }
 
 
@@ -378,7 +402,9 @@ def _oom(runs: Sequence[ScoredRow]) -> dict[str, float] | None:
     # Others were computed by their authors: they tell neither a time nor that they failed. What ran
     # once has failed elsewhere for another reason.
     ran = {x.case for x in runs if x.row.step > 0}
-    runs = [x for x in runs if x.row.step > 0 or (x.row.out_of_memory and x.case not in ran)]
+    runs = [
+        x for x in runs if x.row.step > 0 or (x.row.out_of_memory and x.case not in ran)
+    ]
     if not runs:
         return None
     was = np.array([x.row.out_of_memory for x in runs], bool)

@@ -56,7 +56,9 @@ class Screened:
         self.space, self.pricer = space, pricer
         cuts = {
             space.cut(
-                x.grid._replace(ring=1, ulysses=1), inner._replace(recompute="none"), split=False
+                x.grid._replace(ring=1, ulysses=1),
+                inner._replace(recompute="none"),
+                split=False,
             )
             for x in space.options
             for inner in x.inners
@@ -104,7 +106,10 @@ class Screened:
         each, known, cut = [], self.pricer.pieces, self.space.cut
         for x in self.space.options:
             split = [traits(pipe.schedule).splits_backward for pipe in x.pipelines]
-            flags = [[cut(x.grid, inner, split=s) in known for inner in x.inners] for s in split]
+            flags = [
+                [cut(x.grid, inner, split=s) in known for inner in x.inners]
+                for s in split
+            ]
             each.append(np.broadcast_to(np.array(flags), x.sizes).ravel())
         return np.concatenate(each)
 
@@ -126,20 +131,28 @@ class Screened:
         """The bound of a candidate of which the pieces are costed, by its own schedule as well."""
         if i not in self.followed:
             o, x, at = self.at(i)
-            self.followed[i] = followed(self.space, x, at, self.pricer, self.found[o].priced)
+            self.followed[i] = followed(
+                self.space, x, at, self.pricer, self.found[o].priced
+            )
             self.step[i] = max(self.step[i], self.followed[i])
         return float(self.step[i])
 
     def simulate(self, i: int) -> Choice:
         if i not in self.choices:
             self.spent += self.operations(i)
-            self.choices[i] = self.pricer.choose(self.layout(i), self.space.request.room)
+            self.choices[i] = self.pricer.choose(
+                self.layout(i), self.space.request.room
+            )
         return self.choices[i]
 
     def operations(self, i: int) -> int:
         """About how many a simulation has: the rest repeats them."""
         layout = self.layout(i)
-        return 3 * self.space.request.shape.pieces * min(layout.microbatches, 3 * layout.pp + 2)
+        return (
+            3
+            * self.space.request.shape.pieces
+            * min(layout.microbatches, 3 * layout.pp + 2)
+        )
 
     def best(self, top: int, room: float) -> list[int]:
         """The best candidates that fit, each of another idea, best first.
@@ -160,7 +173,8 @@ class Screened:
         until no other can be among the best. False: too many did not fit."""
         request, done, missed = self.space.request, set[int](), self.spent + _MISSES
         order: list[int] | None = None
-        closer: list[tuple[float, int]] = []  # a heap of those whose schedule was followed
+        # a heap of those whose schedule was followed
+        closer: list[tuple[float, int]] = []
         while True:
             if order is None:
                 fits = np.flatnonzero(self.bytes <= least)
@@ -186,17 +200,28 @@ class Screened:
                     continue
                 done.add(i)
                 layout = self.layout(i)
-                if legal(layout, request.shape, batch=request.batch, sequence=request.sequence):
+                if legal(
+                    layout,
+                    request.shape,
+                    batch=request.batch,
+                    sequence=request.sequence,
+                ):
                     continue
                 if order and self.follow(i) > self.step[order[-1]]:
                     heappush(closer, (self.follow(i), i))
                     continue
             idea = self.idea(i)
-            if idea in ideas and _ALIKE * self.choices[ideas[idea]].step <= self.step[i]:
+            if (
+                idea in ideas
+                and _ALIKE * self.choices[ideas[idea]].step <= self.step[i]
+            ):
                 continue
             if self.simulate(i).bytes > room:
                 continue
-            if idea not in ideas or self.choices[i].step < self.choices[ideas[idea]].step:
+            if (
+                idea not in ideas
+                or self.choices[i].step < self.choices[ideas[idea]].step
+            ):
                 ideas[idea] = i
 
     def emptiest(self, room: float) -> list[int]:
@@ -220,14 +245,21 @@ def search(request: Request, *, top: int = 10) -> Plan:
     for each in (space, fewer, away):
         screened = Screened(each, pricer)
         fits = screened.bytes <= room
-        best = screened.best(top, room) or (screened.emptiest(room) if fits.any() else [])
+        best = screened.best(top, room) or (
+            screened.emptiest(room) if fits.any() else []
+        )
         _LOG.debug(
-            "%d candidates, %d simulated, %d found", len(screened), len(screened.choices), len(best)
+            "%d candidates, %d simulated, %d found",
+            len(screened),
+            len(screened.choices),
+            len(best),
         )
         if best:
             break
     for i in best:
-        refuse_too_long(screened.choices[i].case, request.hardware, screened.choices[i].parts)
+        refuse_too_long(
+            screened.choices[i].case, request.hardware, screened.choices[i].parts
+        )
     return Plan(
         layouts=tuple(screened.choices[i] for i in best),
         refused=refusals(screened, best, room, _MORE),
@@ -249,17 +281,24 @@ def _seq_only(space: Space, pricer: Pricer) -> frozenset[int]:
     found = set()
     for tp in {x.grid.tp for x in space.options} - {1}:
         grid = Grid(1, 1, 1, 1, tp, 1, ORDERS[0])
-        cuts = (space.cut(grid, Inner(seq, "none"), split=False) for seq in (False, True))
+        cuts = (
+            space.cut(grid, Inner(seq, "none"), split=False) for seq in (False, True)
+        )
         plain, seq = (pricer.times(cut, space.least, False).blocks for cut in cuts)
         each = zip(plain, seq, strict=True)
-        if all(a.forward.total + a.backward >= b.forward.total + b.backward for a, b in each):
+        if all(
+            a.forward.total + a.backward >= b.forward.total + b.backward
+            for a, b in each
+        ):
             found.add(tp)
     return frozenset(found)
 
 
 def judge(request: Request, layouts: Sequence[Layout]) -> tuple[Choice, ...]:
     """Layouts that somebody named, simulated as those of a search are; schedules of one's own too."""
-    pricers = {x.precision: Pricer(replace(request, precision=x.precision)) for x in layouts}
+    pricers = {
+        x.precision: Pricer(replace(request, precision=x.precision)) for x in layouts
+    }
     found = tuple(pricers[layout.precision].choose(layout) for layout in layouts)
     for each in found:
         refuse_too_long(each.case, request.hardware, each.parts)
@@ -285,7 +324,11 @@ def baselines(request: Request) -> tuple[Baseline, ...]:
     r, pricer, ranks = request, Pricer(request), request.hardware.ranks
     terms = {"batch": r.batch, "sequence": r.sequence}
     try:
-        own = [recipe(r.shape, ranks, **terms, memory=r.hardware.memory, precision=r.precision)]
+        own = [
+            recipe(
+                r.shape, ranks, **terms, memory=r.hardware.memory, precision=r.precision
+            )
+        ]
     except LayoutError:
         own = []
 
@@ -297,7 +340,9 @@ def baselines(request: Request) -> tuple[Baseline, ...]:
             # The smallest microbatch holds least, or nearly: where it is far too large, all are.
             smallest = [pricer.choose(x, r.room) for x in layouts[-1:]]
             near = any(choice.bytes <= _NEARLY * r.room for choice in smallest)
-            for choice in (pricer.choose(x, r.room) for x in layouts) if near else smallest:
+            for choice in (
+                (pricer.choose(x, r.room) for x in layouts) if near else smallest
+            ):
                 if choice.bytes <= r.room:
                     return choice
                 if least is None or choice.bytes < least.bytes:
@@ -310,14 +355,18 @@ def baselines(request: Request) -> tuple[Baseline, ...]:
         "smallest tp x pp that fits, biggest microbatch": _smallest(r),
         "the recipe of `train --layout auto`": [own],
     }
-    return tuple(_baseline(rule, pick(meshes), r.room) for rule, meshes in rules.items())
+    return tuple(
+        _baseline(rule, pick(meshes), r.room) for rule, meshes in rules.items()
+    )
 
 
 def _baseline(rule: str, choice: Choice | None, room: float) -> Baseline:
     if choice is None:
         return Baseline(rule, None, False, "no legal layout")
     if choice.step > LONGEST_STEP:
-        return Baseline(rule, None, False, f"{choice.layout} takes more than a day for one step")
+        return Baseline(
+            rule, None, False, f"{choice.layout} takes more than a day for one step"
+        )
     return Baseline(rule, choice, choice.bytes <= room)
 
 
@@ -343,7 +392,9 @@ def _smallest(request: Request) -> Iterator[Iterator[Layout]]:
         held = held_bytes(Layout(Mesh((Axis("dp", (1, dp)),)), zero=1), profile.state)
         states = held.weight + held.gradient + held.optimizer
         # What a rank always holds does not fit: no microbatch is small enough.
-        least_held = states * shape.trained + held.frozen * (shape.total - shape.trained)
+        least_held = states * shape.trained + held.frozen * (
+            shape.total - shape.trained
+        )
         if request.batch < dp or (model < ranks and least_held / model > request.room):
             continue
         for tp in (d for d in reversed(divisors(model)) if d <= node):

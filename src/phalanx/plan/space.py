@@ -22,12 +22,23 @@ from itertools import product
 from typing import NamedTuple
 
 from ..layout import Axis, Layout, Mesh, Shape, legal, piece_layout, stage_pieces
-from ..layout.choices import ACCUM, CHUNKS, COMPILE, GPIPE, MATMULS, SCHEDULES, ZB_H1, ZB_H2, traits
+from ..layout.choices import (
+    ACCUM,
+    CHUNKS,
+    COMPILE,
+    GPIPE,
+    MATMULS,
+    SCHEDULES,
+    ZB_H1,
+    ZB_H2,
+    traits,
+)
 from ..layout.kinds import parts_of_pieces
 from .hardware import Network
 from .step import Request
 
-ORDERS = ("dp pp cp ep tp", "pp dp cp ep tp")  # which neighbours are near: axes, outermost first
+# which neighbours are near: axes, outermost first
+ORDERS = ("dp pp cp ep tp", "pp dp cp ep tp")
 _SHARDS = (8, 64)  # HSDP's groups, besides those that fill a level of the network
 _PART = 2048  # tokens of a sequence's part that are worth a message
 _CHUNKS = 16  # the most of a stage that are tried
@@ -90,7 +101,13 @@ class Grid(NamedTuple):
 
     def apart(self, name: str) -> int:
         """Distance between neighbours along an axis."""
-        sizes = {"dp": self.dp, "pp": self.pp, "cp": self.cp, "tp": self.tp, "ep": self.ep}
+        sizes = {
+            "dp": self.dp,
+            "pp": self.pp,
+            "cp": self.cp,
+            "tp": self.tp,
+            "ep": self.ep,
+        }
         inner = self.order.split()[self.order.split().index(name) + 1 :]
         return math.prod(sizes[axis] for axis in inner)
 
@@ -115,7 +132,8 @@ class Space:
     request: Request
     recomputes: tuple[str, ...] = ("none", "selective", "all")
     offload: tuple[str, ...] = ()
-    seq_only: frozenset[int] = frozenset()  # sizes of tensor parallel that are never faster without
+    # sizes of tensor parallel that are never faster without
+    seq_only: frozenset[int] = frozenset()
 
     @property
     def near(self) -> int:
@@ -126,7 +144,9 @@ class Space:
     def tensor(self) -> list[int]:
         """Sizes of tensor parallel that the model and the hardware allow."""
         return [
-            d for d in divisors(self.request.hardware.ranks) if d <= self.near and self._legal(d)
+            d
+            for d in divisors(self.request.hardware.ranks)
+            if d <= self.near and self._legal(d)
         ]
 
     def _legal(self, tp: int) -> bool:
@@ -190,7 +210,9 @@ class Space:
                     if data > r.batch or (cp > 1 and not self._parts(data * cp, cp)):
                         continue
                     shared = (
-                        d for d in divisors(data) if d == 1 or (s.experts and not s.experts % d)
+                        d
+                        for d in divisors(data)
+                        if d == 1 or (s.experts and not s.experts % d)
                     )
                     for ulysses, ep in product(
                         _ulysses(cp, s.heads // tp, self.near // tp), shared
@@ -199,7 +221,9 @@ class Space:
                         if any(ways[way] > 1 for way in r.without & ways.keys()):
                             continue
                         for order in ORDERS[: 2 if pp > 1 and data > ep else 1]:
-                            yield Grid(data // ep, pp, cp // ulysses, ulysses, tp, ep, order)
+                            yield Grid(
+                                data // ep, pp, cp // ulysses, ulysses, tp, ep, order
+                            )
 
     def _parts(self, copies: int, cp: int) -> bool:
         """True if a sequence may be cut into this many parts: it is long, or there are too few
@@ -214,7 +238,13 @@ class Space:
         r = self.request
         s, most = r.shape, -(-r.batch // grid.data)
         # What a block makes between its two largest products has to be somewhere.
-        one = 2.0 * r.sequence / grid.cp * (s.ffn if s.kind == "decoder" else s.hidden) / grid.tp
+        one = (
+            2.0
+            * r.sequence
+            / grid.cp
+            * (s.ffn if s.kind == "decoder" else s.hidden)
+            / grid.tp
+        )
         found: set[int] = set()
         for rows in sorted({*(2**i for i in range(most.bit_length())), most}):
             count = min(-(-most // rows), r.batch // grid.data)
@@ -229,10 +259,13 @@ class Space:
         if grid.data * grid.cp == 1:
             return
         network = self.request.hardware.network
-        levels = [h.inside for h in network.hops] if isinstance(network, Network) else []
+        levels = (
+            [h.inside for h in network.hops] if isinstance(network, Network) else []
+        )
         apart = grid.apart("dp")
         ends = {
-            max(d for d in divisors(grid.dp) if d == 1 or d * apart <= inside) for inside in levels
+            max(d for d in divisors(grid.dp) if d == 1 or d * apart <= inside)
+            for inside in levels
         }
         shards = {
             d
@@ -248,14 +281,20 @@ class Space:
                 yield Zero(3, shard, "step")
 
     def _inners(self, grid: Grid) -> tuple[Inner, ...]:
-        seqs = (True, False) if grid.tp > 1 and self.request.shape.kind == "decoder" else (False,)
+        seqs = (
+            (True, False)
+            if grid.tp > 1 and self.request.shape.kind == "decoder"
+            else (False,)
+        )
         seqs = seqs[:1] if grid.tp in self.seq_only else seqs
         seqs = seqs if "seq" not in self.request.without else (False,)
         matmuls = ("", self.request.matmul) if self.request.matmul else ("",)
         # As many whole ones on each rank, or a part of each on all.
         even = grid.tp > 1 and self.request.shape.experts % (grid.ep * grid.tp) == 0
         shared = [(), ("tp",)] if even and self.request.shape.experts else [()]
-        every = (Inner(*each) for each in product(seqs, self.recomputes, matmuls, shared))
+        every = (
+            Inner(*each) for each in product(seqs, self.recomputes, matmuls, shared)
+        )
         return tuple(inner for inner in every if inner.seq or not inner.experts)
 
 
@@ -266,12 +305,21 @@ def divisors(n: int) -> list[int]:
 
 def _ulysses(cp: int, heads: int, near: int) -> list[int]:
     """None of it, or as much as the heads and the fastest links allow; a ring for the rest."""
-    return sorted({1, max(u for u in divisors(cp) if u == 1 or (heads % u == 0 and u <= near))})
+    return sorted(
+        {1, max(u for u in divisors(cp) if u == 1 or (heads % u == 0 and u <= near))}
+    )
 
 
 @lru_cache(maxsize=4096)
 def _cut(
-    ring: int, ulysses: int, tp: int, ep: int, inner: Inner, split: bool, precision: str, graph: str
+    ring: int,
+    ulysses: int,
+    tp: int,
+    ep: int,
+    inner: Inner,
+    split: bool,
+    precision: str,
+    graph: str,
 ) -> Layout:
     mesh = Mesh((Axis("cp", (ring, ulysses)), Axis("ep", (ep,)), Axis("tp", (tp,))))
     return piece_layout(
@@ -298,7 +346,9 @@ def pipelines(shape: Shape, pp: int, routed: bool = False) -> tuple[Pipeline, ..
     found = []
     for schedule, chunks in _schedules(shape.layers, pp) if pp > 1 else [(ACCUM, 1)]:
         first = traits(schedule).forward_first  # then it stands beside another always
-        plain = Layout(mesh=Mesh((Axis("pp", (pp,)),)), schedule=schedule, chunks=chunks)
+        plain = Layout(
+            mesh=Mesh((Axis("pp", (pp,)),)), schedule=schedule, chunks=chunks
+        )
         even = spread(shape.layers, pp * chunks)
         blocks = [(), *([even] if even != blocks_of(plain, shape) else [])]
         if routed or not first:
@@ -317,7 +367,9 @@ def _schedules(layers: int, pp: int) -> Iterator[tuple[str, int]]:
         skipped = schedule.whole_batch or schedule.searched or name in _NEVER
         if skipped or not schedule.pipelined:
             continue
-        for chunks in range(schedule.least, min(schedule.most, _CHUNKS, layers // pp) + 1):
+        for chunks in range(
+            schedule.least, min(schedule.most, _CHUNKS, layers // pp) + 1
+        ):
             whole = layers % (pp * chunks) == 0 or (layers + 2) % (pp * chunks) == 0
             if schedule.most < CHUNKS or whole or chunks & (chunks - 1) == 0:
                 yield name, chunks

@@ -26,7 +26,15 @@ from ..program import (
 )
 from ..program.memory import fullest
 from ..program.program import uncollected
-from ..program.simulate import Compiled, Repeat, compiled, critical, repeating, shift, times
+from ..program.simulate import (
+    Compiled,
+    Repeat,
+    compiled,
+    critical,
+    repeating,
+    shift,
+    times,
+)
 from ..program.simulate import timeline as spans
 from ..program.state import State
 from .case import Case
@@ -39,13 +47,18 @@ from .profile import SoftwareProfile
 from .routing import Routing
 
 # The kinds of memory and the parts of a step, in the order in which they are printed.
-_MEMORY = "weights gradients optimizer activations inputs gathered messages temporary other"
+_MEMORY = (
+    "weights gradients optimizer activations inputs gathered messages temporary other"
+)
 MEMORY = tuple(_MEMORY.split())
-_COMES = ("activations", "inputs", "gathered", "messages", "temporary")  # and goes, in every step
-_HOLES = 0.25  # of it: what torchtitan's runs have reserved beyond their tensors, at most about
+# and goes, in every step
+_COMES = ("activations", "inputs", "gathered", "messages", "temporary")
+# of it: what torchtitan's runs have reserved beyond their tensors, at most about
+_HOLES = 0.25
 PARTS = ("compute", "tensor", "data", "pipe", "bubble", "update")
 LIMIT = 0.85  # of a device's memory: what a search uses
-FULL = (0.93, 0.99)  # of a device's memory: where an allocator begins to thrash, and does
+# of a device's memory: where an allocator begins to thrash, and does
+FULL = (0.93, 0.99)
 _BUILT = 48  # programs that are kept
 # Lanes of collectives over units, of which each rank waits for its own alone.
 _OVER_UNITS = (ops.AGREE_SCALES, ops.GATHER, ops.REDUCE, ops.REDUCE_REPLICAS)
@@ -72,7 +85,8 @@ class Request:
     sequence: int
     batch: int  # sequences of a step
     precision: str = BF16
-    matmul: str = ""  # in which products of blocks are tried beside the precision; none: ""
+    # in which products of blocks are tried beside the precision; none: ""
+    matmul: str = ""
     limit: float = LIMIT  # the part of a device's memory that may be used
     model: str = ""  # FILE.py:Class of somebody's own; the shape's if empty
     cluster: str = ""  # its name; empty for a measured machine
@@ -113,7 +127,8 @@ class Choice:
 
     layout: Layout
     case: Case
-    parts: Mapping[str, float]  # of the rank that computes most; they add up to the step
+    # of the rank that computes most; they add up to the step
+    parts: Mapping[str, float]
     memory: Mapping[str, float]
     stages: tuple[Mapping[str, float], ...] = ()  # bytes of every rank of a pipeline
 
@@ -132,7 +147,9 @@ class Choice:
         if not self.memory["other"]:
             return self.bytes, self.bytes
         least = self.bytes - self.memory["other"] + profile.context
-        return least, max(self.bytes, least + _HOLES * sum(self.memory[k] for k in _COMES))
+        return least, max(
+            self.bytes, least + _HOLES * sum(self.memory[k] for k in _COMES)
+        )
 
 
 class Pricer:
@@ -146,9 +163,13 @@ class Pricer:
     def cost(self, cuts: Iterable[Layout]) -> None:
         """Cost those that are not, together."""
         r = self.request
-        names = {cut: costed_as(cut, r.profile) for cut in cuts if cut not in self.pieces}
+        names = {
+            cut: costed_as(cut, r.profile) for cut in cuts if cut not in self.pieces
+        }
         if names:
-            made = r.piece_costs(r.model or r.shape, list(names.values()), sequence=r.sequence)
+            made = r.piece_costs(
+                r.model or r.shape, list(names.values()), sequence=r.sequence
+            )
             self.pieces |= {cut: made[name] for cut, name in names.items()}
 
     def times(self, cut: Layout, rows: float, piped: bool) -> KindTimes:
@@ -156,9 +177,14 @@ class Pricer:
         if (cut, rows, piped) not in self._times:
             self.cost([cut])
             r = self.request
-            case, busy = Case(r.shape, cut, rows, r.sequence), r.routing.busiest(cut.expert_ranks)
+            case, busy = (
+                Case(r.shape, cut, rows, r.sequence),
+                r.routing.busiest(cut.expert_ranks),
+            )
             parts = parts_of(self.pieces[cut], case, r.hardware, r.profile, cut, busy)
-            self._times[cut, rows, piped] = parts.map(lambda each: each.under(r.profile, piped))
+            self._times[cut, rows, piped] = parts.map(
+                lambda each: each.under(r.profile, piped)
+            )
         return self._times[cut, rows, piped]
 
     def priced(self, layout: Layout) -> Priced:
@@ -176,7 +202,9 @@ class Pricer:
     def costs(self, layout: Layout) -> Costs:
         """Seconds of every operation of a layout's step, as they take beside those of all ranks."""
         alone, crowding = self.priced(layout).costs(), self.request.hardware.crowding
-        return replace(alone, pieces={of: time * crowding for of, time in alone.pieces.items()})
+        return replace(
+            alone, pieces={of: time * crowding for of, time in alone.pieces.items()}
+        )
 
     def timeline(self, layout: Layout, most: int) -> Timeline:
         """The timeline of a pipeline's ranks, in a step of at most `most` microbatches."""
@@ -193,7 +221,9 @@ def _representative(layout: Layout, count: int) -> Layout:
     replicas = 2 if layout.mesh.of("dp.replicate") > 1 and shards > 1 else 1
     axes = [Axis("dp", (replicas, shards)), Axis("pp", (layout.pp,))]
     used = tuple(axis for axis in axes if axis.size > 1 or axis.name == "pp")
-    return replace(layout, mesh=Mesh(used), seq=False, precision=FP32, microbatches=count)
+    return replace(
+        layout, mesh=Mesh(used), seq=False, precision=FP32, microbatches=count
+    )
 
 
 @dataclass(frozen=True)
@@ -289,7 +319,12 @@ def _programs(priced: Priced) -> Iterator[tuple[_Built, _Stretch | None]]:
     layout = priced.case.layout
     known, pp, most = SCHEDULES.get(layout.schedule), layout.pp, layout.microbatches
     rounds = known and layout.chunks > 1 and not known.v_shape
-    if known and not known.searched and not priced.hardware.cores and not (rounds and most % pp):
+    if (
+        known
+        and not known.searched
+        and not priced.hardware.cores
+        and not (rounds and most % pp)
+    ):
         # Of which so many at the end are not waited for any more when the pipeline begins to empty.
         first = (3 * pp, 2 * pp - 1) if known.v_shape else (2 * pp + 2, pp)
         for count, tail in (
@@ -299,7 +334,10 @@ def _programs(priced: Priced) -> Iterator[tuple[_Built, _Stretch | None]]:
         ):
             period = pp if rounds else 1
             if count > tail + period and 5 * count < 4 * most:
-                yield _program(priced, count), _Stretch(period, tail, (most - count) / period)
+                yield (
+                    _program(priced, count),
+                    _Stretch(period, tail, (most - count) / period),
+                )
     yield _program(priced, most), None
 
 
@@ -378,7 +416,8 @@ def _choice(priced: Priced, room: float) -> Choice:
             parts = _parts(played, _inside(priced))
             if (
                 not stretch
-                or abs(sum(parts.values()) - played.step - played.longer) <= 1e-9 * played.step
+                or abs(sum(parts.values()) - played.step - played.longer)
+                <= 1e-9 * played.step
             ):
                 return Choice(case.layout, case, parts, memory, stages)
     raise AssertionError("a whole program is simulated")
@@ -406,16 +445,21 @@ def _inside(priced: Priced) -> dict[tuple[str, int], float]:
         }  # fmt: skip
         for kind, times_ in of.items():
             total = sum(x.total for x in times_)
-            part[kind, piece] = sum(x.messages for x in times_) / total if total else 0.0
+            part[kind, piece] = (
+                sum(x.messages for x in times_) / total if total else 0.0
+            )
     return part
 
 
-def _parts(played: _Played, inside: Mapping[tuple[str, int], float]) -> dict[str, float]:
+def _parts(
+    played: _Played, inside: Mapping[tuple[str, int], float]
+) -> dict[str, float]:
     """The step of the rank that computes most: what it computes, and what it waits for. The rank
     begins with the step, or where it ends sooner than that with its first computation."""
     made, starts, ends, weight = played[:4]
     busiest = max(
-        made.computing, key=lambda row: sum((ends[n] - starts[n]) * weight[n] for n, _ in row)
+        made.computing,
+        key=lambda row: sum((ends[n] - starts[n]) * weight[n] for n, _ in row),
     )
     parts = dict.fromkeys(PARTS, 0.0)
     now = 0.0 if played.step >= max(ends) else starts[busiest[0][0]]
@@ -468,7 +512,12 @@ def longest(priced: Priced) -> dict[tuple[int, Op], float]:
         for n, often in critical(made, ends, weight, played.before).items():
             path[n] = path.get(n, 0.0) - often
         whole = played.step + played.longer
-        if abs(sum(prices[n] * often for n, often in path.items()) - whole) <= 1e-9 * whole:
-            slowest = [max(each, key=lambda at: costs.of(at[1], at[0])) for each in made.priced]
+        if (
+            abs(sum(prices[n] * often for n, often in path.items()) - whole)
+            <= 1e-9 * whole
+        ):
+            slowest = [
+                max(each, key=lambda at: costs.of(at[1], at[0])) for each in made.priced
+            ]
             return {slowest[n]: often for n, often in path.items() if prices[n]}
     raise AssertionError("the path of a whole step is as long as the step")

@@ -29,7 +29,9 @@ _DEVICES = (
     (r"v5e|v5 ?lite", "tpu-v5e"), (r"v5p", "tpu-v5p"), (r"v6e|trillium", "tpu-v6e"),
     (r"trainium ?2|trn2", "trainium2"), (r"gaudi ?3", "gaudi-3"),
 )  # fmt: skip
-_WORDS = tomllib.loads((Path(__file__).parent / "words.toml").read_text(encoding="utf-8"))
+_WORDS = tomllib.loads(
+    (Path(__file__).parent / "words.toml").read_text(encoding="utf-8")
+)
 _COMMON = _WORDS.pop("common")
 # Words that say nothing by themselves: "bf16 mixed precision", "states of the optimizer on CPU".
 _FILLING = frozenset(_WORDS.pop("filling")["words"])
@@ -42,7 +44,8 @@ _MEANINGS: dict[str, dict[str, list[str]]] = {
 }
 _TIMES = ("step_time_s", "tok_s_gpu", "tflops_gpu")
 _MEASURED = (*_TIMES, "peak_mem_gb")
-_TITLES = ("model", "row_id", "framework", "notes")  # where a row may say that it trains LoRA
+# where a row may say that it trains LoRA
+_TITLES = ("model", "row_id", "framework", "notes")
 _ZERO = r"(?:zero-?)?(?:stage-?)?([0-3])"
 _WHERE_TO = re.compile("->|=>|→|-to-(?=cpu|host)")  # optimizer->CPU
 # Of mixed precision the narrowest format counts: matmuls run in it.
@@ -108,20 +111,31 @@ def read_table(
         with open(path, newline="", encoding="utf-8-sig", errors="replace") as file:
             lines = csv.reader(file)
             columns = [name.strip().lower() for name in next(lines, [])]
-            numbered = [(lines.line_num, [cell.strip() for cell in line]) for line in lines if line]
+            numbered = [
+                (lines.line_num, [cell.strip() for cell in line])
+                for line in lines
+                if line
+            ]
     except (OSError, csv.Error) as error:
         raise MachineError(f"cannot read the table {path}: {error}.") from None
     need = {"source", "hardware", "gpus", "layers", "hidden", "seq"}
     if not numbered or not need <= set(columns):
         lacks = sorted(need - set(columns)) or ["rows"]
-        raise MachineError(f"{path} is not a table of runs: it lacks {', '.join(lacks)}.")
+        raise MachineError(
+            f"{path} is not a table of runs: it lacks {', '.join(lacks)}."
+        )
     return tuple(
-        _row(number, columns, cells, profile, Path(path).stem) for number, cells in numbered
+        _row(number, columns, cells, profile, Path(path).stem)
+        for number, cells in numbered
     )
 
 
 def _row(
-    number: int, columns: list[str], cells: list[str], chosen: SoftwareProfile | None, stem: str
+    number: int,
+    columns: list[str],
+    cells: list[str],
+    chosen: SoftwareProfile | None,
+    stem: str,
 ) -> PublishedRow:
     fields = dict.fromkeys(columns, "") | dict(zip(columns, cells, strict=False))
     profile = chosen or profile_named(fields.get("framework", ""))
@@ -129,29 +143,42 @@ def _row(
     ranks, step, memory, batch, status = 0, 0.0, 0.0, 0.0, ""
     try:
         if any(cells[len(columns) :]):
-            raise CellError("cells", str(len(cells)), f"in a row, the table has {len(columns)}")
+            raise CellError(
+                "cells", str(len(cells)), f"in a row, the table has {len(columns)}"
+            )
         # One that ran out of memory may say so in place of what it measured.
         measured = (fields.get(key, "").lower() for key in _MEASURED)
         oom = any(text in _MEANINGS["status"]["oom"] for text in measured)
         status = "oom" if oom else _meaning(fields, "status")
         ranks = _count(fields, "gpus", 0)
         batch = _number(fields, "global_batch")
-        if re.search(r"\blora\b", " ".join(fields.get(x, "") for x in _TITLES), re.IGNORECASE):
+        if re.search(
+            r"\blora\b", " ".join(fields.get(x, "") for x in _TITLES), re.IGNORECASE
+        ):
             raise MachineError("it trains LoRA adapters, whose rank no column gives")
         kind = _device(fields["hardware"])
         made = _case(fields, profile)
         _refuse_format(made, kind, fields.get("precision", ""))
         hardware = _hardware(
-            kind.name, ranks, fields.get("inter_link", ""), _count(fields, "gpus_per_node", 8)
+            kind.name,
+            ranks,
+            fields.get("inter_link", ""),
+            _count(fields, "gpus_per_node", 8),
         )
         if status == "ok":
-            unit = 2**30 if "gib" in fields.get("mem_unit", "").lower() or profile.logs_gib else 1e9
+            unit = (
+                2**30
+                if "gib" in fields.get("mem_unit", "").lower() or profile.logs_gib
+                else 1e9
+            )
             memory = _number(fields, "peak_mem_gb") * unit
             step = _seconds(fields, made)
         work = 6 * batch * sum(work_of_pieces(made.shape))
         if 0 < step < work / (ranks * kind.peak(made.dtype or made.layout.precision)):
             column = next(key for key in _TIMES if _number(fields, key))
-            raise CellError(column, fields[column], f"is faster than {ranks} of {kind.name} can be")
+            raise CellError(
+                column, fields[column], f"is faster than {ranks} of {kind.name} can be"
+            )
         case = made
     except CellError as error:
         why = f"line {number}, {error}"
@@ -185,7 +212,11 @@ def _number(fields: Mapping[str, str], key: str) -> float:
     text = fields.get(key, "")
     if text.lower() in ("", "-", "n/a", "none"):
         return 0.0
-    plain = text.replace(",", "") if re.fullmatch(r"\d{1,3}(,\d{3})+(\.\d+)?", text) else text
+    plain = (
+        text.replace(",", "")
+        if re.fullmatch(r"\d{1,3}(,\d{3})+(\.\d+)?", text)
+        else text
+    )
     try:
         number = float(plain)
     except ValueError:
@@ -198,7 +229,9 @@ def _number(fields: Mapping[str, str], key: str) -> float:
 def _count(fields: Mapping[str, str], key: str, usual: int = 1) -> int:
     """The whole number of a cell, `usual` where it says none; 0: it has to."""
     number, text = _number(fields, key), fields.get(key, "")
-    none = not number and (not usual or (text.startswith("0") and key in ("tp", "pp", "dp")))
+    none = not number and (
+        not usual or (text.startswith("0") and key in ("tp", "pp", "dp"))
+    )
     if none or number != int(number):
         raise CellError(key, text, "is not a whole number above 0")
     return int(number) or usual
@@ -215,7 +248,9 @@ def _meaning(fields: Mapping[str, str], key: str, kind: str = "") -> str:
             meaning = _known(each, kind)
             if meaning is not None:
                 return meaning
-    words = (word for words in _MEANINGS[kind].values() for word in words if len(word) > 1)
+    words = (
+        word for words in _MEANINGS[kind].values() for word in words if len(word) > 1
+    )
     raise CellError(key, text, f"is not known: write one of {', '.join(words)}")
 
 
@@ -227,7 +262,9 @@ def _known(word: str, kind: str) -> str | None:
             return meaning
     if kind == "zero" and (found := re.fullmatch(_ZERO, word)):
         return found[1]
-    if kind == "zero" and (found := re.fullmatch(r"stage-?([0-3])-zero|([0-3])-zero", word)):
+    if kind == "zero" and (
+        found := re.fullmatch(r"stage-?([0-3])-zero|([0-3])-zero", word)
+    ):
         return found[1] or found[2]
     parts = [part.strip("-") for part in re.split("[/+,&]|-with-|-and-", word)]
     if len(parts) == 1 or not all(parts):
@@ -249,7 +286,9 @@ def _refuse_format(case: Case, device: Device, text: str) -> None:
     """Raise if a device has no matmuls in the format of a case, or the planner no price for them."""
     name = case.dtype or case.layout.precision
     if name not in DTYPES:
-        raise CellError("precision", text, f"is not planned: there is no price for {name} matmuls")
+        raise CellError(
+            "precision", text, f"is not planned: there is no price for {name} matmuls"
+        )
     if not device.peak(name):
         raise CellError("precision", text, f"is not what {device.name} computes in")
 
@@ -281,11 +320,15 @@ def _case(fields: Mapping[str, str], profile: SoftwareProfile) -> Case:
         raise MachineError("the row does not give its batch")
     schedule = _meaning(fields, "schedule") if n["pp"] > 1 else "accum"
     # Where a row says none: one sequence in a pipeline, else what can be at once.
-    rows = _number(fields, "micro_batch") or (1.0 if n["pp"] > 1 else min(batch / dp, 4.0))
+    rows = _number(fields, "micro_batch") or (
+        1.0 if n["pp"] > 1 else min(batch / dp, 4.0)
+    )
     count = max(1, round(batch / dp / rows))
     if fields.get("micro_batch") and abs(count * rows * dp / batch - 1) > 0.01:
         raise CellError(
-            "micro_batch", fields["micro_batch"], f"x dp={dp} is not a part of {batch:g}"
+            "micro_batch",
+            fields["micro_batch"],
+            f"x dp={dp} is not a part of {batch:g}",
         )
     zero, precision = int(_meaning(fields, "zero")), _meaning(fields, "precision")
     chunks = 2 if schedule == "zb-v" else 1
@@ -328,7 +371,9 @@ def _case(fields: Mapping[str, str], profile: SoftwareProfile) -> Case:
         less = "one layer less" in fields.get("inferred", "") + fields.get("notes", "")
         first, last = _ends(shape, n["pp"], less=less, balanced=profile.balanced)
         stages = _stages(shape.layers, n["pp"], chunks, first, last)
-        layout = replace(layout, stages=stages, reduce="step" if zero > 1 else layout.reduce)
+        layout = replace(
+            layout, stages=stages, reduce="step" if zero > 1 else layout.reduce
+        )
     dtype = precision if precision in ("fp8", "fp4") else ""
     return Case(shape, layout, batch / dp / count, _count(fields, "seq", 0), dtype)
 
@@ -340,7 +385,9 @@ def _chunks(shape: Shape, n: Mapping[str, int]) -> int:
     return min(fit, key=lambda v: abs(per / v - 3), default=2)
 
 
-def _stages(layers: int, pp: int, chunks: int, first: int, last: int) -> tuple[int, ...]:
+def _stages(
+    layers: int, pp: int, chunks: int, first: int, last: int
+) -> tuple[int, ...]:
     """Blocks of every virtual stage. With chunks they are as even as can be."""
     if chunks == 1 and pp == 2 and first + last == layers:
         return (first, last)
@@ -383,7 +430,9 @@ def _shape(fields: Mapping[str, str]) -> Shape:
     if not experts["experts"]:
         return dense
     if not experts["top_k"]:
-        raise MachineError("the row does not give how many experts a token goes through (top_k)")
+        raise MachineError(
+            "the row does not give how many experts a token goes through (top_k)"
+        )
     return replace(
         dense,
         bias="none",
@@ -422,7 +471,9 @@ def _published_shape(fields: Mapping[str, str]) -> Shape:
     for column, size in (("layers", shape.layers), ("hidden", shape.hidden)):
         given = _number(fields, column)
         if given and given != size:
-            raise CellError(column, fields[column], f"is not the {size} of {shape.name}")
+            raise CellError(
+                column, fields[column], f"is not the {size} of {shape.name}"
+            )
     return replace(shape, sequence=_count(fields, "seq", 0))
 
 
@@ -476,9 +527,11 @@ def _formula(fields: Mapping[str, str], case: Case) -> float:
     text = fields.get("mfu_formula", "")
     if text.startswith(("96", "Megatron-DeepSpeed")):
         return 96.0 * tokens * l * h * h * (1 + s / (6 * h) + v / (16 * l * h))
-    pairs = 0.5 if "causal" in text.lower() else 1.0  # of tokens, as the source counts them
+    # of tokens, as the source counts them
+    pairs = 0.5 if "causal" in text.lower() else 1.0
     model = 6.0 * case.shape.active * tokens + 12.0 * pairs * l * h * s * tokens
-    return model - (0.0 if case.shape.tied else 6.0 * v * h * tokens)  # the embedding is a lookup
+    # the embedding is a lookup
+    return model - (0.0 if case.shape.tied else 6.0 * v * h * tokens)
 
 
 @lru_cache(maxsize=256)
@@ -493,14 +546,18 @@ def _hardware(name: str, ranks: int, link: str, node: int) -> Hardware:
     if ranks > inside:
         far = replace(far, size=-(-ranks // inside))
         far = replace(far, share=far.share * port / far.bandwidth) if port else far
-        levels += (replace(far, latency_us=8.0) if "omni-path" in link.lower() else far,)
+        levels += (
+            replace(far, latency_us=8.0) if "omni-path" in link.lower() else far,
+        )
     return hardware_of(replace(whole, levels=levels), ranks)
 
 
 def _port(link: str, node: int) -> float:
     """Bytes a second of one device, from what a row says of its network; 0 if it says nothing."""
     link = re.sub(r"(?i)gbps|gbit/s", "Gb/s", link)
-    link = re.sub(r"([\d.]+) ?T(?=b)", lambda found: f"{1000 * float(found[1]):g} G", link)
+    link = re.sub(
+        r"([\d.]+) ?T(?=b)", lambda found: f"{1000 * float(found[1]):g} G", link
+    )
     named = re.search(r"(?i)(\d+) ?x ?(?:infiniband )?([ehnx]dr)\b", link)
     if named and not re.search(r"\dx? ?Gb", link):
         link = f"{named[1]}x{cable('infiniband-' + named[2].lower()).bandwidth * 8e-9:g} Gb"

@@ -65,7 +65,9 @@ class Topology:
         least = min((_far(self.between(device, nic)) for nic in nics), default=0)
         called = dict(self.nics)
         return tuple(
-            called.get(nic, nic) for nic in nics if _far(self.between(device, nic)) == least
+            called.get(nic, nic)
+            for nic in nics
+            if _far(self.between(device, nic)) == least
         )
 
     def lines(self) -> list[str]:
@@ -81,7 +83,9 @@ class Topology:
         for i, device in enumerate(self.devices):
             near = self.nearest_nics(device)
             notes = [f"NIC {', '.join(near)}"] if near else []
-            notes += [f"CPUs {_ranges(self.cpus[i])}"] if self.cpus and self.cpus[i] else []
+            notes += (
+                [f"CPUs {_ranges(self.cpus[i])}"] if self.cpus and self.cpus[i] else []
+            )
             numa = self.numa[i] if self.numa else None
             notes += [f"NUMA node {numa}"] if numa is not None else []
             if notes:
@@ -114,7 +118,9 @@ def parse_topology(text: str) -> Topology:
     lines = [_ESCAPES.sub("", line).rstrip() for line in text.splitlines()]
     if any(line.startswith("No devices were found") for line in lines):
         return Topology((), ())
-    start = next((i for i, line in enumerate(lines) if line.split()[:1] == ["GPU0"]), None)
+    start = next(
+        (i for i, line in enumerate(lines) if line.split()[:1] == ["GPU0"]), None
+    )
     if start is None:
         first = next((line for line in lines if line.strip()), "")
         raise TopologyError(
@@ -136,21 +142,31 @@ def parse_topology(text: str) -> Topology:
         names,
         tuple(rows),
         tuple(_cpus(cells[0] if cells else "") for cells in rest[:devices]),
-        tuple(int(c[1]) if len(c) > 1 and c[1].isdigit() else None for c in rest[:devices]),
+        tuple(
+            int(c[1]) if len(c) > 1 and c[1].isdigit() else None for c in rest[:devices]
+        ),
         tuple(re.findall(r"^\s*(NIC\d+):\s*(\S+)", "\n".join(lines), re.M)),
     )
 
 
-def _row(cells: list[str], names: tuple[str, ...], place: int, number: int) -> tuple[str, ...]:
+def _row(
+    cells: list[str], names: tuple[str, ...], place: int, number: int
+) -> tuple[str, ...]:
     name = names[place]
     if not cells or cells[0] != name:
         seen = repr(cells[0]) if cells else "nothing"
         raise TopologyError(f"line {number}: {seen} where the row of {name} belongs.")
     links = tuple(cells[1 : 1 + len(names)])
     if len(links) < len(names):
-        raise TopologyError(f"line {number}: {name} has {len(links)} links, of {len(names)}.")
+        raise TopologyError(
+            f"line {number}: {name} has {len(links)} links, of {len(names)}."
+        )
     for other, kind in zip(names, links, strict=True):
-        good = kind == "X" if other == name else re.fullmatch(r"NV\d+|PIX|PXB|PHB|NODE|SYS", kind)
+        good = (
+            kind == "X"
+            if other == name
+            else re.fullmatch(r"NV\d+|PIX|PXB|PHB|NODE|SYS", kind)
+        )
         if not good:
             raise TopologyError(
                 f"line {number}: {kind!r} between {name} and {other} is not a kind of link;"

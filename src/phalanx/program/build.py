@@ -26,7 +26,9 @@ DEFAULT = StepOptions()
 
 
 @uncollected()
-def build(layout: Layout, pieces: StagedPieces, options: StepOptions = DEFAULT) -> Program:
+def build(
+    layout: Layout, pieces: StagedPieces, options: StepOptions = DEFAULT
+) -> Program:
     """The program of a layout: one training step of a model with these pieces."""
     stages, experts = pieces.stages, pieces.experts
     refuse_vast(len(pieces) * layout.microbatches)
@@ -44,12 +46,18 @@ def build(layout: Layout, pieces: StagedPieces, options: StepOptions = DEFAULT) 
         if "activations" in layout.offload:
             program = passes.offload_activations(program)
         program = passes.sum_choices(program, pieces.sums_choices)
-        program = _fed(layout, program, experts, pieces.scaled, at_once=options.gathers_at_once)
+        program = _fed(
+            layout, program, experts, pieces.scaled, at_once=options.gathers_at_once
+        )
         at_end = not (options.overlaps or each)
-        program = passes.reduce(program, each_microbatch=each, replicas=replicas, at_end=at_end)
+        program = passes.reduce(
+            program, each_microbatch=each, replicas=replicas, at_end=at_end
+        )
         program = passes.sum_parts(passes.tie(program), pieces.partial)
         program = passes.finish(program, agree=options.agree)
-        return passes.matrices(program, pieces.matrices if options.whole_matrices else ())
+        return passes.matrices(
+            program, pieces.matrices if options.whole_matrices else ()
+        )
 
     if layout.recompute != "fit":
         # A compiled backward computes again by itself what its graph did not keep.
@@ -57,7 +65,9 @@ def build(layout: Layout, pieces: StagedPieces, options: StepOptions = DEFAULT) 
         mode = "none" if inside else layout.recompute
         return rest(passes.recompute(program, stages, mode, experts))
     if options.sizes is None:
-        raise ProgramError("recompute:fit needs the bytes that pieces keep and a memory limit.")
+        raise ProgramError(
+            "recompute:fit needs the bytes that pieces keep and a memory limit."
+        )
     limits = [options.limit] * len(program.rows)
     return rest(passes.recompute_to_fit(program, options.sizes, limits, rest))
 
@@ -68,7 +78,9 @@ def _order(layout: Layout, stages: Sequence[range], options: StepOptions) -> Pro
         return schedule(layout.schedule, layout.pp, layout.microbatches, layout.chunks)
     costs = options.costs or Costs({FORWARD: 1, INPUT_GRADIENT: 1, WEIGHT_GRADIENT: 1})
     whole_stages = _stage_costs(costs, stages)
-    return search(layout.pp, layout.microbatches, layout.chunks, whole_stages, options.held)
+    return search(
+        layout.pp, layout.microbatches, layout.chunks, whole_stages, options.held
+    )
 
 
 def _fed(
@@ -82,20 +94,30 @@ def _fed(
     """Adds the operations that bring inputs and weights: exchanges, messages and gathers. Weights
     that are gathered once a step stay in memory together anyway, so all are gathered at its start:
     no stage of a pipeline then waits for another's gather. `scaled` units have scales to agree on."""
-    program, away = passes.messages(passes.exchange(program, experts)), {*layout.offload}
+    program, away = (
+        passes.messages(passes.exchange(program, experts)),
+        {*layout.offload},
+    )
     if layout.zero or "weights" in away:
-        drop, load = layout.zero == 3 or "weights" in away, bool({"weights", "optimizer"} & away)
+        drop, load = (
+            layout.zero == 3 or "weights" in away,
+            bool({"weights", "optimizer"} & away),
+        )
         each = drop and layout.gather == "micro"
         whole = at_once and layout.prefetch and not (each or load)
         ahead = program.pieces if whole else layout.prefetch
-        program = passes.gather(program, each_use=each, drop=drop, prefetch=ahead, load=load)
+        program = passes.gather(
+            program, each_use=each, drop=drop, prefetch=ahead, load=load
+        )
         program = passes.agree_scales(program, scaled)
     return program
 
 
 def forward_only(program: Program, layout: Layout) -> Program:
     """The forward operations of a training program, in their order, with what they need."""
-    bare = program.with_rows([op for op in row if op.kind == FORWARD] for row in program.rows)
+    bare = program.with_rows(
+        [op for op in row if op.kind == FORWARD] for row in program.rows
+    )
     experts = _pieces_with(program, COUNT_ROUTES)
     bare = _fed(layout, bare, experts, _pieces_with(program, AGREE_SCALES))
     return bare.with_rows((Op(COUNT), *row) for row in bare.rows)

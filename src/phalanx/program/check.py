@@ -74,7 +74,9 @@ def _faults(program: Program) -> tuple[tuple[str, ...], Sequence[State], Graph |
     if problems := [*_one_line(program), *_names(program), *_homes(program)]:
         return tuple(problems), (), None
     states = [State(program, number) for number in range(len(program.rows))]
-    weights = [list(_weights(program, number, now)) for number, now in enumerate(states)]
+    weights = [
+        list(_weights(program, number, now)) for number, now in enumerate(states)
+    ]
     made = graph(program, states)
     problems = [*_needs(made), *_groups(made), *_collectives(made)]
     for number in range(len(program.rows)):
@@ -125,7 +127,9 @@ def _names(program: Program) -> Iterator[str]:
             elif host is not None and host != number and not tied:
                 yield f"{who}: {op} belongs to {_rank(program, host)}, which holds piece {op.piece}."
             elif op.of:
-                yield from (f"{who}: {op} {what}" for what in _astray(program, number, op))
+                yield from (
+                    f"{who}: {op} {what}" for what in _astray(program, number, op)
+                )
 
 
 def _astray(program: Program, number: int, op: Op) -> Iterator[str]:
@@ -164,7 +168,9 @@ def _groups(made: Graph) -> Iterator[str]:
     ends: dict[str, tuple[list[tuple[int, Op]], list[tuple[int, Op]]]] = {}
     for i, (row, op) in enumerate(made.ops):
         if op.of:
-            ends.setdefault(made.lanes[i], ([], []))[op.kind == ops.RECEIVE].append((row, op))
+            ends.setdefault(made.lanes[i], ([], []))[op.kind == ops.RECEIVE].append(
+                (row, op)
+            )
     for sent, received in ends.values():
         there = [_message(op) for _, op in sent]
         here = [_message(op) for _, op in received]
@@ -176,7 +182,9 @@ def _groups(made: Graph) -> Iterator[str]:
             if message in never:
                 yield f"{_rank(made.program, row)}: {op} waits for a message that is never sent."
         if there != here and not lost and not never:
-            k = next(k for k, (a, b) in enumerate(zip(there, here, strict=True)) if a != b)
+            k = next(
+                k for k, (a, b) in enumerate(zip(there, here, strict=True)) if a != b
+            )
             (a, x), (b, y) = sent[k], received[k]
             what = f"sends {x} where {_rank(made.program, b)} receives {y}"
             yield f"{_rank(made.program, a)} {what}: both ends must list their messages in one order."
@@ -215,7 +223,9 @@ def _left_over(program: Program, number: int) -> Iterator[str]:
         back = [k for k in ops.BACKWARDS if (k, piece, m) in named]
         if kind == ops.FORWARD and trains and back not in _WHOLE_BACKWARDS:
             got = ", ".join(f"{piece}{k}{m}" for k in back) or "no backward"
-            wanted = (" and ".join(f"{piece}{k}{m}" for k in way) for way in _WHOLE_BACKWARDS)
+            wanted = (
+                " and ".join(f"{piece}{k}{m}" for k in way) for way in _WHOLE_BACKWARDS
+            )
             yield f"{who}: {op} is followed by {got}; it needs {', or '.join(wanted)}."
         unused = not back and (kind in ops.RECOMPUTES or (piece, m) not in again)
         if unused and kind in (*ops.RECOMPUTES, ops.RELOAD):
@@ -229,7 +239,9 @@ def _left_over(program: Program, number: int) -> Iterator[str]:
             to = piece + (1 if kind == ops.FORWARD else -1)
             ways = (ops.FORWARD,) if kind == ops.FORWARD else ops.PROPAGATES
             sent = homes.get(to, number) == number
-            if not sent and not any((ops.SEND, piece, m, way, to) in have for way in ways):
+            if not sent and not any(
+                (ops.SEND, piece, m, way, to) in have for way in ways
+            ):
                 missing = Op(ops.SEND, piece, m, kind, to)
                 yield f"{who}: {op} makes what piece {to} needs, and {missing} is missing."
 
@@ -286,7 +298,9 @@ def _ties(program: Program) -> Iterator[str]:
     for number, row in enumerate(program.rows):
         homes = program.homes[number]
         steps = max(1, sum(op.kind == ops.COUNT for op in row))
-        for unit in sorted({unit for _, unit in program.tied}.difference(program.frozen)):
+        for unit in sorted(
+            {unit for _, unit in program.tied}.difference(program.frozen)
+        ):
             rows = {homes[p] for p in program.users(unit) if p in homes}
             times = sum(op.kind == ops.TIE and op.piece == unit for op in row)
             wanted = steps if len(rows) > 1 and number in rows else 0

@@ -81,7 +81,10 @@ def step_flops(
     model = full = hardware = 0.0
     for op in ops:
         backward = BACKWARD if op.trained or op.attends else FROZEN_BACKWARD
-        model, full = model + op.causal * (1 + backward), full + op.full * (1 + backward)
+        model, full = (
+            model + op.causal * (1 + backward),
+            full + op.full * (1 + backward),
+        )
         backward = FLASH_BACKWARD if op.attends else backward
         hardware += op.causal * (1 + backward + again.get(op.piece, 0.0))
     return StepFlops(model, hardware, full)
@@ -91,4 +94,6 @@ def _recomputed(program: Program) -> dict[int, float]:
     """For each piece, the part of the microbatches for which its forward is computed twice."""
     counts = Counter((op.kind, op.piece) for row in program.rows for op in row)
     pieces = range(program.pieces)
-    return {p: counts[ops.RECOMPUTE, p] / max(1, counts[ops.FORWARD, p]) for p in pieces}
+    return {
+        p: counts[ops.RECOMPUTE, p] / max(1, counts[ops.FORWARD, p]) for p in pieces
+    }

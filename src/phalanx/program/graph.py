@@ -42,7 +42,8 @@ class Graph(NamedTuple):
     lanes: list[str]
     before: list[list[int]]  # numbers of the operations that must finish first
     event: list[int]  # the event that each operation is part of
-    events: list[list[int]]  # what happens at one time: a computation, a message, a collective
+    # what happens at one time: a computation, a message, a collective
+    events: list[list[int]]
     lacks: list[tuple[int, str]]  # needs that nothing meets
 
 
@@ -62,7 +63,9 @@ def graph(program: Program, walked: Sequence[State] = ()) -> Graph:
         last: dict[str, int] = {}  # lane -> its last operation so far
         waited: list[int] = []  # what the thread has waited for since it last computed
         flows: dict[tuple[str, str, int], str] = {}  # lanes of messages
-        for i, (op, needs) in enumerate(zip(state.ops, state.needed, strict=True), base):
+        for i, (op, needs) in enumerate(
+            zip(state.ops, state.needed, strict=True), base
+        ):
             if op.of:
                 flow = op.kind, op.of, op.peer
                 if flow not in flows:

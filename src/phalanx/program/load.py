@@ -70,14 +70,17 @@ class Load:
 
     products: tuple[Product, ...] = ()
     attention: tuple[AttentionLoad, ...] = ()
-    moved: float = 0.0  # bytes read and written by what is neither product nor attention
+    # bytes read and written by what is neither product nor attention
+    moved: float = 0.0
     launches: float = 0.0  # kernels started
     messages: tuple[MessageLoad, ...] = ()
 
     @property
     def flops(self) -> float:
         """Products and causal attention."""
-        return sum(p.flops for p in self.products) + sum(a.flops for a in self.attention)
+        return sum(p.flops for p in self.products) + sum(
+            a.flops for a in self.attention
+        )
 
     def __add__(self, other: Load) -> Load:
         return Load(*(getattr(self, n) + getattr(other, n) for n in _names(Load)))
@@ -90,17 +93,21 @@ class PieceCost:
     forward: Load
     input_gradient: Load  # I
     weight_gradient: Load  # W; a whole backward B is both
-    again: Load  # R, the forward; under `recompute:selective` P, the part of it that is repeated
+    # R, the forward; under `recompute:selective` P, the part of it that is repeated
+    again: Load
     kept: float  # bytes between forward and backward, the input among them
     kept_after_i: float  # bytes that W still needs
     input: float  # bytes of what a recomputed piece keeps
-    temporary: float  # bytes that come and go within the forward or the backward, at their peak
-    weights: float  # numbers of the piece's own weights on this rank, whole: before ZeRO cuts them
+    # bytes that come and go within the forward or the backward, at their peak
+    temporary: float
+    # numbers of the piece's own weights on this rank, whole: before ZeRO cuts them
+    weights: float
     edge: float = 0.0  # bytes of its output, sent on to the next stage
     selected: float = 0.0  # bytes that are kept until P, the input among them
     frozen: float = 0.0  # those of its weights that are not trained
     experts: float = 0.0  # numbers of those weights that ranks of ep have parts of
-    derived: float = 0.0  # bytes that it shares with other pieces: what follows from a microbatch
+    # bytes that it shares with other pieces: what follows from a microbatch
+    derived: float = 0.0
 
     @property
     def backward(self) -> Load:
@@ -110,7 +117,9 @@ class PieceCost:
 def joined(parts: Sequence[PieceCost]) -> PieceCost:
     """Parts of a block as one piece, without what travels between them. What comes and goes is the least
     of theirs: who has a bound of this has one of each."""
-    sums = {n: reduce(add, (getattr(part, n) for part in parts)) for n in _names(PieceCost)}
+    sums = {
+        n: reduce(add, (getattr(part, n) for part in parts)) for n in _names(PieceCost)
+    }
     sums |= {"temporary": min(part.temporary for part in parts), "edge": parts[-1].edge}
     return PieceCost(**sums)
 

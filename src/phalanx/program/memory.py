@@ -54,7 +54,9 @@ class Sizes:
     def counts(cls, pieces: int) -> Sizes:
         """Everything counts one: held pieces, kept inputs, gathered units, whole gradients."""
         one, none = (1.0,) * pieces, (0.0,) * pieces
-        return cls(one, one, gathered=one, gradient=one, gradient_shard=none, selected=one)
+        return cls(
+            one, one, gathered=one, gradient=one, gradient_shard=none, selected=one
+        )
 
 
 @dataclass(frozen=True)
@@ -130,10 +132,14 @@ Bytes = list[tuple[str, float]]  # by kind
 def _sized(sizes: Sizes, bundles: Sequence[Changes]) -> list[Bytes]:
     table = _table(sizes)
     rows = ([(*table[c.what], c) for c in changes] for changes in bundles)
-    return [[(kind, c.sign * _of(size, c.piece)) for kind, size, c in row] for row in rows]
+    return [
+        [(kind, c.sign * _of(size, c.piece)) for kind, size, c in row] for row in rows
+    ]
 
 
-def changes(program: Program, sizes: Sizes, row: int) -> Iterator[tuple[Op | None, Bytes, Bytes]]:
+def changes(
+    program: Program, sizes: Sizes, row: int
+) -> Iterator[tuple[Op | None, Bytes, Bytes]]:
     """Bytes that each operation of a row takes when it starts and frees when it ends; first, under
     None, the bytes that are always held."""
     sizes = _on_row(program, sizes, row)
@@ -141,7 +147,9 @@ def changes(program: Program, sizes: Sizes, row: int) -> Iterator[tuple[Op | Non
     walked = follow(program, sizes, row)
     takes = _sized(sizes, walked.bundles)
     gives = [[(kind, -amount) for kind, amount in each] for each in takes]
-    for op, start, end in zip(walked.ops, walked.flow[::2], walked.flow[1::2], strict=True):
+    for op, start, end in zip(
+        walked.ops, walked.flow[::2], walked.flow[1::2], strict=True
+    ):
         yield op, takes[start], gives[end]
 
 
@@ -151,18 +159,26 @@ def _always(program: Program, sizes: Sizes, row: int) -> dict[str, float]:
     always = {"weights": sizes.home, "optimizer": sizes.optimizer}
     if sizes.gradient_home:
         always["gradients"] = sizes.gradient_home
-    return {kind: sum(_of(size, u) for u in sorted(units)) for kind, size in always.items()}
+    return {
+        kind: sum(_of(size, u) for u in sorted(units)) for kind, size in always.items()
+    }
 
 
-def peaks(program: Program, sizes: Sizes, walked: Sequence[State] = ()) -> tuple[Peak, ...]:
+def peaks(
+    program: Program, sizes: Sizes, walked: Sequence[State] = ()
+) -> tuple[Peak, ...]:
     """The most that each row's ranks hold, when operations follow each other as listed. `walked` are
     the states of its rows, if they have been walked already."""
     rows = range(len(program.rows))
     each = walked or [follow(program, sizes, row) for row in rows]
-    return tuple(_peak(program, _on_row(program, sizes, row), row, each[row]) for row in rows)
+    return tuple(
+        _peak(program, _on_row(program, sizes, row), row, each[row]) for row in rows
+    )
 
 
-def fullest(program: Program, sizes: Sizes, walked: Sequence[State]) -> list[dict[str, float]]:
+def fullest(
+    program: Program, sizes: Sizes, walked: Sequence[State]
+) -> list[dict[str, float]]:
     """Bytes that each row's ranks hold at their peak, by kind."""
     held = []
     for row, each in enumerate(walked):
@@ -182,7 +198,8 @@ def _highest(
     at = max(range(1, len(held), 2), key=held.__getitem__, default=0)
     if held[at] <= held[0]:
         return held[0], -1, dict(always)
-    there: Counter[tuple[str, int]] = Counter()  # buffers that have been taken and not given back
+    # buffers that have been taken and not given back
+    there: Counter[tuple[str, int]] = Counter()
     for number, times in Counter(flow[:at]).items():
         for what, piece, sign in walked.bundles[number]:
             there[what, piece] += times * sign
@@ -206,6 +223,8 @@ def _peak(program: Program, sizes: Sizes, row: int, walked: State) -> Peak:
     return Peak(total, walked.ops[at] if at >= 0 else None, kinds, then)
 
 
-def _running(first: float, amounts: Sequence[float], flow: Sequence[int]) -> list[float]:
+def _running(
+    first: float, amounts: Sequence[float], flow: Sequence[int]
+) -> list[float]:
     """Amounts held before the first bundle and after each."""
     return list(accumulate(map(amounts.__getitem__, flow), initial=first))

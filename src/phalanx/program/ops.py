@@ -15,9 +15,11 @@ COMPUTE = "compute"  # the lane of the device's arithmetic
 
 # What the piece and the index of an operation are.
 MICROBATCH = "microbatch"  # a piece of the model and a microbatch: 2F0
-UNIT = "unit"  # a unit of weights and which time it is: 2G is the first, 2G#1 the second
+# a unit of weights and which time it is: 2G is the first, 2G#1 the second
+UNIT = "unit"
 STEP = "step"  # no piece, and which time it is: N
-MESSAGE = "message"  # a piece, a microbatch, what travels and the piece at the far end: 2F0>3
+# a piece, a microbatch, what travels and the piece at the far end: 2F0>3
+MESSAGE = "message"
 
 # What operations take and give.
 VALUE = "value"  # a piece's output, the next piece's input
@@ -30,9 +32,11 @@ FACTORS = "factors"  # what the weight gradient multiplies, left by the input gr
 AWAY = "away"  # kept, on the host
 WEIGHTS = "weights"  # whole, ready to compute with
 HOME = "home"  # the part of the weights that a rank owns and updates
-SCALES = "scales"  # of a unit's weights that travel in 8 bits; with them the weights that do not
+# of a unit's weights that travel in 8 bits; with them the weights that do not
+SCALES = "scales"
 OWN = "own"  # that part on the device, where home is on the host
-CONTRIBUTION = "contribution"  # one microbatch's gradient of a unit, added in its whole buffer
+# one microbatch's gradient of a unit, added in its whole buffer
+CONTRIBUTION = "contribution"
 REDUCED = "reduced"  # a unit's gradient, summed over copies
 TOKENS = "tokens"  # the count by which the loss is divided
 NORM = "norm"  # the gradient's, over all ranks
@@ -63,7 +67,8 @@ class Kind:
     name: str  # in two words, as legends and tables show it
     does: str  # in a sentence
     on: str  # what its piece and index are
-    lane: str  # operations of one lane run in the order of the list; a message's is its flow
+    # operations of one lane run in the order of the list; a message's is its flow
+    lane: str
     axes: tuple[str, ...]  # of the mesh: it is a collective over them
     takes: tuple[str, ...]
     gives: tuple[str, ...]
@@ -75,8 +80,10 @@ class Kind:
 
 
 _COPIES = ("dp", "cp", "ep")  # ranks that see other tokens
-_SHARDS = ("dp.shard", "cp", "ep")  # those of them that hold parts of one copy of the weights
-_PARTS = ("dp", "cp", "tp", "ep")  # ranks of one stage: each has parts of its matrices, or copies
+# those of them that hold parts of one copy of the weights
+_SHARDS = ("dp.shard", "cp", "ep")
+# ranks of one stage: each has parts of its matrices, or copies
+_PARTS = ("dp", "cp", "tp", "ep")
 _ALL = ("dp", "pp", "cp", "tp", "ep")
 _SHARING = ("cp", "tp", "ep")  # ranks among which experts may be shared
 _MODEL = ("cp", "tp")  # ranks that compute one microbatch together
@@ -166,7 +173,10 @@ def _those(of: Callable[[Kind], object]) -> list[str]:
 def _brings(value: str) -> Callable[[Kind], object]:
     """Beside computing, on the way into a piece (or, of a gradient, out of it)."""
     return lambda k: (
-        k.on == MICROBATCH and k.lane != COMPUTE and value in k.takes and value in k.gives
+        k.on == MICROBATCH
+        and k.lane != COMPUTE
+        and value in k.takes
+        and value in k.gives
     )
 
 
@@ -175,11 +185,17 @@ ON_UNIT = _those(lambda k: k.on == UNIT)
 ON_STEP = _those(lambda k: k.on == STEP)
 MESSAGES = _those(lambda k: k.on == MESSAGE)
 COMPUTES = _those(lambda k: k.on == MICROBATCH and k.lane == COMPUTE)
-USES_WEIGHTS = _those(lambda k: k.on == MICROBATCH and k.lane == COMPUTE and WEIGHTS in k.takes)
-PROPAGATES = _those(lambda k: k.on == MICROBATCH and k.lane == COMPUTE and GRADIENT in k.gives)
+USES_WEIGHTS = _those(
+    lambda k: k.on == MICROBATCH and k.lane == COMPUTE and WEIGHTS in k.takes
+)
+PROPAGATES = _those(
+    lambda k: k.on == MICROBATCH and k.lane == COMPUTE and GRADIENT in k.gives
+)
 CONTRIBUTES = _those(lambda k: CONTRIBUTION in k.gives)
 BACKWARDS = _those(lambda k: k.letter in (*PROPAGATES, *CONTRIBUTES))
-RECOMPUTES = _those(lambda k: k.on == MICROBATCH and k.lane == COMPUTE and k.gives == (KEPT,))
+RECOMPUTES = _those(
+    lambda k: k.on == MICROBATCH and k.lane == COMPUTE and k.gives == (KEPT,)
+)
 COLLECTIVES = _those(lambda k: k.axes)
 EXCHANGES = _those(lambda k: k.on == MICROBATCH and k.axes)
 BRINGS_VALUE = _those(_brings(VALUE))

@@ -36,14 +36,22 @@ def _rows(name: str, rows: Any, stages: int) -> list[list[Op]]:
     """The schedule's result, checked to be a list of operations for each stage."""
     if not isinstance(rows, list | tuple) or len(rows) != stages:
         many = (
-            f"{len(rows)} lists" if isinstance(rows, list | tuple) else f"a {type(rows).__name__}"
+            f"{len(rows)} lists"
+            if isinstance(rows, list | tuple)
+            else f"a {type(rows).__name__}"
         )
         what = f"schedule {name} returns {many} for {stages} stages"
         raise ProgramError(f"{what}. Return a list of Op for each stage.")
     for stage, row in enumerate(rows):
         for x in row if isinstance(row, list | tuple) else [row]:
-            numbers = (x.piece, x.index, x.peer) if isinstance(x, Op) and x.kind in KINDS else ()
-            if not numbers or not all(type(n) is int and -1 <= n <= MOST for n in numbers):
+            numbers = (
+                (x.piece, x.index, x.peer)
+                if isinstance(x, Op) and x.kind in KINDS
+                else ()
+            )
+            if not numbers or not all(
+                type(n) is int and -1 <= n <= MOST for n in numbers
+            ):
                 raise ProgramError(
                     f"schedule {name}: stage {stage} has {repr(x)[:60]}, which is not an operation."
                     ' Return lists of Op, as in [Op("F", 0, 0), Op("B", 0, 0)].'
@@ -51,7 +59,9 @@ def _rows(name: str, rows: Any, stages: int) -> list[list[Op]]:
     return [list(row) for row in rows]
 
 
-def _faults(rows: Sequence[Sequence[Op]], pieces: int, microbatches: int) -> Iterator[str]:
+def _faults(
+    rows: Sequence[Sequence[Op]], pieces: int, microbatches: int
+) -> Iterator[str]:
     """Each reason why lists of computing are not one training step, the most general first."""
     yield from _foreign(rows, pieces, microbatches)
     if not any(op.kind in ops.BACKWARDS for row in rows for op in row):
@@ -61,7 +71,9 @@ def _faults(rows: Sequence[Sequence[Op]], pieces: int, microbatches: int) -> Ite
         yield from _incomplete(f"rank {rank}", row, microbatches)
 
 
-def _foreign(rows: Sequence[Sequence[Op]], pieces: int, microbatches: int) -> Iterator[str]:
+def _foreign(
+    rows: Sequence[Sequence[Op]], pieces: int, microbatches: int
+) -> Iterator[str]:
     """Operations that a schedule does not order, or that this step does not have."""
     for rank, row in enumerate(rows):
         for op in row:
@@ -104,7 +116,9 @@ def _incomplete(rank: str, row: Sequence[Op], microbatches: int) -> Iterator[str
                 has = " and ".join(map(str, backward)) or "no backward"
                 yield f"{rank} has {has} after {forward}. Give it {whole}, or {first} and {second}."
             for before, after in (
-                ((forward, backward[0]), (backward[0], backward[-1])) if backward else ()
+                ((forward, backward[0]), (backward[0], backward[-1]))
+                if backward
+                else ()
             ):
                 if place[before] > place[after]:
                     yield f"{rank} has {after} before {before}, which it needs."

@@ -41,7 +41,8 @@ def expand(
         return stage[::-1] if op.kind in ops.BACKWARDS else stage
 
     expanded = program.with_rows(
-        [Op(op.kind, piece, op.index) for op in row for piece in pieces(op)] for row in program.rows
+        [Op(op.kind, piece, op.index) for op in row for piece in pieces(op)]
+        for row in program.rows
     )
     return replace(expanded, tied=tied, frozen=tuple(sorted(frozen)))
 
@@ -57,7 +58,9 @@ def recompute(
         return program
     if mode == "selective":
         segments = [range(piece, piece + 1) for piece in range(1, program.pieces - 1)]
-        return _with_segments(program, [segments] * len(program.rows), ops.RECOMPUTE_PART)
+        return _with_segments(
+            program, [segments] * len(program.rows), ops.RECOMPUTE_PART
+        )
     segments, inside = [], {*experts, *(piece + 1 for piece in experts)}
     for stage in stages:
         begins = [piece for piece in stage if piece not in inside]
@@ -133,7 +136,9 @@ def offload_activations(program: Program) -> Program:
                 continue
             if (op.piece, op.index) in again and not restarts(at, op.piece, op.index):
                 continue  # inside a recomputed segment: nothing is kept
-            uses = (op._replace(kind=kind) for kind in (*ops.RECOMPUTES, *ops.PROPAGATES))
+            uses = (
+                op._replace(kind=kind) for kind in (*ops.RECOMPUTES, *ops.PROPAGATES)
+            )
             use = min((turn[at[use]] for use in uses if use in at), default=0)
             if use - turn[i] < 3:
                 continue  # too near to be worth the way
@@ -144,7 +149,11 @@ def offload_activations(program: Program) -> Program:
 
 
 def overlap(
-    program: Program, stages: Sequence[range], experts: Collection[int], *, forward_first: bool
+    program: Program,
+    stages: Sequence[range],
+    experts: Collection[int],
+    *,
+    forward_first: bool,
 ) -> Program:
     """One microbatch's forward beside another's backward, where one follows the other: in turn up
     to where tokens are sent and where they are taken, so that they travel while the other is
@@ -153,7 +162,9 @@ def overlap(
     wait for themselves."""
     stage_of = {piece: number for number, stage in enumerate(stages) for piece in stage}
     into = {*experts, *(piece + 1 for piece in experts)}
-    wanted = (ops.FORWARD, ops.BACKWARD) if forward_first else (ops.BACKWARD, ops.FORWARD)
+    wanted = (
+        (ops.FORWARD, ops.BACKWARD) if forward_first else (ops.BACKWARD, ops.FORWARD)
+    )
     ways = dict.fromkeys(ops.COMPUTES, ops.BACKWARD)
     ways |= {kind: kind for kind in (ops.FORWARD, ops.WEIGHT_GRADIENT)}
     rows = []
@@ -164,7 +175,9 @@ def overlap(
         while runs:
             way, stage, m, run = runs.pop(0)
             # Weight gradients between the two are put off.
-            later = next((i for i, x in enumerate(runs) if x[0] != ops.WEIGHT_GRADIENT), 0)
+            later = next(
+                (i for i, x in enumerate(runs) if x[0] != ops.WEIGHT_GRADIENT), 0
+            )
             other = runs[later] if runs else (ops.WEIGHT_GRADIENT, 0, 0, [])
             apart = stage != other[1] or not forward_first
             if (way, other[0]) == wanted and m != other[2] and apart:
@@ -228,7 +241,9 @@ def messages(program: Program) -> Program:
     """A send right after what makes a value; its receive one computation ahead of the one that uses
     it, posted while the rank still works. Receives stand in the order of the sends."""
     after: list[dict[int, list[Op]]] = [{} for _ in program.rows]
-    flows: dict[int, dict[tuple[int, bool], list[Op]]] = defaultdict(lambda: defaultdict(list))
+    flows: dict[int, dict[tuple[int, bool], list[Op]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     travels = (ops.FORWARD, *ops.PROPAGATES)
     for number, row in enumerate(program.rows):
         homes = program.homes[number]
@@ -251,7 +266,9 @@ def _receives(
     """Positions at which a row receives the messages sent to it."""
     before: dict[int, list[Op]] = defaultdict(list)
     computes = [i for i, op in enumerate(row) if op.kind in ops.COMPUTES]
-    entries = {op.piece + (1 if up else -1) for (_, up), sent in flows.items() for op in sent}
+    entries = {
+        op.piece + (1 if up else -1) for (_, up), sent in flows.items() for op in sent
+    }
     at = {op[:3]: i for i, op in enumerate(row) if op.piece in entries}
     for (_, forward), sent in flows.items():
         latest, kinds = len(row), [ops.FORWARD] if forward else ops.PROPAGATES
@@ -268,7 +285,12 @@ def _receives(
 
 
 def gather(
-    program: Program, *, each_use: bool, drop: bool, prefetch: int = 1, load: bool = False
+    program: Program,
+    *,
+    each_use: bool,
+    drop: bool,
+    prefetch: int = 1,
+    load: bool = False,
 ) -> Program:
     """Weights fetched before they are used: once a step or for each use, `prefetch` units ahead.
     Uses of a unit that follow each other directly are one use: the last block is not dropped
@@ -310,7 +332,9 @@ def agree_scales(program: Program, units: Collection[int]) -> Program:
     return program.with_rows(rows)
 
 
-def _uses(program: Program, row: Sequence[Op], each: bool) -> list[tuple[int, int, int]]:
+def _uses(
+    program: Program, row: Sequence[Op], each: bool
+) -> list[tuple[int, int, int]]:
     """(unit, first position, last position) of every stretch in which a unit's weights are used."""
     stretches: dict[tuple[int, int], list[int]] = {}
     stretch: dict[int, int] = defaultdict(int)
@@ -329,7 +353,11 @@ def _uses(program: Program, row: Sequence[Op], each: bool) -> list[tuple[int, in
 
 
 def reduce(
-    program: Program, *, each_microbatch: bool, replicas: bool = False, at_end: bool = False
+    program: Program,
+    *,
+    each_microbatch: bool,
+    replicas: bool = False,
+    at_end: bool = False,
 ) -> Program:
     """Gradients summed over a unit's copies: after its last contribution of the step, or of each
     microbatch, and after the messages that follow it. A unit that two pieces of the rank use is summed
@@ -369,7 +397,9 @@ def tie(program: Program) -> Program:
     for number, row in enumerate(program.rows):
         homes = program.homes[number]
         after: dict[int, list[Op]] = {}
-        for unit in sorted({unit for _, unit in program.tied}.difference(program.frozen)):
+        for unit in sorted(
+            {unit for _, unit in program.tied}.difference(program.frozen)
+        ):
             holders = {homes[piece] for piece in program.users(unit)}
             if len(holders) > 1 and number in holders:
                 sums = [n for n, op in enumerate(row) if op.kind in ops.REDUCTIONS]
@@ -386,7 +416,11 @@ def sum_parts(program: Program, units: Collection[int]) -> Program:
         return program
     rows = []
     for row in program.rows:
-        summed = {op.piece: None for op in row if op.kind in ops.REDUCTIONS and op.piece in units}
+        summed = {
+            op.piece: None
+            for op in row
+            if op.kind in ops.REDUCTIONS and op.piece in units
+        }
         rows.append([*row, *(Op(ops.SUM_PARTS, unit) for unit in summed)])
     return program.with_rows(rows)
 
@@ -398,7 +432,9 @@ def matrices(program: Program, units: Collection[int]) -> Program:
         return program
     rows = []
     for row in program.rows:
-        updates = [i for i, op in enumerate(row) if op.kind == ops.UPDATE and op.piece in units]
+        updates = [
+            i for i, op in enumerate(row) if op.kind == ops.UPDATE and op.piece in units
+        ]
         agreed = next((i for i, op in enumerate(row) if op.kind == ops.AGREE), len(row))
         before: dict[int, list[Op]] = defaultdict(list)
         after = {}
@@ -417,7 +453,10 @@ def finish(program: Program, *, agree: bool) -> Program:
     rows, short = [], []
     sums = (*ops.REDUCTIONS, ops.TIE, ops.SUM_PARTS)
     # Before the first reduction none is under way: of that, which gradients are begun is all that matters.
-    begins = [next((i for i, op in enumerate(r) if op.kind in sums), len(r)) for r in program.rows]
+    begins = [
+        next((i for i, op in enumerate(r) if op.kind in sums), len(r))
+        for r in program.rows
+    ]
     for row, begin in zip(program.rows, begins, strict=True):
         firsts = {op[:2]: op for op in reversed(row[:begin])}
         short.append((*firsts.values(), *row[begin:]))
@@ -434,6 +473,10 @@ def finish(program: Program, *, agree: bool) -> Program:
             waiting = list(state.under_way)
             state.apply(op, state.needs(op))
             out += [op] * (n >= 0)
-            out += [updates.pop(o) for o in waiting if o in updates and o not in state.under_way]
+            out += [
+                updates.pop(o)
+                for o in waiting
+                if o in updates and o not in state.under_way
+            ]
         rows.append([*out, *updates.values()])
     return program.with_rows(rows)

@@ -77,7 +77,9 @@ class Op(NamedTuple):
             kind += f", {ops.KINDS[self.kind].name} {'to' if self.kind == ops.SEND else 'from'}"
             return f"{names[self.piece]} {kind} {names[self.peer]}, microbatch {self.index}"
         of = f" of {names[self.piece]}" if self.piece >= 0 else ""
-        return f"{kind}{of}" + f", microbatch {self.index}" * (self.kind in ops.ON_MICROBATCH)
+        return f"{kind}{of}" + f", microbatch {self.index}" * (
+            self.kind in ops.ON_MICROBATCH
+        )
 
     @classmethod
     def parse(cls, word: str) -> Op:
@@ -108,7 +110,9 @@ class Program:
 
     def __post_init__(self) -> None:
         if not self.owner:
-            by_stage = tuple(self.mesh.coordinates(r).get("pp", 0) for r in range(self.mesh.size))
+            by_stage = tuple(
+                self.mesh.coordinates(r).get("pp", 0) for r in range(self.mesh.size)
+            )
             object.__setattr__(self, "owner", by_stage)
         used, count = sorted(set(self.owner)), len(self.rows)
         if len(self.owner) != self.mesh.size or used != list(range(count)):
@@ -135,7 +139,9 @@ class Program:
         wanted = tuple(axis for axis in axes if self.mesh.of(axis) > 1)
         if (row, wanted) not in self._members:
             group = self.mesh.group(self.owner.index(row), wanted)
-            self._members[row, wanted] = tuple(sorted({self.owner[rank] for rank in group}))
+            self._members[row, wanted] = tuple(
+                sorted({self.owner[rank] for rank in group})
+            )
         return self._members[row, wanted]
 
     @cached_property
@@ -146,7 +152,9 @@ class Program:
     def homes(self) -> tuple[dict[int, int], ...]:
         """For each row, which row of its pipeline holds each piece: where its forward stands. Rows may
         differ along dp too (a person may write one list per rank); then each pipeline has its own."""
-        holds = [{op.piece for op in row if op.kind == ops.FORWARD} for row in self.rows]
+        holds = [
+            {op.piece for op in row if op.kind == ops.FORWARD} for row in self.rows
+        ]
         lines = [self.line(row) for row in range(len(self.rows))]
         homes = {line: {p: r for r in line for p in holds[r]} for line in lines}
         return tuple(homes[line] for line in lines)
@@ -242,19 +250,27 @@ class _Reading:
             self.mesh = Mesh.parse(rest)
         elif word == "tied":
             if not (pair := re.fullmatch(r"([0-9]{1,6}):([0-9]{1,6})", rest)):
-                raise ProgramError(f"{line[:40]!r}: write 'tied PIECE:UNIT', as in 'tied 5:0'.")
+                raise ProgramError(
+                    f"{line[:40]!r}: write 'tied PIECE:UNIT', as in 'tied 5:0'."
+                )
             self.tied.append((int(pair[1]), int(pair[2])))
         elif word == "frozen":
             if not re.fullmatch(r"[0-9]{1,6}( [0-9]{1,6})*", rest):
-                raise ProgramError(f"{line[:40]!r}: write 'frozen UNIT UNIT', as in 'frozen 0 5'.")
+                raise ProgramError(
+                    f"{line[:40]!r}: write 'frozen UNIT UNIT', as in 'frozen 0 5'."
+                )
             self.frozen += map(int, rest.split())
         elif word == "ranks":
             names, colon, words = rest.partition(":")
             if not colon or not re.fullmatch(r"[0-9]{1,6}(,[0-9]{1,6})*", names):
-                raise ProgramError(f"{line[:40]!r}: write 'ranks 0,1: ' and their operations.")
+                raise ProgramError(
+                    f"{line[:40]!r}: write 'ranks 0,1: ' and their operations."
+                )
             for rank in map(int, names.split(",")):
                 if rank in self.owner:
-                    raise ProgramError(f"rank {rank} has a list already; each rank follows one.")
+                    raise ProgramError(
+                        f"rank {rank} has a list already; each rank follows one."
+                    )
                 self.owner[rank] = len(self.rows)
             self.rows.append([Op.parse(word) for word in words.split()])
         elif word:

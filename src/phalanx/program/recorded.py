@@ -29,7 +29,11 @@ class Recorded:
     timeline: Timeline
 
     def __str__(self) -> str:
-        data = {"phalanx run": 1, "program": str(self.program), **self.timeline.to_json()}
+        data = {
+            "phalanx run": 1,
+            "program": str(self.program),
+            **self.timeline.to_json(),
+        }
         return json.dumps(data) + "\n"
 
     @classmethod
@@ -43,9 +47,15 @@ class Recorded:
         try:
             timeline = Timeline.from_json(text)
         except ValueError as error:
-            raise ProgramError(f"the recorded step: {error}. Record it again.") from None
+            raise ProgramError(
+                f"the recorded step: {error}. Record it again."
+            ) from None
         known = {op for row in program.rows for op in row}
-        odd = [f"rank {rank}" for rank in timeline.ranks if not 0 <= rank < program.mesh.size]
+        odd = [
+            f"rank {rank}"
+            for rank in timeline.ranks
+            if not 0 <= rank < program.mesh.size
+        ]
         odd += [str(s.op) for s in timeline.spans if s.op not in known]
         odd += ["no spans"] * (not timeline.spans)
         if odd:
@@ -57,15 +67,23 @@ class Recorded:
         shortest time, because it ends only when somebody waits for it."""
         seen: dict[tuple[str, int], list[float]] = defaultdict(list)
         for span in self._spans:
-            key = (RECEIVE, -1) if span.op.kind == RECEIVE else (span.op.kind, span.op.piece)
+            key = (
+                (RECEIVE, -1)
+                if span.op.kind == RECEIVE
+                else (span.op.kind, span.op.piece)
+            )
             if span.op.kind != SEND:
                 seen[key].append(span.end - span.start)
-        times = {key: median(x) if key[0] in _BUSY else min(x) for key, x in seen.items()}
+        times = {
+            key: median(x) if key[0] in _BUSY else min(x) for key, x in seen.items()
+        }
         kinds = {"send": times.pop((RECEIVE, -1), 0.0)}
         kinds |= {kind: time for (kind, piece), time in times.items() if piece < 0}
         return Costs(kinds, {key: time for key, time in times.items() if key[1] >= 0})
 
-    def predicted(self, sizes: Sizes | None = None, costs: Costs | None = None) -> Timeline:
+    def predicted(
+        self, sizes: Sizes | None = None, costs: Costs | None = None
+    ) -> Timeline:
         """The program simulated, with this run's own costs where no others are given."""
         return simulate(self.program, costs or self.costs(), sizes)
 
@@ -77,17 +95,23 @@ class Recorded:
         spans = [s for s in self._spans if s.rank in shown]
         zero = min(s.start for s in spans)
         moved = tuple(s._replace(start=s.start - zero, end=s.end - zero) for s in spans)
-        return Timeline(moved, memory_over(self.program, sizes, moved) if sizes else None)
+        return Timeline(
+            moved, memory_over(self.program, sizes, moved) if sizes else None
+        )
 
     @cached_property
     def _spans(self) -> tuple[Span, ...]:
         """All spans, both ends of a message from when it is sent until it is received."""
         sent = (s for s in self.timeline.spans if s.op.of)
-        ends = {(s.op.kind, self._line(s.rank), s.op._replace(kind="")): s for s in sent}
+        ends = {
+            (s.op.kind, self._line(s.rank), s.op._replace(kind="")): s for s in sent
+        }
         spans = []
         for s in self.timeline.spans:
             far = s.op._replace(kind="", piece=s.op.peer, peer=s.op.piece)
-            other = ends.get((SEND if s.op.kind == RECEIVE else RECEIVE, self._line(s.rank), far))
+            other = ends.get(
+                (SEND if s.op.kind == RECEIVE else RECEIVE, self._line(s.rank), far)
+            )
             if other and s.op.kind == SEND:
                 s = s._replace(end=max(s.start, min(s.end, other.end)))
             elif other:
@@ -98,4 +122,6 @@ class Recorded:
     def _line(self, rank: int) -> tuple[int, ...]:
         """The coordinates of a rank on all axes but the pipeline's: messages stay among these."""
         at = self.program.mesh.coordinates(rank)
-        return tuple(at[axis.name] for axis in self.program.mesh.axes if axis.name != "pp")
+        return tuple(
+            at[axis.name] for axis in self.program.mesh.axes if axis.name != "pp"
+        )

@@ -28,7 +28,11 @@ def weave(forwards: list[Op], backwards: list[Op], warmup: int) -> list[Op]:
     """Some forwards, then one forward and one backward in turn, then the backwards left."""
     steady = len(forwards) - warmup
     pairs = zip(forwards[warmup:], backwards[:steady], strict=True)
-    return [*forwards[:warmup], *(op for pair in pairs for op in pair), *backwards[steady:]]
+    return [
+        *forwards[:warmup],
+        *(op for pair in pairs for op in pair),
+        *backwards[steady:],
+    ]
 
 
 def split(row: list[Op], lag: int) -> list[Op]:
@@ -62,8 +66,12 @@ def f1b(stages: int, microbatches: int, chunks: int = 1, depth: int = 1) -> Rows
     The warm-up is `depth` forwards for each stage behind a rank."""
     rows = []
     for r in range(stages):
-        forwards, backwards = ([Op(k, r, m) for m in range(microbatches)] for k in _WHOLE)
-        rows.append(weave(forwards, backwards, min(depth * (stages - r - 1), microbatches)))
+        forwards, backwards = (
+            [Op(k, r, m) for m in range(microbatches)] for k in _WHOLE
+        )
+        rows.append(
+            weave(forwards, backwards, min(depth * (stages - r - 1), microbatches))
+        )
     return rows
 
 
@@ -78,8 +86,12 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Rows:
     rows = []
     for r in range(stages):
         held = [c * stages + r for c in range(chunks)]
-        forwards = [Op(FORWARD, stage, m) for ms in rounds for stage in held for m in ms]
-        backwards = [Op(BACKWARD, stage, m) for ms in rounds for stage in held[::-1] for m in ms]
+        forwards = [
+            Op(FORWARD, stage, m) for ms in rounds for stage in held for m in ms
+        ]
+        backwards = [
+            Op(BACKWARD, stage, m) for ms in rounds for stage in held[::-1] for m in ms
+        ]
         warmup = (chunks - 1) * longest + 2 * (stages - r - 1)
         rows.append(weave(forwards, backwards, min(warmup, len(forwards))))
     return rows
@@ -92,7 +104,10 @@ def zb_h1(stages: int, microbatches: int, chunks: int = 1) -> Rows:
 
 def zb_h2(stages: int, microbatches: int, chunks: int = 1) -> Rows:
     """Twice the warm-up, W's put off so that nothing waits in between (Qi et al. 2023)."""
-    return [split(row, lag=2 * r) for r, row in enumerate(f1b(stages, microbatches, depth=2))]
+    return [
+        split(row, lag=2 * r)
+        for r, row in enumerate(f1b(stages, microbatches, depth=2))
+    ]
 
 
 def zb_v(stages: int, microbatches: int, chunks: int = 2) -> Rows:
@@ -205,7 +220,11 @@ SCHEDULES: dict[str, Schedule] = {
 
 def schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> Program:
     """The compute operations of a named schedule, or of somebody's own `file.py:function`."""
-    for what, number in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
+    for what, number in (
+        ("stages", stages),
+        ("microbatches", microbatches),
+        ("chunks", chunks),
+    ):
         if number < 1:
             raise ProgramError(f"{what} is {number}; a schedule needs 1 or more.")
     path, attribute = split_name(name)
@@ -243,7 +262,11 @@ def _possible(name: str, stages: int, microbatches: int, chunks: int) -> None:
     """Refuse numbers that a named schedule has no order for."""
     kind = traits(name)
     if name in NAMES and not kind.least <= chunks <= kind.most:
-        span = str(kind.least) if kind.least == kind.most else f"{kind.least} to {kind.most}"
+        span = (
+            str(kind.least)
+            if kind.least == kind.most
+            else f"{kind.least} to {kind.most}"
+        )
         raise ProgramError(f"{name} takes {span} chunks a stage, not {chunks}.")
     if not kind.pipelined and stages > 1:
         other = f"write {ONE_F_ONE_B}, or another schedule"

@@ -18,13 +18,19 @@ from .program import Op, Program, ProgramError
 from .schedules import schedule
 from .simulate import Costs, simulate
 
-_BESIDE = (ONE_F_ONE_B, GPIPE, ZB_H1, ZB_H2, INTERLEAVED, ZB_V)  # of equals the first wins
+# of equals the first wins
+_BESIDE = (ONE_F_ONE_B, GPIPE, ZB_H1, ZB_H2, INTERLEAVED, ZB_V)
 _KINDS = (ops.FORWARD, ops.INPUT_GRADIENT, ops.WEIGHT_GRADIENT)
-_ORDERS = ((ops.INPUT_GRADIENT, ops.FORWARD, ops.WEIGHT_GRADIENT), _KINDS)  # the most urgent first
+# the most urgent first
+_ORDERS = ((ops.INPUT_GRADIENT, ops.FORWARD, ops.WEIGHT_GRADIENT), _KINDS)
 
 
 def search(
-    stages: int, microbatches: int, chunks: int, costs: Costs, limits: Sequence[float] | None = None
+    stages: int,
+    microbatches: int,
+    chunks: int,
+    costs: Costs,
+    limits: Sequence[float] | None = None,
 ) -> Program:
     """The shortest program known for these costs; `limits` are microbatches a rank may hold
     (a chunk counts 1/V), from forward until the weight gradient."""
@@ -50,7 +56,12 @@ def _candidates(
     whole = (False, True) if chunks > 1 else (False,)
     # Memory that the greedy order may use: all that is allowed, and less, which may be better.
     behind = [stages - r for r in range(stages)]
-    shapes = [stages] * stages, behind, [2 * stages - 1] * stages, [2 * n - 1 for n in behind]
+    shapes = (
+        [stages] * stages,
+        behind,
+        [2 * stages - 1] * stages,
+        [2 * n - 1 for n in behind],
+    )
     rooms = [most, *([min(a, b) for a, b in zip(most, x, strict=True)] for x in shapes)]
     for choice in product(ways, _ORDERS, rooms, whole):
         yield _Listing(stages, microbatches, chunks, costs, *choice).run()
@@ -75,10 +86,14 @@ class _Listing:
 
     def run(self) -> Program | None:
         n = self.stages * self.chunks
-        self.mine = [[s for s in range(n) if self.row(s) == r] for r in range(self.stages)]
+        self.mine = [
+            [s for s in range(n) if self.row(s) == r] for r in range(self.stages)
+        ]
         rows: list[list[Op]] = [[] for _ in range(self.stages)]
         self.next = {(k, s): 0 for k in _KINDS for s in range(n)}
-        self.ready: dict[Op, float] = {Op(ops.FORWARD, 0, m): 0.0 for m in range(self.microbatches)}
+        self.ready: dict[Op, float] = {
+            Op(ops.FORWARD, 0, m): 0.0 for m in range(self.microbatches)
+        }
         self.used = [0.0] * self.stages
         self.free = [0.0] * self.stages
         clock = [(0.0, r) for r in range(self.stages)]
@@ -90,7 +105,11 @@ class _Listing:
                 continue
             op = self._choose(r, now)
             if op is None:
-                waits = [t for o, t in self.ready.items() if t > now and self.row(o.piece) == r]
+                waits = [
+                    t
+                    for o, t in self.ready.items()
+                    if t > now and self.row(o.piece) == r
+                ]
                 if waits:
                     heapq.heappush(clock, (min(waits), r))
                 continue
@@ -108,7 +127,8 @@ class _Listing:
         full = self.used[r] + share > self.room[r] + 1e-9
         mine = self.mine[r]
         entry = -1
-        if self.whole:  # no further microbatch where those that are in may come to hold all
+        # no further microbatch where those that are in may come to hold all
+        if self.whole:
             left = min(self.next[ops.WEIGHT_GRADIENT, stage] for stage in mine)
             inside = self.next[ops.FORWARD, mine[0]] - left
             entry = mine[0] if inside + 1 > self.room[r] + 1e-9 else -1
@@ -121,7 +141,11 @@ class _Listing:
                     continue
                 # Forwards of the later chunk lead to a backward sooner; so do they free memory.
                 depth = -stage if kind == ops.FORWARD else stage
-                urgency = -1 if kind == ops.WEIGHT_GRADIENT and full else self.order.index(kind)
+                urgency = (
+                    -1
+                    if kind == ops.WEIGHT_GRADIENT and full
+                    else self.order.index(kind)
+                )
                 key = (urgency, depth)
                 if best is None or key < best[0]:
                     best = (key, op)
@@ -141,7 +165,9 @@ class _Listing:
             following = [op._replace(piece=op.piece + 1) if op.piece < last else turn]
         elif op.kind == ops.INPUT_GRADIENT:
             following = [Op(ops.WEIGHT_GRADIENT, op.piece, op.index)]
-            following += [Op(ops.INPUT_GRADIENT, op.piece - 1, op.index)] * (op.piece > 0)
+            following += [Op(ops.INPUT_GRADIENT, op.piece - 1, op.index)] * (
+                op.piece > 0
+            )
         else:
             self.used[r] -= 1 / self.chunks
             following = []

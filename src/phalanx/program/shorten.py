@@ -38,7 +38,8 @@ class Short(NamedTuple):
         first = [0, *accumulate(map(len, self.program.rows))]
         fewest = min(range(len(self.windows)), key=lambda n: _count(self.windows[n]))
         start, _, length = self.windows[fewest]
-        done, reach = first[:-1], first[:-1]  # of each row: looked at, and to be looked at
+        # of each row: looked at, and to be looked at
+        done, reach = first[:-1], first[:-1]
         reach[fewest] += start + AHEAD * length
         while done != reach:
             todo = [i for a, b in zip(done, reach, strict=True) for i in range(a, b)]
@@ -74,7 +75,9 @@ def shortened(program: Program) -> Short | None:
         for row, (start, _, length) in zip(program.rows, found, strict=True):
             at, by = start + length, gone * period
             rest = row[at + gone * length :]
-            moved = (op._replace(index=op.index - by) if _numbered(op) else op for op in rest)
+            moved = (
+                op._replace(index=op.index - by) if _numbered(op) else op for op in rest
+            )
             rows.append((*row[:at], *moved))
         left = [(a, b - gone * n, n) for a, b, n in found]
         short = Short(program.with_rows(rows), left, gone)

@@ -80,11 +80,14 @@ class Compiled(NamedTuple):
 
     program: Program
     graph: Graph
-    before: list[tuple[int, ...]]  # for each event, the places in this order of those it waits for
+    # for each event, the places in this order of those it waits for
+    before: list[tuple[int, ...]]
     place: list[int]  # of each event of the graph in this order
     price: list[int]  # which of `priced` an event takes the time of
-    priced: list[tuple[tuple[int, Op], ...]]  # (rank, operation): the slowest is the event's time
-    computing: list[list[tuple[int, Op]]]  # of each row: what it computes, with its place
+    # (rank, operation): the slowest is the event's time
+    priced: list[tuple[tuple[int, Op], ...]]
+    # of each row: what it computes, with its place
+    computing: list[list[tuple[int, Op]]]
 
     def prices(self, costs: Costs) -> list[float]:
         """Seconds of each of `priced`."""
@@ -133,7 +136,9 @@ def compiled(
         if len(members) == 1:
             i = members[0]
             waits = made.before[i]
-            before.append((at[waits[0]],) if len(waits) == 1 else tuple({at[j] for j in waits}))
+            before.append(
+                (at[waits[0]],) if len(waits) == 1 else tuple({at[j] for j in waits})
+            )
             row, op = made.ops[i]
             key = row, op.kind, op.piece
         else:
@@ -141,7 +146,9 @@ def compiled(
             key = tuple((made.ops[i][0], *made.ops[i][1][:2]) for i in members)
         number = known.setdefault(key, len(priced))
         if number == len(priced):
-            priced.append(tuple((first[row], op) for row, op in (made.ops[i] for i in members)))
+            priced.append(
+                tuple((first[row], op) for row, op in (made.ops[i] for i in members))
+            )
         price.append(number)
     for i, (row, op) in enumerate(made.ops):
         if made.lanes[i] == ops.COMPUTE:
@@ -149,7 +156,9 @@ def compiled(
     return result
 
 
-def times(made: Compiled, costs: Costs, cores: float = math.inf) -> tuple[list[float], list[float]]:
+def times(
+    made: Compiled, costs: Costs, cores: float = math.inf
+) -> tuple[list[float], list[float]]:
     """Start and end of each event: the longest path over the graph's edges.
 
     With `cores`, all rows together share that many cores: while more rows are busy, each is slower.
@@ -170,14 +179,17 @@ def times(made: Compiled, costs: Costs, cores: float = math.inf) -> tuple[list[f
     return starts, ends
 
 
-def _sharing(made: Compiled, prices: list[float], cores: float) -> tuple[list[float], list[float]]:
+def _sharing(
+    made: Compiled, prices: list[float], cores: float
+) -> tuple[list[float], list[float]]:
     count = len(made.before)
     starts, ends, waits = [0.0] * count, [0.0] * count, [len(b) for b in made.before]
     after: list[list[int]] = [[] for _ in range(count)]
     for n, before in enumerate(made.before):
         for j in before:
             after[j].append(n)
-    size = [len(made.priced[made.price[n]]) for n in range(count)]  # rows at work in an event
+    # rows at work in an event
+    size = [len(made.priced[made.price[n]]) for n in range(count)]
     left: dict[int, float] = {}
     ready, now, busy = [n for n in range(count) if not waits[n]], 0.0, 0
     while ready or left:
@@ -266,9 +278,17 @@ def _cut(
         since = counts[row, kind, piece] if kind in ops.ON_UNIT else index
         return row, kind, piece, of, peer, number - since * (kind not in ops.ON_STEP)
 
-    waited = {j for n, before in enumerate(made.before) if not done[n] for j in before if done[j]}
+    waited = {
+        j
+        for n, before in enumerate(made.before)
+        if not done[n]
+        for j in before
+        if done[j]
+    }
     open_ = sorted(
-        key(i) for i, (row, _) in enumerate(graph_ops) if i < reached[row] and not done[place[i]]
+        key(i)
+        for i, (row, _) in enumerate(graph_ops)
+        if i < reached[row] and not done[place[i]]
     )
     first: dict[int, int] = {}
     for i, n in enumerate(place):
@@ -297,7 +317,9 @@ def shift(made: Compiled, part: Repeat, ends: list[float]) -> float:
     longer = ends[part.after[a]] - ends[part.before[a]]
     most = longer + 1e-12 * max(ends)
     pairs = zip(part.before, part.after, strict=True)
-    return longer if a == b and all(ends[y] - ends[x] <= most for x, y in pairs) else 0.0
+    return (
+        longer if a == b and all(ends[y] - ends[x] <= most for x, y in pairs) else 0.0
+    )
 
 
 def critical(
@@ -312,7 +334,9 @@ def critical(
     return path
 
 
-def simulate(program: Program, costs: Costs | None = None, sizes: Sizes | None = None) -> Timeline:
+def simulate(
+    program: Program, costs: Costs | None = None, sizes: Sizes | None = None
+) -> Timeline:
     """The timeline of a program. One that can never end is refused; `check` says why."""
     made = compiled(program)
     return timeline(made, *times(made, costs or Costs()), sizes)
@@ -326,7 +350,9 @@ def timeline(
     first = [program.owner.index(row) for row in range(len(program.rows))]
     at = [made.place[event] for event in graph.event]
     rows = zip(graph.ops, graph.lanes, at, strict=True)
-    spans = tuple(Span(first[row], lane, op, starts[n], ends[n]) for (row, op), lane, n in rows)
+    spans = tuple(
+        Span(first[row], lane, op, starts[n], ends[n]) for (row, op), lane, n in rows
+    )
     return Timeline(spans, memory_over(program, sizes, spans) if sizes else None)
 
 
@@ -359,8 +385,13 @@ def repeat(program: Program, steps: int) -> Program:
     refuse_vast(steps * sum(map(len, program.rows)) // 2)
     rows, of_microbatches = [], (*ops.ON_MICROBATCH, *ops.MESSAGES)
     for row in program.rows:
-        times = {op[:2]: 1 + op.index for op in sorted(row, key=lambda op: op.index)}  # of a step
-        times |= {op[:2]: program.microbatches for op in row if op.kind in of_microbatches}
+        # of a step
+        times = {op[:2]: 1 + op.index for op in sorted(row, key=lambda op: op.index)}
+        times |= {
+            op[:2]: program.microbatches for op in row if op.kind in of_microbatches
+        }
         each = [(op, op.index, times[op[:2]]) for op in row]
-        rows.append([op._replace(index=i + n * by) for n in range(steps) for op, i, by in each])
+        rows.append(
+            [op._replace(index=i + n * by) for n in range(steps) for op, i, by in each]
+        )
     return program.with_rows(rows)

@@ -81,18 +81,25 @@ class State:
     whole buffer, as without shards; else it moves to a part of its own when its reduction
     starts."""
 
-    def __init__(self, program: Program, number: int, *, in_place: bool = False) -> None:
+    def __init__(
+        self, program: Program, number: int, *, in_place: bool = False
+    ) -> None:
         self.program, self.ops, self.in_place = program, program.rows[number], in_place
-        self.at = dict(zip(reversed(self.ops), range(len(self.ops) - 1, -1, -1), strict=True))
+        self.at = dict(
+            zip(reversed(self.ops), range(len(self.ops) - 1, -1, -1), strict=True)
+        )
         self.named = {op[:3]: op for op in self.ops if not op.of}
         self.again = recomputed(self.ops)
         self.has = {op.kind for op in self.ops}
         self.brings = [kind for kind in ops.BRINGS_VALUE if kind in self.has]
         self.last_piece = program.pieces - 1
         gathered = {op.piece for op in self.ops if op.kind == ops.GATHER}
-        self.at_home = {*program.frozen} - gathered  # whole, whatever is gathered beside them
+        # whole, whatever is gathered beside them
+        self.at_home = {*program.frozen} - gathered
         received = [op for op in self.ops if op.kind == ops.RECEIVE]
-        self.incoming = {(op.piece, op.of == ops.FORWARD, op.index): op for op in received}
+        self.incoming = {
+            (op.piece, op.of == ops.FORWARD, op.index): op for op in received
+        }
         self.entries = {op.piece for op in received}
         # The pieces whose backward needs summed choices.
         self.chooses = {op.piece for op in self.ops if op.kind == ops.SUM_CHOICES}
@@ -101,7 +108,8 @@ class State:
         self.away: dict[tuple[int, int], str] = {}  # the same, on the host
         # Weights by unit.
         self.gathered: dict[int, Op] = {}  # by which operation
-        self.loaded: set[int] = set()  # of its buffer the own part is there, from the host
+        # of its buffer the own part is there, from the host
+        self.loaded: set[int] = set()
         self.stale: set[int] = set()  # updated since they were gathered
         self.updated: dict[int, Op] = {}
         # Units whose gathers need scales, and the agreement on them since the last update.
@@ -110,11 +118,14 @@ class State:
         self.updates: Counter[int] = Counter()  # in this step
         # Gradients by unit.
         self.open: dict[int, list[Op]] = {}  # contributions in the whole buffer
-        self.under_way: dict[Op, None] = {}  # reductions that nothing has waited for, in order
-        self.unbegun = sum(op.kind == ops.REDUCE for op in self.ops)  # that will be reduced
+        # reductions that nothing has waited for, in order
+        self.under_way: dict[Op, None] = {}
+        # that will be reduced
+        self.unbegun = sum(op.kind == ops.REDUCE for op in self.ops)
         self.reduced: dict[int, Op] = {}  # the last of its reductions, since its update
         self.arrived: set[int] = set()  # reduced and waited for: the rank has its part
-        self.tied: set[int] = set()  # finished sums were added: no further sum may follow
+        # finished sums were added: no further sum may follow
+        self.tied: set[int] = set()
         self.counted: Op | None = None
         self.agreed: Op | None = None  # on the norm of what is reduced so far
         # Of the operations that were walked past: what each needs, and the numbers of what changes when
@@ -153,7 +164,10 @@ class State:
         """A function that finds the needs of operations of this kind."""
         one = self._one_of
         if kind == ops.FORWARD:
-            return lambda op: [*self._weights(op.piece), *self._input(op.piece, op.index)]
+            return lambda op: [
+                *self._weights(op.piece),
+                *self._input(op.piece, op.index),
+            ]
         if kind in ops.PROPAGATES:
             return self._of_backward
         if kind == ops.WEIGHT_GRADIENT:
@@ -172,7 +186,9 @@ class State:
             return lambda op: [one(op, *ops.PROPAGATES)]
         if kind == ops.SEND:
             gradient = (*ops.BRINGS_GRADIENT, *ops.PROPAGATES)
-            return lambda op: [one(op, *((op.of,) if op.of == ops.FORWARD else gradient))]
+            return lambda op: [
+                one(op, *((op.of,) if op.of == ops.FORWARD else gradient))
+            ]
         return (lambda op: []) if kind == ops.RECEIVE else self._of_unit
 
     def _of_backward(self, op: Op) -> Needs:
@@ -219,14 +235,18 @@ class State:
             yield load
         if op.piece in self.narrow:
             agreement = Op(ops.AGREE_SCALES, op.piece)
-            yield self.scaled.get(op.piece, f"{agreement} before it, after the last update")
+            yield self.scaled.get(
+                op.piece, f"{agreement} before it, after the last update"
+            )
 
     def _turn(self, op: Op) -> Iterator[Op]:
         """The reductions that one must wait for before it starts: of the same unit, as its result
         is added to theirs, and the oldest where as many as may be are under way."""
         others = [other for other in self.under_way if other.kind == op.kind]
         oldest = others[: max(0, len(others) - IN_FLIGHT + 1)] if self.unbegun else []
-        yield from (other for other in others if other.piece == op.piece or other in oldest)
+        yield from (
+            other for other in others if other.piece == op.piece or other in oldest
+        )
 
     def _complete(self, unit: int) -> Op | str:
         """The operation by which a unit's gradient is summed over all its copies."""
@@ -283,7 +303,9 @@ class State:
     def _apart(self, piece: int, m: int) -> bool:
         """True if tokens change ranks between the previous piece and this one."""
         kind = ops.COUNT_ROUTES
-        return kind in self.has and any((kind, p, m) in self.named for p in (piece, piece - 1))
+        return kind in self.has and any(
+            (kind, p, m) in self.named for p in (piece, piece - 1)
+        )
 
     def _routes(self, op: Op) -> Op | str:
         """The operation that counted the arriving tokens: on their way to the experts, or before
@@ -311,7 +333,11 @@ class State:
         # The loss, and those of routers in any piece, are sums over tokens divided by their number over
         # all ranks.
         counted = [self.counted or f"{ops.COUNT} before it"] * (ops.COUNT in self.has)
-        return counted if piece == self.last_piece else [*self._from_above(piece, m), *counted]
+        return (
+            counted
+            if piece == self.last_piece
+            else [*self._from_above(piece, m), *counted]
+        )
 
     def _from_above(self, piece: int, m: int) -> Needs:
         """The gradient that the next piece gives, or its message."""
@@ -344,7 +370,10 @@ class State:
                 changed[0].append(Change(RECEIVED, op.piece - 1, 1))
             elif kind not in ops.ON_MICROBATCH:
                 self._unit(op, *changed)
-            start, end = self._number(tuple(changed[0])), self._number(tuple(changed[1]))
+            start, end = (
+                self._number(tuple(changed[0])),
+                self._number(tuple(changed[1])),
+            )
         if arrived:
             start = self._number((*arrived, *self.bundles[start]))
         return start, end
@@ -361,7 +390,9 @@ class State:
         if kind == ops.FORWARD or kind in ops.PROPAGATES:
             far = piece - 1 if kind == ops.FORWARD else piece + 1
             # It is the operation's own from here on, and counted with what it keeps.
-            came = piece in self.entries and (ops.RECEIVE, piece, m, kind, far) in self.at
+            came = (
+                piece in self.entries and (ops.RECEIVE, piece, m, kind, far) in self.at
+            )
             if ops.EXCHANGE in self.has:
                 sent = ops.EXCHANGE if kind == ops.FORWARD else ops.EXCHANGE_GRADIENT
                 # Tokens are there twice from when they are made until what takes them begins: as they
@@ -388,7 +419,9 @@ class State:
                     self.unbegun -= 1
                 if contributes:
                     self.open[unit].append(op)
-        return self._after(_Flow(kind, piece, before, keeps, came, taken, made, tuple(opened)))
+        return self._after(
+            _Flow(kind, piece, before, keeps, came, taken, made, tuple(opened))
+        )
 
     def _after(self, flow: _Flow) -> tuple[int, int]:
         """Changes of a message or a computation, at its start and at its end."""

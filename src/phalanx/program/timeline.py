@@ -43,7 +43,9 @@ class Timeline:
         """Every (rank, lane), ranks in order, the compute lane first."""
         found = dict.fromkeys((s.rank, s.lane) for s in self.spans)
         order = {rank: i for i, rank in enumerate(self.ranks)}
-        return tuple(sorted(found, key=lambda x: (order[x[0]], x[1] != "compute", x[1])))
+        return tuple(
+            sorted(found, key=lambda x: (order[x[0]], x[1] != "compute", x[1]))
+        )
 
     @cached_property
     def start(self) -> float:
@@ -98,7 +100,10 @@ class Timeline:
     def _beside(self, rank: int) -> Iterator[tuple[Span, float]]:
         """Spans beside a rank's computing, each with the time in which nothing is computed."""
         work = self.computing[rank]
-        ends, done = [s.end for s in work], [0.0, *accumulate(s.end - s.start for s in work)]
+        ends, done = (
+            [s.end for s in work],
+            [0.0, *accumulate(s.end - s.start for s in work)],
+        )
 
         def computed(time: float) -> float:
             """Time spent computing before a time."""
@@ -131,13 +136,24 @@ class Timeline:
                 Span(int(r), str(lane), Op.parse(op), float(a), float(b))
                 for r, lane, op, a, b in value["spans"]
             )
-            memory = {int(r): tuple(map(_point, ps)) for r, ps in value.get("memory", {}).items()}
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            memory = {
+                int(r): tuple(map(_point, ps))
+                for r, ps in value.get("memory", {}).items()
+            }
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            OverflowError,
+        ) as error:
             raise ValueError(f"this is not a timeline: {str(error)[:200]}") from None
         times = [(span.start, span.end) for span in spans]
         times += [(time, time) for points in memory.values() for time, _ in points]
         if not all(math.isfinite(a) and a <= b < math.inf for a, b in times):
-            raise ValueError("this is not a timeline: a span ends before it starts, or never")
+            raise ValueError(
+                "this is not a timeline: a span ends before it starts, or never"
+            )
         return cls(spans, memory or None)
 
 

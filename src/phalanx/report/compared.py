@@ -18,7 +18,9 @@ Prices = Mapping[tuple[str, int], float]
 
 HEAD = ("operation", "a rank", "predicted", "measured", "ratio", "share")
 # What is begun where it stands and waited for where it is needed.
-_BESIDE = {k for k, row in KINDS.items() if row.lane != ops.COMPUTE and row.on != ops.STEP}
+_BESIDE = {
+    k for k, row in KINDS.items() if row.lane != ops.COMPUTE and row.on != ops.STEP
+}
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,8 @@ class OpRow:
     count: float  # of one rank, on average
     predicted: float | None  # None: a plan counts no time for it
     measured: float
-    share: float  # of the step, on average over ranks; what runs beside computing counts too
+    # of the step, on average over ranks; what runs beside computing counts too
+    share: float
 
     @property
     def ratio(self) -> float | None:
@@ -60,12 +63,17 @@ class Compared:
     predicted: float  # seconds of the step
     measured: float  # of the step that the rows are of
     usual: float | None = None  # the median of the run's steps, where there are enough
-    launched: bool = False  # a device that works behind its host: spans end when it is launched
+    # a device that works behind its host: spans end when it is launched
+    launched: bool = False
     costs: Costs | None = None  # of each operation, as a plan counts them
 
     @property
     def summary(self) -> str:
-        usual = "" if self.usual is None else f"; the run's steps took {_ms(self.usual)} (median)"
+        usual = (
+            ""
+            if self.usual is None
+            else f"; the run's steps took {_ms(self.usual)} (median)"
+        )
         return (
             f"A step should take {_ms(self.predicted)}; step {self.step} took {_ms(self.measured)},"
             f" {self.measured / self.predicted:.2f} times that{usual}."
@@ -100,9 +108,13 @@ class Compared:
     def text(self) -> str:
         """The table for a terminal of 80 columns."""
         shown = text_table(HEAD, [row.cells() for row in self.rows]).rstrip("\n")
-        before, after = (f"Predicted against measured: {self.where}", self.summary), self.notes
+        before, after = (
+            (f"Predicted against measured: {self.where}", self.summary),
+            self.notes,
+        )
         above, below = (
-            [line for words in each for line in wrapped(words)] for each in (before, after)
+            [line for words in each for line in wrapped(words)]
+            for each in (before, after)
         )
         return "\n".join([*above, "", shown, "", *below])
 
@@ -147,6 +159,10 @@ def compare(timeline: Timeline, prices: Prices) -> tuple[OpRow, ...]:
 
 def _price(op: Op, prices: Prices) -> float | None:
     halves = [(kind, op.piece) for kind in (ops.INPUT_GRADIENT, ops.WEIGHT_GRADIENT)]
-    if op.kind == ops.BACKWARD and (op.kind, op.piece) not in prices and prices.keys() >= {*halves}:
+    if (
+        op.kind == ops.BACKWARD
+        and (op.kind, op.piece) not in prices
+        and prices.keys() >= {*halves}
+    ):
         return sum(prices[half] for half in halves)
     return prices.get((op.kind, op.piece))

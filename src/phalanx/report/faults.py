@@ -10,7 +10,12 @@ from ..layout.numbers import seconds_text
 
 BINS = 240
 _FILLS = dict(zip(PARTS, COLOURS, strict=False))
-_ODD = {"hang": "#d55e00", "killed": "#d55e00", "straggler": "#e69f00", "skip": "#cc79a7"}
+_ODD = {
+    "hang": "#d55e00",
+    "killed": "#d55e00",
+    "straggler": "#e69f00",
+    "skip": "#cc79a7",
+}
 _ODD |= {"not kept": "#cc79a7", "stop": "#56b4e9", "checkpoint": "#2fb98f"}
 
 
@@ -76,7 +81,9 @@ def faults_svg(records: Sequence[Record], width: float) -> Html:
     for at, kind, words in _odd(spent):
         bar = Bar(max(0.0, at - wide), max(wide, at), _ODD[kind], "#000000", words)
         marks[kind].append(bar)
-    rows += [Row(f"{kind} ({len(of)})", of, main=False) for kind, of in marks.items() if of]
+    rows += [
+        Row(f"{kind} ({len(of)})", of, main=False) for kind, of in marks.items() if of
+    ]
     return gantt(
         "where the time of the run went",
         rows,
@@ -103,10 +110,18 @@ def _lives(spent: Spent) -> list[Bar]:
         lives[-1].append((start, end, record))
     found = []
     for number, life in enumerate(lives, 1):
-        layouts = [str(r.get("layout") or "one rank") for *_, r in life if r["event"] == "start"]
+        layouts = [
+            str(r.get("layout") or "one rank")
+            for *_, r in life
+            if r["event"] == "start"
+        ]
         layout, start, end = layouts[0] if layouts else "", life[0][0], life[-1][1]
-        words = f"process {number}: {layout}, {seconds_text(start)} to {seconds_text(end)}"
-        found.append(Bar(start, end, COLOURS[7], "#000000", words, (layout, str(number))))
+        words = (
+            f"process {number}: {layout}, {seconds_text(start)} to {seconds_text(end)}"
+        )
+        found.append(
+            Bar(start, end, COLOURS[7], "#000000", words, (layout, str(number)))
+        )
     return found
 
 

@@ -123,7 +123,9 @@ class RunReport:
 
     def html(self) -> str:
         shown = [(s.title, s.html) for s in self.sections]
-        body = [text for title, part in shown if part for text in (tag("h2", title), part)]
+        body = [
+            text for title, part in shown if part for text in (tag("h2", title), part)
+        ]
         return frame(f"run {self.name}", self.summary, *body)
 
     def pictures(self) -> dict[str, str]:
@@ -131,7 +133,11 @@ class RunReport:
         drawn = {f"{s.name}.svg": str(s.draw(WIDE)) for s in self.sections if s.draw}
         if self.step:
             drawn |= {"step.svg": svg(self.step, 1500), "trace.json": chrome(self.step)}
-            drawn |= {"memory.svg": memory_svg(self.step)} if self.step.timeline.memory else {}
+            drawn |= (
+                {"memory.svg": memory_svg(self.step)}
+                if self.step.timeline.memory
+                else {}
+            )
         return drawn
 
 
@@ -139,20 +145,33 @@ def report(folder: Path, more: "Extras | None" = None) -> "RunReport":
     """The report of a run's folder; `more` adds a step, a comparison and further sections."""
     journal, more = _Journal(records_of(folder)), more or Extras()
     step, faults = more.step, partial(faults_svg, journal.records)
-    measured = timeline(step) if step else paragraphs([more.no_step or "Not measured yet."])
+    measured = (
+        timeline(step) if step else paragraphs([more.no_step or "Not measured yet."])
+    )
     parts = partial(breakdown_svg, step) if step else None
     # What the watcher said each time, as it was on the screen.
-    hangs = Html("".join(tag("pre", str(record.get("text", ""))) for record in journal.of("hang")))
+    hangs = Html(
+        "".join(
+            tag("pre", str(record.get("text", ""))) for record in journal.of("hang")
+        )
+    )
     sections = (
         _loss(journal),
-        _curve(journal, "Step time", "ms", _lines(journal, "seconds", 1e3, "ms a step")),
+        _curve(
+            journal, "Step time", "ms", _lines(journal, "seconds", 1e3, "ms a step")
+        ),
         _efficiency(journal),
         Section(
-            "Where the time of the run went", name="faults", draw=faults if faults(WIDE) else None
+            "Where the time of the run went",
+            name="faults",
+            draw=faults if faults(WIDE) else None,
         ),
         Section("One step, predicted and measured", measured),
         Section("Where the time of that step goes", name="breakdown", draw=parts),
-        Section("Predicted against measured", more.compared.html() if more.compared else Html("")),
+        Section(
+            "Predicted against measured",
+            more.compared.html() if more.compared else Html(""),
+        ),
         _memory(journal),
         _mesh(journal.starts[-1]),
         *more.sections,
@@ -182,7 +201,9 @@ def _points(
 
 
 def _marks(journal: _Journal) -> list[tuple[float, str]]:
-    named = ((f"{'restart' if n else 'start'}: ", s) for n, s in enumerate(journal.starts))
+    named = (
+        (f"{'restart' if n else 'start'}: ", s) for n, s in enumerate(journal.starts)
+    )
     marks = [(number(start, "step"), word + _layout(start)) for word, start in named]
     return [(step, words) for step, words in marks if math.isfinite(step)]
 
@@ -206,12 +227,16 @@ def _summary(journal: _Journal) -> Html:
     ]
     if steps:
         rate = statistics.median(number(s, "tokens_per_second") for s in steps)
-        lines.append(f"loss {number(steps[-1], 'loss'):.4f}; {rate:,.0f} tokens/s (median)")
+        lines.append(
+            f"loss {number(steps[-1], 'loss'):.4f}; {rate:,.0f} tokens/s (median)"
+        )
         lines.append(str(Goodput(journal.records)))
     if checked := journal.of("validation"):
         bits = number(checked[-1], "bits_per_byte")
         more = f", {bits:.4f} bits per byte" if math.isfinite(bits) else ""
-        lines.append(f"validation loss {number(checked[-1], 'loss'):.4f} nats per token{more}")
+        lines.append(
+            f"validation loss {number(checked[-1], 'loss'):.4f} nats per token{more}"
+        )
     return paragraphs(lines)
 
 
@@ -237,14 +262,21 @@ def _curve(
     name = title.lower()
     if not any(each.points for each in series):
         return Section(title, paragraphs([f"{name}: nothing was recorded yet."]))
-    x, y = ChartAxis("step", "{:.0f}".format, base=0), ChartAxis(unit, base=0, zero=zero)
+    x, y = (
+        ChartAxis("step", "{:.0f}".format, base=0),
+        ChartAxis(unit, base=0, zero=zero),
+    )
     draw = partial(chart, name, series, x, y, (), _marks(journal))
-    return Section(title, paragraphs([note] if note else []), name.replace(" ", "-"), draw)
+    return Section(
+        title, paragraphs([note] if note else []), name.replace(" ", "-"), draw
+    )
 
 
 def _loss(journal: _Journal) -> Section:
     series = _lines(journal, "loss", 1.0, "training")
-    series.append(Series("validation", _points(journal.of("validation"), "loss"), joined=False))
+    series.append(
+        Series("validation", _points(journal.of("validation"), "loss"), joined=False)
+    )
     dashed = "Dashed: where the run was started, and in which layout."
     note = f"{dashed} Faint: steps that were repeated."
     return _curve(journal, "Loss", "nats per token", series, note, zero=False)
@@ -269,9 +301,19 @@ def _memory(journal: _Journal) -> Section:
     if not isinstance(ranks, list):
         return Section("Memory", paragraphs(["Not measured yet."]))
     kinds = ("weights", "optimizer", "gathered and gradients")
-    head = ["rank", *(words for kind in kinds for words in (f"{kind}, predicted", "measured"))]
+    head = [
+        "rank",
+        *(words for kind in kinds for words in (f"{kind}, predicted", "measured")),
+    ]
     rows = [
-        [rank, *(_size(_inside(one, how, k)) for k in kinds for how in ("promised", "measured"))]
+        [
+            rank,
+            *(
+                _size(_inside(one, how, k))
+                for k in kinds
+                for how in ("promised", "measured")
+            ),
+        ]
         for rank, one in enumerate(ranks)
     ]
     most = max((number(s, "memory") for s in journal.steps), default=math.nan)
@@ -298,18 +340,27 @@ def _mesh(start: Record) -> Section:
     except ValueError as error:
         return Section("Mesh", paragraphs([str(error)]))
     if picture.mesh.size > MOST_RANKS:
-        return Section("Mesh", paragraphs([f"{picture.title}, too many for a picture."]))
+        return Section(
+            "Mesh", paragraphs([f"{picture.title}, too many for a picture."])
+        )
     return Section("Mesh", name="mesh", draw=partial(mesh_svg, picture))
 
 
 def _events(journal: _Journal) -> Html:
     begun = number(journal.starts[0], "time")
     rows = [
-        (f"{number(r, 'time') - begun:.1f} s", r["event"], r.get("step", ""), " ".join(_words(r)))
+        (
+            f"{number(r, 'time') - begun:.1f} s",
+            r["event"],
+            r.get("step", ""),
+            " ".join(_words(r)),
+        )
         for r in journal.records
         if r["event"] not in ("step", "memory", "hang")
     ]
-    return tag("div", table(("after", "event", "step", "details"), rows, left=True), cls="fold")
+    return tag(
+        "div", table(("after", "event", "step", "details"), rows, left=True), cls="fold"
+    )
 
 
 def _words(record: Record) -> Iterator[str]:
@@ -317,7 +368,9 @@ def _words(record: Record) -> Iterator[str]:
     for name in names.split():
         value = record.get(name)
         if value not in (None, ""):
-            yield f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}"
+            yield (
+                f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}"
+            )
 
 
 def _configuration(folder: Path) -> Html:
@@ -334,5 +387,7 @@ def _versions(journal: _Journal) -> Html:
     for n, start in enumerate(journal.starts, 1):
         versions = start.get("versions")
         words = versions.items() if isinstance(versions, dict) else ()
-        rows.append((f"start {n}", ", ".join(f"{name} {value}" for name, value in words)))
+        rows.append(
+            (f"start {n}", ", ".join(f"{name} {value}" for name, value in words))
+        )
     return tag("div", table(("", "versions"), rows, left=True), cls="fold")

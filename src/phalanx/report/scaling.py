@@ -29,11 +29,17 @@ def speeds(folders: Sequence[Path]) -> tuple[Speed, ...]:
     found = []
     for folder in folders:
         for start, steps in stretches(records_of(folder)):
-            rates = [x for x in (number(step, "tokens_per_second") for step in steps) if x > 0]
+            rates = [
+                x
+                for x in (number(step, "tokens_per_second") for step in steps)
+                if x > 0
+            ]
             ranks = start.get("ranks")
             if len(rates) > 1 and isinstance(ranks, int) and 0 < ranks < 1 << 20:
                 layout = str(start.get("layout") or "one rank")
-                found.append(Speed(folder.name, layout, ranks, median(rates[1:]), start))
+                found.append(
+                    Speed(folder.name, layout, ranks, median(rates[1:]), start)
+                )
     return tuple(found)
 
 
@@ -45,7 +51,9 @@ def scaling_svg(
     if len({run.ranks for run in runs}) < 2:
         return Html("")
     plans = [(run, rate) for run in runs if (rate := planned(run))]
-    first = max((run for run in runs if run.ranks == runs[0].ranks), key=lambda run: run.rate)
+    first = max(
+        (run for run in runs if run.ranks == runs[0].ranks), key=lambda run: run.rate
+    )
     ends = (first.ranks, runs[-1].ranks)
     ideal = tuple((float(n), first.rate * n / first.ranks) for n in ends)
 

@@ -36,7 +36,9 @@ def sizes_of_run(
     batch = dict.fromkeys(("tokens", "targets", "positions"), ids)
     if shape.kind == "mlp":
         batch = {"inputs": torch.empty(shape.batch, shape.hidden, device="meta")}
-    return sizes_of(make, layout, program, batch, precision, optimizer=optimizer, target=target)
+    return sizes_of(
+        make, layout, program, batch, precision, optimizer=optimizer, target=target
+    )
 
 
 def shards_of(
@@ -53,7 +55,11 @@ def shards_of(
                 kept = {e.weight.name: (e.start, e.stop) for e in unit.entries()}
                 for weight in unit.order:
                     box = tuple((cut.start, cut.stop) for cut in weight.cuts)
-                    found.append(Slice(rank, weight.name, weight.shape, box, kept.get(weight.name)))
+                    found.append(
+                        Slice(
+                            rank, weight.name, weight.shape, box, kept.get(weight.name)
+                        )
+                    )
         finally:
             world.clear()
     return tuple(found)

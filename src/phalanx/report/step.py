@@ -45,7 +45,8 @@ class Step:
     sequence: int
     device: str  # what the run called it; "CPU", or "" where it did not say
     recorded: Recorded
-    usual: float | None  # the median of the run's steps in this layout but the first line of them
+    # the median of the run's steps in this layout but the first line of them
+    usual: float | None
 
 
 def read_step(folder: Path) -> Step:
@@ -108,18 +109,24 @@ def read_recorded(folder: Path) -> tuple[Recorded, str, int]:
         raise ReportError(f"{file} cannot be read: {error}") from None
     layout, step = header.get("layout"), header.get("step")
     if not isinstance(layout, str) or not isinstance(step, int):
-        raise ReportError(f"{file} cannot be read: it does not say its layout and its step.")
+        raise ReportError(
+            f"{file} cannot be read: it does not say its layout and its step."
+        )
     if not recorded.timeline.makespan:
         raise ReportError(f"{file} contains no operation that took time. {_SHOWS}")
     return recorded, layout, step
 
 
-def _stretch(folder: Path, layout: str, before: int) -> tuple[Mapping[str, Any], list[float]]:
+def _stretch(
+    folder: Path, layout: str, before: int
+) -> tuple[Mapping[str, Any], list[float]]:
     """The last start of a run that may have done this step, and seconds of each line of its steps."""
     for start, steps in reversed(stretches(read_journal(folder / "metrics.jsonl"))):
         fits = start.get("layout") == layout and isinstance(start.get("model"), dict)
         if fits and number(start, "step") < before:
-            return start, [x for x in (number(step, "seconds") for step in steps) if x > 0]
+            return start, [
+                x for x in (number(step, "seconds") for step in steps) if x > 0
+            ]
     raise ReportError(
         f"{folder}: metrics.jsonl has no start as {layout or 'one rank'} before step"
         f" {before}, which timeline.json shows. Name the folder of one run."
@@ -153,9 +160,14 @@ def step_extras(
 
         make, program = make or partial(build_model, step.shape), recorded.program
         target = "cpu" if step.device == "CPU" else "cuda"
-        sizes = sizes_of_run(make, step.layout, program, step.sequence, target, optimizer)
+        sizes = sizes_of_run(
+            make, step.layout, program, step.sequence, target, optimizer
+        )
         slices = shards_of(make, step.layout, program, RANKS)
-    costs, title = compared.costs if compared else None, f"step {number}, predicted and measured"
+    costs, title = (
+        compared.costs if compared else None,
+        f"step {number}, predicted and measured",
+    )
     picture = recorded_picture(recorded, sizes, costs, title)
     if sizes:
         held = "What ranks hold is what the program and its pieces take, at the times of each step."
@@ -168,4 +180,6 @@ def _known(step: Step) -> bool:
     """True if the program belongs to this model: a foreign folder may name any size."""
     program = step.recorded.program
     pieces = step.shape.pieces <= program.pieces <= 3 * step.shape.pieces
-    return pieces and len(program.rows) <= ROWS and program.mesh.size == step.layout.ranks
+    return (
+        pieces and len(program.rows) <= ROWS and program.mesh.size == step.layout.ranks
+    )

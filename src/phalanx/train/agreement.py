@@ -18,7 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from ..comm import Group
-from ..comm.agree import FAILED, PeerFailed, RanksDiffer, differences, exchange, not_alike
+from ..comm.agree import (
+    FAILED,
+    PeerFailed,
+    RanksDiffer,
+    differences,
+    exchange,
+    not_alike,
+)
 from ..comm.join import versions
 from ..layout import Layout, Shape
 from ..layout.families import code_of
@@ -46,11 +53,17 @@ def facts_of(
     if run.checkpoint.dir:
         table["checkpoint"]["dir"] = os.path.abspath(run.checkpoint.dir)
     keys = {name: str(value) for name, value in flat(table | {"model": sizes})}
-    keys |= {"layout": str(layout), "batch": str(shape.batch), "sequence": str(run.tokens(shape))}
+    keys |= {
+        "layout": str(layout),
+        "batch": str(shape.batch),
+        "sequence": str(run.tokens(shape)),
+    }
     weights = [f"{n} {list(w.shape)} {w.dtype}" for n, w in model.weights.items()]
     model_file, schedule = code_of(run.own)[0], split_name(layout.schedule)[0]
     modules = {f"model's module {name}": x for name, x in modules_of(run.own).items()}
-    modules |= {f"schedule's module {name}": x for name, x in _modules(schedule).items()}
+    modules |= {
+        f"schedule's module {name}": x for name, x in _modules(schedule).items()
+    }
     return {
         **keys,
         **versions(),
@@ -89,7 +102,8 @@ def agreed_data(group: Group, corpora: Sequence[Corpus]) -> list[SourceRecord]:
     rank then compares those of all hosts.
     """
     opened = exchange(group, _opened(corpora))
-    leaders = [opened.index(each) for each in opened]  # by rank, the rank that computes its digests
+    # by rank, the rank that computes its digests
+    leaders = [opened.index(each) for each in opened]
     text, wrong = "", None
     if leaders[group.rank] == group.rank:
         try:
@@ -107,8 +121,13 @@ def agreed_data(group: Group, corpora: Sequence[Corpus]) -> list[SourceRecord]:
     ]
     if lines:
         raise PeerFailed("\n".join(lines))
-    records = {rank: records_of(table, f"rank {rank}", DataError) for rank, table in made.items()}
-    if lines := differences({rank: _data_facts(each) for rank, each in records.items()}):
+    records = {
+        rank: records_of(table, f"rank {rank}", DataError)
+        for rank, table in made.items()
+    }
+    if lines := differences(
+        {rank: _data_facts(each) for rank, each in records.items()}
+    ):
         raise RanksDiffer(not_alike(lines))
     return records[leaders[group.rank]]
 
@@ -147,7 +166,11 @@ def _data_facts(records: Sequence[SourceRecord]) -> dict[str, str]:
                 facts[f"{name}: {file.role}"] = content
             else:
                 parts.append(content)
-        parts += [f"{record.train:,} tokens", f"{record.validation:,} held out", record.reading]
+        parts += [
+            f"{record.train:,} tokens",
+            f"{record.validation:,} held out",
+            record.reading,
+        ]
         parts += [f"weight {record.weight}"] if record.weight else []
         facts[name] = ", ".join(parts)
     return facts

@@ -23,7 +23,14 @@ from ..layout.files import sync_folder, write_text
 from ..parallel import Entry, Unit
 from ..parallel.local import LocalModel
 from . import checkpoint_format as stored
-from .checkpoint_format import MANIFEST, CheckpointError, Manifest, Progress, name_of, write_file
+from .checkpoint_format import (
+    MANIFEST,
+    CheckpointError,
+    Manifest,
+    Progress,
+    name_of,
+    write_file,
+)
 from .optimizer import Update
 
 # Hidden names of what is not a checkpoint: begun, or about to be removed.
@@ -98,7 +105,9 @@ class Saver:
         before = self.finish()
         hidden = self.folder / f"{SAVING}{progress.step:08}"
         try:
-            together(self.group, lambda: hidden if self.group.rank else make_hidden(hidden))
+            together(
+                self.group, lambda: hidden if self.group.rank else make_hidden(hidden)
+            )
         except RanksFailed as failed:
             return (*before, self._decide(progress.step, failed.errors))
         file = hidden / stored.file_of(self.group.rank)
@@ -110,7 +119,9 @@ class Saver:
         """Go on with a save when every rank has done its part; nothing when there is none."""
         if self.pending is None:
             return ()
-        waiting = torch.tensor([int(self.pending.thread.is_alive())], device=self.group.device)
+        waiting = torch.tensor(
+            [int(self.pending.thread.is_alive())], device=self.group.device
+        )
         self.group.all_reduce(waiting)
         return () if int(waiting) else self._go_on(self.pending)
 
@@ -150,7 +161,10 @@ class Saver:
     def snapshot(self, progress: Progress) -> tuple[Manifest, dict[str, Tensor]]:
         """This rank's own numbers on the host, by the titles that they have in the manifest of what it
         writes. They are copied unless training waits for the file."""
-        numbers = {tensor.title: (tensor, own) for tensor, own in owned(self.local, self.updates)}
+        numbers = {
+            tensor.title: (tensor, own)
+            for tensor, own in owned(self.local, self.updates)
+        }
         device = self.local.pool.device
         tensors = {title: own for title, (_, own) in numbers.items()}
         if self.asynchronous or device.type != "cpu":
@@ -161,9 +175,13 @@ class Saver:
                 tensors[title] = self.buffers[title].copy_(own, non_blocking=True)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
-        kept = [state for update in self.updates.values() for state in update.state.values()]
+        kept = [
+            state for update in self.updates.values() for state in update.state.values()
+        ]
         counts = {float(state["step"]) for state in kept if "step" in state}
-        assert len(counts) <= 1, f"weights of one rank have had {sorted(counts)} updates"
+        assert len(counts) <= 1, (
+            f"weights of one rank have had {sorted(counts)} updates"
+        )
         manifest = Manifest(
             **vars(progress),
             optimizer=optimizer_name(self.updates),
@@ -233,7 +251,9 @@ def together(group: Group, work: Callable[[], T], what: str = "") -> T:
 # ---- which numbers a rank writes
 
 
-def owned(local: LocalModel, updates: Updates) -> Iterator[tuple[stored.StoredTensor, Tensor]]:
+def owned(
+    local: LocalModel, updates: Updates
+) -> Iterator[tuple[stored.StoredTensor, Tensor]]:
     """The numbers that this rank writes, flat: those that no rank before it has. Each with the whole
     tensor that it is a shard of, as if it began the first file."""
     for unit in local.every_unit:
@@ -249,7 +269,10 @@ def owned(local: LocalModel, updates: Updates) -> Iterator[tuple[stored.StoredTe
                 local_shape, numbers = tuple(weight.local), (entry.start, entry.stop)
                 shard = stored.StoredShard(key, box, local_shape, 0, 0, *numbers)
                 dtype, shape = stored.NAMES[own.dtype], tuple(weight.shape)
-                yield stored.StoredTensor(kind, weight.name, dtype, shape, (shard,)), own
+                yield (
+                    stored.StoredTensor(kind, weight.name, dtype, shape, (shard,)),
+                    own,
+                )
 
 
 def box_of(entry: Entry) -> stored.Box:
@@ -267,7 +290,11 @@ def kept_of(unit: Unit, entry: Entry, updates: Updates) -> Iterator[tuple[str, T
         if run.start <= entry.offset < run.stop:
             at = entry.offset - run.start
             for kind, kept in update.state.get(view, {}).items():
-                if isinstance(kept, Tensor) and kept.shape == view.shape and kind != "step":
+                if (
+                    isinstance(kept, Tensor)
+                    and kept.shape == view.shape
+                    and kind != "step"
+                ):
                     yield kind, kept[at : at + length]
 
 

@@ -44,13 +44,17 @@ TOKENIZER = (
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def export_weights(path: Path, out: Path, *, family: str = "", dtype: str = "") -> list[Path]:
+def export_weights(
+    path: Path, out: Path, *, family: str = "", dtype: str = ""
+) -> list[Path]:
     """Write a checkpoint as Hugging Face reads it, with the tokenizer of the folder that its run began
     from; the files."""
     manifest = stored.read_manifest(path)
     shape = manifest.shape
     if shape is None:
-        raise CheckpointError(f"{path}: has no shape of its model, which config.json needs.")
+        raise CheckpointError(
+            f"{path}: has no shape of its model, which config.json needs."
+        )
     weights = {each.name: each for each in manifest.tensors if each.kind == WEIGHT}
     own = own_model(manifest)
     if own.startswith(HUB) and families.code_of(own)[0]:
@@ -58,13 +62,19 @@ def export_weights(path: Path, out: Path, *, family: str = "", dtype: str = "") 
     else:
         family = families.family_of(shape, family)
         # Sizes alone do not say what a model does.
-        ours = {name: tuple(each.shape) for name, each in build_model(shape).weights.items()}
-        if other := next((n for n, each in weights.items() if ours.get(n) != each.shape), ""):
+        ours = {
+            name: tuple(each.shape) for name, each in build_model(shape).weights.items()
+        }
+        if other := next(
+            (n for n, each in weights.items() if ours.get(n) != each.shape), ""
+        ):
             raise CheckpointError(
                 f"{path}: {other} is not a weight of the built-in decoder but of a model of its own, which"
                 " Hugging Face has no name for."
             )
-        dims = {name: len(each.shape) for name, each in weights.items() if not is_lora(name)}
+        dims = {
+            name: len(each.shape) for name, each in weights.items() if not is_lora(name)
+        }
         data = families.sources(families.FAMILIES[family], dims)
     make_empty(out)
     plain = [name for name in weights if not is_lora(name)]
@@ -72,25 +82,38 @@ def export_weights(path: Path, out: Path, *, family: str = "", dtype: str = "") 
     theirs = {source.name: source for source in data.values()}
     # Steps of a bias that balances are lost in 16 bits, and theirs is float32 whatever the rest is.
     wide = torch.promote_types(kind, torch.float32)
-    kinds = {name: wide if name.endswith(families.BALANCES) else kind for name in theirs}
+    kinds = {
+        name: wide if name.endswith(families.BALANCES) else kind for name in theirs
+    }
     sizes = [
-        sum(math.prod(weights[each].shape) for each in source.packed) * kinds[name].itemsize
+        sum(math.prod(weights[each].shape) for each in source.packed)
+        * kinds[name].itemsize
         for name, source in theirs.items()
     ]
     shards = list(_shards(theirs, sizes))
-    names = [f"model-{n:05}-of-{len(shards):05}.safetensors" for n in range(1, len(shards) + 1)]
+    names = [
+        f"model-{n:05}-of-{len(shards):05}.safetensors"
+        for n in range(1, len(shards) + 1)
+    ]
     files: dict[str, str] = {}
     with TensorReader(path, manifest) as reader:
         for file, shard in zip(names, shards, strict=True):
             tensors: dict[str, Tensor] = {}
             for name in shard:
                 source = theirs[name]
-                parts = [_merged(reader, each).to(kinds[name]) for each in source.packed]
+                parts = [
+                    _merged(reader, each).to(kinds[name]) for each in source.packed
+                ]
                 whole = (
-                    torch.stack(parts, 2).flatten(1, 2) if source.alternating else torch.cat(parts)
+                    torch.stack(parts, 2).flatten(1, 2)
+                    if source.alternating
+                    else torch.cat(parts)
                 )
                 if "*" in name:
-                    tensors |= {name.replace("*", str(e)): x for e, x in enumerate(whole.unbind())}
+                    tensors |= {
+                        name.replace("*", str(e)): x
+                        for e, x in enumerate(whole.unbind())
+                    }
                     continue
                 tensors[name] = whole.mT.contiguous() if source.transposed else whole
             stored.write_file(out / file, tensors, {"format": "pt"})
@@ -106,7 +129,9 @@ def export_weights(path: Path, out: Path, *, family: str = "", dtype: str = "") 
         config = families.config_of(shape, family, plain_kind)
         config |= {name: known[name] for name in TOKENS if name in known}
     else:  # theirs as it was
-        config = {n: x for n, x in known.items() if n != "sequence"} | {"dtype": plain_kind}
+        config = {n: x for n, x in known.items() if n != "sequence"} | {
+            "dtype": plain_kind
+        }
     for name, table in ((INDEX, index), (families.CONFIG, config)):
         write_text(out / name, json.dumps(table, indent=2) + "\n", durable=True)
     return [out / name for name in (*names, INDEX, families.CONFIG, *copied)]
@@ -129,19 +154,24 @@ def begun_with(manifest: stored.Manifest) -> str:
 def _merged(reader: TensorReader, name: str) -> Tensor:
     """A whole weight, with what its adapter adds to it."""
     whole, shape = reader.whole(reader.tensors[WEIGHT, name]), reader.manifest.shape
-    a, b = ((WEIGHT, f"{name.removesuffix('weight')}lora.{each}.weight") for each in "ab")
+    a, b = (
+        (WEIGHT, f"{name.removesuffix('weight')}lora.{each}.weight") for each in "ab"
+    )
     if shape is None or a not in reader.tensors:
         return whole
     wide = torch.promote_types(whole.dtype, torch.float32)
     up, down = (reader.whole(reader.tensors[each]).to(wide) for each in (b, a))
-    return (whole.to(wide) + shape.lora_alpha / shape.lora_r * (up @ down)).to(whole.dtype)
+    return (whole.to(wide) + shape.lora_alpha / shape.lora_r * (up @ down)).to(
+        whole.dtype
+    )
 
 
 def _tensors_of(model: Model) -> dict[str, families.HubTensor]:
     """Maps the weights of a model in transformers' own code to their tensors in files."""
     assert model.original is not None
     return {
-        name: families.HubTensor(theirs, (name,)) for name, theirs in model.original.files.items()
+        name: families.HubTensor(theirs, (name,))
+        for name, theirs in model.original.files.items()
     }
 
 
@@ -170,7 +200,9 @@ def _shards(items: Iterable[T], sizes: Iterable[int]) -> Iterator[list[T]]:
     yield run
 
 
-def export_adapter(path: Path, out: Path, *, family: str = "", dtype: str = "") -> list[Path]:
+def export_adapter(
+    path: Path, out: Path, *, family: str = "", dtype: str = ""
+) -> list[Path]:
     """Write the factors of a checkpoint's LoRA for `PeftModel.from_pretrained`; the files.
 
     Where their linear packs several of ours, its adapter has the ranks of all: their `a` one below
@@ -179,7 +211,9 @@ def export_adapter(path: Path, out: Path, *, family: str = "", dtype: str = "") 
     manifest = stored.read_manifest(path)
     shape = manifest.shape
     if shape is None or not shape.lora_r:
-        raise CheckpointError(f"{path}: its run trained no LoRA; export it without --adapter.")
+        raise CheckpointError(
+            f"{path}: its run trained no LoRA; export it without --adapter."
+        )
     data = families.FAMILIES[families.family_of(shape, family)]
     tensors, ranks = dict[str, Tensor](), dict[str, int]()
     with TensorReader(path, manifest) as reader:
@@ -188,18 +222,28 @@ def export_adapter(path: Path, out: Path, *, family: str = "", dtype: str = "") 
             whole = reader.whole(reader.tensors[WEIGHT, f"{name}.lora.{which}.weight"])
             return whole.to(DTYPES[dtype]) if dtype else whole
 
-        parts = {each: "attn" if each.startswith("w") else "mlp" for each in shape.adapters}
-        names = [f"layers.{n}.{parts[a]}.{a}" for n in range(shape.layers) for a in parts]
-        theirs = families.sources(data, {f"{name}.weight": 2 for name in names}).values()
+        parts = {
+            each: "attn" if each.startswith("w") else "mlp" for each in shape.adapters
+        }
+        names = [
+            f"layers.{n}.{parts[a]}.{a}" for n in range(shape.layers) for a in parts
+        ]
+        theirs = families.sources(
+            data, {f"{name}.weight": 2 for name in names}
+        ).values()
         linears = block_linears(shape)
         for name, packed in dict.fromkeys((each.name, each.packed) for each in theirs):
             module, *every = (each.removesuffix(".weight") for each in (name, *packed))
             own = [each for each in every if each in names]
             rows = {each: linears[each.rpartition(".")[2]].shape[0] for each in every}
-            blocks = [factor(e, "b") if e in own else torch.zeros(rows[e], 0) for e in every]
+            blocks = [
+                factor(e, "b") if e in own else torch.zeros(rows[e], 0) for e in every
+            ]
             b: Tensor = torch.block_diag(*blocks)  # type: ignore[no-untyped-call]
             key = f"base_model.model.{module}"
-            tensors[f"{key}.lora_A.weight"] = torch.cat([factor(each, "a") for each in own])
+            tensors[f"{key}.lora_A.weight"] = torch.cat(
+                [factor(each, "a") for each in own]
+            )
             tensors[f"{key}.lora_B.weight"] = b.to(tensors[f"{key}.lora_A.weight"])
             ranks[re.sub(rf"{re.escape(data.layers)}\.[0-9]+\.", "", module)] = len(own)
     more = {module: n for module, n in ranks.items() if n > 1}
@@ -243,7 +287,11 @@ class HubReader(TensorReader):
         if data and data.further:
             blocks = tuple(f"{data.layers}.{n}." for n in range(shape.layers))
             behind = f"{data.layers}."
-            tensors = {n: x for n, x in tensors.items() if n.startswith(blocks) or behind not in n}
+            tensors = {
+                n: x
+                for n, x in tensors.items()
+                if n.startswith(blocks) or behind not in n
+            }
         model = build_model(shape) if data else load_model(f"{HUB}{folder.path}")
         ours = {n: tuple(p.shape) for n, p in model.weights.items()}
         if data is None:
@@ -252,8 +300,13 @@ class HubReader(TensorReader):
             if not any(name.startswith(data.layers) for name in tensors):
                 # Saved without what is around the blocks: the names are shorter.
                 first = data.layers.partition(".")[0] + "."
-                tensors = {n if n == "lm_head.weight" else first + n: x for n, x in tensors.items()}
-            where = families.sources(data, {name: len(dims) for name, dims in ours.items()})
+                tensors = {
+                    n if n == "lm_head.weight" else first + n: x
+                    for n, x in tensors.items()
+                }
+            where = families.sources(
+                data, {name: len(dims) for name, dims in ours.items()}
+            )
         shape = model.shape or shape
         wanted = {
             one: dims[1:] if "*" in each.name else dims
@@ -269,7 +322,8 @@ class HubReader(TensorReader):
             source, box = where[name], tuple((0, n) for n in dims)
             parts = [plain[each] for each in source.names(shape.experts)]
             file, entry, offset = parts[0]
-            if "*" in source.name:  # each expert's tensor of theirs, one behind the other
+            # each expert's tensor of theirs, one behind the other
+            if "*" in source.name:
                 places = [
                     _whole(name, ((e, e + 1), *box[1:]), files.index(file), offset)
                     for e, (file, _, offset) in enumerate(parts)
@@ -279,46 +333,71 @@ class HubReader(TensorReader):
                 first_row = sum(ours[each][0] for each in before)
                 if source.alternating or (source.transposed and len(dims) > 2):
                     stored_as = [source.name] * (source.name in tensors)
-                    stored_as = stored_as or [source.name + _BLOCKS, source.name + _SCALES]
+                    stored_as = stored_as or [
+                        source.name + _BLOCKS,
+                        source.name + _SCALES,
+                    ]
                     self.experts[name] = source, [tensors[each] for each in stored_as]
                 elif source.transposed:
                     self.columns[name] = entry.shape[1], first_row
                 else:
-                    offset += first_row * math.prod(dims[1:]) * DTYPES[entry.dtype].itemsize
+                    offset += (
+                        first_row * math.prod(dims[1:]) * DTYPES[entry.dtype].itemsize
+                    )
                 places = [_whole(name, box, files.index(file), offset)]
-            described.append(stored.StoredTensor(WEIGHT, name, entry.dtype, dims, tuple(places)))
+            described.append(
+                stored.StoredTensor(WEIGHT, name, entry.dtype, dims, tuple(places))
+            )
         named = tuple(stored.StoredFile(file, (), 8) for file in files)
         return stored.Manifest(0, shape=shape, files=named, tensors=tuple(described))
 
     def _rows(
-        self, tensor: stored.StoredTensor, part: list[stored.StoredShard], first: int, last: int
+        self,
+        tensor: stored.StoredTensor,
+        part: list[stored.StoredShard],
+        first: int,
+        last: int,
     ) -> Tensor:
         if tensor.name in self.experts:
-            return torch.stack([self._expert(tensor.name, e) for e in range(first, last)])
+            return torch.stack(
+                [self._expert(tensor.name, e) for e in range(first, last)]
+            )
         if tensor.name not in self.columns:
             return super()._rows(tensor, part, first, last)
         (place,), (width, column) = part, self.columns[tensor.name]
         turned = torch.empty(tensor.shape[1], last - first, dtype=DTYPES[tensor.dtype])
         for row, numbers in enumerate(turned):
             at = row * width + column + first
-            read_into(self._file(place.file), place.offset + at * turned.element_size(), numbers)
+            read_into(
+                self._file(place.file),
+                place.offset + at * turned.element_size(),
+                numbers,
+            )
         return turned.T
 
     def _expert(self, name: str, number: int) -> Tensor:
         """A weight of one expert. Rows of what theirs packs, as gate and up, alternate."""
-        (source, places), names = self.experts[name], [each.name for each in self.manifest.files]
+        (source, places), names = (
+            self.experts[name],
+            [each.name for each in self.manifest.files],
+        )
         parts = []
         for file, entry, offset in places:
-            slab = torch.empty(entry.shape[1:], dtype=(DTYPES | stored.BYTES)[entry.dtype])
+            slab = torch.empty(
+                entry.shape[1:], dtype=(DTYPES | stored.BYTES)[entry.dtype]
+            )
             at = offset + number * slab.nbytes
             read_into(self._file(names.index(file)), at, slab.view(-1))
             parts.append(slab)
         whole = parts[0].mT if source.transposed else parts[0]
-        whole = decode_fp4(*parts) if len(parts) == 2 else whole  # which is (out, in) already
+        # which is (out, in) already
+        whole = decode_fp4(*parts) if len(parts) == 2 else whole
         return whole[source.packed.index(name) :: len(source.packed)]
 
 
-def _dims_of(source: families.HubTensor, ours: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+def _dims_of(
+    source: families.HubTensor, ours: Mapping[str, tuple[int, ...]]
+) -> tuple[int, ...]:
     """Of a tensor of theirs that all experts have together, or one for each."""
     dims = list(ours[source.packed[0]])
     at = int(source.alternating)
@@ -326,14 +405,19 @@ def _dims_of(source: families.HubTensor, ours: Mapping[str, tuple[int, ...]]) ->
     return (*dims[:-2], *dims[:-3:-1]) if source.transposed else tuple(dims)
 
 
-def _whole(key: str, box: stored.Box, file: int = 0, offset: int = 0) -> stored.StoredShard:
+def _whole(
+    key: str, box: stored.Box, file: int = 0, offset: int = 0
+) -> stored.StoredShard:
     """A part of a tensor that one place of a file has, as if it began the first."""
     dims = tuple(b - a for a, b in box)
     return stored.StoredShard(key, box, dims, file, offset, 0, math.prod(dims))
 
 
 def _refuse_others(
-    folder: Folder, tensors: Mapping[str, Any], wanted: Mapping[str, tuple[int, ...]], shape: Shape
+    folder: Folder,
+    tensors: Mapping[str, Any],
+    wanted: Mapping[str, tuple[int, ...]],
+    shape: Shape,
 ) -> None:
     """Refuse weights that are not those of the configuration."""
     wrong = [
@@ -342,7 +426,9 @@ def _refuse_others(
         for name, dims in wanted.items()
         if name not in tensors or tensors[name][1].shape != dims
     ]
-    wrong += [f"{name} is of bytes" for name, x in tensors.items() if x[1].dtype not in DTYPES]
+    wrong += [
+        f"{name} is of bytes" for name, x in tensors.items() if x[1].dtype not in DTYPES
+    ]
     known = set(wanted) | ({"lm_head.weight"} if shape.tied else set())
     wrong += [f"the model has no {name}" for name in sorted(set(tensors) - known)]
     if wrong:
@@ -368,7 +454,9 @@ def _tensors(folder: Folder) -> dict[str, Placed]:
     """Every tensor by name: the file it is in, what it is, and where it begins."""
     if (folder.path / INDEX).exists():
         index = folder.json(INDEX, families.LIMIT).get("weight_map")
-        index = decode(_Index, {"weight_map": index}, str(folder.path / INDEX), folder.error)
+        index = decode(
+            _Index, {"weight_map": index}, str(folder.path / INDEX), folder.error
+        )
         files = sorted(set(index.weight_map.values()))
     elif (folder.path / ONE).exists():
         files = [ONE]
@@ -380,7 +468,9 @@ def _tensors(folder: Folder) -> dict[str, Placed]:
     for file in files:
         for name, (entry, offset) in stored.read_header(folder, file).items():
             if name in tensors:
-                folder.refuse(file, f"holds {name[:80]!r}, which {tensors[name][0]} has already.")
+                folder.refuse(
+                    file, f"holds {name[:80]!r}, which {tensors[name][0]} has already."
+                )
             # Old writers kept these tables; they are computed from the config.
             if not name.endswith(_COMPUTED):
                 tensors[name] = file, entry, offset
@@ -394,8 +484,12 @@ def _write(reader: TensorReader, out: Path, config: Mapping[str, Any]) -> Path:
     sizes = [math.prod(each.shape) * DTYPES[each.dtype].itemsize for each in every]
     for number, run in enumerate(_shards(every, sizes)):
         tensors = {each.title: reader.whole(each) for each in run}
-        own = tuple(replace(each, shards=(_whole(each.title, each.whole),)) for each in run)
-        manifest = stored.Manifest(0, shape=reader.manifest.shape, config=config, tensors=own)
+        own = tuple(
+            replace(each, shards=(_whole(each.title, each.whole),)) for each in run
+        )
+        manifest = stored.Manifest(
+            0, shape=reader.manifest.shape, config=config, tensors=own
+        )
         reports.append(write_own(hidden / stored.file_of(number), manifest, tensors))
     commit(out, hidden, reports, 1)
     return steps(out)[0]
@@ -416,7 +510,9 @@ def decode_fp4(blocks: Tensor, scales: Tensor) -> Tensor:
     return torch.ldexp(known[low_first.to(torch.int64)], exponents).flatten(-2)
 
 
-def decoded_names(tensors: Mapping[str, Placed], where: str) -> Iterator[tuple[str, Placed]]:
+def decoded_names(
+    tensors: Mapping[str, Placed], where: str
+) -> Iterator[tuple[str, Placed]]:
     """All tensors by the names and sizes that they have when they are no mxfp4."""
     for name, (file, entry, offset) in tensors.items():
         plain, of = name.removesuffix(_BLOCKS), name.removesuffix(_SCALES)
@@ -432,7 +528,11 @@ def decoded_names(tensors: Mapping[str, Placed], where: str) -> Iterator[tuple[s
             shape = (rows[0], groups * 2 * width, rows[1])
             yield (
                 plain,
-                (file, replace(entry, dtype=stored.NAMES[torch.bfloat16], shape=shape), offset),
+                (
+                    file,
+                    replace(entry, dtype=stored.NAMES[torch.bfloat16], shape=shape),
+                    offset,
+                ),
             )
         elif of == name or of + _BLOCKS not in tensors:
             yield name, (file, entry, offset)

@@ -45,9 +45,12 @@ HEADER = 100_000_000  # bytes; the limit of the safetensors library
 DIMS = 8
 PARTS = 1024  # of a tensor, at most
 # Numbers that weights are made of. Others are no part of a model, so they are refused.
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, full) for name, full in STORED.items()}
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, full) for name, full in STORED.items()
+}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-BYTES = {"U8": torch.uint8}  # which hold numbers of fewer bits, in folders of Hugging Face
+# which hold numbers of fewer bits, in folders of Hugging Face
+BYTES = {"U8": torch.uint8}
 WEIGHT = "weight"
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\.safetensors")
 _SUM = re.compile(r"[0-9a-f]{32}|[0-9a-f]{64}")
@@ -82,7 +85,9 @@ class StoredFile:
                 f"its checksums are {self.checksum[:40]!r}, and {', '.join(CHECKSUMS)} can be computed"
                 " here: xxh3_128 takes `pip install xxhash`."
             )
-        if len(self.chunks) != -(-self.size // CHUNK) or not all(map(_SUM.fullmatch, self.chunks)):
+        if len(self.chunks) != -(-self.size // CHUNK) or not all(
+            map(_SUM.fullmatch, self.chunks)
+        ):
             yield f"{len(self.chunks)} checksums are not those of {self.size:,} bytes."
 
 
@@ -102,7 +107,9 @@ class StoredShard:
     start: int = count()
     stop: int = count(least=1)
 
-    def problems(self, dims: int, itemsize: int, files: Sequence[StoredFile]) -> Iterator[str]:
+    def problems(
+        self, dims: int, itemsize: int, files: Sequence[StoredFile]
+    ) -> Iterator[str]:
         if any(not 0 <= start < stop for start, stop in self.box):
             yield f"'box' is {str(self.box)[:80]}; a start and a later stop belong there."
         fits = len(self.box) == len(self.local) == dims and all(
@@ -151,7 +158,9 @@ class StoredTensor:
         if len(self.shape) > DIMS:
             yield f"has {len(self.shape):,} dims; at most {DIMS} can be right."
         for shard in self.shards:
-            yield from shard.problems(len(self.shape), DTYPES[self.dtype].itemsize, files)
+            yield from shard.problems(
+                len(self.shape), DTYPES[self.dtype].itemsize, files
+            )
         yield from self._uncovered()
 
     def _uncovered(self) -> Iterator[str]:
@@ -267,18 +276,29 @@ class Manifest(Progress):
             raise CheckpointError(
                 f"{where}: was changed after it was written: its checksum does not match."
             )
-        if body.pop("format", "") != FORMAT or body.pop("version", 0) not in (1, VERSION):
-            raise CheckpointError(f"{where}: is not a {FORMAT} of version 1 or {VERSION}.")
+        if body.pop("format", "") != FORMAT or body.pop("version", 0) not in (
+            1,
+            VERSION,
+        ):
+            raise CheckpointError(
+                f"{where}: is not a {FORMAT} of version 1 or {VERSION}."
+            )
         return decode(cls, body, f"{where}: body", CheckpointError)
 
     @classmethod
     def merged(cls, reports: Iterable[Manifest]) -> Manifest:
         """One manifest of what all ranks have written."""
-        files, tensors, reports = list[StoredFile](), dict[str, StoredTensor](), list(reports)
+        files, tensors, reports = (
+            list[StoredFile](),
+            dict[str, StoredTensor](),
+            list(reports),
+        )
         for report in reports:
             for tensor in report.tensors:
                 known = tensors.setdefault(tensor.title, replace(tensor, shards=()))
-                shards = tuple(replace(s, file=s.file + len(files)) for s in tensor.shards)
+                shards = tuple(
+                    replace(s, file=s.file + len(files)) for s in tensor.shards
+                )
                 tensors[tensor.title] = replace(known, shards=known.shards + shards)
             files += report.files
         optimizers = {report.optimizer for report in reports} - {""}
@@ -306,14 +326,16 @@ class Manifest(Progress):
         if len({tensor.title for tensor in self.tensors}) < len(self.tensors):
             yield "a tensor is there twice."
         for tensor in self.tensors:
-            yield from (f"{tensor.title[:80]}: {what}" for what in tensor.problems(self.files))
+            yield from (
+                f"{tensor.title[:80]}: {what}" for what in tensor.problems(self.files)
+            )
         yield from self._empty_files()
         match self.state.get("loss_scale"):  # and for how many steps it has stayed
             case None:
                 pass
-            case [int() | float() as scale, int() as steady] if type(steady) is int and (
-                1 <= scale <= 2.0**60 and 0 <= steady < LARGEST
-            ):
+            case [int() | float() as scale, int() as steady] if type(
+                steady
+            ) is int and (1 <= scale <= 2.0**60 and 0 <= steady < LARGEST):
                 pass
             case other:
                 yield (
@@ -337,7 +359,8 @@ class Manifest(Progress):
 def _table(value: Any) -> dict[str, Any]:
     """A value of a dataclass as JSON's table, one level deep."""
     return {
-        each.metadata.get("name") or each.name: getattr(value, each.name) for each in fields(value)
+        each.metadata.get("name") or each.name: getattr(value, each.name)
+        for each in fields(value)
     }
 
 
@@ -383,7 +406,11 @@ def write_file(
     for name, x in tensors.items():
         offsets[name], end = end, end + x.nbytes
         span = [offsets[name], end]
-        header[name] = {"dtype": NAMES[x.dtype], "shape": list(x.shape), "data_offsets": span}
+        header[name] = {
+            "dtype": NAMES[x.dtype],
+            "shape": list(x.shape),
+            "data_offsets": span,
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the numbers are aligned
     first = len(text).to_bytes(8, "little") + text
@@ -394,7 +421,8 @@ def write_file(
         for number, chunk in enumerate(_chunks(blocks)):
             for block in chunk:
                 left = block
-                while left:  # one write of megabytes has the kernel look for pages as large
+                # one write of megabytes has the kernel look for pages as large
+                while left:
                     left = left[file.write(left[:_BLOCK]) :]
             sums.append(thread.submit(_compared_sum, checksum, chunk, file, number))
         os.fsync(file.fileno())
@@ -424,14 +452,18 @@ def _chunks(blocks: Iterable[memoryview]) -> Iterator[list[memoryview]]:
         yield chunk
 
 
-def _compared_sum(checksum: str, chunk: Iterable[memoryview], file: BinaryIO, number: int) -> str:
+def _compared_sum(
+    checksum: str, chunk: Iterable[memoryview], file: BinaryIO, number: int
+) -> str:
     """The checksum of what was written as a chunk, which must be that of what is read back."""
     digest = CHECKSUMS[checksum]()
     for block in chunk:
         digest.update(block)
     written = str(digest.hexdigest())
     if _chunk_sum(checksum, file, number) != written:
-        raise CheckpointError(f"{file.name}: the bytes read back differ from those written.")
+        raise CheckpointError(
+            f"{file.name}: the bytes read back differ from those written."
+        )
     # The disk begins with this chunk now and not at the fsync: a third less time.
     os.posix_fadvise(file.fileno(), number * CHUNK, CHUNK, os.POSIX_FADV_DONTNEED)
     return written
@@ -439,7 +471,9 @@ def _compared_sum(checksum: str, chunk: Iterable[memoryview], file: BinaryIO, nu
 
 def _chunk_sum(checksum: str, file: BinaryIO, number: int) -> str:
     digest, at, block = CHECKSUMS[checksum](), number * CHUNK, bytearray(_BLOCK)
-    while at < (number + 1) * CHUNK and (count := os.preadv(file.fileno(), [block], at)):
+    while at < (number + 1) * CHUNK and (
+        count := os.preadv(file.fileno(), [block], at)
+    ):
         digest.update(memoryview(block)[:count])
         at += count
     return str(digest.hexdigest())
@@ -486,7 +520,9 @@ def read_header(folder: Folder, name: str) -> dict[str, tuple[HeaderEntry, int]]
     entries = dict[str, HeaderEntry]()
     for title, value in table.items():
         if not isinstance(value, dict):
-            raise folder.error(f"{places[title]}: is {str(value)[:60]}; a table is expected there.")
+            raise folder.error(
+                f"{places[title]}: is {str(value)[:60]}; a table is expected there."
+            )
         entries[title] = decode(HeaderEntry, value, places[title], folder.error)
     begin, at = 8 + length, 0
     for title, entry in sorted(entries.items(), key=lambda each: each[1].data_offsets):
@@ -495,7 +531,10 @@ def read_header(folder: Folder, name: str) -> dict[str, tuple[HeaderEntry, int]]
         at = entry.data_offsets[1]
     if begin + at != size:
         folder.refuse(name, f"has {size:,} bytes; its header describes {begin + at:,}.")
-    return {title: (entry, begin + entry.data_offsets[0]) for title, entry in entries.items()}
+    return {
+        title: (entry, begin + entry.data_offsets[0])
+        for title, entry in entries.items()
+    }
 
 
 # ---- a checkpoint's folder
@@ -577,7 +616,9 @@ def damage(folder: Folder, manifest: Manifest, number: int) -> str:
         return str(error)
     if size == file.size and sums == file.chunks:
         return ""
-    if other := next((f.name for f in manifest.files if sums and f.chunks == sums), None):
+    if other := next(
+        (f.name for f in manifest.files if sums and f.chunks == sums), None
+    ):
         return f"{path}: holds what belongs into {other}."
     if size != file.size:
         return f"{path}: has {size:,} bytes, {file.size:,} were written."

@@ -30,7 +30,16 @@ from ..parallel.local import LocalModel
 from ..parallel.model import is_lora
 from . import checkpoint_format as stored
 from .agreement import flat, modules_of
-from .checkpoint import RanksFailed, Updates, box_of, kept_of, optimizer_name, steps, together, why
+from .checkpoint import (
+    RanksFailed,
+    Updates,
+    box_of,
+    kept_of,
+    optimizer_name,
+    steps,
+    together,
+    why,
+)
 from .checkpoint_format import (
     DTYPES,
     WEIGHT,
@@ -47,7 +56,8 @@ from .data.digests import SourceRecord, differences, records_of
 from .data.token_files import DataError
 from .folder import Folder
 
-BLOCK = 16 << 20  # bytes of whole rows that are read at once where a rank keeps a part of each
+# bytes of whole rows that are read at once where a rank keeps a part of each
+BLOCK = 16 << 20
 _OPTIMIZERS = {traits.stored: traits for traits in OPTIMIZERS.values()}
 
 
@@ -84,7 +94,9 @@ def load(
     group, found, damaged = local.groups.everyone, None, list[str]()
     if memory is not None:
         there = steps(folder)[:1] if group.rank == 0 else []
-        least = broadcast_text(group, str(stored.step_of(there[0].name) if there else 0))
+        least = broadcast_text(
+            group, str(stored.step_of(there[0].name) if there else 0)
+        )
         found = memory.find(int(least))
     if found is None:
         found, damaged = choose(folder, group, remote)
@@ -98,7 +110,9 @@ def load(
 
     problem = f"{path} cannot be loaded. "
     together(group, lambda: _check(manifest, local, updates), problem)
-    together(group, lambda: _fill(TensorReader(path, manifest), local, updates), problem)
+    together(
+        group, lambda: _fill(TensorReader(path, manifest), local, updates), problem
+    )
     _refresh(local)
     notices = [] if identity is None else identity.notices(manifest)
     if identity is not None and adopt:
@@ -106,7 +120,9 @@ def load(
     return Loaded(manifest, path, tuple(damaged), tuple(notices))
 
 
-def begin(source: Callable[[], TensorReader], local: LocalModel, updates: Updates) -> None:
+def begin(
+    source: Callable[[], TensorReader], local: LocalModel, updates: Updates
+) -> None:
     """Fill this rank's weights from elsewhere, before the first step; every rank calls it. Adapters are
     not there: they stay as they were drawn."""
 
@@ -171,7 +187,9 @@ def _newest_sound(folder: Path, group: Group) -> tuple[Found | None, list[str]]:
 
 def _sound(path: Path, group: Group) -> Manifest:
     """The manifest of a checkpoint in which no rank finds anything wrong."""
-    read = together(group, lambda: stored.manifest_text(path) if group.rank == 0 else "")
+    read = together(
+        group, lambda: stored.manifest_text(path) if group.rank == 0 else ""
+    )
     text = broadcast_text(group, read)
 
     def examined() -> Manifest:
@@ -211,7 +229,8 @@ class ModelIdentity:
 
     shape: Shape
     weights: Mapping[str, tuple[int, ...]]
-    record: Mapping[str, Any]  # what the manifest keeps of it beside the shape, as JSON gives it
+    # what the manifest keeps of it beside the shape, as JSON gives it
+    record: Mapping[str, Any]
 
     @classmethod
     def of(cls, model: Model, shape: Shape, own: str = "") -> ModelIdentity:
@@ -220,7 +239,9 @@ class ModelIdentity:
             "tied": [list(pair) for pair in model.tied],
             "counts": dict(model.counts),
             "own": own,
-            "source": hashlib.sha256(Path(code_of(own)[0]).read_bytes()).hexdigest() if own else "",
+            "source": hashlib.sha256(Path(code_of(own)[0]).read_bytes()).hexdigest()
+            if own
+            else "",
             "modules": modules_of(own) if own else {},
         }
         weights = {name: tuple(weight.shape) for name, weight in model.weights.items()}
@@ -248,10 +269,17 @@ class ModelIdentity:
         there, here = _record(manifest), self.record
         was, source = own_model(manifest), str(there.get("source", ""))
         if manifest.shape is None:
-            return ["the checkpoint has no shape of its model: only weights were compared"]
-        same = source == here["source"] and split_name(was)[1] == split_name(here["own"])[1]
+            return [
+                "the checkpoint has no shape of its model: only weights were compared"
+            ]
+        same = (
+            source == here["source"]
+            and split_name(was)[1] == split_name(here["own"])[1]
+        )
         if there and was != here["own"] and not (was and source and same):
-            first, second = (repr(n[:200]) if n else "the built-in one" for n in (here["own"], was))
+            first, second = (
+                repr(n[:200]) if n else "the built-in one" for n in (here["own"], was)
+            )
             return [
                 f"the model is {first}, the checkpoint is of {second}: names and sizes are equal, the"
                 " code is another"
@@ -263,9 +291,13 @@ class ModelIdentity:
         modules = there.get("modules") if was else None
         if isinstance(modules, dict):
             for name in sorted({*modules, *here["modules"]}):
-                new, old = (str(each.get(name, "none")) for each in (here["modules"], modules))
+                new, old = (
+                    str(each.get(name, "none")) for each in (here["modules"], modules)
+                )
                 if new != old:
-                    changed.append((f"the module {name} of {code_of(was)[0]}", new, old))
+                    changed.append(
+                        (f"the module {name} of {code_of(was)[0]}", new, old)
+                    )
         more = [f"and {len(changed) - LINES} modules more have changed"]
         return [
             f"{what[:200]} has changed since the checkpoint was made ({new[:30]}, was {old[:30]}):"
@@ -298,7 +330,10 @@ def refuse_optimizer(path: Path, manifest: Manifest, name: str) -> None:
 
 
 def data_notices(
-    progress: stored.Progress, path: Path, data: Sequence[SourceRecord], batches: Batches
+    progress: stored.Progress,
+    path: Path,
+    data: Sequence[SourceRecord],
+    batches: Batches,
 ) -> list[str]:
     """Differences between the run's data and the data that a checkpoint was trained on. `data` are
     the run's records."""
@@ -310,9 +345,13 @@ def data_notices(
     try:
         if not isinstance(table, dict):
             raise DataError("its record is not a table")
-        wrong = differences(records_of(table, f"{path}: body: config: data", DataError), data)
+        wrong = differences(
+            records_of(table, f"{path}: body: config: data", DataError), data
+        )
     except (DataError, OSError) as error:
-        return [f"the data cannot be compared with what {path} was trained on: {why(error)}"]
+        return [
+            f"the data cannot be compared with what {path} was trained on: {why(error)}"
+        ]
     if not wrong:
         return []
     more = [f"and {len(wrong) - LINES} more"] if len(wrong) > LINES else []
@@ -323,10 +362,14 @@ def data_notices(
     ]
 
 
-def _earlier_notices(progress: stored.Progress, path: Path, batches: Batches) -> list[str]:
+def _earlier_notices(
+    progress: stored.Progress, path: Path, batches: Batches
+) -> list[str]:
     """The notices for a checkpoint of an earlier version, which recorded sizes and beginnings."""
     if progress.data != batches.mark:
-        return [f"the data is not what {path} was trained on: its beginning or its size differs"]
+        return [
+            f"the data is not what {path} was trained on: its beginning or its size differs"
+        ]
     if any(corpus.files for corpus in batches.corpora):
         return [
             f"{path} was made by an earlier version, which recorded the beginning and the size of its"
@@ -386,10 +429,15 @@ def changed_settings(
 
 
 def _arithmetic(layout: Layout) -> dict[str, str]:
-    return {"precision": layout.precision, "matmul": layout.matmul or "in the precision"}
+    return {
+        "precision": layout.precision,
+        "matmul": layout.matmul or "in the precision",
+    }
 
 
-def weight_differences(manifest: Manifest, weights: Mapping[str, tuple[int, ...]]) -> list[str]:
+def weight_differences(
+    manifest: Manifest, weights: Mapping[str, tuple[int, ...]]
+) -> list[str]:
     """Weights that a checkpoint lacks, or has in another shape."""
     there = {each.name: each.shape for each in manifest.tensors if each.kind == WEIGHT}
     return [
@@ -410,7 +458,9 @@ def differing_sizes(there: Shape, here: Shape) -> list[str]:
     return _differing(old, new, [key for key in old if key not in free])
 
 
-def _differing(there: Mapping[str, Any], here: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
+def _differing(
+    there: Mapping[str, Any], here: Mapping[str, Any], keys: Iterable[str]
+) -> list[str]:
     return [
         f"{key}: {_short(there[key])} in the checkpoint, {_short(here[key])} in the run"
         for key in keys
@@ -452,23 +502,35 @@ def _check(
     """Refuse tensors that are not those of this rank's model and optimizer. Weights that are `drawn`
     need not be there."""
     own = {w.name: tuple(w.shape) for unit in local.every_unit for w in unit.order}
-    wrong = weight_differences(manifest, {n: shape for n, shape in own.items() if not drawn(n)})
+    wrong = weight_differences(
+        manifest, {n: shape for n, shape in own.items() if not drawn(n)}
+    )
     if kinds := _kinds(manifest):
         name, optimizer = manifest.optimizer, optimizer_name(updates)
         traits = _OPTIMIZERS.get(name)
         known = traits.every_moment if traits else ()
         if not {*kinds} <= {*known}:
-            wrong.append(f"keeps {', '.join(kinds)} as the state of {name or 'nothing'}")
+            wrong.append(
+                f"keeps {', '.join(kinds)} as the state of {name or 'nothing'}"
+            )
         if (name != OPTIMIZERS[SGD].stored) != (manifest.updates is not None):
             wrong.append(f"has {manifest.updates} updates by {name}")
         if optimizer and name != optimizer:
-            wrong.append(f"keeps the state of {name}, the run's optimizer is {optimizer}")
+            wrong.append(
+                f"keeps the state of {name}, the run's optimizer is {optimizer}"
+            )
         shapes = {(each.kind, each.name): each.shape for each in manifest.tensors}
         weights = [weight for unit in local.units.values() for weight in unit.order]
         for kind in known:
-            kept = [w.name for w in weights if kind in _kept(name, matrix=bool(w.matrices))]
-            lost = [weight for weight in kept if shapes.get((kind, weight)) != own[weight]]
-            wrong += [f"{kind} of {each} is missing or of another shape" for each in lost[:1]]
+            kept = [
+                w.name for w in weights if kind in _kept(name, matrix=bool(w.matrices))
+            ]
+            lost = [
+                weight for weight in kept if shapes.get((kind, weight)) != own[weight]
+            ]
+            wrong += [
+                f"{kind} of {each} is missing or of another shape" for each in lost[:1]
+            ]
     if wrong:
         raise CheckpointError("; ".join(wrong))
 
@@ -492,7 +554,9 @@ def _fill(reader: TensorReader, local: LocalModel, updates: Updates) -> None:
             state = {kind: torch.zeros_like(view) for kind in kept}
             if count is not None:
                 # A fused optimizer keeps its count where the numbers are, in float32.
-                state["step"] = torch.tensor(count, dtype=torch.float32, device=view.device)
+                state["step"] = torch.tensor(
+                    count, dtype=torch.float32, device=view.device
+                )
             update.restore(view, state)
     with reader:
         for unit in local.every_unit:
@@ -546,7 +610,10 @@ class TensorReader(ExitStack):
             if common == box and whole:  # all of it lies in this part: no copy
                 return self._rows(tensor, part, rows.start, rows.stop).contiguous()
             # Of rows that are cut a few at a time: a rank holds little more than it keeps.
-            count, row = rows.stop - rows.start, out.element_size() * math.prod(part[0].local[1:])
+            count, row = (
+                rows.stop - rows.start,
+                out.element_size() * math.prod(part[0].local[1:]),
+            )
             many = count if whole else max(1, BLOCK // row)
             for first in range(0, count, many):
                 last = min(first + many, count)
@@ -555,7 +622,11 @@ class TensorReader(ExitStack):
         return out
 
     def _rows(
-        self, tensor: StoredTensor, part: list[stored.StoredShard], first: int, last: int
+        self,
+        tensor: StoredTensor,
+        part: list[stored.StoredShard],
+        first: int,
+        last: int,
     ) -> Tensor:
         """Rows of one part, from all the shards that have some of them."""
         dims = part[0].local[1:]

@@ -41,7 +41,10 @@ NAME = "phalanx-memory"
 def memory_folder(run: Run) -> Path | None:
     """Folder of this host's in-memory checkpoints; None if they are off, or if nothing outlives the
     ranks."""
-    started = multiprocessing.parent_process() is not None or "TORCHELASTIC_RUN_ID" in os.environ
+    started = (
+        multiprocessing.parent_process() is not None
+        or "TORCHELASTIC_RUN_ID" in os.environ
+    )
     if not (run.train.in_memory and started and os.access(ROOT, os.W_OK)):
         return None
     owner = os.getppid()
@@ -49,12 +52,18 @@ def memory_folder(run: Run) -> Path | None:
 
 
 def _mark(run: Run) -> str:
-    return hashlib.sha256(f"{os.getuid()} {Path(run.out).resolve()}".encode()).hexdigest()[:16]
+    return hashlib.sha256(
+        f"{os.getuid()} {Path(run.out).resolve()}".encode()
+    ).hexdigest()[:16]
 
 
 def newest_in_memory(run: Run) -> str:
     """The newest that is in this host's memory for a run; empty when there is none."""
-    found = [p.name for folder in ROOT.glob(f"{NAME}-*-{_mark(run)}") for p in steps(folder)[:1]]
+    found = [
+        p.name
+        for folder in ROOT.glob(f"{NAME}-*-{_mark(run)}")
+        for p in steps(folder)[:1]
+    ]
     return max(found, default="")
 
 
@@ -63,7 +72,9 @@ def remove_left(root: Path = ROOT) -> None:
     for folder in root.glob(f"{NAME}-*-*-*"):
         with suppress(OSError, ValueError):
             _, _, pid, started, _ = folder.name.split("-")
-            if folder.stat().st_uid == os.getuid() and not alive(int(pid), int(started)):
+            if folder.stat().st_uid == os.getuid() and not alive(
+                int(pid), int(started)
+            ):
                 shutil.rmtree(folder)
 
 
@@ -71,7 +82,9 @@ class MemoryCheckpoints:
     """A run's checkpoints in memory; every rank has one and calls it alike. `host`: whose memory this
     rank's is; ranks with the same have the same `folder`."""
 
-    def __init__(self, folder: Path, host: str, local: LocalModel, updates: Updates) -> None:
+    def __init__(
+        self, folder: Path, host: str, local: LocalModel, updates: Updates
+    ) -> None:
         self.folder, self.local, self.group = folder, local, local.groups.everyone
         self.saver = checkpoint.Saver(folder, local, updates)
         self.hosts: dict[str, list[int]] = {}
@@ -84,7 +97,9 @@ class MemoryCheckpoints:
         self.keeper: dict[int, int] = {}
         for ranks, after in zip(places, [*places[1:], places[0]], strict=True):
             if len(places) > 1:
-                self.keeper |= {rank: after[n % len(after)] for n, rank in enumerate(ranks)}
+                self.keeper |= {
+                    rank: after[n % len(after)] for n, rank in enumerate(ranks)
+                }
 
     def close(self) -> None:
         """Give the memory back."""
@@ -93,7 +108,10 @@ class MemoryCheckpoints:
 
     def save(self, progress: stored.Progress) -> list[str]:
         """Keep this step; what went wrong, on all ranks: then what was before is still there."""
-        hidden, group = self.folder / f"{checkpoint.SAVING}{progress.step:08}", self.group
+        hidden, group = (
+            self.folder / f"{checkpoint.SAVING}{progress.step:08}",
+            self.group,
+        )
         manifest, tensors = self.saver.snapshot(progress)
         own = sum(x.nbytes for x in tensors.values())
         sizes = [int(size) for size in exchange(group, str(own))]
@@ -108,17 +126,23 @@ class MemoryCheckpoints:
                 [
                     (file.name, file.size, rank, keeper)
                     for rank, keeper in self.keeper.items()
-                    for file in stored.Manifest.decode(reports[rank], f"rank {rank}").files
+                    for file in stored.Manifest.decode(
+                        reports[rank], f"rank {rank}"
+                    ).files
                 ],
             )
             # Old ones go when all hosts have the new one, so that all have one of the same step.
             rest = (self.folder, hidden, reports, 2)
-            checkpoint.together(group, lambda: checkpoint.commit(*rest) if self.first else "")
+            checkpoint.together(
+                group, lambda: checkpoint.commit(*rest) if self.first else ""
+            )
         except checkpoint.RanksFailed as failed:
             return failed.errors
         with suppress(OSError):
             if self.first:
-                checkpoint.prune(self.folder, self.folder / stored.name_of(progress.step), 1)
+                checkpoint.prune(
+                    self.folder, self.folder / stored.name_of(progress.step), 1
+                )
         return []
 
     def _make_room(self, hidden: Path, sizes: Sequence[int]) -> None:
@@ -126,7 +150,10 @@ class MemoryCheckpoints:
         if not self.first:
             return
         remove_left(self.folder.parent)
-        kept = [*self.ranks, *(rank for rank, at in self.keeper.items() if at in self.ranks)]
+        kept = [
+            *self.ranks,
+            *(rank for rank, at in self.keeper.items() if at in self.ranks),
+        ]
         needed = sum(sizes[rank] for rank in kept)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self.folder.stat().st_uid != os.getuid():
@@ -155,13 +182,16 @@ class MemoryCheckpoints:
                     try:
                         with (folder / name).open("rb") as file:
                             stored.read_into(file, at, own[-1])
-                    except (CheckpointError, OSError) as wrong:  # all ranks go on to the last call
+                    # all ranks go on to the last call
+                    except (CheckpointError, OSError) as wrong:
                         error = why(wrong)
                 if target == me:
                     taken[source] += count
                     writes.append((name, count))
             out = torch.empty(sum(taken), dtype=torch.uint8, device=self.group.device)
-            self.group.all_to_all(out, torch.cat(own).to(self.group.device), taken, sent)
+            self.group.all_to_all(
+                out, torch.cat(own).to(self.group.device), taken, sent
+            )
             moved = out.cpu()
             try:
                 for name, count in writes:
@@ -180,14 +210,24 @@ class MemoryCheckpoints:
         tables = [json.loads(text) for text in exchange(self.group, json.dumps(seen))]
         have: dict[tuple[int, str, int], dict[str, set[int]]] = {}
         for host, ranks in self.hosts.items():
-            for step, digest, count, sound in (each for rank in ranks for each in tables[rank]):
-                have.setdefault((step, digest, count), {}).setdefault(host, set()).update(sound)
-        whole = [key for key, by in have.items() if len(set[int]().union(*by.values())) == key[2]]
+            for step, digest, count, sound in (
+                each for rank in ranks for each in tables[rank]
+            ):
+                have.setdefault((step, digest, count), {}).setdefault(
+                    host, set()
+                ).update(sound)
+        whole = [
+            key
+            for key, by in have.items()
+            if len(set[int]().union(*by.values())) == key[2]
+        ]
         step, digest, _ = newest = max(whole, default=(-1, "", 0))
         if step < least:
             return None
         path = self.folder / stored.name_of(step)
-        root = next(n for n, table in enumerate(tables) if digest in {each[1] for each in table})
+        root = next(
+            n for n, table in enumerate(tables) if digest in {each[1] for each in table}
+        )
         text = broadcast_text(self.group, texts.get(digest, ""), root)
         manifest = stored.Manifest.parse(text, path)
         try:
@@ -203,8 +243,15 @@ class MemoryCheckpoints:
         for path in steps(self.folder):
             with suppress(CheckpointError, OSError):
                 text = stored.manifest_text(path)
-                manifest, folder = stored.Manifest.parse(text, path), Folder(path, CheckpointError)
-                own = range(self.ranks.index(self.group.rank), len(manifest.files), len(self.ranks))
+                manifest, folder = (
+                    stored.Manifest.parse(text, path),
+                    Folder(path, CheckpointError),
+                )
+                own = range(
+                    self.ranks.index(self.group.rank),
+                    len(manifest.files),
+                    len(self.ranks),
+                )
                 sound = [n for n in own if not stored.damage(folder, manifest, n)]
                 digest = hashlib.sha256(text.encode()).hexdigest()
                 seen.append((manifest.step, digest, len(manifest.files), sound))
@@ -212,11 +259,16 @@ class MemoryCheckpoints:
         return seen, texts
 
     def _bring(
-        self, path: Path, text: str, manifest: stored.Manifest, have: dict[str, set[int]]
+        self,
+        path: Path,
+        text: str,
+        manifest: stored.Manifest,
+        have: dict[str, set[int]],
     ) -> None:
         """Bring files to hosts whose ranks need them and that have them not."""
         needs = [
-            json.loads(each) for each in exchange(self.group, json.dumps(self._needs(manifest)))
+            json.loads(each)
+            for each in exchange(self.group, json.dumps(self._needs(manifest)))
         ]
 
         def make() -> None:
@@ -228,16 +280,23 @@ class MemoryCheckpoints:
         wrong = []
         for number, file in enumerate(manifest.files):
             source = next(
-                self.hosts[host][0] for host in self.hosts if number in have.get(host, ())
+                self.hosts[host][0]
+                for host in self.hosts
+                if number in have.get(host, ())
             )
             lack = [
                 ranks[0]
                 for host, ranks in self.hosts.items()
-                if number not in have.get(host, ()) and any(number in needs[r] for r in ranks)
+                if number not in have.get(host, ())
+                and any(number in needs[r] for r in ranks)
             ]
-            self._move(path, [(file.name, file.size, source, target) for target in lack])
+            self._move(
+                path, [(file.name, file.size, source, target) for target in lack]
+            )
             if self.group.rank in lack:
-                wrong.append(stored.damage(Folder(path, CheckpointError), manifest, number))
+                wrong.append(
+                    stored.damage(Folder(path, CheckpointError), manifest, number)
+                )
         if errors := errors_of(self.group, "; ".join(filter(None, wrong))):
             raise checkpoint.RanksFailed("", errors)
 

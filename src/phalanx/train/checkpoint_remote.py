@@ -107,7 +107,8 @@ class Uploader:
             folder.prune(step, self.keep, self.owner.owns)
 
         def in_vain() -> bool:
-            return self.waiting is not None or not path.exists()  # it is old, or was removed
+            # it is old, or was removed
+            return self.waiting is not None or not path.exists()
 
         final = (FolderLost, ForeignCheckpoint)
         return try_often(task, once, self.remote.describe, in_vain, final)
@@ -115,7 +116,9 @@ class Uploader:
     def _ended(self, task: Task, path: Path) -> None:
         with self.work:
             if task is self._task:
-                error = self.remote.describe(task.raised) if task.raised else task.result
+                error = (
+                    self.remote.describe(task.raised) if task.raised else task.result
+                )
                 self._decide(path, error, there=task.there)
                 self._next()
             self.work.notify_all()
@@ -200,13 +203,19 @@ def fetch_newer(
         def look() -> None:
             nonlocal wanted
             steps = RemoteFolder(remote.url, task).steps()
-            wanted = next((step for step in steps if step > at and step not in known), -1)
+            wanted = next(
+                (step for step in steps if step > at and step not in known), -1
+            )
 
         def fetch() -> None:
             nonlocal foreign
             there = RemoteFolder(remote.url, task)
             run = there.run_of(wanted, {MANIFEST})
-            if run is not None and remote.owner and not remote.owner.resumable(run, wanted):
+            if (
+                run is not None
+                and remote.owner
+                and not remote.owner.resumable(run, wanted)
+            ):
                 foreign = f"{stored.name_of(wanted)} there is another run's"
                 return
             folder.mkdir(parents=True, exist_ok=True)

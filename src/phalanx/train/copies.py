@@ -34,14 +34,19 @@ MOST = 6  # differences that are listed
 ORDERS = 3  # of groups: see `ComparedTensor`
 WEIGHT, COMPUTE_COPY, BUFFER = "weight", "compute copy", "buffer"
 APART = " of "  # between the name of a weight and what its copies have in common
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # by itemsize
+# by itemsize
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
 @cache
 def _odd_numbers(count: int, salt: int, device: torch.device) -> Tensor:
     """Odd numbers of 64 bits that look random, the same everywhere (splitmix64, Steele et al. 2014)."""
     z = torch.arange(1 + salt, 1 + salt + count, device=device) * -7046029254386353131
-    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1)):
+    for shift, factor in (
+        (30, -4658895280553007687),
+        (27, -7723592293110705685),
+        (31, 1),
+    ):
         # An arithmetic shift copies the sign bit; what it fills in is cleared.
         z = (z ^ ((z >> shift) & ((1 << (64 - shift)) - 1))) * factor
     return z | 1
@@ -132,7 +137,9 @@ class Copies:
                 if group is not None and group.size > 1:
                     members.setdefault(group, []).append(i)
             for group, chosen in members.items():
-                verdicts.append((chosen, _differ(group, torch.stack([sums[i] for i in chosen]))))
+                verdicts.append(
+                    (chosen, _differ(group, torch.stack([sums[i] for i in chosen])))
+                )
         differ = [verdict for _, verdict in verdicts]
         # The only number that the host waits for, if all is well.
         if not self._anywhere(torch.cat(differ).any() if differ else False):
@@ -160,7 +167,9 @@ class Copies:
             for run, tp in self._runs(unit):
                 groups = unit.groups.replica, tp, tie
                 for kind, numbers in self._kinds(unit, run):
-                    yield ComparedTensor(CopyOf(kind, unit.number, unit.frozen), numbers, groups)
+                    yield ComparedTensor(
+                        CopyOf(kind, unit.number, unit.frozen), numbers, groups
+                    )
         every_rank = self.local.groups.count, self.along_tp["norms"], None
         for i, buffer in enumerate(self.buffers.values()):
             yield ComparedTensor(CopyOf(BUFFER, i), buffer, every_rank)
@@ -187,13 +196,16 @@ class Copies:
         optimizer's state."""
         yield WEIGHT, unit.home[run]
         if unit.buffer is not None and not unit.same and unit.groups.gather.size == 1:
-            yield COMPUTE_COPY, unit.buffer[run]  # a gathered one is as old as the last gather
+            # a gathered one is as old as the last gather
+            yield COMPUTE_COPY, unit.buffer[run]
         if unit.frozen:
             return
         update = self.updates[unit.number]
         for part, view in update.every_run:
             first, last = max(run.start, part.start), min(run.stop, part.stop)
-            for kind, kept in update.state.get(view, {}).items() if first < last else ():
+            for kind, kept in (
+                update.state.get(view, {}).items() if first < last else ()
+            ):
                 if kept.shape == view.shape and kind != "step":
                     yield kind, kept[first - part.start : last - part.start]
 
@@ -212,12 +224,16 @@ class Copies:
         everywhere = {CopyOf(*each) for text in texts for each in json.loads(text)}
         # Weight by weight, so that all copies of a weight are found, over whatever axes.
         own = dict(self._sums_by_weight(everywhere))
-        holders: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+        holders: dict[str, dict[str, list[int]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
         for rank, text in enumerate(exchange(self.everyone, json.dumps(own))):
             for key, value in json.loads(text).items():
                 holders[key][value].append(rank)
         lines = {
-            _line(key.partition(APART)[0], who) for key, who in holders.items() if len(who) > 1
+            _line(key.partition(APART)[0], who)
+            for key, who in holders.items()
+            if len(who) > 1
         }
         shown = sorted(lines)[:MOST]
         more = [f"and {len(lines) - MOST} more"] if len(lines) > MOST else []

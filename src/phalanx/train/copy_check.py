@@ -26,13 +26,20 @@ class CopyCheck:
     follow a good one."""
 
     def __init__(
-        self, rank: Rank, log: RunLog, disk: DiskSaves, memory: MemorySaves, uploads: Uploads
+        self,
+        rank: Rank,
+        log: RunLog,
+        disk: DiskSaves,
+        memory: MemorySaves,
+        uploads: Uploads,
     ) -> None:
         self.rank, self.log, self.uploads = rank, log, uploads
         self.disk, self.memory = disk, memory
         self.every = rank.run.train.check_copies
         part = rank.part
-        self.copies = Copies(part.local, part.updates, part.names) if self.every else None
+        self.copies = (
+            Copies(part.local, part.updates, part.names) if self.every else None
+        )
 
     def after_step(self, step: CompletedStep) -> None:
         if self.copies is None or not self.copies.any:

@@ -42,7 +42,8 @@ class DeviceProgress:
             place, event = queued[0]
             try:
                 passed = event.query()
-            except RuntimeError:  # the device has failed, which the rank's own thread will hear
+            # the device has failed, which the rank's own thread will hear
+            except RuntimeError:
                 return place, self._passed
             if not passed:
                 return place, self._passed

@@ -103,16 +103,24 @@ class Executor:
         self.lanes = {op: lane(op, program, self.number) for op in self.row}
         # What each operation waits for: the operations on other lanes that it needs.
         self.waits: dict[Op, tuple[Op, ...]] = {
-            op: tuple(n for n in needs if isinstance(n, Op) and self.lanes[n] != ops.COMPUTE)
+            op: tuple(
+                n for n in needs if isinstance(n, Op) and self.lanes[n] != ops.COMPUTE
+            )
             for op, needs in state.walk()
         }
-        self.updates = {n: optimizer.of(u) for n, u in local.units.items()} if optimizer else {}
+        self.updates = (
+            {n: optimizer.of(u) for n, u in local.units.items()} if optimizer else {}
+        )
         # After these no operation needs what was derived from the microbatch.
         uses = {op.index: op for op in self.row if op.kind in _USES_BATCH}
         self.last_uses = frozenset(uses.values())
         self.trains = any(op.kind in ops.PROPAGATES for op in self.row)
         self.has_losses = any(piece.loss_router for piece in local.pieces.values())
-        self.clip, self.scaling, self.clock = clip, scaling, StepClock(local.pool.device)
+        self.clip, self.scaling, self.clock = (
+            clip,
+            scaling,
+            StepClock(local.pool.device),
+        )
         self.places = {op: place for place, op in enumerate(self.row)}
         # Only events of a GPU come later than the host.
         self.progress = DeviceProgress(local.pool.device) if self.clock.events else None
@@ -143,7 +151,9 @@ class Executor:
         for number in {op.piece for op in self.row if op.kind == ops.REDUCE}:
             unit, groups = local.units[number], local.units[number].groups
             both = groups.reduce.size > 1 and groups.replica.size > 1
-            if unit.replicas_apart != program.replicated or (both and not program.replicated):
+            if unit.replicas_apart != program.replicated or (
+                both and not program.replicated
+            ):
                 raise ProgramError(
                     f"the program sums over replicas {'' if program.replicated else 'not '}apart"
                     f" ({ops.REDUCE_REPLICAS}); the gradient of unit {number} has"
@@ -153,24 +163,34 @@ class Executor:
 
     def step(self, batches: Sequence[Batch], lr: float) -> StepResult:
         """One training step on this rank's microbatches."""
-        number = partial(torch.full, (1,), dtype=torch.float64, device=self.local.pool.device)
+        number = partial(
+            torch.full, (1,), dtype=torch.float64, device=self.local.pool.device
+        )
         self.batches = batches
-        self.completed: dict[int, Batch] = {}  # by microbatch, with what pieces derive from it
+        # by microbatch, with what pieces derive from it
+        self.completed: dict[int, Batch] = {}
         self.lr = lr
         self.inputs: dict[Key, Bundle] = {}  # what a forward is waiting for
         self.gradients: dict[Key, Bundle] = {}  # what a backward is waiting for
         self.arrivals = {ops.FORWARD: self.inputs, ops.BACKWARD: self.gradients}
         self.segments: dict[Key, Bundle] = {}  # inputs kept for recomputation
-        self.selected: dict[Key, Selected] = {}  # what else is kept, for recomputing a part
-        self.away: dict[Key, tuple[Any, ...]] = {}  # both in boxes, where they are on the host
+        # what else is kept, for recomputing a part
+        self.selected: dict[Key, Selected] = {}
+        # both in boxes, where they are on the host
+        self.away: dict[Key, tuple[Any, ...]] = {}
         self.outgoing: dict[tuple[str, int, int], Bundle] = {}
-        self.under_way: dict[Op, tuple[Work, Any]] = {}  # begun and not waited for, and when
-        self.choices: dict[Key, Choices] = {}  # of experts, from a forward to its backward
+        # begun and not waited for, and when
+        self.under_way: dict[Op, tuple[Work, Any]] = {}
+        # of experts, from a forward to its backward
+        self.choices: dict[Key, Choices] = {}
         self.loss, self.count = number(0.0), number(1.0)
-        self.tokens = number(1.0)  # with or without a target, which routers' losses are divided by
+        # with or without a target, which routers' losses are divided by
+        self.tokens = number(1.0)
         self.norm: Tensor | None = None
-        self.sums: dict[str, Tensor] = {}  # over all ranks, by what the result calls them
-        self.sums_of: dict[tuple[str, int], Tensor] = {}  # of all that pieces put out, by way
+        # over all ranks, by what the result calls them
+        self.sums: dict[str, Tensor] = {}
+        # of all that pieces put out, by way
+        self.sums_of: dict[tuple[str, int], Tensor] = {}
         self.scale: Scale | None = None
         self.moments: list[tuple[Op, Any, Any]] = []  # when operations began and ended
         self.clock.begin()
@@ -194,7 +214,10 @@ class Executor:
         if self.progress is not None:
             self.progress.forget()
         at = self.clock.seconds
-        spans = [Span(self.rank, self.lanes[op], op, at(a), at(b)) for op, a, b in self.moments]
+        spans = [
+            Span(self.rank, self.lanes[op], op, at(a), at(b))
+            for op, a, b in self.moments
+        ]
         result = StepResult(Timeline(tuple(spans)), **read)
         if self.norm is not None and self.scaling:
             self.scaling.saw(finite=result.finite)
@@ -206,7 +229,9 @@ class Executor:
         if self.progress is not None:
             looks = positions.look_at_device
             positions.look_at_device = partial(_first_waiting, self.progress, looks)
-        self.first = positions.texts([f"{op} ({op.described(names)})" for op in self.row])
+        self.first = positions.texts(
+            [f"{op} ({op.described(names)})" for op in self.row]
+        )
 
     def _numbers(self) -> dict[str, Tensor]:
         """Scalars to read after a step, each of shape (1,)."""
@@ -262,13 +287,24 @@ class Executor:
         units = {n: u for n, u in self.local.units.items() if n < count}
         still = (n for n in self.local.frozen if n < count)
         weights = {n: self.local.weights(n)[-1] for n in (*units, *still)}
-        dropped = {n: u for n, u in weights.items() if not u.resident}  # after their use
+        # after their use
+        dropped = {n: u for n, u in weights.items() if not u.resident}
         kept = {(p, m): k for p, piece in pieces.items() for m, k in piece.kept.items()}
-        copied = {(o.piece, o.index) for o in self.under_way if o.kind in (ops.OFFLOAD, ops.RELOAD)}
-        away = {key for key, k in kept.items() if any(box.tensor is None for box in k.boxes)}
+        copied = {
+            (o.piece, o.index)
+            for o in self.under_way
+            if o.kind in (ops.OFFLOAD, ops.RELOAD)
+        }
+        away = {
+            key for key, k in kept.items() if any(box.tensor is None for box in k.boxes)
+        }
         there = {**state.kept, **state.away} if self.trains else {}
         # The first piece has no input to keep.
-        there = {k: what for k, what in there.items() if what != INPUT or not pieces[k[0]].first}
+        there = {
+            k: what
+            for k, what in there.items()
+            if what != INPUT or not pieces[k[0]].first
+        }
         parts = {key for key, what in there.items() if what == ops.SELECTED}
         inputs = {key for key, what in there.items() if what == INPUT} | parts
         segments = self.restarting & {*self.segments, *self.away}
@@ -279,8 +315,16 @@ class Executor:
                 {n for n, u in dropped.items() if u.buffer is not None},
                 {*state.gathered, *state.loaded} & {*dropped},
             ),
-            ("open gradients", {n for n, u in units.items() if u.is_open}, {*state.open}),
-            ("reduced gradients", {n for n, u in units.items() if u.has_gradient}, state.arrived),
+            (
+                "open gradients",
+                {n for n, u in units.items() if u.is_open},
+                {*state.open},
+            ),
+            (
+                "reduced gradients",
+                {n for n, u in units.items() if u.has_gradient},
+                state.arrived,
+            ),
             ("reductions under way", under_way, {*state.under_way}),
             ("kept activations", {*kept}, {*there} - inputs),
             ("inputs of segments", segments - copied, inputs - copied),
@@ -315,7 +359,9 @@ class Executor:
         # norms are finite only if all its numbers are.
         host, stage = self.program.host, self.program.owner[self.rank]
         home = {n: u for n, u in self.local.units.items() if host[u.piece] == stage}
-        self.norms = {n: _norms(u) for n, u in home.items() if u.groups.replica.rank == 0}
+        self.norms = {
+            n: _norms(u) for n, u in home.items() if u.groups.replica.rank == 0
+        }
         own = sum_of_squares(self.norms.values(), self.loss.device).view(1)
         wants = torch.full_like(self.loss, float(self.wants_to_stop()))
         sums = torch.cat((own, self.loss, wants))
@@ -425,7 +471,9 @@ class Executor:
                 if selected is not None:
                     self.selected[key] = selected
 
-            return Then(self.back.begin(lambda: tree_map_only(Box, Box.come_back, boxed)), back)
+            return Then(
+                self.back.begin(lambda: tree_map_only(Box, Box.come_back, boxed)), back
+            )
         if key in self.again:
             return Work()
         return self.back.begin(partial(self.local.pieces[op.piece].come_back, op.index))
@@ -469,10 +517,13 @@ class Executor:
         out = self.outgoing.pop((way, op.piece, op.index))
         # What nothing depends on has no gradient, and the other end waits for one.
         there = {
-            n: out[n] if n in out or way == ops.FORWARD else x.zero_() for n, x in edge.items()
+            n: out[n] if n in out or way == ops.FORWARD else x.zero_()
+            for n, x in edge.items()
         }
         to = self.program.host[op.peer]
-        return Together([group.send(x.contiguous(), to, wait=False) for x in there.values()])
+        return Together(
+            [group.send(x.contiguous(), to, wait=False) for x in there.values()]
+        )
 
     def _receive(self, op: Op) -> Work:
         way, group, edge = self._edge(op)
@@ -484,7 +535,9 @@ class Executor:
 
     def _gather(self, op: Op) -> Work:
         units = self.local.of_piece(op.piece)
-        return Together([unit.gather() for unit in units if not (unit.frozen and unit.same)])
+        return Together(
+            [unit.gather() for unit in units if not (unit.frozen and unit.same)]
+        )
 
     def _agree_scales(self, op: Op) -> Work:
         units = self.local.of_piece(op.piece, trained=True)
@@ -541,11 +594,23 @@ class Executor:
         step, and its description with the pieces' names. A gradient summed over ranks belongs to
         none of them alone."""
         pieces, units = self.program.pieces, self.local.units
-        bad = {key for key, total in self.sums_of.items() if not math.isfinite(float(total))}
-        causes = [(p, f"the output of piece {names[p]}") for way, p in bad if way == ops.FORWARD]
+        bad = {
+            key
+            for key, total in self.sums_of.items()
+            if not math.isfinite(float(total))
+        }
+        causes = [
+            (p, f"the output of piece {names[p]}")
+            for way, p in bad
+            if way == ops.FORWARD
+        ]
         gradients = [(p, 1) for way, p in bad if way == ops.BACKWARD]
-        summed = (units[n] for n, norms in self.norms.items() if not norms.isfinite().all())
-        gradients += ((u.piece, u.groups.reduce.size * u.groups.replica.size) for u in summed)
+        summed = (
+            units[n] for n, norms in self.norms.items() if not norms.isfinite().all()
+        )
+        gradients += (
+            (u.piece, u.groups.reduce.size * u.groups.replica.size) for u in summed
+        )
         for p, ranks in gradients:  # backward begins at the last piece
             several = f", a sum over {ranks} ranks of which any may have made it,"
             text = f"the gradient of piece {names[p]}{several if ranks > 1 else ''}"
@@ -576,7 +641,9 @@ class Validator(Executor):
 
     def _routers(self) -> Iterator[tuple[int, Router]]:
         for number, piece in self.local.pieces.items():
-            yield from ((number, x) for x in piece.module.modules() if isinstance(x, Router))
+            yield from (
+                (number, x) for x in piece.module.modules() if isinstance(x, Router)
+            )
 
     def loss_of(self, batches: Sequence[Batch]) -> tuple[float, float]:
         """The sum of the losses and the count of the targets, over all ranks."""
@@ -639,7 +706,9 @@ class StepClock:
     def __init__(self, device: torch.device) -> None:
         self.device, self.events = device, device.type == "cuda"
 
-        self.moment: Callable[[], Any] = self._event if self.events else time.perf_counter
+        self.moment: Callable[[], Any] = (
+            self._event if self.events else time.perf_counter
+        )
 
     def begin(self) -> None:
         # The device is idle: the numbers of the step before have been read.
@@ -652,4 +721,8 @@ class StepClock:
         return event
 
     def seconds(self, moment: Any) -> float:
-        return self.at + self.begun.elapsed_time(moment) / 1e3 if self.events else float(moment)
+        return (
+            self.at + self.begun.elapsed_time(moment) / 1e3
+            if self.events
+            else float(moment)
+        )

@@ -37,7 +37,9 @@ class Folder:
         path = self.path / name
         try:
             if path.is_symlink() and self.path.resolve() not in path.resolve().parents:
-                self.refuse(name, "is a link out of its folder; put the file itself there.")
+                self.refuse(
+                    name, "is a link out of its folder; put the file itself there."
+                )
             return files.open_regular(path)
         except OSError as error:
             self.refuse(name, f"cannot be opened: {files.reason(error)}.")
@@ -46,12 +48,15 @@ class Folder:
 
     def text(self, name: str, limit: int) -> str:
         """A file's text, if it has at most `limit` bytes."""
-        self.open(name).close()  # which refuses a name that is not plain, and a link out
+        # which refuses a name that is not plain, and a link out
+        self.open(name).close()
         return files.read_text(self.path / name, "file", self.error, limit)
 
     def json(self, name: str, limit: int) -> dict[str, Any]:
         """A file's JSON object, if it has at most `limit` bytes."""
-        return files.parse_json(self.text(name, limit), str(self.path / name), self.error)
+        return files.parse_json(
+            self.text(name, limit), str(self.path / name), self.error
+        )
 
     def sha256(self, name: str) -> str:
         with self.open(name) as file:

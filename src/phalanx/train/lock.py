@@ -45,7 +45,9 @@ class Owner:
 
     @classmethod
     def me(cls) -> "Owner":
-        return cls(socket.gethostname(), os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S"))
+        return cls(
+            socket.gethostname(), os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S")
+        )
 
     @classmethod
     def read(cls, path: Path) -> "Owner":
@@ -54,7 +56,9 @@ class Owner:
         try:
             with open_regular(path) as file:
                 owner = json.loads(file.read(4096))
-            return cls(str(owner["host"])[:100], int(owner["pid"]), str(owner["since"])[:40])
+            return cls(
+                str(owner["host"])[:100], int(owner["pid"]), str(owner["since"])[:40]
+            )
         except (OSError, ValueError, KeyError, TypeError):
             return cls()
 
@@ -94,7 +98,8 @@ def hold_as_rank(*folders: Path) -> Iterator[None]:
     """While a rank works, nobody else begins a run in the folders. Its run holds them already."""
     with ExitStack() as stack:
         for folder in dict.fromkeys(each.resolve() for each in folders):
-            with suppress(OSError):  # another host's folder, or no locks: `.run.lock` has to do
+            # another host's folder, or no locks: `.run.lock` has to do
+            with suppress(OSError):
                 descriptor = stack.enter_context(_opened(folder / RANKS))
                 fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         yield
@@ -137,7 +142,8 @@ def _held(folder: Path) -> Iterator[None]:
             stack.callback((folder / HELD).unlink, missing_ok=True)
         # Written in place: a new file would be another lock.
         os.ftruncate(descriptor, 0)
-        with suppress(OSError):  # a full disk: the lock holds, and only its message is poorer
+        # a full disk: the lock holds, and only its message is poorer
+        with suppress(OSError):
             os.pwrite(descriptor, Owner.me().text, 0)
             os.fsync(descriptor)  # other hosts look whether they see it
         if locks:
@@ -180,7 +186,8 @@ def _create(folder: Path) -> None:
             owner = Owner.read(path)
             if last or not owner.host or not owner.gone:
                 raise RunLocked(
-                    _refusal(folder, owner) + f" If it has ended, remove {path}: this file system"
+                    _refusal(folder, owner)
+                    + f" If it has ended, remove {path}: this file system"
                     " has no locks that end with a process."
                 ) from None
             path.unlink(missing_ok=True)

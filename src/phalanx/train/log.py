@@ -45,13 +45,17 @@ def rank_log(out: Path, rank: int, ranks: int) -> Iterator[logging.Logger]:
         (out / "logs").mkdir(exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
         file = open_regular(out / "logs" / f"rank-{rank}.log", flags)
-        handler = logging.StreamHandler(io.TextIOWrapper(file, "utf-8", write_through=True))
+        handler = logging.StreamHandler(
+            io.TextIOWrapper(file, "utf-8", write_through=True)
+        )
         handler.setFormatter(_Redacting("%(asctime)s %(levelname)s %(message)s"))
     log.setLevel(logging.DEBUG)
     log.propagate = logging.getLogger("phalanx").level == logging.DEBUG  # `-v` shows it
     log.addHandler(handler)
     try:
-        log.info("rank %d of %d, process %d on %s", rank, ranks, os.getpid(), platform.node())
+        log.info(
+            "rank %d of %d, process %d on %s", rank, ranks, os.getpid(), platform.node()
+        )
         yield log
     except BaseException:
         log.exception("ended by")
@@ -72,21 +76,31 @@ class _Redacting(logging.Formatter):
 class RunLog:
     """The log of one start of a run. Made on every rank; only rank 0's is `active` and writes."""
 
-    def __init__(self, run: Run, positions: Positions, *, active: bool, quiet: bool) -> None:
+    def __init__(
+        self, run: Run, positions: Positions, *, active: bool, quiet: bool
+    ) -> None:
         self.positions = positions
         self.began = round(clock() - (time.monotonic() - positions.begun), 3)
         self.run, self.out, self.active, self.quiet = run, Path(run.out), active, quiet
         self.screen = Screen(run) if active and not quiet else None
         self.sinks: Sequence[Sink] = ()
         if active:
-            path, self.goes_on = self.out / "metrics.jsonl", run.checkpoint.on_disk_full == "go-on"
+            path, self.goes_on = (
+                self.out / "metrics.jsonl",
+                run.checkpoint.on_disk_full == "go-on",
+            )
             self.goodput = Goodput(read_journal(path))
             self.journal = Journal(path, goes_on=self.goes_on)
             self._write("run.toml", str(run))
             self.sinks = open_sinks(run)
 
     def start(
-        self, step: int, flops: StepFlops, peak: tuple[float, str], tokens: int, **values: Any
+        self,
+        step: int,
+        flops: StepFlops,
+        peak: tuple[float, str],
+        tokens: int,
+        **values: Any,
     ) -> None:
         """The run begins, or goes on, at a step; each has so many tokens and FLOPs."""
         if not self.active:
@@ -101,9 +115,17 @@ class RunLog:
             )
         kept = self.run.checkpoint
         if not kept.every:
-            when = "before the end or a stop" if kept.at_end else "unless the run is stopped"
+            when = (
+                "before the end or a stop"
+                if kept.at_end
+                else "unless the run is stopped"
+            )
             self.say(f"checkpoint.every = 0: nothing is saved {when}")
-        values |= {"flops": flops._asdict(), "peak_flops": peak[0], "peak_from": peak[1]}
+        values |= {
+            "flops": flops._asdict(),
+            "peak_flops": peak[0],
+            "peak_from": peak[1],
+        }
         values |= {"steps": self.run.steps, "versions": _versions()}
         text = (
             f"peak {peak[0] / 1e12:.3g} TFLOP/s over all ranks ({peak[1]}); MFU counts causal"
@@ -125,7 +147,9 @@ class RunLog:
             if event in ("end", "stop"):
                 self.say(str(self.goodput))
 
-    def step(self, step: int, seconds: Sequence[float], numbers: Mapping[str, float]) -> None:
+    def step(
+        self, step: int, seconds: Sequence[float], numbers: Mapping[str, float]
+    ) -> None:
         """The numbers of step number `step`, and the seconds of each step since the last line."""
         if not self.active:
             return
@@ -134,15 +158,24 @@ class RunLog:
         values = {**numbers, "seconds": each, "tokens_per_second": self.tokens / each}
         done = {"mfu": flops.model, "mfu_full": flops.full, "hfu": flops.hardware}
         values |= {name: work / each / self.peak for name, work in done.items()}
-        values["goodput"] = self._record("step", {"step": step, "steps": count, **values})
+        values["goodput"] = self._record(
+            "step", {"step": step, "steps": count, **values}
+        )
         self._put(values, step)
         if self.screen:
             self.screen.write(step, values)
 
     def _record(self, event: str, values: Mapping[str, Any]) -> float:
         """Write it down with what the time since the record before went to; the goodput, with it."""
-        record: dict[str, Any] = {"event": event, **stamp(), "began": self.began, **values}
-        record["spent"] = {name: round(s, 4) for name, s in self.positions.taken().items()}
+        record: dict[str, Any] = {
+            "event": event,
+            **stamp(),
+            "began": self.began,
+            **values,
+        }
+        record["spent"] = {
+            name: round(s, 4) for name, s in self.positions.taken().items()
+        }
         self.goodput.add(record)
         if event in ("step", "end", "stop"):
             record["goodput"] = float(self.goodput)
@@ -170,11 +203,18 @@ class RunLog:
         self.event("validation", text, **values)
         self._put({"validation": loss}, step)
 
-    def timeline(self, step: int, layout: str, program: Program, parts: list[str]) -> None:
+    def timeline(
+        self, step: int, layout: str, program: Program, parts: list[str]
+    ) -> None:
         """The measured step of all ranks with its program, as `Recorded` reads it, in a file."""
         if self.active:
             spans = [span for part in parts for span in json.loads(part)["spans"]]
-            recorded = {"phalanx run": 1, "step": step, "layout": layout, "program": str(program)}
+            recorded = {
+                "phalanx run": 1,
+                "step": step,
+                "layout": layout,
+                "program": str(program),
+            }
             self._write("timeline.json", json.dumps(recorded | {"spans": spans}))
 
     def _put(self, numbers: Mapping[str, float], step: int) -> None:
@@ -205,7 +245,9 @@ class RunLog:
         with suppress(JournalError):  # how the run has ended is told already
             self._tell_sinks()
         if self.journal.lost:
-            self.say(f"{self.journal.path}: {self.journal.lost} lines could not be written")
+            self.say(
+                f"{self.journal.path}: {self.journal.lost} lines could not be written"
+            )
         if self.screen:
             self.screen.close()
         self.journal.close()
@@ -271,7 +313,9 @@ def _finite(value: Any) -> Any:
     """JSON has no NaN: what is not finite becomes text."""
     if isinstance(value, dict):
         return {name: _finite(each) for name, each in value.items()}
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    return (
+        str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    )
 
 
 class Screen:
@@ -291,9 +335,13 @@ class Screen:
 
             text = TextColumn("{task.fields[text]}")
             console = Console(file=self.stream)
-            self.bar = Progress(text, BarColumn(12), refresh_per_second=4, console=console)
+            self.bar = Progress(
+                text, BarColumn(12), refresh_per_second=4, console=console
+            )
             self.bar.start()
-            self.task = self.bar.add_task("", total=self.run.steps, completed=step, text="starting")
+            self.task = self.bar.add_task(
+                "", total=self.run.steps, completed=step, text="starting"
+            )
 
     def say(self, text: str) -> None:
         """A line that stays."""
@@ -307,9 +355,13 @@ class Screen:
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         spent, steps = time.monotonic() - self.begun, self.run.steps
-        minutes, seconds = divmod(round(spent / max(1, step - self.at) * (steps - step)), 60)
+        minutes, seconds = divmod(
+            round(spent / max(1, step - self.at) * (steps - step)), 60
+        )
         hours, minutes = divmod(minutes, 60)
-        left = f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+        left = (
+            f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+        )
         text = (
             f"step {step}/{steps}  loss {numbers['loss']:.4f}"
             f"  {numbers['tokens_per_second']:,.0f} tokens/s  MFU {100 * numbers['mfu']:.1f} %"

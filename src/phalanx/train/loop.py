@@ -102,7 +102,10 @@ def _from_start_to_end(
     ):
         state = RunState(rank, data, uploads)
         memory = MemorySaves(rank, log, state.progress)
-        with positions.phase("reading a checkpoint", str(run.checkpoints)), uploads.claimed():
+        with (
+            positions.phase("reading a checkpoint", str(run.checkpoints)),
+            uploads.claimed(),
+        ):
             start = load_or_draw(state, log, memory.checkpoints)
         disk = DiskSaves(rank, log, state.progress, uploads)
         copies = CopyCheck(rank, log, disk, memory, uploads)
@@ -118,7 +121,8 @@ def _from_start_to_end(
                 trace,
                 lambda step: done_steps.write(step.done),
                 validations.after_step,
-                copies.after_step,  # before the saves: a bad one must not follow a good one
+                # before the saves: a bad one must not follow a good one
+                copies.after_step,
                 memory.after_step,
                 disk.after_step,
                 uploads.after_step,
@@ -145,7 +149,11 @@ def _from_start_to_end(
 
 
 def make_steps(
-    rank: Rank, positions: Positions, start: int, measured: int, listeners: Sequence[Listener]
+    rank: Rank,
+    positions: Positions,
+    start: int,
+    measured: int,
+    listeners: Sequence[Listener],
 ) -> CompletedStep | None:
     """Makes the steps from `start` to the run's end or a stop; returns the last one. All ranks begin the
     `measured` one at the same time."""
@@ -154,7 +162,9 @@ def make_steps(
     for number in range(start, rank.run.steps):
         try:
             with positions.phase("in a step" if completed else "first step"):
-                completed = make_step(rank, positions, number, together=number == measured)
+                completed = make_step(
+                    rank, positions, number, together=number == measured
+                )
             for listen in listeners:
                 listen(completed)
         except DataError as unusable:  # the run had begun: no mistake in the command

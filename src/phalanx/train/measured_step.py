@@ -36,7 +36,9 @@ class MeasuredStep:
         self.log.timeline(step.done, str(part.layout), part.program, timelines)
         own = memory_of_part(part, self.rank.world.rank)
         held = exchange(part.everyone, json.dumps(own), 0)
-        self.log.event("memory", step=step.done, ranks=[json.loads(one) for one in held])
+        self.log.event(
+            "memory", step=step.done, ranks=[json.loads(one) for one in held]
+        )
         log_graphs(self.rank, self.log, step.done)
 
 
@@ -63,13 +65,18 @@ def memory_of_part(part: ModelPart, rank: int) -> dict[str, dict[str, float]]:
     kinds = peaks(part.program, sizes)[row].kinds
     promised = {kind: kinds.get(kind, 0.0) for kind in ("weights", "optimizer")}
     both = kinds.get("gathered", 0.0) + kinds.get("gradients", 0.0)
-    pool = sum(n * size * dtype.itemsize for (size, dtype), n in part.local.pool.most.items())
+    pool = sum(
+        n * size * dtype.itemsize for (size, dtype), n in part.local.pool.most.items()
+    )
     measured = {
         "weights": float(sum(u.home.nbytes + u.beside for u in units)),
         "optimizer": float(sum(state.values())),
         "gathered and gradients": float(pool),
     }
-    return {"promised": promised | {"gathered and gradients": both}, "measured": measured}
+    return {
+        "promised": promised | {"gathered and gradients": both},
+        "measured": measured,
+    }
 
 
 def _sizes(units: Sequence[Unit], state: Mapping[int, int], pieces: int) -> Sizes:
@@ -77,7 +84,8 @@ def _sizes(units: Sequence[Unit], state: Mapping[int, int], pieces: int) -> Size
 
     def each(bytes_of: Callable[[Unit], float]) -> tuple[float, ...]:
         return tuple(
-            float(sum(bytes_of(unit) for unit in units if unit.piece == n)) for n in range(pieces)
+            float(sum(bytes_of(unit) for unit in units if unit.piece == n))
+            for n in range(pieces)
         )
 
     none = (0.0,) * pieces

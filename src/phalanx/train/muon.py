@@ -35,7 +35,9 @@ def orthogonalized(x: Tensor) -> Tensor:
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=TINY)
     for _ in range(STEPS):
         gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        x = torch.baddbmm(
+            x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a
+        )
     return x.mT if tall else x
 
 
@@ -83,7 +85,9 @@ class Matrix(NamedTuple):
     def work(self) -> float:
         """Of making it orthogonal, or all that the weight joins."""
         sides = self.weight.matrices
-        return sum(orthogonal_work(r.stop - r.start, c.stop - c.start) for r, c in sides)
+        return sum(
+            orthogonal_work(r.stop - r.start, c.stop - c.start) for r, c in sides
+        )
 
     def span(self, unit: Unit, shard: int) -> slice:
         """The elements of the matrix in a shard, counted from the shard's start."""
@@ -97,10 +101,15 @@ def matrices_of(unit: Unit) -> list[Matrix]:
     fewer matrices than ranks."""
     found = list[Matrix]()
     for weight, offset in zip(unit.order, unit.offsets, strict=True):
-        experts = math.prod(cut.stop - cut.start for cut in weight.cuts[:-2])  # what pads is none
+        # what pads is none
+        experts = math.prod(cut.stop - cut.start for cut in weight.cuts[:-2])
         starts = range(experts if weight.matrices else 0)
-        found += (Matrix(weight, offset + n * math.prod(weight.local[-2:])) for n in starts)
-    owners = dealt([m.work for m in found], len(unit.groups.places), unit.number * len(found))
+        found += (
+            Matrix(weight, offset + n * math.prod(weight.local[-2:])) for n in starts
+        )
+    owners = dealt(
+        [m.work for m in found], len(unit.groups.places), unit.number * len(found)
+    )
     return [m._replace(owner=owner) for m, owner in zip(found, owners, strict=True)]
 
 
@@ -127,7 +136,9 @@ class MuonUpdate(Update):
 
     def __init__(self, unit: Unit, optimizer: Muon) -> None:
         segments = unit.own_segments(matrices=True)
-        super().__init__(unit, optimizer.others, [s for s in segments if not s.matrices])
+        super().__init__(
+            unit, optimizer.others, [s for s in segments if not s.matrices]
+        )
         self.muon, self.name = optimizer, optimizer.name
         runs = (slice(s.start, s.stop) for s in segments if s.matrices)
         self.matrix_runs = [(run, unit.home[run]) for run in runs]
@@ -137,15 +148,25 @@ class MuonUpdate(Update):
         self.dtype = unit.home.dtype if wide else torch.bfloat16
         self.group, self.places = unit.groups.matrices, unit.groups.places
         if self.group is None:
-            assert not self.matrix_runs, f"unit {unit.number} has no group for its matrices"
+            assert not self.matrix_runs, (
+                f"unit {unit.number} has no group for its matrices"
+            )
             return
-        matrices, me, ranks = matrices_of(unit), self.group.rank, range(len(self.places))
+        matrices, me, ranks = (
+            matrices_of(unit),
+            self.group.rank,
+            range(len(self.places)),
+        )
         self.mine = [matrix for matrix in matrices if matrix.owner == me]
         # By rank: what it gets of this rank's and this one of its; then, the results, the other way.
-        self.to_owner = [self._parts(me, [b for b in matrices if b.owner == r], r) for r in ranks]
+        self.to_owner = [
+            self._parts(me, [b for b in matrices if b.owner == r], r) for r in ranks
+        ]
         self.of_mine = [self._parts(r, self.mine, me) for r in ranks]
         self.results = [self._parts(r, self.mine) for r in ranks]
-        self.of_theirs = [self._parts(me, [b for b in matrices if b.owner == r]) for r in ranks]
+        self.of_theirs = [
+            self._parts(me, [b for b in matrices if b.owner == r]) for r in ranks
+        ]
 
     def _parts(
         self, rank: int, matrices: list[Matrix], owner: int | None = None
@@ -182,7 +203,9 @@ class MuonUpdate(Update):
     ) -> tuple[Tensor, Work]:
         """Parts of matrices sent to each rank and taken of each."""
         assert self.group is not None
-        sends, takes = ([sum(p.length for p in parts) for parts in side] for side in (to, of))
+        sends, takes = (
+            [sum(p.length for p in parts) for parts in side] for side in (to, of)
+        )
         came = sent.new_empty(sum(takes))
         return came, self.group.all_to_all(came, sent, takes, sends, wait=False)
 
@@ -226,7 +249,10 @@ class MuonUpdate(Update):
             made = orthogonalized(torch.stack(these)) * self.muon.scale_of(*shape)
             torch._foreach_copy_(these, list(made.unbind()))
         parts = (part for parts in self.results for part in parts)
-        own = (_local(part, wholes[part.matrix.start]).flatten()[part.inside] for part in parts)
+        own = (
+            _local(part, wholes[part.matrix.start]).flatten()[part.inside]
+            for part in parts
+        )
         return torch.cat([self.received[:0], *own])
 
     def _wholes(self) -> dict[int, Tensor]:

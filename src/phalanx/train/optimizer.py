@@ -56,7 +56,9 @@ class Scale(NamedTuple):
         return cls(factor, factor.reciprocal().float(), skip, 1.0 - skip.view(()))
 
     def on(self, device: torch.device) -> Scale:
-        return self if device == self.skip.device else Scale(*(x.to(device) for x in self))
+        return (
+            self if device == self.skip.device else Scale(*(x.to(device) for x in self))
+        )
 
 
 @dataclass(eq=False)
@@ -76,13 +78,17 @@ class Update:
     flat home that decay alike. `state` is by run, made at the first step; all runs share its count."""
 
     def __init__(
-        self, unit: Unit, optimizer: AdamW | Sgd, segments: Sequence[Segment] | None = None
+        self,
+        unit: Unit,
+        optimizer: AdamW | Sgd,
+        segments: Sequence[Segment] | None = None,
     ) -> None:
         self.unit, self.optimizer, self.name = unit, optimizer, optimizer.name
         self.runs: list[tuple[slice, Tensor]] = []
         self.every_run = self.runs  # all that have a state
         self.state: dict[Tensor, State] = {}
-        self.count: Tensor | None = None  # how many updates there have been, on the device
+        # how many updates there have been, on the device
+        self.count: Tensor | None = None
         self.prepared = False
         alike: dict[tuple[float, float], _Alike] = {}
         for segment in unit.own_segments() if segments is None else segments:
@@ -107,7 +113,9 @@ class Update:
             device = self.runs[0][1].device
             made = states[0].get("step")
             self.count = (
-                torch.zeros((), dtype=torch.float32, device=device) if made is None else made
+                torch.zeros((), dtype=torch.float32, device=device)
+                if made is None
+                else made
             )
         for (_, view), state in zip(self.runs, states, strict=True):
             for kind in self.optimizer.kinds:
@@ -117,7 +125,9 @@ class Update:
                 state["step"] = self.count
         for one in self.alike:
             each = [self.state[view] for view in one.views]
-            one.kept = [[state[kind] for state in each] for kind in self.optimizer.kinds]
+            one.kept = [
+                [state[kind] for state in each] for kind in self.optimizer.kinds
+            ]
 
     def to_owners(self, scale: Scale | None) -> Work:
         """Begin to bring whole matrices to their owners; an elementwise update has none."""
@@ -139,7 +149,11 @@ class Update:
             own = self.unit.gradients(one.runs)
             if own[0].dtype != views[0].dtype or own[0].device != views[0].device:
                 own = [_beside(*both) for both in zip(own, views, strict=True)]
-            common: dict[str, Any] = {"lr": lr, "weight_decay": one.decay, "maximize": False}
+            common: dict[str, Any] = {
+                "lr": lr,
+                "weight_decay": one.decay,
+                "maximize": False,
+            }
             if scale is not None:
                 common |= {"grad_scale": scale.divisor, "found_inf": scale.skip}
                 if own[0].dtype == torch.float64:
@@ -150,7 +164,11 @@ class Update:
                 # that a checkpoint has of these weights what it has of others.
                 for view, each in zip(views, own, strict=True):
                     moved = each.sign() * one.rate
-                    view -= moved if scale is None else moved * (1.0 - scale.skip.to(moved.dtype))
+                    view -= (
+                        moved
+                        if scale is None
+                        else moved * (1.0 - scale.skip.to(moved.dtype))
+                    )
                 own, common["lr"] = [torch.zeros_like(each) for each in own], 0.0
             self.optimizer.kernel(views, own, one.kept, self.count, **common)
         self.unit.spend()
@@ -174,7 +192,8 @@ class AdamW:
 
     name: ClassVar[str] = OPTIMIZERS[ADAMW].stored
     whole_matrices: ClassVar[bool] = False
-    kinds: ClassVar[tuple[str, ...]] = OPTIMIZERS[ADAMW].moments  # kept for each element
+    # kept for each element
+    kinds: ClassVar[tuple[str, ...]] = OPTIMIZERS[ADAMW].moments
     counts: ClassVar[bool] = True  # whether it counts its updates
     beta1: float = 0.9
     beta2: float = 0.95
@@ -247,6 +266,8 @@ def learning_rate(choice: OptimizerChoice, step: int, steps: int) -> float:
         start = max(start, steps - (choice.decay_steps or -(-steps // 10)))
     done = (step - start + 1) / max(1, steps - start)
     done = min(1.0, max(0.0, done))
-    falls = (1 + math.cos(math.pi * done)) / 2 if choice.schedule == "cosine" else 1 - done
+    falls = (
+        (1 + math.cos(math.pi * done)) / 2 if choice.schedule == "cosine" else 1 - done
+    )
     lowest = choice.lr / 10 if choice.min_lr is None else choice.min_lr
     return lowest + (choice.lr - lowest) * falls

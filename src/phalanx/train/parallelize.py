@@ -77,6 +77,8 @@ def parallelize(
     """
     local = build_local(world, layout, model, program, seed=seed, precision=precision)
     scaling = LossScale() if layout.precision == FP16 else None
-    trainer = Executor(local, program, world.rank, optimizer, clip=clip, scaling=scaling)
+    trainer = Executor(
+        local, program, world.rank, optimizer, clip=clip, scaling=scaling
+    )
     validator = Validator(local, forward_only(program, layout), world.rank)
     return ModelPart(layout, model, program, local, trainer, validator)

@@ -19,7 +19,8 @@ def peak_of(rank: Rank) -> tuple[float, str]:
     if file:
         machine = Machine.load(file)
         best = machine.best(precision)  # the fastest product that was measured
-        known = machine.entry.peak(precision) if machine.entry else 0.0  # as its maker states it
+        # as its maker states it
+        known = machine.entry.peak(precision) if machine.entry else 0.0
         known = known or (best.flops if best else 0.0)
         if known:
             return known * world.size, f"{file} for each rank"

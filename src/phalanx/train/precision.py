@@ -25,7 +25,11 @@ def precision_of(name: str) -> Precision:
 
 def refuse_bfloat16(precision: Precision, device: torch.device) -> None:
     """Raise a LayoutError where a GPU computes bfloat16 by emulation only, or not at all."""
-    if precision.compute != torch.bfloat16 or device.type != "cuda" or torch.version.hip:
+    if (
+        precision.compute != torch.bfloat16
+        or device.type != "cuda"
+        or torch.version.hip
+    ):
         return
     has = torch.cuda.get_device_capability(device)
     if has < (8, 0):

@@ -63,7 +63,9 @@ def layout_for(run: Run, ranks: int) -> Layout:
     if layout is None:
         tokens = run.tokens(shape)
         precision = run.precision or FP32
-        made = recipe(shape, ranks, batch=shape.batch, sequence=tokens, precision=precision)
+        made = recipe(
+            shape, ranks, batch=shape.batch, sequence=tokens, precision=precision
+        )
         layout = run.divided(made, shape.batch)
     if layout.ranks != ranks:
         raise LayoutError(

@@ -47,13 +47,18 @@ def optimizer_of(run: Run) -> Optimizer:
     adamw = AdamW(*o.betas, eps=o.eps, decay=o.weight_decay)
     if o.name == "adamw":
         return adamw
-    momentum, rate = 0.95 if o.momentum is None else o.momentum, (o.matrix_lr or o.lr) / o.lr
+    momentum, rate = (
+        0.95 if o.momentum is None else o.momentum,
+        (o.matrix_lr or o.lr) / o.lr,
+    )
     return Muon(momentum, o.nesterov, o.adjust_lr, rate, o.weight_decay, adamw)
 
 
 def batches_of(run: Run, shape: Shape) -> Batches:
     """The batches of a run; data that does not fit the model is refused here."""
-    corpora = tuple(replace(open_corpus(path), weight=weight) for path, weight in run.sources)
+    corpora = tuple(
+        replace(open_corpus(path), weight=weight) for path, weight in run.sources
+    )
     return Batches(
         corpora, run.tokens(shape), shape.batch,
         seed=run.seed, masks=run.document_masks, vocab=shape.vocab, packing=run.packing,
@@ -83,7 +88,8 @@ def keep_freed_memory(device: torch.device) -> None:
     with suppress(AttributeError):  # glibc has it
         adjust = ctypes.CDLL(None).mallopt
         adjust(-1, -1)  # M_TRIM_THRESHOLD
-        _ = adjust(-3, 1 << 30) or adjust(-3, 1 << 25)  # M_MMAP_THRESHOLD; the most of older ones
+        # M_MMAP_THRESHOLD; the most of older ones
+        _ = adjust(-3, 1 << 30) or adjust(-3, 1 << 25)
 
 
 class Rank:
@@ -93,7 +99,9 @@ class Rank:
     be read or drawn.
     """
 
-    def __init__(self, world: World, run: Run, layout: Layout, *, drawn: bool = True) -> None:
+    def __init__(
+        self, world: World, run: Run, layout: Layout, *, drawn: bool = True
+    ) -> None:
         self.world, self.run = world, run
         self.notices: list[str] = []  # about the model
         with agreement(world) as facts:
@@ -122,7 +130,9 @@ class Rank:
             seed=run.seed if drawn and not run.hub else None,
         )
         self.rows = self.part.rows_of(self.batches.size)
-        self.flops = step_flops(self.shape, self.shape.batch, self.batches.sequence, program)
+        self.flops = step_flops(
+            self.shape, self.shape.batch, self.batches.sequence, program
+        )
 
     def _refuse_other_forward(self) -> None:
         """Compares the pieces of the user's model with its own forward, as far as a CPU can run them."""
@@ -131,12 +141,16 @@ class Rank:
         except UntriedPieces as error:
             if self.world.device.type == "cpu":
                 raise
-            self.notices.append(f"pieces and forward of {self.run.own} are not compared. {error}")
+            self.notices.append(
+                f"pieces and forward of {self.run.own} are not compared. {error}"
+            )
 
     def _fitting_program(self, layout: Layout) -> Program:
         # One program for all ranks, so the least of their limits.
         group, own = self.world.split("limit", [range(self.world.size)]), self.run
-        least = torch.tensor([memory_limit(own, self.world)], dtype=torch.float64).to(group.device)
+        least = torch.tensor([memory_limit(own, self.world)], dtype=torch.float64).to(
+            group.device
+        )
         group.all_reduce(least, "min")
         return fitting_program(
             maker_of(own),

@@ -38,12 +38,16 @@ class RemoteFolder:
     """A run's checkpoints at a URL. Each call tells the `task` that progress was made. A `fresh` one
     shares no connection with those before, of which one may hang."""
 
-    def __init__(self, url: str, task: Task | None = None, *, fresh: bool = False) -> None:
+    def __init__(
+        self, url: str, task: Task | None = None, *, fresh: bool = False
+    ) -> None:
         self.url = Url(url)
         self.task = task or Task(lambda task: "")
         address, options = self.url.connection()
         open_url = importlib.import_module("fsspec").core.url_to_fs
-        words: dict[str, Any] = {**options, "skip_instance_cache": True} if fresh else options
+        words: dict[str, Any] = (
+            {**options, "skip_instance_cache": True} if fresh else options
+        )
         self.fs, root = open_url(address, **words)
         self.root = str(root).rstrip("/")
 
@@ -99,7 +103,9 @@ class RemoteFolder:
         self._do("pipe_file", probe, b"now")
         try:
             self._do("invalidate_cache")
-            now, then = (self._do("modified", path) for path in (probe, f"{self.root}/{name}"))
+            now, then = (
+                self._do("modified", path) for path in (probe, f"{self.root}/{name}")
+            )
             return float((now - then).total_seconds())
         except (NotImplementedError, AttributeError, KeyError, TypeError):
             return None
@@ -123,8 +129,11 @@ class RemoteFolder:
             whole = str(self.fs._strip_protocol(entry["name"]))
             if whole.rstrip("/") == path:  # the folder itself, which some stores list
                 continue
-            if not whole.startswith(f"{path}/"):  # taken for nothing, it would hide checkpoints
-                raise CheckpointError(f"{self.url}: lists {whole[:200]!r}, which is not in it.")
+            # taken for nothing, it would hide checkpoints
+            if not whole.startswith(f"{path}/"):
+                raise CheckpointError(
+                    f"{self.url}: lists {whole[:200]!r}, which is not in it."
+                )
             name, _, further = whole[len(path) + 1 :].partition("/")
             if name:
                 folder = bool(further) or entry.get("type") == "directory"
@@ -132,15 +141,23 @@ class RemoteFolder:
         return names
 
     def _files(self, step: int) -> set[str]:
-        return {name for name, folder in self._children(self._path(step)).items() if not folder}
+        return {
+            name
+            for name, folder in self._children(self._path(step)).items()
+            if not folder
+        }
 
     def _folders(self) -> dict[int, set[str]]:
         """The names of the files in the folder of each step, the newest first."""
         self._do("invalidate_cache")
         found = [
-            stored.step_of(name) for name, folder in self._children(self.root).items() if folder
+            stored.step_of(name)
+            for name, folder in self._children(self.root).items()
+            if folder
         ]
-        return {step: self._files(step) for step in sorted(found, reverse=True) if step >= 0}
+        return {
+            step: self._files(step) for step in sorted(found, reverse=True) if step >= 0
+        }
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, newest first."""
@@ -153,7 +170,9 @@ class RemoteFolder:
             return None
         try:
             text = raw.decode(errors="replace")
-            body = parse_json(text, f"{self.url}/{name_of(step)}", CheckpointError).get("body")
+            body = parse_json(text, f"{self.url}/{name_of(step)}", CheckpointError).get(
+                "body"
+            )
         except CheckpointError:
             return None
         return body if isinstance(body, dict) else None
@@ -177,7 +196,10 @@ class RemoteFolder:
         manifest: Manifest = Manifest.parse(text, path)
         step = manifest.step
         names = self._files(step)
-        if MANIFEST in names and self.read(MANIFEST, stored.LIMIT, step) == text.encode():
+        if (
+            MANIFEST in names
+            and self.read(MANIFEST, stored.LIMIT, step) == text.encode()
+        ):
             return
         run = self.run_of(step, names)
         if run is not None and not owns(run, step):
@@ -196,18 +218,25 @@ class RemoteFolder:
         if REMOVED in self._files(step):
             self._do("rm_file", there(REMOVED))
 
-    def _put(self, path: Path, there: Callable[[str], str], file: stored.StoredFile) -> None:
+    def _put(
+        self, path: Path, there: Callable[[str], str], file: stored.StoredFile
+    ) -> None:
         target = there(file.name)
         words: dict[str, int] = {}
         if getattr(self.fs, "default_block_size", 0) > CHUNK:
             # Each block that the library sends is progress, and a file has a limited number of them.
             words["block_size"] = CHUNK * -(-file.size // (CHUNK * PARTS))
-        with (path / file.name).open("rb") as own, self._do("open", target, "wb", **words) as out:
+        with (
+            (path / file.name).open("rb") as own,
+            self._do("open", target, "wb", **words) as out,
+        ):
             for chunk in _sound(own, file, str(path)):
                 out.write(chunk)
                 self.task.moved()
         if (size := self._do("size", target)) != file.size:
-            raise CheckpointError(f"{target}: has {size:,} bytes, {file.size:,} were uploaded.")
+            raise CheckpointError(
+                f"{target}: has {size:,} bytes, {file.size:,} were uploaded."
+            )
 
     def prune(self, newest: int, keep: int, owns: Owns) -> None:
         """Prunes as on the disk: later steps belong to an abandoned course and are set aside, and
@@ -219,7 +248,9 @@ class RemoteFolder:
                 aside = self._path(step, f"{ASIDE}{MANIFEST}")
                 self._do("mv", self._path(step, MANIFEST), aside)
         older = [
-            step for step in folders if step < newest and f"{ASIDE}{MANIFEST}" not in folders[step]
+            step
+            for step in folders
+            if step < newest and f"{ASIDE}{MANIFEST}" not in folders[step]
         ]
         kept = int(newest in whole)
         for step in older:
@@ -234,13 +265,16 @@ class RemoteFolder:
         """Remove a checkpoint, or what was uploaded of one: what says whose it is goes last."""
         if MANIFEST in names:  # what is half removed must not look like a checkpoint
             self._do("mv", self._path(step, MANIFEST), self._path(step, REMOVED))
-        numbers = [self._path(step, name) for name in names if stored.is_file_name(name)]
+        numbers = [
+            self._path(step, name) for name in names if stored.is_file_name(name)
+        ]
         in_threads(partial(self._do, "rm_file"), numbers, FILES, self.task.check)
         for name in (WRITING, REMOVED):
             if name in names or (name == REMOVED and MANIFEST in names):
                 self._do("rm_file", self._path(step, name))
         self._do("invalidate_cache")
-        with suppress(OSError):  # stores without folders have none, and an empty one does no harm
+        # stores without folders have none, and an empty one does no harm
+        with suppress(OSError):
             if not self._do("ls", self._path(step), detail=True):
                 self._do("rmdir", self._path(step))
 
@@ -251,7 +285,9 @@ class RemoteFolder:
         if raw is None:
             raise CheckpointError(f"{where}: its manifest is not there any more.")
         if len(raw) > stored.LIMIT:
-            raise CheckpointError(f"{where}: its manifest has more than {stored.LIMIT:,} bytes.")
+            raise CheckpointError(
+                f"{where}: its manifest has more than {stored.LIMIT:,} bytes."
+            )
         path, text = folder / name_of(step), raw.decode(errors="replace")
         manifest: Manifest = Manifest.parse(text, path)
         hidden = make_hidden(folder / f"{SAVING}{step:08}")

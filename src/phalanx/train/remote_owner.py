@@ -124,16 +124,19 @@ class RemoteOwner:
     start: str
     host: str
     pid: int = key(maximum=LARGEST)
-    born: int = key(maximum=LARGEST)  # when the process was started, in ticks of its machine
+    # when the process was started, in ticks of its machine
+    born: int = key(maximum=LARGEST)
     machine: str = ""
     out: str = ""
     folder: str = ""
     lock: int = key(0, maximum=LARGEST)
     since: str = ""
     heartbeat: str = ""
-    beats: int = key(0, maximum=LARGEST)  # so that each text is another, whatever the clock says
+    # so that each text is another, whatever the clock says
+    beats: int = key(0, maximum=LARGEST)
     ended: bool = False
-    adopted: tuple[int, ...] = ()  # steps without a run id that were there when the run came
+    # steps without a run id that were there when the run came
+    adopted: tuple[int, ...] = ()
 
     @classmethod
     def parse(cls, raw: bytes, where: str) -> "RemoteOwner":
@@ -141,10 +144,14 @@ class RemoteOwner:
         if len(raw) > LIMIT:
             raise CheckpointError(f"{where} has more than {LIMIT:,} bytes.")
         table = parse_json(raw.decode(errors="replace"), where, CheckpointError)
-        known = {name: table[name] for name in cls.__dataclass_fields__ if name in table}
+        known = {
+            name: table[name] for name in cls.__dataclass_fields__ if name in table
+        }
         owner: RemoteOwner = decode(cls, known, where, CheckpointError)
         texts = [value for value in known.values() if isinstance(value, str)]
-        if any(len(text) > _LONGEST for text in texts) or not stored.is_run_id(owner.run):
+        if any(len(text) > _LONGEST for text in texts) or not stored.is_run_id(
+            owner.run
+        ):
             raise CheckpointError(f"{where} names no run.")
         return owner
 
@@ -171,7 +178,9 @@ def gone(owner: RemoteOwner, mine: RemoteOwner) -> bool:
     return same and not alive(owner.pid, owner.born)
 
 
-def run_for(owner: str | None, there: str | None, own: str | None, *, akin: bool) -> str | None:
+def run_for(
+    owner: str | None, there: str | None, own: str | None, *, akin: bool
+) -> str | None:
     """The id under which a start may use a remote folder; "" for its own new one, None if the folder
     is another run's.
 
@@ -336,7 +345,11 @@ class Ownership:
         return time.monotonic() - since >= seconds
 
     def _claim_as(
-        self, folder: RemoteFolder, run: str, owner: RemoteOwner | None, steps: list[int]
+        self,
+        folder: RemoteFolder,
+        run: str,
+        owner: RemoteOwner | None,
+        steps: list[int],
     ) -> None:
         """Take the folder's run id, and what its earlier owner has adopted."""
         adopted = owner.adopted if owner and owner.run == run else ()

@@ -16,7 +16,8 @@ from ..comm.agree import broadcast_text
 TRIES = 6  # of each piece of work
 WAIT = 1.0  # seconds after the first, twice as long after each further one
 ROUND = 1.0  # seconds after which ranks that wait for rank 0 meet again
-MOVED = 64  # units of progress in a try, after which the next one may take as long again
+# units of progress in a try, after which the next one may take as long again
+MOVED = 64
 
 Item = TypeVar("Item")
 
@@ -35,7 +36,8 @@ class Task:
 
     def __init__(self, work: Callable[["Task"], str]) -> None:
         self._work = work
-        self.on_end: Callable[[], None] = lambda: None  # called in the thread, after `finished`
+        # called in the thread, after `finished`
+        self.on_end: Callable[[], None] = lambda: None
         self._units = self._most = 0
         self.last = time.monotonic()  # when progress was made
         self.abandoned = False
@@ -117,7 +119,10 @@ def try_often(
 
 
 def in_threads(
-    work: Callable[[Item], None], items: Iterable[Item], count: int, check: Callable[[], None]
+    work: Callable[[Item], None],
+    items: Iterable[Item],
+    count: int,
+    check: Callable[[], None],
 ) -> None:
     """Do the work for each item, `count` at once; the first error ends all.
 
@@ -137,7 +142,9 @@ def in_threads(
             except BaseException as error:
                 errors.append(error)
 
-    threads = [threading.Thread(target=run, daemon=True) for _ in range(min(count, len(left)))]
+    threads = [
+        threading.Thread(target=run, daemon=True) for _ in range(min(count, len(left)))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -26,14 +26,19 @@ class RunState:
     `data` are the records of the run's sources; `uploads` knows the run's id.
     """
 
-    def __init__(self, rank: Rank, data: Sequence[SourceRecord], uploads: Uploads) -> None:
+    def __init__(
+        self, rank: Rank, data: Sequence[SourceRecord], uploads: Uploads
+    ) -> None:
         self.rank, self.data, self.uploads = rank, list(data), uploads
 
     def progress(self, done: int) -> Progress:
         """The state after so many steps."""
         rank, scaling = self.rank, self.rank.part.trainer.scaling
         state = {"loss_scale": [scaling.scale, scaling.steady]} if scaling else {}
-        config: dict[str, Any] = {"run": asdict(rank.run), "model": rank.identity.record}
+        config: dict[str, Any] = {
+            "run": asdict(rank.run),
+            "model": rank.identity.record,
+        }
         config["data"] = table_of(self.data)
         config[RUN_ID] = self.uploads.run_id
         return Progress(
@@ -52,7 +57,8 @@ class RunState:
         rank.batches = rank.batches.resumed(progress.step, progress.cursor)
         scaling, scale = rank.part.trainer.scaling, progress.state.get("loss_scale")
         if scaling and scale is not None:
-            scaling.scale, scaling.steady = scale  # the manifest's reader has checked both
+            # the manifest's reader has checked both
+            scaling.scale, scaling.steady = scale
 
 
 def load_or_draw(state: RunState, log: RunLog, memory: MemoryCheckpoints | None) -> int:

@@ -22,7 +22,9 @@ class DiskSaves:
     `unsaved` is the reason why the newest save failed, if the run goes on without it.
     """
 
-    def __init__(self, rank: Rank, log: RunLog, progress: ProgressAt, uploads: Uploads) -> None:
+    def __init__(
+        self, rank: Rank, log: RunLog, progress: ProgressAt, uploads: Uploads
+    ) -> None:
         kept = rank.run.checkpoint
         self.rank, self.log, self.progress, self.uploads = rank, log, progress, uploads
         self.folder = rank.run.checkpoints
@@ -58,7 +60,9 @@ class DiskSaves:
         for saved in saves:
             self.unsaved = saved.error
             text = f"not saved: {saved.error}" if saved.error else f"saved {saved.path}"
-            text += f"; it is there and sound, but {saved.notice}" if saved.notice else ""
+            text += (
+                f"; it is there and sound, but {saved.notice}" if saved.notice else ""
+            )
             values = {"step": saved.step, "path": str(saved.path), "error": saved.error}
             values |= {"notice": saved.notice} if saved.notice else {}
             if not saved.error:

@@ -99,12 +99,15 @@ class Sink:
             self._queue.put_nowait((dict(numbers), step))
         except queue.Full:
             text = f"{self.tool.name} does not keep up ({self._call} has not returned)"
-            self._tell("full", f"{text}: some of its numbers are dropped from step {step} on")
+            self._tell(
+                "full", f"{text}: some of its numbers are dropped from step {step} on"
+            )
 
     def end(self) -> None:
         """Ask the tool to finish after what is queued, without waiting."""
         with suppress(queue.Empty):
-            while self._queue.full():  # drop the oldest numbers: the end must not wait for room
+            # drop the oldest numbers: the end must not wait for room
+            while self._queue.full():
                 self._queue.get_nowait()
         self._queue.put(None)  # nobody else puts
 
@@ -112,7 +115,9 @@ class Sink:
         """True if the tool finishes before `until`, a time of `time.monotonic`."""
         if self._ended.wait(max(0.0, until - time.monotonic())):
             return True
-        text = f"{self.tool.name}.{self._call} has not returned: the run ends without it"
+        text = (
+            f"{self.tool.name}.{self._call} has not returned: the run ends without it"
+        )
         self._tell("end", text)
         return False
 
@@ -134,7 +139,8 @@ class Sink:
         # Also SystemExit: a tool must not decide about the run. It would end this thread only, unnoticed.
         except BaseException as error:
             self._tell(
-                call, f"{self.tool.name}.{call} raised {_described(error)}{_CONSEQUENCE[call]}"
+                call,
+                f"{self.tool.name}.{call} raised {_described(error)}{_CONSEQUENCE[call]}",
             )
             return False
         return True

@@ -23,7 +23,9 @@ class SkippedSteps:
         if step.result.finite:
             self.in_a_row = 0
             return
-        overflow = self.rank.part.trainer.scaling is not None and math.isfinite(step.result.total)
+        overflow = self.rank.part.trainer.scaling is not None and math.isfinite(
+            step.result.total
+        )
         if overflow:  # float16's own way of finding its scale
             self.log.event("skip", step=step.done, why="a float16 gradient overflowed")
             return
@@ -42,7 +44,8 @@ class SkippedSteps:
         part = self.rank.part
         first = part.trainer.first_bad(part.names)
         own = "" if first is None else f"{first[0]:06} {first[1]}"
-        ranks_of: dict[str, list[str]] = {}  # by position along the step and description
+        # by position along the step and description
+        ranks_of: dict[str, list[str]] = {}
         for text in errors_of(part.everyone, own):
             rank, _, what = text.partition(": ")
             ranks_of.setdefault(what, []).append(rank)

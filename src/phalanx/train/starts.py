@@ -20,14 +20,19 @@ class DoneSteps:
     """The steps that a run has done, in a file. The command makes it, and rank 0 writes it; the other ranks
     have it not `opened`."""
 
-    def __init__(self, folder: Path, *, make: bool = False, opened: bool = True) -> None:
+    def __init__(
+        self, folder: Path, *, make: bool = False, opened: bool = True
+    ) -> None:
         self._descriptor = -1
         if not opened:
             return
         path = folder / FILE
         flags = os.O_RDWR | os.O_NOFOLLOW
         # A run that is never started again has no file.
-        with suppress(OSError), open_regular(path, flags | (os.O_CREAT if make else 0)) as file:
+        with (
+            suppress(OSError),
+            open_regular(path, flags | (os.O_CREAT if make else 0)) as file,
+        ):
             self._descriptor = os.dup(file.fileno())
 
     def write(self, step: int) -> None:

@@ -39,7 +39,9 @@ class StepLines:
         norm = math.nan if step.result.norm is None else step.result.norm
         numbers = {"loss": step.result.total, "norm": norm, "lr": step.lr}
         seconds, self.seconds = self.seconds, []
-        self.log.step(step.done, seconds, numbers | {"memory": float(table[:, 0].max())})
+        self.log.step(
+            step.done, seconds, numbers | {"memory": float(table[:, 0].max())}
+        )
         if self.log.active:
             for slow in self.stragglers.look(table[:, 1:].tolist(), len(seconds)):
                 self.log.event("straggler", str(slow), step=step.done, **slow._asdict())

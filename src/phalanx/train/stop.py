@@ -29,7 +29,8 @@ STOP = "STOP"  # the file, and how a request by it is called
 REMOVED = "REMOVED"  # how the removal of the run's folder is called
 FOR_GOOD = (STOP, REMOVED)  # these count more than signals
 _RESERVE = ".run.stop"
-_SIGNAL = "signal "  # what a STOP file begins with that a command has put there for its ranks
+# what a STOP file begins with that a command has put there for its ranks
+_SIGNAL = "signal "
 # Seconds that clocks of one file server may differ by, from one of its answers to the next.
 _SLACK = 2.0
 _UNKNOWN = (-1, -1)  # the numbers of a file that cannot be looked at
@@ -153,7 +154,8 @@ class PassedOn:
         self.file, self.reserve = file, file.with_name(_RESERVE)
         self.descriptor = -1
         _remove(self.reserve)  # of a killed command
-        with suppress(OSError):  # a disk that is full already: `ask` says that it cannot
+        # a disk that is full already: `ask` says that it cannot
+        with suppress(OSError):
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             self.descriptor = os.open(self.reserve, flags, 0o644)
             os.write(self.descriptor, f"{_SIGNAL}{'SIGTERM':10}\n".encode())

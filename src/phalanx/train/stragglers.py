@@ -37,7 +37,9 @@ class Slow(NamedTuple):
     def __str__(self) -> str:
         own, usual = map(seconds_text, (self.seconds, self.usual))
         text = f"rank {self.rank} is slow: {own} of its own work a step, where {usual} is usual; "
-        each = [(name, *map(seconds_text, both)) for name, both in self.operations.items()]
+        each = [
+            (name, *map(seconds_text, both)) for name, both in self.operations.items()
+        ]
         return text + ", ".join(f"{name} {own} ({usual})" for name, own, usual in each)
 
 
@@ -54,7 +56,11 @@ class OwnTime:
         self.parts = dict.fromkeys(NAMES, 0.0)
 
     def add(
-        self, seconds: float, data: float, spans: Iterable[Span], waits: Sequence[Interval]
+        self,
+        seconds: float,
+        data: float,
+        spans: Iterable[Span],
+        waits: Sequence[Interval],
     ) -> None:
         """A step: its seconds, those of reading its data, its operations, and when it waited."""
         self.steps += 1
@@ -62,7 +68,9 @@ class OwnTime:
         computed = 0.0
         for span in spans:
             if span.lane == ops.COMPUTE:
-                waited = sum(max(0.0, min(b, span.end) - max(a, span.start)) for a, b in waits)
+                waited = sum(
+                    max(0.0, min(b, span.end) - max(a, span.start)) for a, b in waits
+                )
                 own = span.end - span.start - (0.0 if self.queued else waited)
                 self.parts[ops.KINDS[span.op.kind].name] += own
                 computed += own
@@ -73,7 +81,9 @@ class OwnTime:
 
     def taken(self) -> list[float]:
         """Seconds a step, whole and in parts; counting begins again."""
-        numbers = [each / max(1, self.steps) for each in (self.total, *self.parts.values())]
+        numbers = [
+            each / max(1, self.steps) for each in (self.total, *self.parts.values())
+        ]
         self._clear()
         return numbers
 
@@ -84,7 +94,9 @@ class Stragglers:
     def __init__(self, factor: float, rows: Sequence[int]) -> None:
         self.factor = factor
         self.excess = [0.0] * len(rows)
-        self.earlier: list[deque[Sequence[float]]] = [deque(maxlen=_EARLIER) for _ in rows]
+        self.earlier: list[deque[Sequence[float]]] = [
+            deque(maxlen=_EARLIER) for _ in rows
+        ]
         self.peers: dict[int, list[int]] = {}  # the ranks of each row
         for rank, row in enumerate(rows):
             self.peers.setdefault(row, []).append(rank)
@@ -98,7 +110,9 @@ class Stragglers:
             return
         numbers = np.asarray(table, dtype=np.float64)  # (ranks, 1 + names)
         found = [
-            rank for ranks in self.peers.values() for rank in self._beyond(numbers, ranks, steps)
+            rank
+            for ranks in self.peers.values()
+            for rank in self._beyond(numbers, ranks, steps)
         ]
         found.sort(key=lambda rank: -numbers[rank, 0])
         for rank in found:
@@ -109,10 +123,16 @@ class Stragglers:
             if len(ranks) == 1:
                 self.earlier[ranks[0]].append(table[ranks[0]])
 
-    def _beyond(self, numbers: np.ndarray, ranks: Sequence[int], steps: int) -> list[int]:
+    def _beyond(
+        self, numbers: np.ndarray, ranks: Sequence[int], steps: int
+    ) -> list[int]:
         """Ranks of one row whose accumulated excess over the factor is large enough."""
         totals = numbers[ranks, 0]
-        usual = _medians_of_others(totals) if len(ranks) > 1 else self._earlier_median(ranks[0])
+        usual = (
+            _medians_of_others(totals)
+            if len(ranks) > 1
+            else self._earlier_median(ranks[0])
+        )
         if usual is None:
             return []
         # What is beyond the factor in some steps is paid back in others, so that noise ends nowhere.

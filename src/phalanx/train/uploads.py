@@ -66,7 +66,8 @@ class Uploads:
         try:
             yield
         except ValueError:
-            if self.uploader:  # no other machine waits until the heartbeat of this one is old
+            # no other machine waits until the heartbeat of this one is old
+            if self.uploader:
                 self.uploader.release().finished.wait(ENDING)
             raise
 
@@ -85,7 +86,8 @@ class Uploads:
         if self.owner and self.uploader:
             self.owner.resumed(loaded.progress)
             if loaded.path.parent == self.rank.run.checkpoints:
-                self.uploader.offer(loaded.path)  # it may be there, or its upload was cut
+                # it may be there, or its upload was cut
+                self.uploader.offer(loaded.path)
 
     def offer(self, path: Path) -> None:
         """Uploads this checkpoint next."""

@@ -76,7 +76,9 @@ def watched(world: World, run: Run) -> Iterator[Positions]:
         world.record(None)
 
 
-def _meet(world: World, positions: Positions) -> tuple[dict[str, list[RankProcess]], str]:
+def _meet(
+    world: World, positions: Positions
+) -> tuple[dict[str, list[RankProcess]], str]:
     """The ranks of each host by its name, and a random name of this start of the run: the same on all
     ranks."""
     positions.words[TOKEN] = 1 + secrets.randbits(62)

@@ -20,9 +20,7 @@ from ..hang.processes import stat_of
 _ENVIRONMENT = {
     name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ
 }
-_START = (
-    "import sys; sys.path.insert(0, {!r}); from phalanx.hang.watcher import main; sys.exit(main())"
-)
+_START = "import sys; sys.path.insert(0, {!r}); from phalanx.hang.watcher import main; sys.exit(main())"
 _LOOK_EVERY = 1.0  # seconds
 _STOPPED = 3.0  # seconds that the watcher may be stopped while this rank runs
 _SILENT = 20.0  # seconds without a look of the watcher
@@ -40,7 +38,9 @@ class WatcherProcess:
         self.hosted, self.positions = hosted, positions
         self._closed = threading.Event()
         self._process = self._start()
-        self._thread = threading.Thread(target=self._look_after, name="watcher", daemon=True)
+        self._thread = threading.Thread(
+            target=self._look_after, name="watcher", daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:
@@ -74,7 +74,8 @@ class WatcherProcess:
         stopped_since: float | None = None
         while not self._closed.wait(_LOOK_EVERY):
             now = time.monotonic()
-            if now - last > 2 * _LOOK_EVERY:  # this process was stopped itself, or starved
+            # this process was stopped itself, or starved
+            if now - last > 2 * _LOOK_EVERY:
                 self._heard, stopped_since = now, None
             last = now
             stopped = self._process is not None and _state(self._process.pid) == "T"
@@ -86,9 +87,12 @@ class WatcherProcess:
             failed = failed + 1 if now - self._started < _SHORT else 1
             self._end()
             if self._closed.is_set():
-                return  # meanwhile this rank is over: a new watcher would find nothing to do
+                # meanwhile this rank is over: a new watcher would find nothing to do
+                return
             if failed > _ATTEMPTS:
-                self._say(f"{what} and cannot be started again: hangs are not noticed from here on")
+                self._say(
+                    f"{what} and cannot be started again: hangs are not noticed from here on"
+                )
                 self.positions.watched = False
                 return
             self._say(f"{what}; it is started again")
@@ -103,7 +107,11 @@ class WatcherProcess:
         if process is None:
             return f"{who} could not be started"
         if (code := process.poll()) is not None:
-            how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+            how = (
+                f"was killed by signal {-code}"
+                if code < 0
+                else f"ended with code {code}"
+            )
             return f"{who} {how}"
         if stopped_since is not None and now - stopped_since >= _STOPPED:
             return f"{who} was stopped by a signal"
@@ -119,7 +127,9 @@ class WatcherProcess:
 
     def _say(self, text: str) -> None:
         self.positions.notices.append(text)
-        logging.getLogger(f"phalanx.rank{self.positions.words[RANK]}").warning("%s", text)
+        logging.getLogger(f"phalanx.rank{self.positions.words[RANK]}").warning(
+            "%s", text
+        )
 
 
 def _state(pid: int) -> str:

@@ -61,7 +61,9 @@ def batch_of(
     token of a small vocabulary is among the inputs: some model treats one of them apart."""
     draw = torch.Generator().manual_seed(1_000_003 * seed + step)
     if shape.kind == "mlp":
-        rows = torch.randn(shape.batch, shape.hidden, generator=draw, dtype=torch.float64)
+        rows = torch.randn(
+            shape.batch, shape.hidden, generator=draw, dtype=torch.float64
+        )
         return {"inputs": rows.to(dtype)}
     size = (shape.batch, shape.sequence + 1)
     tokens = torch.randint(0, shape.vocab, size, generator=draw)

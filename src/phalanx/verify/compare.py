@@ -14,7 +14,8 @@ from .reference import Trace, TracedStep
 
 EXACT = 1e-10  # the largest relative error in float64
 FACTOR = 2.0  # in less: so many times the change that a unit in the last place makes
-TIE = 1e-9  # scores of experts so near each other may be ranked otherwise by another layout
+# scores of experts so near each other may be ranked otherwise by another layout
+TIE = 1e-9
 # A gradient below this share of the model's largest is compared against that floor: some true
 # gradients are zero (a key's bias without rotation), and what is left of them is rounding.
 FLOOR = 1e-6
@@ -51,7 +52,11 @@ class Difference:
         if self.ranks:
             (a, b), x, y = self.ranks, self.want, self.got
             of = f" of {self.name}{list(self.element)}" if self.name else ""
-            rule = "copies must be equal bit by bit" if self.name else "all ranks must agree on it"
+            rule = (
+                "copies must be equal bit by bit"
+                if self.name
+                else "all ranks must agree on it"
+            )
             return (
                 f"step {self.step}: the {self.what}{of} is {x:.17g} on rank {a} and {y:.17g} on"
                 f" rank {b}; {rule}"
@@ -73,7 +78,9 @@ class _Measure:
     rate: Callable[[int], float]
     bounds: Bounds | None
 
-    def number(self, step: int, what: str, got: float, want: float) -> Iterator[Difference]:
+    def number(
+        self, step: int, what: str, got: float, want: float
+    ) -> Iterator[Difference]:
         """What is one number, and the same on all ranks."""
         error = abs(got - want) / max(abs(want), 1e-30)
         if not math.isfinite(got) and not math.isfinite(want):
@@ -94,16 +101,23 @@ class _Measure:
     ) -> Iterator[Difference]:
         for name, whole in want.items():
             scale = max(self._size(whole), floor, 1e-300)
-            yield self._bounded(self._tensor(step, what, name, got.get(name), whole, scale))
-            yield from self._mismatches(step, "weight" if what == "update" else what, name)
+            yield self._bounded(
+                self._tensor(step, what, name, got.get(name), whole, scale)
+            )
+            yield from self._mismatches(
+                step, "weight" if what == "update" else what, name
+            )
 
     def _mismatches(self, step: int, what: str, name: str) -> Iterator[Difference]:
         """Ranks that have different numbers where they must have the same."""
-        last = len(self.got.steps) - 1  # what comes after the last step is among its mismatches
+        # what comes after the last step is among its mismatches
+        last = len(self.got.steps) - 1
         for apart in self.got.steps[min(step, last)].mismatches:
             if (apart.what, apart.name) == (what, name):
                 (a, b), element = apart.values, apart.element
-                yield Difference(step, what, name, element, b, a, math.inf, 0.0, ranks=apart.ranks)
+                yield Difference(
+                    step, what, name, element, b, a, math.inf, 0.0, ranks=apart.ranks
+                )
 
     def routes(
         self, step: int, name: str, got: TracedStep, want: TracedStep
@@ -117,7 +131,9 @@ class _Measure:
         for apart in (known != whole).nonzero()[:1]:
             element = tuple(int(i) for i in apart)
             gap = float(want.gaps[name][element[:-1]])
-            hint = f"scores {gap:.1e} apart: rounding decides; take another seed" * (gap < TIE)
+            hint = f"scores {gap:.1e} apart: rounding decides; take another seed" * (
+                gap < TIE
+            )
             a, b = float(known[element]), float(whole[element])
             yield Difference(step, "routing", name, element, a, b, math.inf, 0.0, hint)
 
@@ -134,19 +150,29 @@ class _Measure:
         return float(x.abs().max() if self.bounds is None else x.norm())
 
     def _tensor(
-        self, step: int, what: str, name: str, got: Tensor | None, want: Tensor, scale: float
+        self,
+        step: int,
+        what: str,
+        name: str,
+        got: Tensor | None,
+        want: Tensor,
+        scale: float,
     ) -> Difference:
         """The size of the difference over `scale`, and the element where it is largest."""
         if got is None or got.shape != want.shape:
             why = "no rank has it"
-            return Difference(step, what, name, (), math.nan, math.nan, math.inf, hint=why)
+            return Difference(
+                step, what, name, (), math.nan, math.nan, math.inf, hint=why
+            )
         apart = (got.double() - want.double()).abs().nan_to_num(nan=math.inf)
         apart[~got.isfinite() & ~want.isfinite()] = 0.0  # in a step that float16 skips
         at = int(apart.argmax())
         element = tuple(int(i) for i in np.unravel_index(at, tuple(want.shape)))
         a, b = float(got.reshape(-1)[at]), float(want.reshape(-1)[at])
         error = _or_infinite(self._size(apart) / scale)
-        return Difference(step, what, name, element, a, b, error, hint=_hint(a / b) if b else "")
+        return Difference(
+            step, what, name, element, a, b, error, hint=_hint(a / b) if b else ""
+        )
 
     def _bounded(self, x: Difference) -> Difference:
         if x.what in ("start", "loss scale"):
@@ -169,12 +195,17 @@ def compare(
         differences += _step(measure, number)
     if want.validation is not None:
         loss = math.nan if got.validation is None else got.validation
-        differences += measure.number(len(want.steps), "validation loss", loss, want.validation)
+        differences += measure.number(
+            len(want.steps), "validation loss", loss, want.validation
+        )
     return differences
 
 
 def bounds_of(
-    want: Trace, nudged: Iterable[Trace], rate: Callable[[int], float], compute: torch.dtype
+    want: Trace,
+    nudged: Iterable[Trace],
+    rate: Callable[[int], float],
+    compute: torch.dtype,
 ) -> Bounds:
     """Bounds of each quantity: a multiple of its change under perturbations of a unit in the last
     place.
@@ -229,7 +260,10 @@ def _step(measure: _Measure, number: int) -> Iterator[Difference]:
     else:
         start = measure.want.start
         yield from measure.tensors(
-            number, "update", _moved(got.weights, start), _moved(_reversed(want.weights), start)
+            number,
+            "update",
+            _moved(got.weights, start),
+            _moved(_reversed(want.weights), start),
         )
 
 
@@ -237,7 +271,9 @@ def _reversed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return dict(reversed(list(tensors.items())))
 
 
-def _moved(weights: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _moved(
+    weights: Mapping[str, Tensor], start: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     return {name: x.double() - start[name].double() for name, x in weights.items()}
 
 

@@ -39,7 +39,10 @@ _FORMS = {"float8_e4m3fn": (3, -6, 8, 448.0), "float8_e5m2": (2, -14, 15, 57344.
 def sums_of(layout: Layout) -> Layout:
     """The layout with nothing but what cuts the sums of products."""
     axes = tuple(axis for axis in layout.mesh.axes if axis.name in ("cp", "tp"))
-    seq, whole = layout.seq and layout.tp > 1, tuple(x for x in layout.experts if x == "tp")
+    seq, whole = (
+        layout.seq and layout.tp > 1,
+        tuple(x for x in layout.experts if x == "tp"),
+    )
     return Layout(Mesh(axes), seq=seq, experts=whole)
 
 
@@ -67,7 +70,10 @@ def padded(batch: Mapping[str, Tensor], cuts: Layout) -> Mapping[str, Tensor]:
         return batch
     fills = {"targets": IGNORED, DOCUMENTS: -1}
     batch = {**batch, VALID: torch.ones_like(batch["tokens"], dtype=torch.bool)}
-    return {name: F.pad(x, (0, short), value=fills.get(name, 0)) for name, x in batch.items()}
+    return {
+        name: F.pad(x, (0, short), value=fills.get(name, 0))
+        for name, x in batch.items()
+    }
 
 
 @dataclass
@@ -85,7 +91,9 @@ class Rounding:
         if self.generator:
             return [torch.arange(length)]  # cut at random as other sums are
         ring, ulysses = self.cuts.mesh.of("cp.ring"), self.cuts.mesh.of("cp.ulysses")
-        return [held_times(length, ring, ulysses, rank) for rank in range(ring * ulysses)]
+        return [
+            held_times(length, ring, ulysses, rank) for rank in range(ring * ulysses)
+        ]
 
     def __call__(self, x: Tensor, form: str, *, weight: bool = False) -> Tensor:
         digits, least, last, most = _FORMS[form]
@@ -94,7 +102,11 @@ class Rounding:
         k = x.shape[-1]
         run = self.traits.run or k
         rows = run if weight and self.traits.square else 0
-        of_rows = [slice(n, n + rows) for n in range(0, len(x), rows)] if rows else [slice(None)]
+        of_rows = (
+            [slice(n, n + rows) for n in range(0, len(x), rows)]
+            if rows
+            else [slice(None)]
+        )
         for column in self._runs(k, run):
             for row in of_rows:
                 part = wide[row, column]
@@ -124,7 +136,9 @@ class Rounding:
 def _nearest(x: Tensor, digits: int, least: int, most: float) -> Tensor:
     """The nearest number of a format, the even one of two: whole multiples of its last digit."""
     x = x.clamp(-most, most).double()
-    step = torch.ldexp(torch.ones_like(x), (torch.frexp(x)[1] - 1).clamp(min=least) - digits)
+    step = torch.ldexp(
+        torch.ones_like(x), (torch.frexp(x)[1] - 1).clamp(min=least) - digits
+    )
     return torch.round(x / step) * step
 
 
@@ -137,7 +151,9 @@ class RoundedLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.rounding, form = rounding, rounding.traits.forward
         flat = rounding(x.flatten(0, -2), form)
-        return _out(flat @ rounding(weight, form, weight=True).T, x).view(*x.shape[:-1], -1)
+        return _out(flat @ rounding(weight, form, weight=True).T, x).view(
+            *x.shape[:-1], -1
+        )
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -147,7 +163,9 @@ class RoundedLinear(torch.autograd.Function):
         flat = rounding(gradient.flatten(0, -2), of_gradient)
         into = _out(flat @ rounding(weight.T, of_x, weight=True).T, x).view_as(x)
         held = rounding.held(x.shape[1])
-        each = [(y[own], g[own]) for y, g in zip(x, gradient, strict=True) for own in held]
+        each = [
+            (y[own], g[own]) for y, g in zip(x, gradient, strict=True) for own in held
+        ]
         parts = [rounding(g.T, of_gradient) @ rounding(y.T, of_x).T for y, g in each]
         return into, _out(sum(parts[1:], parts[0]), weight), None
 
@@ -199,7 +217,11 @@ def install(
 def _owners(block: nn.Module) -> list[tuple[str, Any]]:
     """The modules that forks and joins of tp stand around."""
     kinds = HeadsAttention, Mlp, ExpertMlps
-    return [(path, module) for path, module in block.named_modules() if isinstance(module, kinds)]
+    return [
+        (path, module)
+        for path, module in block.named_modules()
+        if isinstance(module, kinds)
+    ]
 
 
 class _OverRanks:
@@ -220,7 +242,9 @@ class _OverRanks:
                 if rank and _added_once(model, cuts, prefix, name):
                     boxes[name] = None
             # Where there are fewer units than ranks the last ones have nothing but padding.
-            if all(side.start < side.stop for box in boxes.values() for side in box or ()):
+            if all(
+                side.start < side.stop for box in boxes.values() for side in box or ()
+            ):
                 self.boxes.append(boxes)
         module.forward = self
         wide = getattr(module, "q_wide_norm", None) is not None
@@ -232,10 +256,15 @@ class _OverRanks:
         if self.running:
             plain: Tensor = self.plain(*args)
             return plain
-        tensors = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        tensors = {
+            **dict(self.module.named_parameters()),
+            **dict(self.module.named_buffers()),
+        }
         parts = [
             {
-                name: torch.zeros_like(tensors[name]) if box is None else tensors[name][box]
+                name: torch.zeros_like(tensors[name])
+                if box is None
+                else tensors[name][box]
                 for name, box in boxes.items()
             }
             for boxes in self.boxes
@@ -255,20 +284,28 @@ class _OverRanks:
         given: dict[nn.Module, Sequence[Tensor]] = {}
         for names in self.wide:
             linear, norm = (getattr(self.module, name) for name in names)
-            outputs = [functional_call(linear, _inside(part, names[0]), (x,)) for part in parts]
+            outputs = [
+                functional_call(linear, _inside(part, names[0]), (x,)) for part in parts
+            ]
             weight = torch.cat([part[f"{names[1]}.weight"] for part in parts])
-            normed = functional_call(norm, {"weight": weight}, (torch.cat(outputs, -1),))
+            normed = functional_call(
+                norm, {"weight": weight}, (torch.cat(outputs, -1),)
+            )
             given[linear] = outputs
             given[norm] = torch.split(normed, [y.shape[-1] for y in outputs], -1)
         return given
 
-    def _recall(self, child: nn.Module, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    def _recall(
+        self, child: nn.Module, plain: Callable[[Tensor], Tensor], x: Tensor
+    ) -> Tensor:
         return self.given[child][self.rank] if child in self.given else plain(x)
 
 
 def _inside(tensors: Mapping[str, Tensor], child: str) -> dict[str, Tensor]:
     prefix = child + "."
-    return {n.removeprefix(prefix): x for n, x in tensors.items() if n.startswith(prefix)}
+    return {
+        n.removeprefix(prefix): x for n, x in tensors.items() if n.startswith(prefix)
+    }
 
 
 def _added_once(model: Model, cuts: Layout, prefix: str, name: str) -> bool:
@@ -281,7 +318,9 @@ def _added_once(model: Model, cuts: Layout, prefix: str, name: str) -> bool:
     return "tp" in cuts.axes_of(model.rules.dims(f"{prefix}.{owner}.weight"))[-1]
 
 
-def _of_expert(rounding: Rounding, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _of_expert(
+    rounding: Rounding, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
     y: Tensor = RoundedExpert.apply(x, weight, rounding)  # type: ignore[no-untyped-call]
     return y if bias is None else y + bias
 

@@ -46,7 +46,8 @@ def needed(
     and not threads. `builtin`: the model is built in, and so has a plain form."""
     exact, compute = COMPARED[dtype] == FP64, DTYPES[COMPARED[dtype]].bytes
     master = max(4, compute)
-    kept = (1 + 2 * steps) * master * parameters  # the start; gradients and weights of each step
+    # the start; gradients and weights of each step
+    kept = (1 + 2 * steps) * master * parameters
     activations = _activations(shape, compute)
     copies = 0 if exact else 2 * compute * parameters
     # Weights, gradients and Adam's two moments, beside what is kept of the steps.
@@ -68,7 +69,8 @@ def needed(
         written = kept * wholes / shards * (2 if processes else 1)
         repeated = 1 if layout.seq else (1 + layout.tp) / 2
         each = layout.ranks * PROCESS if processes else 0.0
-        joined = kept * (1 + 2 / master)  # beside each number, in two bytes, the rank that has it
+        # beside each number, in two bytes, the rank that has it
+        joined = kept * (1 + 2 / master)
         return at_home + gathered + written + joined + activations * repeated + each
 
     largest = max(layouts, key=together)
@@ -83,8 +85,11 @@ def _activations(shape: Shape, itemsize: int) -> float:
     tokens = shape.batch * shape.sequence
     wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     block = 8 * shape.hidden + 6 * wide + 6 * narrow + 5 * shape.ffn
-    if shape.experts:  # inputs, outputs and what is between, for each of a token's experts
-        block += shape.top_k * (6 * shape.hidden + 5 * shape.expert_ffn) + 6 * shape.experts
+    # inputs, outputs and what is between, for each of a token's experts
+    if shape.experts:
+        block += (
+            shape.top_k * (6 * shape.hidden + 5 * shape.expert_ffn) + 6 * shape.experts
+        )
     logits = 4 * shape.vocab * max(4, itemsize)
     return float(tokens * (shape.layers * block * itemsize + logits))
 

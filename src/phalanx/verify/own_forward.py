@@ -58,7 +58,9 @@ class OwnForward:
         return passed
 
     @staticmethod
-    def _gave(passed: Passed, name: str, module: nn.Module, args: Any, out: Any) -> None:
+    def _gave(
+        passed: Passed, name: str, module: nn.Module, args: Any, out: Any
+    ) -> None:
         x: Tensor = out[0] if isinstance(out, tuple) else out
         if x.dim():
             passed.outputs[name] = project(x)

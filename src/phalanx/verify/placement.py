@@ -58,7 +58,8 @@ class Placement(IntEnum):
     REPLICATED = 1  # the same
     SHARDED = 2  # parts of one whole, each of them finished
     VARYING = 3  # something else on each; perhaps a sum is still to be made
-    MIXED = 4  # that, plus something that all have alike: a sum would count it once for each rank
+    # that, plus something that all have alike: a sum would count it once for each rank
+    MIXED = 4
 
 
 Places = tuple[Placement, ...]  # one for each axis
@@ -73,7 +74,14 @@ _ADDS = {"add", "sub", "add_", "sub_"}
 _ALONE = {"neg", "clone", "_to_copy", "mul", "mul_", "div", "div_"}
 _LINEAR = {"sum", "mean", "cat", "stack", "mm", "bmm"}
 _PRODUCTS = {"mm", "bmm", "addmm", "addmm_", "baddbmm"}
-_SCATTERS = {"scatter_add", "scatter_add_", "index_add", "index_add_", "index_put", "index_put_"}
+_SCATTERS = {
+    "scatter_add",
+    "scatter_add_",
+    "index_add",
+    "index_add_",
+    "index_put",
+    "index_put_",
+}
 _OVERWRITES = {"copy_", "zero_", "fill_"}
 _MAKES = ("empty", "zeros", "ones", "full", "arange", "new_", "rand")
 
@@ -87,7 +95,9 @@ def placement_faults(
     for rank in range(small.ranks):
         at = {**dict.fromkeys(AXES, 0), **small.mesh.coordinates(rank)}
         parts = tuple(f"{axis}." for axis in small.shard_axes)
-        apart = (axis for axis in AXES if axis != "pp" and not f"{axis}.".startswith(parts))
+        apart = (
+            axis for axis in AXES if axis != "pp" and not f"{axis}.".startswith(parts)
+        )
         if any(at[axis] for axis in apart):
             continue  # as one that is looked at, or with parts of the same weights
         few = cut_blocks(_few(make(), small), small)
@@ -122,7 +132,9 @@ def _few(model: Model, layout: Layout) -> Model:
     for piece in range(most):
         if len(chosen) < min(most, layout.pp * layout.chunks):
             chosen.add(piece)
-    return replace(model, pieces=copy.deepcopy(tuple(model.pieces[n] for n in sorted(chosen))))
+    return replace(
+        model, pieces=copy.deepcopy(tuple(model.pieces[n] for n in sorted(chosen)))
+    )
 
 
 def _stages(names: Sequence[str], stages: int) -> tuple[range, ...]:
@@ -140,7 +152,8 @@ class _Known(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's stu
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.runs: dict[int, list[tuple[int, int, Places]]] = {}  # (from byte, to byte, places)
+        # (from byte, to byte, places)
+        self.runs: dict[int, list[tuple[int, int, Places]]] = {}
 
     def of(self, x: Tensor) -> Places:
         """The placement of a whole value."""
@@ -167,7 +180,9 @@ class _Known(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's stu
         kept += [(max(a, stop), b, p) for a, b, p in runs if b > stop]
         runs[:] = sorted([*kept, (start, stop, places)])
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         schema = func._schema.arguments
@@ -185,7 +200,9 @@ class _Known(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's stu
         mine = args[1:] if name in _OVERWRITES else args
         inputs = [x for x in tree_leaves([mine, read]) if isinstance(x, Tensor)]
         after = self._by_run(name, inputs, _joins_tokens(name, args))
-        before = {storage_of(x) for x in tree_leaves([args, kwargs]) if isinstance(x, Tensor)}
+        before = {
+            storage_of(x) for x in tree_leaves([args, kwargs]) if isinstance(x, Tensor)
+        }
         result = func(*args, **kwargs)
         for x in tree_leaves([written, outs, result]):
             fresh = isinstance(x, Tensor) and storage_of(x) not in before
@@ -206,22 +223,31 @@ class _Known(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's stu
             and name in _ADDS | _OVERWRITES | _ALONE
             and all(x.is_contiguous() for x in inputs)
         ):
-            return [(None, _after(name, [(x.dim(), self.of(x)) for x in inputs], joins))]
+            return [
+                (None, _after(name, [(x.dim(), self.of(x)) for x in inputs], joins))
+            ]
         runs = [self.within(x) for x in inputs]
-        ends = sorted({end for each in runs for start, stop, _ in each for end in (start, stop)})
+        ends = sorted(
+            {end for each in runs for start, stop, _ in each for end in (start, stop)}
+        )
         found: list[tuple[Run | None, Places]] = []
         for a, b in pairwise(ends):
             here = [
-                _joined([p for start, stop, p in each if start <= a and b <= stop]) for each in runs
+                _joined([p for start, stop, p in each if start <= a and b <= stop])
+                for each in runs
             ]
-            found.append(((a, b), _after(name, [(1, places) for places in here], joins)))
+            found.append(
+                ((a, b), _after(name, [(1, places) for places in here], joins))
+            )
         return found
 
 
 def _span(x: Tensor) -> tuple[int, int]:
     """The bytes of its storage between which a value lies."""
     size, start = x.element_size(), int(x.storage_offset())
-    last = sum((int(n) - 1) * int(step) for n, step in zip(x.shape, x.stride(), strict=True))
+    last = sum(
+        (int(n) - 1) * int(step) for n, step in zip(x.shape, x.stride(), strict=True)
+    )
     return start * size, (start + last + 1 if x.numel() else start) * size
 
 
@@ -250,14 +276,20 @@ def _after(name: str, known: Sequence[tuple[int, Places]], joins: bool) -> Place
         return NOWHERE
     dims, inputs = zip(*known, strict=True)
     along = zip(*inputs, strict=True)  # an axis after the other
-    return tuple(_along(name, list(zip(dims, places, strict=True)), joins) for places in along)
+    return tuple(
+        _along(name, list(zip(dims, places, strict=True)), joins) for places in along
+    )
 
 
 def _along(name: str, known: Sequence[tuple[int, Placement]], joins: bool) -> Placement:
     """The placement of an operation's output along one axis."""
     places = [place for _, place in known]
     most = max(places)
-    if name in _ADDS and most == VARYING and any(p == REPLICATED and dims for dims, p in known):
+    if (
+        name in _ADDS
+        and most == VARYING
+        and any(p == REPLICATED and dims for dims, p in known)
+    ):
         return MIXED
     if name in _ADDS | _OVERWRITES or most <= REPLICATED or most == VARYING:
         return most
@@ -292,7 +324,9 @@ class _PlacedGroup(Tally):
         match call.kind:
             case "all_reduce":
                 for start, stop, places in known.within(x):
-                    known.set(x, self.summed(places, call.op, REPLICATED), (start, stop))
+                    known.set(
+                        x, self.summed(places, call.op, REPLICATED), (start, stop)
+                    )
             case "reduce_scatter":
                 length = x.nbytes // self.size
                 first = length * self.rank
@@ -321,7 +355,9 @@ class _PlacedGroup(Tally):
         for axis in self.axes if op in ("sum", "average") and self.walk.strict else ():
             if places[axis] in (REPLICATED, SHARDED):
                 what = "the same" if places[axis] == REPLICATED else "finished"
-                self.walk.fault(f"a sum over {AXES[axis]} of what is {what} on all its ranks")
+                self.walk.fault(
+                    f"a sum over {AXES[axis]} of what is {what} on all its ranks"
+                )
             elif places[axis] == MIXED:
                 self.walk.fault(
                     f"a sum over {AXES[axis]} counts what all its ranks have alike once for each of them"
@@ -345,7 +381,9 @@ class _PlacedWorld(TallyWorld):
         group = _PlacedGroup(name, ranks.index(self.rank), ranks, self.device)
         group.known, group.walk, group.ledger = self.walk.known, self.walk, []
         group.axes = tuple(
-            i for i, axis in enumerate(AXES) if len({self.walk.at(r)[axis] for r in ranks}) > 1
+            i
+            for i, axis in enumerate(AXES)
+            if len({self.walk.at(r)[axis] for r in ranks}) > 1
         )
         return group
 
@@ -383,14 +421,18 @@ class _Placing(Executor):
     def _agree_elsewhere(self, op: Op) -> None:
         """Makes the same call as another replica, whose weights this rank's replica counts already."""
         units = self.local.units.values()
-        replicas = [unit.groups.replica for unit in units if unit.groups.replica.size > 1]
+        replicas = [
+            unit.groups.replica for unit in units if unit.groups.replica.size > 1
+        ]
         with _as_rank(1, replicas):
             super()._agree(op)
         for number in self.norms:
             group = self.local.units[number].groups.replica
             for axis in _axes_of(group):
                 name = self.walk.model.pieces[number % self.program.pieces][0]
-                self.walk.fault(f"the norm counts {name} on every replica along {AXES[axis]}")
+                self.walk.fault(
+                    f"the norm counts {name} on every replica along {AXES[axis]}"
+                )
 
     def _add_loss(self, y: Tensor) -> None:
         tp = self.local.groups.tp
@@ -418,7 +460,8 @@ class _Placing(Executor):
     def _exchange(self, op: Op) -> Work:
         exchange, group = self.local.exchange, self.local.exchange.tokens
         key = op.piece if op.piece in exchange.experts else op.piece - 1, op.index
-        if exchange.told.pop(key, None):  # nobody knows who goes where: as many to each rank
+        # nobody knows who goes where: as many to each rank
+        if exchange.told.pop(key, None):
             tokens, size = len(self.inputs[op.piece, op.index][SENT]), group.size
             even = [tokens // size + (rank < tokens % size) for rank in range(size)]
             exchange.routes[key] = Routes(even, [even[group.rank]] * size)
@@ -432,7 +475,10 @@ class _Placing(Executor):
 
         def home() -> None:
             # Finished by one of the ranks that share the experts, it is for each what it has sent.
-            places, sent = list(self.walk.known.of(bundle[SENT])), self.walk.sent[str(key)]
+            places, sent = (
+                list(self.walk.known.of(bundle[SENT])),
+                self.walk.sent[str(key)],
+            )
             for axis in _axes_of(group):
                 places[axis] = sent[axis]
             self.walk.known.set(bundle[SENT], tuple(places))
@@ -449,13 +495,17 @@ class _Placing(Executor):
             unit.spend()
 
     def _numbers(self) -> dict[str, Tensor]:
-        return {name: torch.zeros(1, device="cpu") for name in ("loss", "count", "norm")}
+        return {
+            name: torch.zeros(1, device="cpu") for name in ("loss", "count", "norm")
+        }
 
 
 class _Walk:
     """One rank of a layout, and what is wrong with its step."""
 
-    def __init__(self, model: Model, layout: Layout, program: Program, rank: int) -> None:
+    def __init__(
+        self, model: Model, layout: Layout, program: Program, rank: int
+    ) -> None:
         self.model, self.layout, self.program, self.rank = model, layout, program, rank
         self.known, self.found = _Known(), dict[str, None]()
         self.strict, self.op, self.sent = True, "", dict[str, Places]()
@@ -468,7 +518,9 @@ class _Walk:
         data = ("dp.replicate", "dp.shard", "cp.ring", "cp.ulysses", "ep")
         self.batch = self.varying(*data)
         # What passes between pieces: with `seq` ranks of tp have parts of its time.
-        cut = [AXES.index(axis) for axis in ("tp", COPIES) if layout.seq and size[axis] > 1]
+        cut = [
+            AXES.index(axis) for axis in ("tp", COPIES) if layout.seq and size[axis] > 1
+        ]
         self.edge = _along_axes(self.batch, cut, SHARDED)
 
     def at(self, rank: int) -> dict[str, int]:
@@ -478,7 +530,8 @@ class _Walk:
 
     def varying(self, *axes: str) -> Places:
         return tuple(
-            VARYING if axis in axes and self.sizes[axis] > 1 else REPLICATED for axis in AXES
+            VARYING if axis in axes and self.sizes[axis] > 1 else REPLICATED
+            for axis in AXES
         )
 
     def fault(self, what: str) -> None:
@@ -530,7 +583,10 @@ class _Walk:
             multiple = time_multiple(layout)
             length = -(-min(shape.sequence, 64) // multiple) * multiple
             ids = torch.empty(rows, length, dtype=torch.long, device="meta")
-            whole = {name: torch.empty_like(ids) for name in ("tokens", "targets", "positions")}
+            whole = {
+                name: torch.empty_like(ids)
+                for name in ("tokens", "targets", "positions")
+            }
         at = self.local.coordinates
         batches = microbatches(whole, layout, at["data"], at["cp"])
         for batch in batches:
@@ -546,7 +602,9 @@ class _Walk:
         cut = {axis for axes in self.layout.axes_of(dims) for axis in axes}
         if "tp" in cut and not ("kv" in dims and self.copies > 1):
             cut.add(COPIES)
-        return self.varying(*(axis for axis in AXES if cut & {axis, axis.split(".")[0]}))
+        return self.varying(
+            *(axis for axis in AXES if cut & {axis, axis.split(".")[0]})
+        )
 
     def place_weights(self, unit: Unit) -> None:
         """The unit's whole weights are there."""
@@ -559,7 +617,10 @@ class _Walk:
     def _sums(self, unit: Unit) -> None:
         """A gradient is about to be summed: never over an axis that cuts its weight."""
         for weight in unit.order:
-            own, groups = self.places_of(weight), [unit.groups.reduce, unit.groups.replica]
+            own, groups = (
+                self.places_of(weight),
+                [unit.groups.reduce, unit.groups.replica],
+            )
             if weight.adds:
                 groups.append(unit.groups.also[weight.adds])
             for axis in {axis for group in groups for axis in _axes_of(group)}:
@@ -576,7 +637,9 @@ class _Walk:
             if unit.groups.tie.size > 1 and unit.full is not None:
                 pp = AXES.index("pp")
                 for start, stop, places in self.known.within(unit.full):
-                    self.known.set(unit.full, _along_axes(places, (pp,), VARYING), (start, stop))
+                    self.known.set(
+                        unit.full, _along_axes(places, (pp,), VARYING), (start, stop)
+                    )
 
     def updates(self, unit: Unit) -> None:
         """The gradient of every weight must be what the weight is, and where shards are, finished."""
@@ -588,14 +651,22 @@ class _Walk:
                 if self.sizes[name] == 1:
                     continue
                 whole = own[axis] == REPLICATED or axis in shards
-                finished = (ZERO, REPLICATED, SHARDED) if axis in shards else (ZERO, REPLICATED)
+                finished = (
+                    (ZERO, REPLICATED, SHARDED)
+                    if axis in shards
+                    else (ZERO, REPLICATED)
+                )
                 if whole and places[axis] not in finished:
-                    self.fault(f"the gradient of {weight.name} was not summed over {name}")
+                    self.fault(
+                        f"the gradient of {weight.name} was not summed over {name}"
+                    )
 
     def _counts_once(self) -> None:
         """Every number of a weight is in the norm once: its copies along tp are counted by one rank."""
         others = [
-            tensor.cut_weights(self.model, self.layout, {**self.local.coordinates, "tp": tp})
+            tensor.cut_weights(
+                self.model, self.layout, {**self.local.coordinates, "tp": tp}
+            )
             for tp in range(1, self.layout.tp)
         ]
         for unit in self.local.units.values():
@@ -604,12 +675,16 @@ class _Walk:
                     continue
                 own = self.places_of(weight)
                 parts = math.prod(
-                    self.sizes[axis] for axis in ("tp", COPIES) if own[AXES.index(axis)] == VARYING
+                    self.sizes[axis]
+                    for axis in ("tp", COPIES)
+                    if own[AXES.index(axis)] == VARYING
                 )
                 ranks = [weight, *(each[weight.name] for each in others)]
                 times = sum(each.counted for each in ranks) / parts
                 if times != 1:
-                    self.found.setdefault(f"the norm counts {weight.name} {times:g} times.")
+                    self.found.setdefault(
+                        f"the norm counts {weight.name} {times:g} times."
+                    )
 
     # ---- values
 
@@ -617,7 +692,8 @@ class _Walk:
         what = "the output" if way == ops.FORWARD else "the gradient of the input"
         name = self.model.pieces[p][0]
         for value, x in bundle.items():
-            places, apart = self.known.of(x), value in (SENT, "gates")  # summed where they merge
+            # summed where they merge
+            places, apart = self.known.of(x), value in (SENT, "gates")
             for axis, axis_name in enumerate(AXES):
                 # Numbers of norms are added up in a backward: parts are no longer known as such.
                 allowed = MIXED if apart or self.edge[axis] > REPLICATED else REPLICATED
@@ -626,11 +702,15 @@ class _Walk:
                 if places[axis] > allowed:
                     self.fault(f"{what} of {name} was not summed over {axis_name}")
 
-    def whole(self, executor: Executor, what: str, name: str, work: Work | None) -> Work | None:
+    def whole(
+        self, executor: Executor, what: str, name: str, work: Work | None
+    ) -> Work | None:
         """A call after which this number must be the same on all ranks."""
 
         def look() -> None:
-            for axis, place in zip(AXES, self.known.of(getattr(executor, name)), strict=True):
+            for axis, place in zip(
+                AXES, self.known.of(getattr(executor, name)), strict=True
+            ):
                 if place > REPLICATED:
                     self.fault(f"{what} was not summed over {axis}")
 
@@ -684,7 +764,9 @@ def _placed_regions(known: _Known) -> Iterator[None]:
             def come(gradient: Tensor) -> None:
                 for axis in axes:
                     if known.of(gradient)[axis] > REPLICATED:
-                        walk.fault(f"the gradient of a sum was not summed over {AXES[axis]}")
+                        walk.fault(
+                            f"the gradient of a sum was not summed over {AXES[axis]}"
+                        )
 
             y.register_hook(come)  # type: ignore[no-untyped-call]
         return y
@@ -700,7 +782,11 @@ def _placed_regions(known: _Known) -> Iterator[None]:
                 x.register_hook(set_apart)  # type: ignore[no-untyped-call]
         return y
 
-    regions.carry, regions.reduce, tensor.share_of = placed_carry, placed_reduce, placed_share
+    regions.carry, regions.reduce, tensor.share_of = (
+        placed_carry,
+        placed_reduce,
+        placed_share,
+    )
     try:
         yield
     finally:

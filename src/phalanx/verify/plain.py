@@ -31,14 +31,18 @@ LATENT_EPS = 1e-6  # DeepSeek's norms of latents have this eps, whatever the oth
 # ---- linears and norms
 
 
-def linear(shape: Shape, w: Weights, name: str, x: Tensor, *, biased: bool = False) -> Tensor:
+def linear(
+    shape: Shape, w: Weights, name: str, x: Tensor, *, biased: bool = False
+) -> Tensor:
     """W x + b. LoRA adds (alpha / r) B A x beside it (Hu et al. 2021, section 4.1)."""
     y = x @ w[f"{name}.weight"].T
     if biased:
         y = y + w[f"{name}.bias"]
     if name.split(".")[-1] in shape.adapters:
         narrow = x @ w[f"{name}.lora.a.weight"].T  # (B, T, r)
-        y = y + shape.lora_alpha / shape.lora_r * (narrow @ w[f"{name}.lora.b.weight"].T)
+        y = y + shape.lora_alpha / shape.lora_r * (
+            narrow @ w[f"{name}.lora.b.weight"].T
+        )
     return y
 
 
@@ -74,7 +78,8 @@ def head_norm(shape: Shape, w: Weights, name: str, x: Tensor) -> Tensor:
 def rotate(shape: Shape, x: Tensor, positions: Tensor, window: int) -> Tensor:
     """Queries or keys x (B, T, heads, D): pairs of features are complex numbers, each turned by the
     position times a frequency of its own. A score then depends on distances alone (section 3.2.2)."""
-    angle = positions.unsqueeze(-1) * frequencies(shape, window, x.shape[-1])  # (B, T, D / 2)
+    # (B, T, D / 2)
+    angle = positions.unsqueeze(-1) * frequencies(shape, window, x.shape[-1])
     length = torch.full_like(angle, stretch_of_length(shape, window))
     turn = torch.polar(length, angle).unsqueeze(2)  # one for all heads
     if shape.rope_pairs == "neighbours":
@@ -101,7 +106,9 @@ def frequencies(shape: Shape, window: int, size: int) -> Tensor:
     if shape.rope_scaling == "dynamic":
         return dynamic_theta(shape, size) ** -exponent
     kept = (
-        kept_by_yarn(shape, size) if shape.rope_scaling == "yarn" else kept_by_llama(shape, plain)
+        kept_by_yarn(shape, size)
+        if shape.rope_scaling == "yarn"
+        else kept_by_llama(shape, plain)
     )
     return kept * plain + (1 - kept) * plain / shape.rope_factor
 
@@ -167,7 +174,12 @@ def visible(length: int, window: int, documents: Tensor | None) -> Tensor:
 
 
 def attend(
-    shape: Shape, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sinks: Tensor | None = None
+    shape: Shape,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """softmax(q k' / sqrt(D)) v (Vaswani et al. 2017, equation 1) for q (B, T, H, D) and k, v (B, T, G, D),
     of which each serves H / G heads (Ainslie et al. 2023)."""
@@ -178,7 +190,8 @@ def attend(
     if shape.softcap:  # Gemma 2, section 2
         scores = shape.softcap * torch.tanh(scores / shape.softcap)
     scores = scores.masked_fill(~seen, -math.inf)
-    if sinks is not None:  # gpt-oss: one more key for each head, with a learned score and no value
+    # gpt-oss: one more key for each head, with a learned score and no value
+    if sinks is not None:
         column = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, column), dim=-1)
     weights = scores.softmax(-1)[..., : k.shape[1]]
@@ -198,11 +211,13 @@ def projected(
     q = linear(shape, w, "attn.wq", x, biased=biased)
     k = linear(shape, w, "attn.wk", x, biased=biased)
     v = linear(shape, w, "attn.wv", x, biased=biased)
-    if shape.qk_norm and shape.qk_norm_wide:  # over all heads together: OLMo 2, section 3
+    # over all heads together: OLMo 2, section 3
+    if shape.qk_norm and shape.qk_norm_wide:
         q = head_norm(shape, w, "attn.q_wide_norm", q)
         k = head_norm(shape, w, "attn.k_wide_norm", k)
     q, k, v = (in_heads(y, y.shape[-1] // shape.head_dim) for y in (q, k, v))
-    if shape.qk_norm and not shape.qk_norm_wide:  # of each head by itself: Qwen 3, Gemma 3
+    # of each head by itself: Qwen 3, Gemma 3
+    if shape.qk_norm and not shape.qk_norm_wide:
         q = head_norm(shape, w, "attn.q_norm", q)
         k = head_norm(shape, w, "attn.k_norm", k)
     if shape.positions == "rope":
@@ -231,12 +246,15 @@ def from_latents(
     kv = in_heads(linear(shape, w, "attn.wkv_b", latent), shape.heads)
     k_plain, v = torch.split(kv, [plain, shape.value_dim or shape.head_dim], dim=-1)
     q_turned = rotate(shape, q_turned, positions, window)
-    k_turned = rotate(shape, k_turned.unsqueeze(2), positions, window)  # (B, T, 1, turned)
+    # (B, T, 1, turned)
+    k_turned = rotate(shape, k_turned.unsqueeze(2), positions, window)
     k_turned = k_turned.expand(-1, -1, shape.heads, -1)
     return torch.cat((q_plain, q_turned), -1), torch.cat((k_plain, k_turned), -1), v
 
 
-def attention(shape: Shape, w: Weights, x: Tensor, batch: Weights, block: BlockOptions) -> Tensor:
+def attention(
+    shape: Shape, w: Weights, x: Tensor, batch: Weights, block: BlockOptions
+) -> Tensor:
     """Every head's mixture of values, put together by one more matrix."""
     make = from_latents if shape.kv_latent else projected
     q, k, v = make(shape, w, x, batch["positions"], block.window)
@@ -298,7 +316,8 @@ def route(shape: Shape, w: Weights, x: Tensor) -> tuple[Tensor, RouterResult]:
     scores = logits.softmax(-1) if shape.scores == "softmax" else logits.sigmoid()
     ranked = ranking(shape, w, scores.detach())
     chosen = ranked.argsort(-1, descending=True)[..., : shape.top_k]
-    taken = torch.zeros_like(scores).scatter(-1, chosen, 1.0)  # (B, T, E): one where chosen
+    # (B, T, E): one where chosen
+    taken = torch.zeros_like(scores).scatter(-1, chosen, 1.0)
     gates = scores * taken
     if shape.normalized:
         gates = gates / gates.sum(-1, keepdim=True)
@@ -317,7 +336,8 @@ def ranking(shape: Shape, w: Weights, scores: Tensor) -> Tensor:
         return scores
     grouped = in_heads(scores, shape.expert_groups)  # (B, T, groups, experts of one)
     best_two = grouped.sort(-1, descending=True).values[..., :2].sum(-1)
-    place = best_two.argsort(-1, descending=True).argsort(-1)  # of each group, the best has 0
+    # of each group, the best has 0
+    place = best_two.argsort(-1, descending=True).argsort(-1)
     out = place >= shape.top_groups
     return grouped.masked_fill(out.unsqueeze(-1), -math.inf).view_as(scores)
 
@@ -329,7 +349,11 @@ def router_loss(shape: Shape, logits: Tensor, scores: Tensor, taken: Tensor) -> 
     of_sequences = shape.experts * (taken.mean(1) * p.mean(1)).sum(-1).mean()
     of_batch = shape.experts * (taken.mean((0, 1)) * p.mean((0, 1))).sum()
     z = logits.logsumexp(-1).pow(2).mean()
-    return shape.sequence_loss * of_sequences + shape.batch_loss * of_batch + shape.z_loss * z
+    return (
+        shape.sequence_loss * of_sequences
+        + shape.batch_loss * of_batch
+        + shape.z_loss * z
+    )
 
 
 def experts(shape: Shape, w: Weights, x: Tensor) -> tuple[Tensor, RouterResult]:
@@ -451,7 +475,12 @@ def head(shape: Shape, w: Weights, x: Tensor, targets: Tensor, z_loss: float) ->
 
 
 def decoder(
-    shape: Shape, weights: Weights, batch: Weights, *, dropout: float = 0.0, z_loss: float = 0.0
+    shape: Shape,
+    weights: Weights,
+    batch: Weights,
+    *,
+    dropout: float = 0.0,
+    z_loss: float = 0.0,
 ) -> ForwardResult:
     """A decoder-only transformer on a batch of tokens, positions and targets, each (B, T), and if need
     be documents and noise."""
@@ -472,7 +501,9 @@ def decoder(
 def within(weights: Weights, name: str) -> Weights:
     """The weights whose names begin with `name`, by the rest of their names."""
     prefix = name + "."
-    return {n.removeprefix(prefix): x for n, x in weights.items() if n.startswith(prefix)}
+    return {
+        n.removeprefix(prefix): x for n, x in weights.items() if n.startswith(prefix)
+    }
 
 
 def deep_mlp(shape: Shape, weights: Weights, batch: Weights) -> ForwardResult:
@@ -480,7 +511,8 @@ def deep_mlp(shape: Shape, weights: Weights, batch: Weights) -> ForwardResult:
     x = batch["inputs"]  # (B, C)
     outputs = {"embed": x}
     for number in range(shape.layers):
-        y = x @ weights[f"layers.{number}.weight"]  # stored as (features in, features out)
+        # stored as (features in, features out)
+        y = x @ weights[f"layers.{number}.weight"]
         x = y * 0.5 * (1 + torch.erf(y / math.sqrt(2)))
         outputs[f"layers.{number}"] = x
     distance = x - batch["targets"] if "targets" in batch else x

@@ -61,8 +61,10 @@ class TracedStep:
     outputs: dict[str, Tensor]
     scale: float = 1.0
     mismatches: tuple[Mismatch, ...] = ()
-    routes: Mapping[str, Tensor] = field(default_factory=dict)  # by piece: each token's experts
-    gaps: Mapping[str, Tensor] = field(default_factory=dict)  # between those and the next best
+    # by piece: each token's experts
+    routes: Mapping[str, Tensor] = field(default_factory=dict)
+    # between those and the next best
+    gaps: Mapping[str, Tensor] = field(default_factory=dict)
     logged: float = 0.0
 
 
@@ -85,7 +87,10 @@ class Nudge:
 
     def __call__(self, x: Tensor) -> Tensor:
         integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
-        up = torch.randint(0, 2, x.shape, generator=self.generator, dtype=integer) * 2 - 1
+        up = (
+            torch.randint(0, 2, x.shape, generator=self.generator, dtype=integer) * 2
+            - 1
+        )
         moved = (x.detach().contiguous().view(integer) + up).view(x.dtype)
         return torch.where((x == 0) | ~x.isfinite() | ~moved.isfinite(), x, moved)
 
@@ -127,7 +132,9 @@ def project(output: Tensor) -> Tensor:
     Any difference in a token's features changes it, also one of sign or of order.
     """
     width = output.shape[-1]
-    vector = torch.randn(width, generator=torch.Generator().manual_seed(width), dtype=torch.float64)
+    vector = torch.randn(
+        width, generator=torch.Generator().manual_seed(width), dtype=torch.float64
+    )
     return (output.detach().double() @ vector.to(output.device)) / math.sqrt(width)
 
 
@@ -169,16 +176,25 @@ def reference(
     """
     train = {name: weight.requires_grad for name, weight in model.weights.items()}
     # A weight that is never updated needs no digits beyond those that are computed with.
-    held = {name: precision.master if train[name] else precision.compute for name in train}
+    held = {
+        name: precision.master if train[name] else precision.compute for name in train
+    }
     start = {name: draw(model, name, seed).to(held[name]) for name in model.weights}
     masters, copies = (
-        {n: nn.Parameter(x.to(dtype, copy=True), requires_grad=train[n]) for n, x in start.items()}
+        {
+            n: nn.Parameter(x.to(dtype, copy=True), requires_grad=train[n])
+            for n, x in start.items()
+        }
         for dtype in (precision.master, precision.compute)
     )
     same = precision.compute == precision.master and nudge is None
     copies = masters if same else copies
     forward = forward or Pieces(model, copies, nudge)
-    trained = {name: x for name, x in masters.items() if train[name] and name not in model.rates}
+    trained = {
+        name: x
+        for name, x in masters.items()
+        if train[name] and name not in model.rates
+    }
     update = _optimizer(optimizer, trained, rate(0), model)
     seen = []
     for step in range(steps):
@@ -188,8 +204,12 @@ def reference(
             master.grad = None
         if not same:
             _copy(copies, masters, nudge)
-        scale, scaled = (float(scaler.get_scale()), scaler.scale) if scaler else (1.0, None)
-        passed = _gradients(forward, batches(step), masters, copies, microbatches, scaled)
+        scale, scaled = (
+            (float(scaler.get_scale()), scaler.scale) if scaler else (1.0, None)
+        )
+        passed = _gradients(
+            forward, batches(step), masters, copies, microbatches, scaled
+        )
         if scaler:
             scaler.unscale_(update)
         for name in model.rates:  # not the optimizer's, so the scaler leaves it
@@ -217,7 +237,10 @@ def reference(
 
 
 def passes(
-    model: Model, batch: Batch, seed: int, forwards: Callable[[Weights], Sequence[Forward]]
+    model: Model,
+    batch: Batch,
+    seed: int,
+    forwards: Callable[[Weights], Sequence[Forward]],
 ) -> list[Trace]:
     """One forward and backward of a batch in float64, by each of the forwards. Weights are moved off their
     start by random numbers, as a bias or a sink of zero would hide what is done with it."""
@@ -228,7 +251,10 @@ def passes(
         + 0.1 * torch.randn(weight.shape, generator=generator, dtype=torch.float64)
         for name, weight in model.weights.items()
     }
-    weights = {n: nn.Parameter(x, requires_grad=n not in model.frozen) for n, x in moved.items()}
+    weights = {
+        n: nn.Parameter(x, requires_grad=n not in model.frozen)
+        for n, x in moved.items()
+    }
     for forward in forwards(weights):
         for weight in weights.values():
             weight.grad = None
@@ -259,7 +285,9 @@ def draw(model: Model, name: str, seed: int) -> Tensor:
     corners = product(range(0, len(whole), high), range(0, whole.shape[1], wide))
     for number, (i, j) in enumerate(corners):
         tile, more = whole[i : i + high, j : j + wide], f":{number}" if number else ""
-        numbers = _drawn(model, name, f"{seed}:{name}{more}", tile.shape if tiled else size)
+        numbers = _drawn(
+            model, name, f"{seed}:{name}{more}", tile.shape if tiled else size
+        )
         tile.copy_(numbers.view(tile.shape))
     for _, piece in model.pieces if model.draw is Model.draw else ():
         for module in piece.modules():
@@ -275,8 +303,11 @@ def _drawn(model: Model, name: str, seed: str, size: torch.Size) -> Tensor:
     owner: Any = getattr(model.draw, "__self__", None)
     if name.endswith(".lora.b.weight"):
         return torch.zeros(size)
-    if name.endswith(".lora.a.weight"):  # as peft: Kaiming's uniform with a slope of root five
-        return nn.init.kaiming_uniform_(torch.empty(size), a=math.sqrt(5), generator=generator)
+    # as peft: Kaiming's uniform with a slope of root five
+    if name.endswith(".lora.a.weight"):
+        return nn.init.kaiming_uniform_(
+            torch.empty(size), a=math.sqrt(5), generator=generator
+        )
     if isinstance(owner, DeepMlp):
         return torch.normal(0.0, math.sqrt(2 / owner.width), size, generator=generator)
     if not isinstance(owner, Decoder):
@@ -285,9 +316,12 @@ def _drawn(model: Model, name: str, seed: str, size: torch.Size) -> Tensor:
     if name.endswith("bias"):
         return torch.zeros(size)
     if name.endswith("norm.weight"):  # where weights count from one, 0 is 1
-        return torch.full(size, float(model.shape is None or model.shape.norm != "rms1"))
+        return torch.full(
+            size, float(model.shape is None or model.shape.norm != "rms1")
+        )
     layers = sum(piece.startswith("layers.") for piece, _ in model.pieces)
-    last = name.endswith((".wo.weight", ".down.weight", ".routed.down"))  # into the residual stream
+    # into the residual stream
+    last = name.endswith((".wo.weight", ".down.weight", ".routed.down"))
     spread = 0.02 / math.sqrt(2 * layers) if last else 0.02
     return torch.normal(0.0, spread, size, generator=generator)
 
@@ -317,9 +351,13 @@ class _PlainCrossEntropy(nn.Module):
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         # logits: (batch, time, words), targets: (batch, time)
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(
+            0, -2
+        )
         flat = targets.flatten()
-        losses = nn.functional.cross_entropy(wide, flat, ignore_index=IGNORED, reduction="sum")
+        losses = nn.functional.cross_entropy(
+            wide, flat, ignore_index=IGNORED, reduction="sum"
+        )
         if not self.z:
             return losses
         return losses + self.z * wide.logsumexp(-1)[flat != IGNORED].square().sum()
@@ -336,7 +374,9 @@ def _install_losses(model: Model) -> None:
 
 @torch.no_grad()
 def _copy(
-    copies: Mapping[str, nn.Parameter], masters: Mapping[str, nn.Parameter], nudge: Nudge | None
+    copies: Mapping[str, nn.Parameter],
+    masters: Mapping[str, nn.Parameter],
+    nudge: Nudge | None,
 ) -> None:
     for name, copy in copies.items():
         narrow = masters[name].to(copy.dtype)
@@ -349,7 +389,9 @@ def _copy(
 class Pieces:
     """The forward of a model's own pieces, chained. They keep the weights that they are given here."""
 
-    def __init__(self, model: Model, weights: Weights, nudge: Nudge | None = None) -> None:
+    def __init__(
+        self, model: Model, weights: Weights, nudge: Nudge | None = None
+    ) -> None:
         self.model, self.nudge = model, nudge
         _install(model, weights)
         _install_losses(model)
@@ -367,9 +409,16 @@ class Pieces:
         model, nudge = self.model, self.nudge
         x: Tensor | None = None
         for number, (name, piece) in enumerate(model.pieces):
-            named = {key: batch[key] for key in model.takes(number)[number > 0 :] if key in batch}
+            named = {
+                key: batch[key]
+                for key in model.takes(number)[number > 0 :]
+                if key in batch
+            }
             if nudge:
-                named = {k: nudge(v) if v.is_floating_point() else v for k, v in named.items()}
+                named = {
+                    k: nudge(v) if v.is_floating_point() else v
+                    for k, v in named.items()
+                }
             x = piece(**named) if x is None else piece(x, **named)
             if x.dim():
                 outputs[name] = project(_without_padding(x, batch.get(VALID)))
@@ -390,7 +439,10 @@ class Pieces:
         if self.model.shape is not None:
             passed.beside.append(_router_loss(self.model.shape, router, x, chosen))
         ranked = router.ranked(router.scored(router.logits(x)))
-        passed.routes[name], passed.gaps[name] = chosen.sort(-1).values, _gap(ranked, router.top_k)
+        passed.routes[name], passed.gaps[name] = (
+            chosen.sort(-1).values,
+            _gap(ranked, router.top_k),
+        )
 
 
 class PlainForward:
@@ -427,20 +479,26 @@ def _router_loss(shape: Shape, router: Router, x: Tensor, chosen: Tensor) -> Ten
     """Of x (B, T, hidden) and its chosen experts (B, T, top_k): B times the mean over sequences."""
     wide = torch.promote_types(x.dtype, torch.float32)
     logits = x.to(wide) @ router.weight.to(wide).T
-    logits = logits if router.logit_bias is None else logits + router.logit_bias.to(wide)
+    logits = (
+        logits if router.logit_bias is None else logits + router.logit_bias.to(wide)
+    )
     p = logits.softmax(-1) if shape.scores == "softmax" else logits.sigmoid()
     p = p / p.sum(-1, keepdim=True)
     f = nn.functional.one_hot(chosen, shape.experts).sum(-2).to(wide)  # (B, T, experts)
     each = shape.experts * (f.mean(1) * p.mean(1)).sum(-1)
     batch = shape.experts * (f.mean((0, 1)) * p.mean((0, 1))).sum()
     z = logits.exp().sum(-1).log().square().mean(1)
-    return (shape.sequence_loss * each + shape.batch_loss * batch + shape.z_loss * z).sum()
+    return (
+        shape.sequence_loss * each + shape.batch_loss * batch + shape.z_loss * z
+    ).sum()
 
 
 def routers(pieces: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Router]]:
     """The routers of these pieces, by the pieces' names."""
     for name, piece in pieces:
-        yield from ((name, each) for each in piece.modules() if isinstance(each, Router))
+        yield from (
+            (name, each) for each in piece.modules() if isinstance(each, Router)
+        )
 
 
 def _gradients(
@@ -473,9 +531,12 @@ def _gradients(
                 master.grad = part if master.grad is None else master.grad + part
                 copy.grad = None
     outputs, routes, gaps = (
-        _joined([getattr(part, what) for part in parts]) for what in ("outputs", "routes", "gaps")
+        _joined([getattr(part, what) for part in parts])
+        for what in ("outputs", "routes", "gaps")
     )
-    return Passed(torch.tensor(total / count, dtype=torch.float64), [], outputs, routes, gaps)
+    return Passed(
+        torch.tensor(total / count, dtype=torch.float64), [], outputs, routes, gaps
+    )
 
 
 def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -489,7 +550,9 @@ def _balance(
     """Experts with fewer tokens than the mean come nearer to being chosen, those with more less so."""
     for name, rate in model.rates.items():
         master = masters[name]
-        few, many = (each.to(master) for each in (gradients[name] < 0, gradients[name] > 0))
+        few, many = (
+            each.to(master) for each in (gradients[name] < 0, gradients[name] > 0)
+        )
         master.add_(few, alpha=rate).sub_(many, alpha=rate)
 
 
@@ -507,7 +570,9 @@ def _nudged(x: Tensor, nudge: Nudge) -> Tensor:
 
 
 @torch.no_grad()
-def _validation(forward: Forward, weights: Weights, batches: list[Batch]) -> float | None:
+def _validation(
+    forward: Forward, weights: Weights, batches: list[Batch]
+) -> float | None:
     """The mean over all valid tokens of all batches."""
     losses = sum(float(forward(weights, batch).loss) for batch in batches)
     tokens = sum(map(_valid, batches))
@@ -526,13 +591,19 @@ def _rows(batch: Batch) -> int:
 
 
 def _optimizer(
-    optimizer: AdamW | Sgd | Muon, weights: Mapping[str, nn.Parameter], lr: float, model: Model
+    optimizer: AdamW | Sgd | Muon,
+    weights: Mapping[str, nn.Parameter],
+    lr: float,
+    model: Model,
 ) -> Any:
     """Matrices decay, norms and biases do not."""
     if isinstance(optimizer, Muon):
         return _MuonBesideAdamW(optimizer, weights, lr, model)
     groups = [
-        {"params": [w for w in weights.values() if w.dim() > 1], "weight_decay": optimizer.decay},
+        {
+            "params": [w for w in weights.values() if w.dim() > 1],
+            "weight_decay": optimizer.decay,
+        },
         {"params": [w for w in weights.values() if w.dim() <= 1], "weight_decay": 0.0},
     ]
     if isinstance(optimizer, Sgd):
@@ -544,7 +615,9 @@ def _optimizer(
 class _Unrounded(TorchFunctionMode):
     """torch's Muon makes orthogonal what it has rounded to bfloat16; while this is on it rounds nothing."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is Tensor.bfloat16:
             return args[0].clone()
         return func(*args, **(kwargs or {}))
@@ -555,24 +628,39 @@ class _MuonBesideAdamW:
     rest, as one optimizer."""
 
     def __init__(
-        self, optimizer: Muon, weights: Mapping[str, nn.Parameter], lr: float, model: Model
+        self,
+        optimizer: Muon,
+        weights: Mapping[str, nn.Parameter],
+        lr: float,
+        model: Model,
     ) -> None:
         self.rate = optimizer.rate
-        self.parts: list[tuple[nn.Parameter, Callable[[Tensor], Tensor], nn.Parameter]] = []
+        self.parts: list[
+            tuple[nn.Parameter, Callable[[Tensor], Tensor], nn.Parameter]
+        ] = []
         rest = dict(weights)
         for name, weight in weights.items():
             boxes = model.rules.matrices(name, tuple(weight.shape))
-            for n, box in product(range(len(weight) if weight.dim() == 3 else 1), boxes):
+            for n, box in product(
+                range(len(weight) if weight.dim() == 3 else 1), boxes
+            ):
                 rest.pop(name, None)
                 of = partial(_part, number=n, box=box)
                 self.parts.append((weight, of, nn.Parameter(of(weight.detach()))))
         o = optimizer
-        given: Any = {"weight_decay": o.decay, "momentum": o.momentum, "nesterov": o.nesterov}
+        given: Any = {
+            "weight_decay": o.decay,
+            "momentum": o.momentum,
+            "nesterov": o.nesterov,
+        }
         every = [part for *_, part in self.parts]
         self.muon = torch.optim.Muon(every, **given, adjust_lr_fn=o.scale)
         self.adamw = _optimizer(optimizer.others, rest, lr, model)
         wholes = {id(weight): weight for weight, *_ in self.parts}
-        self.param_groups = [*self.adamw.param_groups, {"params": [*wholes.values()], "lr": lr}]
+        self.param_groups = [
+            *self.adamw.param_groups,
+            {"params": [*wholes.values()], "lr": lr},
+        ]
 
     def step(self) -> None:
         self.muon.param_groups[0]["lr"] = self.param_groups[-1]["lr"] * self.rate

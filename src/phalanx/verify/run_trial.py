@@ -37,7 +37,8 @@ from .trial import TOKEN, Observed, Seen, Setting, join, token_numbers
 from .verify import Verdict, failed, judge, setting_for, truth_of, worlds_over
 
 _DOCUMENTS = 40
-_LENGTHS = (0.2, 0.5, 1.3, 0.1, 0.8)  # of documents whose own are not known, in sequences
+# of documents whose own are not known, in sequences
+_LENGTHS = (0.2, 0.5, 1.3, 0.1, 0.8)
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,9 @@ def documents_like(run: Run, shape: Shape, sequences: int) -> Corpus:
     sizes = [max(2, round(length * TOKENS)) for length in lengths]
     # So few that an epoch ends within the steps.
     most = max(2 * TOKENS, sequences * TOKENS * 3 // 5)
-    kept = [n for n, total in zip(sizes, np.cumsum(sizes), strict=True) if total <= most] or [most]
+    kept = [
+        n for n, total in zip(sizes, np.cumsum(sizes), strict=True) if total <= most
+    ] or [most]
     starts = np.concatenate(([0], np.cumsum(kept))).astype(np.int64)
     count = int(starts[-1])
     tokens = draw.integers(0, 250, count).astype(np.uint16)
@@ -199,7 +202,9 @@ def _verdict(run: Run, layout: Layout, lengths_of: tuple[Run, Shape]) -> Verdict
     return judge(layout, join(seen, STEPS), truth, setting)
 
 
-def _on_rank(world: World, run: Run, layout: Layout, batches: Batches, setting: Setting) -> Seen:
+def _on_rank(
+    world: World, run: Run, layout: Layout, batches: Batches, setting: Setting
+) -> Seen:
     """The steps of the run on one rank, written down."""
     positions = Positions(world.rank)
     rank = Rank(world, run, layout)

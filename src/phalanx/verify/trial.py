@@ -33,7 +33,8 @@ from .wide import looked_at, unrounded
 
 Batch = Mapping[str, Tensor]
 FIT = 0.7  # the share of a layout's bytes that recompute:fit must do with
-TOKEN = "token"  # names a tensor of the batch: each token's number in it, from 1; padding has 0
+# names a tensor of the batch: each token's number in it, from 1; padding has 0
+TOKEN = "token"
 
 
 def rate(step: int) -> float:
@@ -97,8 +98,10 @@ class Seen:
     scales: list[float] = field(default_factory=list)
     outputs: list[dict[str, list[Output]]] = field(default_factory=list)
     routes: list[dict[str, list[Output]]] = field(default_factory=list)
-    sizes: list[tuple[int, ...]] = field(default_factory=list)  # of the batch in tokens, or rows
-    breaches: list[str] = field(default_factory=list)  # of what has 16 bits, see `wide.py`
+    # of the batch in tokens, or rows
+    sizes: list[tuple[int, ...]] = field(default_factory=list)
+    # of what has 16 bits, see `wide.py`
+    breaches: list[str] = field(default_factory=list)
     validation: float | None = None
     timeline: Timeline = Timeline(())  # of the last step
 
@@ -116,7 +119,9 @@ class _Recorder:
         executor = self.executor
         for number, unit in executor.local.units.items():
             if unit.piece == op.piece:
-                runs = [slice(e.offset, e.offset + e.stop - e.start) for e in unit.entries()]
+                runs = [
+                    slice(e.offset, e.offset + e.stop - e.start) for e in unit.entries()
+                ]
                 # A piece may have no weights. With offload:optimizer only these lie on the host.
                 flat = torch.cat([*unit.gradients(runs)]) if runs else unit.home[:0]
                 self.seen[number] = flat.detach() / executor._loss_scale
@@ -137,25 +142,34 @@ class _Tracer:
         if self.parts > 1 or self.tp == 0:
             for number, piece in local.pieces.items():
                 name = model.pieces[number][0]
-                last = number + 1 == len(model.pieces) or model.pieces[number + 1][0] != name
+                last = (
+                    number + 1 == len(model.pieces)
+                    or model.pieces[number + 1][0] != name
+                )
                 self._wrap(number, piece, name, last=last)
 
     def _wrap(self, number: int, piece: Piece, name: str, *, last: bool) -> None:
         """`last`: of a block that is several pieces, what the last one puts out is compared."""
         plain = piece.forward
         chosen: list[Tensor] = []
-        if not isinstance(piece.module, RoutingPart):  # which says it, also from within a graph
+        # which says it, also from within a graph
+        if not isinstance(piece.module, RoutingPart):
             for _, router in routers([(name, piece.module)]):
                 router.register_forward_hook(lambda m, args, out: chosen.append(out[1]))
 
-        def forward(microbatch: int, bundle: Bundle, batch: Batch, **how: Any) -> Bundle:
+        def forward(
+            microbatch: int, bundle: Bundle, batch: Batch, **how: Any
+        ) -> Bundle:
             self.breaches += islice(unrounded(piece.units), 1 - len(self.breaches))
             out = plain(microbatch, bundle, batch, **how)
             y = out["x"]
             if "counts" in out:
-                sorted_by = torch.repeat_interleave(out["counts"])[out["order"].argsort()]
+                sorted_by = torch.repeat_interleave(out["counts"])[
+                    out["order"].argsort()
+                ]
                 each = sorted_by.view(out["gates"].shape)
-                own = each.shape[1] == y.shape[1]  # else of the tokens of all ranks of tp
+                # else of the tokens of all ranks of tp
+                own = each.shape[1] == y.shape[1]
                 chosen.append(each if own else each.chunk(self.parts, 1)[self.tp])
             if (number, microbatch) not in self.done and y.dim():
                 self.done.add((number, microbatch))
@@ -169,7 +183,9 @@ class _Tracer:
                     self.outputs.setdefault(name, []).append(seen)
                 if chosen:
                     experts = chosen[-1].sort(-1).values
-                    self.routes.setdefault(name, []).append((seen[0], experts[valid].cpu()))
+                    self.routes.setdefault(name, []).append(
+                        (seen[0], experts[valid].cpu())
+                    )
             chosen.clear()
             return out
 
@@ -188,7 +204,12 @@ def program_in(layout: Layout, model: Callable[[], Model], setting: Setting) -> 
     if layout.recompute != "fit":
         return program_of(model(), layout, options)
     return fitting_program(
-        model, layout, setting.batches(0), setting.precision, lambda most: FIT * most, options
+        model,
+        layout,
+        setting.batches(0),
+        setting.precision,
+        lambda most: FIT * most,
+        options,
     )
 
 
@@ -218,7 +239,11 @@ _poisoned_memory = _PoisonedMemory()
 
 
 def train_layout(
-    world: World, layout: Layout, program: Program, model: Callable[[], Model], setting: Setting
+    world: World,
+    layout: Layout,
+    program: Program,
+    model: Callable[[], Model],
+    setting: Setting,
 ) -> Seen:
     """This rank's view of a few steps in a layout; every rank of the world calls it. Memory that nobody
     has written is NaN."""
@@ -227,11 +252,21 @@ def train_layout(
 
 
 def _train_layout(
-    world: World, layout: Layout, program: Program, model: Callable[[], Model], setting: Setting
+    world: World,
+    layout: Layout,
+    program: Program,
+    model: Callable[[], Model],
+    setting: Setting,
 ) -> Seen:
     mine = cut_blocks(model(), layout)
     local = build_local(
-        world, layout, mine, program, seed=setting.seed, precision=setting.precision, poison=True
+        world,
+        layout,
+        mine,
+        program,
+        seed=setting.seed,
+        precision=setting.precision,
+        poison=True,
     )
     half = setting.precision.compute == torch.float16
     executor = Executor(
@@ -291,9 +326,13 @@ class Observed:
         )
 
 
-def _own(batch: Batch, layout: Layout, local: LocalModel, world: World) -> list[dict[str, Tensor]]:
+def _own(
+    batch: Batch, layout: Layout, local: LocalModel, world: World
+) -> list[dict[str, Tensor]]:
     numbered = {**batch, TOKEN: token_numbers(batch)}
-    own = microbatches(numbered, layout, local.coordinates["data"], local.coordinates["cp"])
+    own = microbatches(
+        numbered, layout, local.coordinates["data"], local.coordinates["cp"]
+    )
     return [on_device(each, world.device) for each in own]
 
 
@@ -303,7 +342,9 @@ def token_numbers(batch: Batch) -> Tensor:
     return torch.arange(1, like.numel() + 1).view(like.shape)
 
 
-def _parts(local: LocalModel, gradients: Mapping[int, Tensor], step: int) -> Iterable[Part]:
+def _parts(
+    local: LocalModel, gradients: Mapping[int, Tensor], step: int
+) -> Iterable[Part]:
     for unit in local.every_unit:
         gradient, home = None if unit.frozen else gradients.get(unit.number), unit.home
         for entry in unit.entries():
@@ -335,12 +376,18 @@ class _Whole:
         numbers, ranks = self.numbers[weight.box], self.rank[weight.box]
         new = mask & (ranks < 0)
         differ = mask & ~new & ~_same_bits(numbers, local)
-        numbers.copy_(local.where(new, numbers))  # a third of the time of an index by a mask
+        # a third of the time of an index by a mask
+        numbers.copy_(local.where(new, numbers))
         ranks.masked_fill_(new, rank)
         if self.mismatch is None and differ.any():
             at = tuple(differ.nonzero()[0].tolist())
-            element = tuple(i + cut.start for i, cut in zip(at, weight.cuts, strict=True))
-            ends, values = (int(ranks[at]), rank), (float(numbers[at]), float(local[at]))
+            element = tuple(
+                i + cut.start for i, cut in zip(at, weight.cuts, strict=True)
+            )
+            ends, values = (
+                (int(ranks[at]), rank),
+                (float(numbers[at]), float(local[at])),
+            )
             self.mismatch = Mismatch(self.what, self.name, element, ends, values)
 
 
@@ -354,7 +401,9 @@ def join(seen: Sequence[Seen], steps: int) -> Trace:
     """The whole tensors of every step, from what all ranks have. Ranks that have the same part
     must have the same bits; where they do not, the step has a mismatch."""
     wholes: dict[tuple[int, str], dict[str, _Whole]] = {
-        (step, what): {} for step in range(-1, steps) for what in ("start", "gradient", "weight")
+        (step, what): {}
+        for step in range(-1, steps)
+        for what in ("start", "gradient", "weight")
     }
     for rank, one in enumerate(seen):
         for part in one.parts:
@@ -371,14 +420,18 @@ def join(seen: Sequence[Seen], steps: int) -> Trace:
     def joined(step: int) -> TracedStep:
         first, norm = seen[0], seen[0].norms[step]
         kinds = [(step, "gradient"), (step, "weight")] + [(-1, "start")] * (step == 0)
-        mismatches = [whole.mismatch for kind in kinds for whole in wholes[kind].values()]
+        mismatches = [
+            whole.mismatch for kind in kinds for whole in wholes[kind].values()
+        ]
         mismatches += [
             _unequal("norm", [rank.norms[step] for rank in seen]),
             _unequal("loss scale", [rank.scales[step] for rank in seen]),
             _unequal("logged loss", [rank.logged[step] for rank in seen]),
         ]
         if step == steps - 1:
-            mismatches.append(_unequal("validation loss", [rank.validation for rank in seen]))
+            mismatches.append(
+                _unequal("validation loss", [rank.validation for rank in seen])
+            )
         return TracedStep(
             sum(rank.losses[step] for rank in seen) / max(1.0, first.counts[step]),
             -1.0 if norm is None else norm,
@@ -392,7 +445,9 @@ def join(seen: Sequence[Seen], steps: int) -> Trace:
         )
 
     every = [*map(joined, range(steps))]
-    breaches = [f"rank {rank}: {x}" for rank, one in enumerate(seen) for x in one.breaches]
+    breaches = [
+        f"rank {rank}: {x}" for rank, one in enumerate(seen) for x in one.breaches
+    ]
     return Trace(numbers_of(-1, "start"), every, seen[0].validation, tuple(breaches))
 
 
@@ -407,7 +462,10 @@ def _unequal(what: str, values: Sequence[float | None]) -> Mismatch | None:
 
 
 def _outputs(
-    seen: Sequence[Seen], step: int, ranks: Iterable[dict[str, list[Output]]], nobody: float
+    seen: Sequence[Seen],
+    step: int,
+    ranks: Iterable[dict[str, list[Output]]],
+    nobody: float,
 ) -> dict[str, Tensor]:
     wholes: dict[str, Tensor] = {}
     for name, outputs in (item for rank in ranks for item in rank.items()):

@@ -46,7 +46,16 @@ from .cases import trial_batch
 from .compare import Bounds, bounds_of, compare
 from .low_precision import can_replay, install, padded, sums_of
 from .own_forward import OwnForward
-from .reference import Batch, Forward, Nudge, Pieces, PlainForward, Trace, passes, reference
+from .reference import (
+    Batch,
+    Forward,
+    Nudge,
+    Pieces,
+    PlainForward,
+    Trace,
+    passes,
+    reference,
+)
 from .trial import Setting, join, program_in, train_layout
 
 # What opens a world of so many ranks.
@@ -137,7 +146,8 @@ def verify(
         ),
         steps=steps, precision=precision, seed=seed, optimizer=OPTIMIZERS[optimizer],
     )  # fmt: skip
-    if wrong := modules_differ(make, setting, plain):  # in every layout, so that none needs to run
+    # in every layout, so that none needs to run
+    if wrong := modules_differ(make, setting, plain):
         yield from (Verdict(str(x), x.ranks, False, math.inf, wrong) for x in layouts)
         return
     setting = with_loss_scale(make, setting)
@@ -175,7 +185,11 @@ def model_alone(model: Model, own: OwnForward | None, setting: Setting) -> str:
     if model.whole is None:
         return ""
     exact = setting.precision.compute == torch.float64
-    if own and exact and all(own.takes(setting.batches(step)) for step in range(setting.steps)):
+    if (
+        own
+        and exact
+        and all(own.takes(setting.batches(step)) for step in range(setting.steps))
+    ):
         return own.name
     return "its pieces"
 
@@ -186,7 +200,9 @@ def worlds_over(backend: str) -> Worlds:
     late = backend == THREADS and not Devices().gpus
 
     def world(size: int) -> AbstractContextManager[Runner]:
-        return late_worlds(size) if late and size > 1 else workers(size, backend=backend)
+        return (
+            late_worlds(size) if late and size > 1 else workers(size, backend=backend)
+        )
 
     return world
 
@@ -235,13 +251,22 @@ def _world(
             setting, truth = terms(layout)
             try:
                 program = program_in(layout, make, setting)
-            except ProgramError as error:  # a program that is refused is a mistake of ours
+            # a program that is refused is a mistake of ours
+            except ProgramError as error:
                 fits = not isinstance(error, DoesNotFit)
-                yield Verdict(str(layout), size, False, math.inf, _line(error), cannot_fit=not fits)
+                yield Verdict(
+                    str(layout),
+                    size,
+                    False,
+                    math.inf,
+                    _line(error),
+                    cannot_fit=not fits,
+                )
                 continue
             try:
                 seen = run(train_layout, layout, program, make, setting)
-            except Exception as error:  # whatever the engine raises is this layout's verdict
+            # whatever the engine raises is this layout's verdict
+            except Exception as error:
                 yield failed(layout, error)
                 continue
             if record:
@@ -272,18 +297,27 @@ def judge(layout: Layout, got: Trace, truth: Truth, setting: Setting) -> Verdict
     return Verdict(str(layout), layout.ranks, not first, worst, first, of_allowed=share)
 
 
-def modules_differ(make: Callable[[], Model], setting: Setting, plain: PlainForward | None) -> str:
+def modules_differ(
+    make: Callable[[], Model], setting: Setting, plain: PlainForward | None
+) -> str:
     """The first difference between a model's modules and its plain form, in float64 on one batch."""
     if plain is None:
         return ""
-    batch = {n: x.double() if x.is_floating_point() else x for n, x in setting.batches(0).items()}
+    batch = {
+        n: x.double() if x.is_floating_point() else x
+        for n, x in setting.batches(0).items()
+    }
     model = make()
     known, found = passes(
         model, batch, setting.seed, lambda weights: (plain, Pieces(model, weights))
     )
     differences = compare(found, known, setting.rate)
     first = next((str(each) for each in differences if not each.agrees), "")
-    return f"the model's modules are not its formulas (verify/plain.py): {first}" if first else ""
+    return (
+        f"the model's modules are not its formulas (verify/plain.py): {first}"
+        if first
+        else ""
+    )
 
 
 def truth_of(
@@ -302,12 +336,14 @@ def truth_of(
     precision, cuts = setting.precision, cuts or Layout()
     model = make()
     shape = model.shape
-    whole = shape is not None and shape.batch_loss > 0  # which is no sum over microbatches
+    # which is no sum over microbatches
+    whole = shape is not None and shape.batch_loss > 0
     exact, half = precision.compute == torch.float64, precision.compute == torch.float16
     replayed = not matmul or can_replay(model, cuts)
     exact = exact and replayed
     own = cuts if matmul and replayed else Layout()
-    narrow = matmul or precision.compute != torch.float64  # the modules' own roundings count
+    # the modules' own roundings count
+    narrow = matmul or precision.compute != torch.float64
 
     def batches(step: int) -> Batch:
         batch = setting.batches(step)
@@ -320,7 +356,11 @@ def truth_of(
             install(model, matmul, cuts, nudge.generator)
         else:
             install(model, matmul, own)
-        scaler = torch.amp.GradScaler("cpu", first, growth_interval=patience) if half else None
+        scaler = (
+            torch.amp.GradScaler("cpu", first, growth_interval=patience)
+            if half
+            else None
+        )
         microbatches = 1 if exact or whole else 3
         terms = replace(setting, batches=batches)
         more = {"microbatches": microbatches, "nudge": nudge, "scaler": scaler}
@@ -346,7 +386,9 @@ def logged(log: Path | None) -> dict[str, Verdict]:
     if log is None or not log.exists():
         return {}
     known: dict[str, Verdict] = {}
-    for number, line in enumerate(read_text(log, "log", LayoutError, LOG).splitlines(), 1):
+    for number, line in enumerate(
+        read_text(log, "log", LayoutError, LOG).splitlines(), 1
+    ):
         try:
             verdict = Verdict(**json.loads(line))
         except (ValueError, TypeError, RecursionError):

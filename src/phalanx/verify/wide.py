@@ -66,7 +66,8 @@ NARROW = {
     "models/loss.py:_write_gradient": "copy_",
     "models/mlp.py:Layer.forward": "gelu",
     "models/noise.py:Dropout.forward": "mul where",
-    "models/norm.py:LayerNorm.forward": "native_layer_norm",  # float16: its statistics have 32 bits
+    # float16: its statistics have 32 bits
+    "models/norm.py:LayerNorm.forward": "native_layer_norm",
     "models/norm.py:_LayerNormalized.backward": "_to_copy",
     "models/norm.py:_LayerNormalized.forward": "native_layer_norm",
     "models/norm.py:_RootMeanSquare.backward": "_to_copy",
@@ -79,7 +80,8 @@ NARROW = {
     "parallel/data.py:Unit.load": "copy_",
     "parallel/data.py:Unit.refresh": "copy_",
     "parallel/products.py:into_input": "mm",
-    "parallel/products.py:multiply": "add addmm mm",  # a bias, beside products in 8 bits
+    # a bias, beside products in 8 bits
+    "parallel/products.py:multiply": "add addmm mm",
     # Weights that travel in 8 bits, and products with them, whose sums have 32.
     "parallel/low_precision.py:_OfExpert.backward": "mm",
     "parallel/low_precision.py:largest_of": "abs amax",
@@ -108,9 +110,12 @@ class NarrowArithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found = ""
-        self.known: set[tuple[Any, Any]] = set()  # operations and code that are in the table
+        # operations and code that are in the table
+        self.known: set[tuple[Any, Any]] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         if not self.found and _has_16_bits(result):
             frame = _own_frame(sys._getframe(1))
@@ -154,7 +159,9 @@ def _breach(func: Any, frame: FrameType | None) -> str:
     )
 
 
-def looked_at(model: Model, precision: Precision, device: torch.device) -> NarrowArithmetic | None:
+def looked_at(
+    model: Model, precision: Precision, device: torch.device
+) -> NarrowArithmetic | None:
     """What looks at a rank's operations, for the modules and kernels that the table is written for."""
     built_in = isinstance(getattr(model.draw, "__self__", None), Decoder | DeepMlp)
     if not built_in or precision.compute not in HALVES or device.type != "cpu":

@@ -46,7 +46,10 @@ class Extent:
     @property
     def segment(self) -> int:
         """A flag, two headers, a queue for each peer, and two buffers of two chunks."""
-        return whole(LINE + 2 * whole(self.header, LINE) + LINE * self.ranks, PAGE) + 4 * self.chunk
+        return (
+            whole(LINE + 2 * whole(self.header, LINE) + LINE * self.ranks, PAGE)
+            + 4 * self.chunk
+        )
 
     @property
     def area(self) -> int:
@@ -128,7 +131,9 @@ def forget(path: str) -> None:
         Path(path).unlink(missing_ok=True)
 
 
-def filled_file(size: int, folders: tuple[str, ...] = ("/dev/shm", tempfile.gettempdir())) -> str:
+def filled_file(
+    size: int, folders: tuple[str, ...] = ("/dev/shm", tempfile.gettempdir())
+) -> str:
     """A new file that has its bytes already, in memory if it has room and else on disk."""
     tried = []
     for folder in folders:
@@ -162,7 +167,8 @@ class Arena:
             os.close(fd)
         self.bytes = memoryview(self._map)
         self.words = self.bytes.cast("q")
-        self.processes: list[int] = []  # of all ranks, if they can read each other's memory
+        # of all ranks, if they can read each other's memory
+        self.processes: list[int] = []
         self.base = torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
         heap = self.page(rank) + PAGE + extent.segments * extent.segment
         self.heap = Heap(heap, heap + extent.heap)
@@ -218,7 +224,9 @@ class Arena:
 
     def read_text(self, offset: int) -> str:
         length = self.words[offset >> 3]
-        return bytes(self.bytes[offset + 8 : offset + 8 + length]).decode(errors="replace")
+        return bytes(self.bytes[offset + 8 : offset + 8 + length]).decode(
+            errors="replace"
+        )
 
 
 class Heap:

@@ -85,7 +85,9 @@ class AsyncWork(dist.Work):
         deadline = time.monotonic() + seconds if seconds > 0 else None
         try:
             for work in tuple(self.works):
-                work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+                work.wait(
+                    None if deadline is None else max(0.0, deadline - time.monotonic())
+                )
             self.end()
         except CommTimeout:
             _background.add(self)
@@ -162,7 +164,8 @@ class AsyncWork(dist.Work):
 class _Background:
     """A thread that moves the calls that nobody waits for; it starts with the first of them."""
 
-    NAP = 2e-4  # seconds that it leaves a new call to whoever made it: most are waited for at once
+    # seconds that it leaves a new call to whoever made it: most are waited for at once
+    NAP = 2e-4
     LONGEST_NAP = 5e-3
 
     def __init__(self) -> None:
@@ -181,7 +184,9 @@ class _Background:
             if work.ended:
                 return
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, daemon=True, name=NAME)
+                self._thread = threading.Thread(
+                    target=self._run, daemon=True, name=NAME
+                )
                 self._thread.start()
             self._more.notify()
 
@@ -227,7 +232,9 @@ _background = _Background()
 class ShmProcessGroup:
     """One rank's part in a process group over shared memory."""
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, name: str) -> None:
+    def __init__(
+        self, store: Any, rank: int, size: int, timeout: timedelta, name: str
+    ) -> None:
         self.name = name
         options = _c10d.FakeProcessGroup.Options()
         options.error_on_collective = True
@@ -271,7 +278,10 @@ class ShmProcessGroup:
     def call(self, operator: str, args: Sequence[Any], wait: bool) -> dist.Work:
         """Carry out one of torch's operators on this group."""
         # An event of the profiler, as torch's own backends make one.
-        with self._order, torch._C._profiler._RecordFunctionFast(f"shm:{operator.strip('_')}"):
+        with (
+            self._order,
+            torch._C._profiler._RecordFunctionFast(f"shm:{operator.strip('_')}"),
+        ):
             run = _Operators(self._group, wait)
             getattr(run, operator)(*args)
             if wait:
@@ -320,7 +330,11 @@ class _Operators:
 
     def _begin(self, call: Call) -> None:
         check(self.group, call)
-        if call.kind == "all_reduce" and self.wait and self.group.small_all_reduce(call.x, call.op):
+        if (
+            call.kind == "all_reduce"
+            and self.wait
+            and self.group.small_all_reduce(call.x, call.op)
+        ):
             return
         work = self.group.begin(call)
         if self.wait:
@@ -344,7 +358,9 @@ class _Operators:
         for x in xs:
             self._begin(Call("reduce", self._into(x), op=_op(op), at=root))
 
-    def allgather_into_tensor_coalesced_(self, outs: list[Tensor], xs: list[Tensor]) -> None:
+    def allgather_into_tensor_coalesced_(
+        self, outs: list[Tensor], xs: list[Tensor]
+    ) -> None:
         for out, x in zip(outs, xs, strict=True):
             self._begin(Call("all_gather", _of(x), self._into(out)))
 
@@ -370,11 +386,17 @@ class _Operators:
     def _reduce_scatter_base_(self, out: Tensor, x: Tensor, op: Any) -> None:
         self.reduce_scatter_tensor_coalesced_([out], [x], op)
 
-    def reduce_scatter_(self, outs: list[Tensor], xs: list[list[Tensor]], op: Any) -> None:
-        self.reduce_scatter_tensor_coalesced_(outs, [_joined(parts) for parts in xs], op)
+    def reduce_scatter_(
+        self, outs: list[Tensor], xs: list[list[Tensor]], op: Any
+    ) -> None:
+        self.reduce_scatter_tensor_coalesced_(
+            outs, [_joined(parts) for parts in xs], op
+        )
 
     def gather_(self, outs: list[list[Tensor]], xs: list[Tensor], root: int) -> None:
-        parts = [self._into(out) for out in outs[0]] if self.group.rank == root else None
+        parts = (
+            [self._into(out) for out in outs[0]] if self.group.rank == root else None
+        )
         self._begin(Call("gather", _of(xs[0]), parts=parts, at=root))
 
     def scatter_(self, outs: list[Tensor], xs: list[list[Tensor]], root: int) -> None:
@@ -387,7 +409,9 @@ class _Operators:
         self._copy_back(outs, torch.split(whole, takes))
         self._all_to_all(whole, _joined(xs), takes, sends)
 
-    def alltoall_base_(self, out: Tensor, x: Tensor, takes: list[int], sends: list[int]) -> None:
+    def alltoall_base_(
+        self, out: Tensor, x: Tensor, takes: list[int], sends: list[int]
+    ) -> None:
         self._all_to_all(self._into(out), _of(x), takes or None, sends or None)
 
     def _all_to_all(
@@ -395,7 +419,9 @@ class _Operators:
     ) -> None:
         in_splits = equal_splits(self.group, x, sends, "in_splits")
         out_splits = equal_splits(self.group, out, takes, "out_splits")
-        self._begin(Call("all_to_all", x, out, in_splits=in_splits, out_splits=out_splits))
+        self._begin(
+            Call("all_to_all", x, out, in_splits=in_splits, out_splits=out_splits)
+        )
 
     def barrier(self, x: Tensor, devices: list[int]) -> None:
         self._begin(Call("barrier", NOTHING))
@@ -412,7 +438,9 @@ class _Operators:
 
     def recv_(self, xs: list[Tensor], source: int, tag: int) -> None:
         for x in xs:
-            self.works.append(self.group.begin(Call("receive", self._into(x), at=source), tag))
+            self.works.append(
+                self.group.begin(Call("receive", self._into(x), at=source), tag)
+            )
 
     def recv_any_source_(self, xs: list[Tensor], tag: int) -> None:
         self.recv_(xs, -1, tag)
@@ -420,7 +448,9 @@ class _Operators:
     def _sum_sparse(self, x: Tensor, op: Any) -> None:
         """The sum of sparse tensors, as DDP asks for of the gradient of an embedding."""
         if _op(op) != "sum":
-            raise CommMisuse("backend shm: sparse tensors can be summed and not reduced otherwise.")
+            raise CommMisuse(
+                "backend shm: sparse tensors can be summed and not reduced otherwise."
+            )
         n, part = self.group.size, x.detach().coalesce()
         counts = torch.empty(n, dtype=torch.int64)
         self.group.begin(Call("all_gather", torch.tensor([part._nnz()]), counts)).wait()
@@ -461,7 +491,9 @@ def _op(op: Any) -> str:
 # Kept, since the kernels go with it.
 _library: Any = None
 # What each process group of this process has on the CPU, None for those of other backends.
-_known: "weakref.WeakKeyDictionary[Any, ShmProcessGroup | None]" = weakref.WeakKeyDictionary()
+_known: "weakref.WeakKeyDictionary[Any, ShmProcessGroup | None]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _install() -> None:
@@ -555,7 +587,8 @@ def _make(options: Any, _: Any) -> Any:
     _install()
     name = options.group_id
     before = _groups.get(name)
-    if before is not None:  # its process group was destroyed and another one has its name
+    # its process group was destroyed and another one has its name
+    if before is not None:
         before.leave()
     group = ShmProcessGroup(
         options.store, options.group_rank, options.group_size, options.timeout, name

@@ -41,7 +41,9 @@ def signature(kind: str, op: str, at: int, numel: int, dtype: torch.dtype) -> st
         return f"{kind} {op}".rstrip()
     # In all-to-all each rank brings its own sizes; they are compared pair by pair.
     size = "" if kind == "all_to_all" else f"{numel} "
-    words = ", ".join(word for word in (op, f"root {at}" if kind in ROOTED else "") if word)
+    words = ", ".join(
+        word for word in (op, f"root {at}" if kind in ROOTED else "") if word
+    )
     name = "send/receive" if kind in ("send", "receive") else kind
     return f"{name}{f'({words})' if words else ''} of {size}{str(dtype).removeprefix('torch.')}"
 
@@ -70,12 +72,18 @@ class Call:
 
     def tensors(self) -> list[Tensor]:
         """Every tensor of this rank that the call reads or writes."""
-        return [self.x, *((self.out,) if self.out is not None else ()), *(self.parts or ())]
+        return [
+            self.x,
+            *((self.out,) if self.out is not None else ()),
+            *(self.parts or ()),
+        ]
 
 
 def split_call(name: str, groups: Sequence[tuple[int, ...]]) -> Call:
     """The call that a split of a world into groups begins with: all ranks name the same groups."""
-    return Call("split", NOTHING, op=f"{name!r} into {[list(group) for group in groups]}")
+    return Call(
+        "split", NOTHING, op=f"{name!r} into {[list(group) for group in groups]}"
+    )
 
 
 # ---- what is refused, and how it is said

@@ -19,14 +19,23 @@ from torch import Tensor
 
 from . import NAME
 
-SIZES = {"1 KB": 1 << 10, "32 KB": 1 << 15, "1 MB": 1 << 20, "16 MB": 1 << 24, "64 MB": 1 << 26}
-Timing = tuple[str, str, float, float]  # the call, its size, seconds over gloo and over shm
+SIZES = {
+    "1 KB": 1 << 10,
+    "32 KB": 1 << 15,
+    "1 MB": 1 << 20,
+    "16 MB": 1 << 24,
+    "64 MB": 1 << 26,
+}
+# the call, its size, seconds over gloo and over shm
+Timing = tuple[str, str, float, float]
 # The stubs of torch.distributed lack some of what is used here.
 _dist: Any = dist
 _torch: Any = torch
 
 
-def calls(whole: Tensor, part: Tensor, other: Tensor, group: Any) -> dict[str, Callable[[], Any]]:
+def calls(
+    whole: Tensor, part: Tensor, other: Tensor, group: Any
+) -> dict[str, Callable[[], Any]]:
     """One call of each kind. `whole` and `other` have the size; `part` is one rank's part of it."""
     rank, size = dist.get_rank(), dist.get_world_size()
 
@@ -60,14 +69,20 @@ def measure(rank: int, size: int, store: str, rounds: int) -> list[Timing]:
     torch.set_num_threads(1)
     # torch 2.13 has new names for two of these calls; 2.11 has only the old ones.
     warnings.simplefilter("ignore", FutureWarning)
-    dist.init_process_group("gloo", store=_dist.FileStore(store, size), rank=rank, world_size=size)
-    groups = {name: dist.new_group(list(range(size)), backend=name) for name in ("gloo", NAME)}
+    dist.init_process_group(
+        "gloo", store=_dist.FileStore(store, size), rank=rank, world_size=size
+    )
+    groups = {
+        name: dist.new_group(list(range(size)), backend=name) for name in ("gloo", NAME)
+    }
     timings = []
     for text, bytes_ in SIZES.items():
         numel = bytes_ // 4 // size * size
         whole, other = torch.ones(numel), torch.ones(numel)
         part = torch.ones(numel // size)
-        ways = {name: calls(whole, part, other, group) for name, group in groups.items()}
+        ways = {
+            name: calls(whole, part, other, group) for name, group in groups.items()
+        }
         for kind in ways[NAME]:
             times: dict[str, list[float]] = {name: [] for name in ways}
             for _ in range(rounds + 1):  # the first one warms up
@@ -84,7 +99,9 @@ def table(timings: list[Timing]) -> str:
     """Rows of calls and columns of sizes, in microseconds: gloo, then shared memory."""
     kinds = list(dict.fromkeys(kind for kind, _, _, _ in timings))
     cells = {(kind, size): (gloo, shm) for kind, size, gloo, shm in timings}
-    lines = ["microseconds, gloo / shm".ljust(26) + "".join(size.rjust(20) for size in SIZES)]
+    lines = [
+        "microseconds, gloo / shm".ljust(26) + "".join(size.rjust(20) for size in SIZES)
+    ]
     for kind in kinds:
         pairs = [cells[kind, size] for size in SIZES]
         texts = [f"{gloo * 1e6:,.0f} / {shm * 1e6:,.0f}" for gloo, shm in pairs]
@@ -109,5 +126,7 @@ def main() -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as folder:
         _torch.multiprocessing.spawn(
-            _rank, (args.ranks, os.path.join(folder, "store"), args.rounds), nprocs=args.ranks
+            _rank,
+            (args.ranks, os.path.join(folder, "store"), args.rounds),
+            nprocs=args.ranks,
         )

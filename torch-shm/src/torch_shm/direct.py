@@ -36,7 +36,9 @@ def read(pid: int, at: int, into: Tensor) -> None:
         here = _Iovec(into.data_ptr() + done, size - done)
         there = _Iovec(at + done, size - done)
         # This call does not hold the interpreter's lock. It may read less than it was asked for.
-        got = _libc().process_vm_readv(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+        got = _libc().process_vm_readv(
+            pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0
+        )
         if got <= 0:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))

@@ -119,7 +119,9 @@ class Collectives(Line):
         self._headers = [(start + LINE, start + LINE + header) for start in starts]
         self.queues = [start + LINE + 2 * header for start in starts]
         buffers = whole(LINE + 2 * header + LINE * arena.extent.ranks, PAGE)
-        self._buffers = [(start + buffers, start + buffers + 2 * self.chunk) for start in starts]
+        self._buffers = [
+            (start + buffers, start + buffers + 2 * self.chunk) for start in starts
+        ]
         self._words = arena.words
         self._flag = starts[self.rank] >> 3
         self._flags = [starts[i] >> 3 for i in self.others]
@@ -154,7 +156,9 @@ class Collectives(Line):
         try:
             self.arena.fetch(self.ranks[i], place, into, skip)
         except OSError as error:
-            raise CommError(f"rank {self.ranks[i]} is lost: {error.strerror}") from error
+            raise CommError(
+                f"rank {self.ranks[i]} is lost: {error.strerror}"
+            ) from error
 
     def splits(self, i: int) -> list[int]:
         """The rows that rank i sends to each rank in an all-to-all, then the rows that it receives."""
@@ -206,7 +210,9 @@ class Collectives(Line):
 
     def absent(self) -> list[int]:
         flags = zip(self.others, self._flags, strict=True)
-        return sorted(self.ranks[i] for i, flag in flags if self._words[flag] < self.count)
+        return sorted(
+            self.ranks[i] for i, flag in flags if self._words[flag] < self.count
+        )
 
     def _start(self) -> None:
         if self.owed and not self.ready():
@@ -218,7 +224,9 @@ class Collectives(Line):
             for k, count in enumerate((*call.in_splits, *call.out_splits)):
                 self._words[counts + k] = count
         readable = call.x.numel() and rounds.readable(call, self.rank)
-        self._write_header(_signature(call), self.arena.place(call.x) if readable else NOWHERE)
+        self._write_header(
+            _signature(call), self.arena.place(call.x) if readable else NOWHERE
+        )
         self._rounds = rounds.ROUNDS[call.kind](self, call)
         self._first = True
         self._step(self._rounds)
@@ -273,15 +281,21 @@ class Collectives(Line):
     ) -> SmallSum | None:
         n, exact = x.numel(), not x.dtype.is_floating_point
         # What is refused is refused on the other way.
-        refused = op not in STEPS or (exact and (op == "average" or x.dtype == torch.bool))
+        refused = op not in STEPS or (
+            exact and (op == "average" or x.dtype == torch.bool)
+        )
         if refused or not 0 < n * x.itemsize <= rounds.SMALL:
             return None
-        parts = [self.view(i, key[3], 0, n, x.dtype).view(x.shape) for i in range(self.size)]
+        parts = [
+            self.view(i, key[3], 0, n, x.dtype).view(x.shape) for i in range(self.size)
+        ]
         plain = self.size == 2 and x.dtype not in HALVES and op != "average"
         signature = _signature(Call("all_reduce", x, op=op))
         if len(self._small) > 500:
             self._small.clear()
-        plan = SmallSum(signature, parts[self.rank], parts, STEPS[op] if plain else None)
+        plan = SmallSum(
+            signature, parts[self.rank], parts, STEPS[op] if plain else None
+        )
         self._small[key] = plan
         return plan
 
@@ -338,7 +352,9 @@ def _signature(call: Call) -> tuple[bytes, int]:
 @lru_cache(2000)
 def _digested(*key: Any) -> tuple[bytes, int]:
     text = signature(*key).encode()[:1000]
-    return text, int.from_bytes(blake2b(text, digest_size=8).digest(), "big", signed=True)
+    return text, int.from_bytes(
+        blake2b(text, digest_size=8).digest(), "big", signed=True
+    )
 
 
 class Inbox:
@@ -355,7 +371,9 @@ class Inbox:
         """The offset of the first unread message with a tag; 0 if there is none."""
         while message := self._words[(self._last >> 3) + NEXT]:
             keep_order()
-            self._unread.setdefault(self._words[(message >> 3) + TAG], deque()).append(message)
+            self._unread.setdefault(self._words[(message >> 3) + TAG], deque()).append(
+                message
+            )
             self._words[(message >> 3) + STATE] = SEEN
             self._last = message
         messages = self._unread.get(tag)
@@ -432,7 +450,11 @@ class Outbox:
                 "far behind, or the machine has no memory that can grow: use backend gloo."
             )
         word = message >> 3
-        self._words[word + NEXT], self._words[word + STATE], self._words[word + TAG] = 0, SENT, tag
+        self._words[word + NEXT], self._words[word + STATE], self._words[word + TAG] = (
+            0,
+            SENT,
+            tag,
+        )
         self._arena.write_text(message + LINE, call.signature(), PAYLOAD - LINE)
         with torch.no_grad():
             self._arena.at(message + PAYLOAD, x.numel(), x.dtype).copy_(x)

@@ -51,7 +51,9 @@ def _all_reduce(t: "Collectives", call: Call) -> Iterator[bool]:
     if x.numel() * x.itemsize <= SMALL:
         t.mine(0, x.numel(), x.dtype).copy_(x)
         yield False
-        reduce_into(x, [t.theirs(i, 0, x.numel(), x.dtype) for i in range(t.size)], call.op)
+        reduce_into(
+            x, [t.theirs(i, 0, x.numel(), x.dtype) for i in range(t.size)], call.op
+        )
         return
     xs = yield from _shared(t, x)
     if xs is None:
@@ -80,14 +82,18 @@ def _reduce_chunks(t: "Collectives", x: Tensor, op: str) -> Iterator[bool]:
         now = k < len(chunks)
         if now:
             for i in t.others:
-                t.mine(starts[k][i] * byte, chunks[k][i].numel(), dtype).copy_(chunks[k][i])
+                t.mine(starts[k][i] * byte, chunks[k][i].numel(), dtype).copy_(
+                    chunks[k][i]
+                )
         yield False
         if now:
             own = chunks[k][me]
             at, n = starts[k][me] * byte, own.numel()
             # Written where the others will take it from in the next round, then to x.
             total = t.mine(t.chunk, n, dtype)
-            came = [own if i == me else t.theirs(i, at, n, dtype) for i in range(t.size)]
+            came = [
+                own if i == me else t.theirs(i, at, n, dtype) for i in range(t.size)
+            ]
             reduce_into(total, came, op)
             own.copy_(total)
         if k:
@@ -109,7 +115,10 @@ def _reduce_scatter(t: "Collectives", call: Call) -> Iterator[bool]:
         return
     width = max(1, t.chunk // byte // t.size)
     for own, total, *others in zip(
-        _runs(rows[me], width), _runs(out, width), *(_runs(row, width) for row in rows), strict=True
+        _runs(rows[me], width),
+        _runs(out, width),
+        *(_runs(row, width) for row in rows),
+        strict=True,
     ):
         n = own.numel()
         for i in t.others:
@@ -117,7 +126,9 @@ def _reduce_scatter(t: "Collectives", call: Call) -> Iterator[bool]:
         yield False
         at = me * width * byte
         reduce_into(
-            total, [own if i == me else t.theirs(i, at, n, dtype) for i in range(t.size)], call.op
+            total,
+            [own if i == me else t.theirs(i, at, n, dtype) for i in range(t.size)],
+            call.op,
         )
 
 
@@ -129,7 +140,10 @@ def _reduce(t: "Collectives", call: Call) -> Iterator[bool]:
             t.mine(0, n, x.dtype).copy_(part)
         yield False
         if t.rank == call.at:
-            parts = [part if i == t.rank else t.theirs(i, 0, n, x.dtype) for i in range(t.size)]
+            parts = [
+                part if i == t.rank else t.theirs(i, 0, n, x.dtype)
+                for i in range(t.size)
+            ]
             reduce_into(part, parts, call.op)
 
 
@@ -187,7 +201,9 @@ def _scatter(t: "Collectives", call: Call) -> Iterator[bool]:
     for k, part in enumerate(_runs(x, width)):
         n = part.numel()
         for i, source in enumerate(sources):
-            t.mine(i * width * byte, n, x.dtype).copy_(source[k * width : k * width + n])
+            t.mine(i * width * byte, n, x.dtype).copy_(
+                source[k * width : k * width + n]
+            )
         yield False
         part.copy_(t.theirs(root, t.rank * width * byte, n, x.dtype))
 
@@ -195,7 +211,12 @@ def _scatter(t: "Collectives", call: Call) -> Iterator[bool]:
 def _all_to_all(t: "Collectives", call: Call) -> Iterator[bool]:
     """Everyone writes a run of each stretch of x, from where its receiver takes it."""
     assert call.out is not None
-    x, out, dtype, byte = call.x.view(-1), call.out.view(-1), call.x.dtype, call.x.itemsize
+    x, out, dtype, byte = (
+        call.x.view(-1),
+        call.out.view(-1),
+        call.x.dtype,
+        call.x.itemsize,
+    )
     row = call.x[0].numel() if call.x.shape[0] else call.out[:1].numel()
     stretches = torch.split(x, [n * row for n in call.in_splits])
     taken = torch.split(out, [n * row for n in call.out_splits])
@@ -215,7 +236,9 @@ def _all_to_all(t: "Collectives", call: Call) -> Iterator[bool]:
             places = [t.place(i) for i in range(t.size)]
             if longest > width and NOWHERE not in places:
                 for i in t.others:
-                    t.fetch(i, places[i], taken[i], skip=row * byte * sum(sent[i][: t.rank]))
+                    t.fetch(
+                        i, places[i], taken[i], skip=row * byte * sum(sent[i][: t.rank])
+                    )
                 yield False
                 return
         for i in t.others:

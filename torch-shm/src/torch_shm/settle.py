@@ -73,7 +73,8 @@ def settle(calls: Sequence[Call]) -> None:
                         part.copy_(x.flatten())
         case "reduce_scatter":
             rows = [_rows(x, n) for x in xs]
-            totals = [torch.empty_like(rows[0][0]) for _ in xs]  # out may be a part of some x
+            # out may be a part of some x
+            totals = [torch.empty_like(rows[0][0]) for _ in xs]
             for i, total in enumerate(totals):
                 reduce_into(total, [row[i] for row in rows], first.op)
             for out, total in zip(outs, totals, strict=True):

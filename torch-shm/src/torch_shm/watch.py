@@ -82,7 +82,11 @@ class Watch:
         return [self._words[page + PID] for page in pages]
 
     def until(
-        self, kind: str, go_on: Callable[[], bool], line: Line, limit: float | None = None
+        self,
+        kind: str,
+        go_on: Callable[[], bool],
+        line: Line,
+        limit: float | None = None,
     ) -> None:
         """Return once `go_on` is True; raise one sentence when that cannot be any more.
 
@@ -138,7 +142,9 @@ class Watch:
     def why_stuck(self, line: Line, waited: float) -> str | None:
         """Explains why a line cannot progress: what happened to the ranks that it waits for."""
         absent = line.absent()
-        reasons = [text for rank in absent if (text := self._end_of(rank, line)) is not None]
+        reasons = [
+            text for rank in absent if (text := self._end_of(rank, line)) is not None
+        ]
         if reasons and len(reasons) >= (len(absent) if line.any_of_them else 1):
             return reasons[0]
         return self._late(line, self._timeout) if waited > self._timeout else None
@@ -158,10 +164,11 @@ class Watch:
             return f"rank {rank} is lost, its process {pid} has ended; {self._doings()}"
         if state != "T" or self.watched:
             self._standing.pop(rank, None)
-        elif time.monotonic() - self._standing.setdefault(rank, time.monotonic()) > STANDSTILL:
-            return (
-                f"rank {rank} does not answer, its process {pid} has been stopped; {self._doings()}"
-            )
+        elif (
+            time.monotonic() - self._standing.setdefault(rank, time.monotonic())
+            > STANDSTILL
+        ):
+            return f"rank {rank} does not answer, its process {pid} has been stopped; {self._doings()}"
         return None
 
     def _late(self, line: Line, seconds: float) -> str:
@@ -175,7 +182,9 @@ class Watch:
             doing = self._words[(self._arena.page(rank) >> 3) + DOING]
             number, kind = doing >> 8, KINDS[doing & 255]
             name = self.names[number] if number < len(self.names) else f"group {number}"
-            calls.append(f"rank {rank} was in {f'{kind} on {name}' if doing & 255 else 'no call'}")
+            calls.append(
+                f"rank {rank} was in {f'{kind} on {name}' if doing & 255 else 'no call'}"
+            )
         return ", ".join(calls) + "."
 
 

@@ -122,7 +122,9 @@ class SharedWorld:
         self.rank, self.size = rank, extent.ranks
         self.arena = Arena(path, extent, rank)
         self.watch = Watch(self.arena, self.size, timeout)
-        self._everyone = Collectives(self.arena, 0, "the world", tuple(range(self.size)), 0)
+        self._everyone = Collectives(
+            self.arena, 0, "the world", tuple(range(self.size)), 0
+        )
         self._lines = {} if lines is None else lines  # those with calls
         self._lock = lock or threading.RLock()
         # Segments by the number of the split, alike on every rank, since all split and close in the
@@ -151,7 +153,9 @@ class SharedWorld:
             )
         self._segments[self._splits] = segment
         ranks = next(group for group in groups if self.rank in group)
-        return SharedGroup(self, Collectives(self.arena, segment, name, ranks, self._splits))
+        return SharedGroup(
+            self, Collectives(self.arena, segment, name, ranks, self._splits)
+        )
 
     def free(self, number: int) -> None:
         """A group is closed; another may have its segment."""

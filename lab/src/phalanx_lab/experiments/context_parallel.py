@@ -16,7 +16,9 @@ HEADS = 4
 
 
 def attend(
-    lab: Lab, titles: tuple[str, str], attention: Callable[[Tensor, Tensor, Tensor], Tensor]
+    lab: Lab,
+    titles: tuple[str, str],
+    attention: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> None:
     """Attention of this rank's tokens, forward and backward, and the claim that it is plain attention."""
     lab.size.part("width", 0, HEADS)  # refuses what does not divide
@@ -38,7 +40,9 @@ def attend(
     mean = plain.square().mean()
     lab.claim("the loss is one process's", loss, mean)
     lab.claim("the output is that of its tokens", out, plain[:, own])
-    for name, x, want in zip("qkv", gradients, torch.autograd.grad(mean, whole), strict=True):
+    for name, x, want in zip(
+        "qkv", gradients, torch.autograd.grad(mean, whole), strict=True
+    ):
         lab.claim(f"gradient of {name}", x, want[:, own])
 
 
@@ -65,7 +69,9 @@ def block(
     q, k, v = heads(h @ w["q"]), heads(collect(h @ w["k"])), heads(collect(h @ w["v"]))
     p = masked(q @ k.mT / q.shape[-1] ** 0.5, first).softmax(-1)
     x = x + (p @ v).transpose(0, 1).flatten(1) @ w["out"]
-    return x + torch.nn.functional.gelu(normed(x, w["norm of mlp"]) @ w["up"]) @ w["down"]
+    return (
+        x + torch.nn.functional.gelu(normed(x, w["norm of mlp"]) @ w["up"]) @ w["down"]
+    )
 
 
 def normed(x: Tensor, weight: Tensor) -> Tensor:
@@ -85,7 +91,10 @@ def context_parallel(lab: Lab) -> None:
     scale, square = size.width**-0.5, (size.width, size.width)
     names = "q", "k", "v", "out", "up", "down"
     plain = {name: scale * draw(70 + i, *square) for i, name in enumerate(names)}
-    plain |= {name: 1 + 0.1 * draw(80 + len(name), size.width) for name in ("norm", "norm of mlp")}
+    plain |= {
+        name: 1 + 0.1 * draw(80 + len(name), size.width)
+        for name in ("norm", "norm of mlp")
+    }
     weights = {name: w.clone().requires_grad_() for name, w in plain.items()}
     tokens = draw(9, size.batch, size.width)
 
@@ -119,12 +128,18 @@ def context_parallel(lab: Lab) -> None:
         lab.group.all_reduce(g)
     lab.after(**{f"gradient of {name}": g for name, g in gradients.items()})
     for name, w in alone.items():
-        lab.claim(f"gradient of {name}: the sum is one process's", gradients[name], w.grad)
+        lab.claim(
+            f"gradient of {name}: the sum is one process's", gradients[name], w.grad
+        )
     off = (parts - gradients["norm"]).abs().max() > 1e-6 * gradients["norm"].abs().max()
     lab.claim("before the sum it was only a part", bool(off) or n == 1)
     numbers = sum(w.nbytes for w in plain.values())
     formula = 2 * (n - 1) / n * numbers + 4 * (n - 1) * 8 * size.width * size.batch / n
-    lab.claim("it sent gradients as data parallel; keys, values and theirs", lab.sent(), formula)
+    lab.claim(
+        "it sent gradients as data parallel; keys, values and theirs",
+        lab.sent(),
+        formula,
+    )
 
 
 def ring_attention(lab: Lab) -> None:
@@ -138,10 +153,18 @@ def ring_attention(lab: Lab) -> None:
     """
     # Keys and values were passed n-1 times forward and n-1 times back, their gradients n times.
     title = "backward: once more round, gradients travel with keys and values"
-    attend(lab, ("forward: n rounds", title), lambda *qkv: RingAttention.apply(*qkv, lab))  # type: ignore[no-untyped-call]
+
+    def attention(*qkv: Tensor) -> Tensor:
+        return RingAttention.apply(*qkv, lab)  # type: ignore[no-untyped-call,no-any-return]
+
+    attend(lab, ("forward: n rounds", title), attention)
     n, block = lab.n, 8 * lab.size.batch * lab.size.width / lab.n
-    formula = (4 * (n - 1) + 2 * n * (n > 1)) * block + 2 * (n - 1) / n * 8  # and the loss
-    lab.claim("it sent keys and values twice, their gradients once", lab.sent(), formula)
+    gradients = 2 * n if n > 1 else 0
+    loss = 2 * (n - 1) / n * 8
+    formula = (4 * (n - 1) + gradients) * block + loss
+    lab.claim(
+        "it sent keys and values twice, their gradients once", lab.sent(), formula
+    )
 
 
 class RingAttention(torch.autograd.Function):
@@ -205,7 +228,9 @@ def pass_on(group: Group, *tensors: Tensor) -> tuple[Sequence[Tensor], list[Work
     arriving = [torch.empty_like(x) for x in tensors]
     for x in tensors:
         group.send(x, to=(rank + 1) % n)
-    return arriving, [group.receive(x, source=(rank - 1) % n, wait=False) for x in arriving]
+    return arriving, [
+        group.receive(x, source=(rank - 1) % n, wait=False) for x in arriving
+    ]
 
 
 def ulysses(lab: Lab) -> None:
@@ -220,7 +245,9 @@ def ulysses(lab: Lab) -> None:
     # A head cannot be split, so there can be at most as many ranks as query heads; with more, or
     # where heads do not divide evenly, the ring takes over.
     if HEADS % n:
-        lab.note(f"{n} ranks and {HEADS} heads: a head cannot be split, so the ring is used.")
+        lab.note(
+            f"{n} ranks and {HEADS} heads: a head cannot be split, so the ring is used."
+        )
         ring_attention(lab)
         return
 
@@ -237,5 +264,7 @@ def ulysses(lab: Lab) -> None:
     # Three tensors went to heads and one came back, in forward and in backward: eight exchanges.
     title = "forward: to heads, attention, back to tokens"
     attend(lab, (title, "backward: the same exchanges in reverse"), attention)
-    formula = 8 * (n - 1) / n * lab.size.batch * lab.size.width / n * 8 + 2 * (n - 1) / n * 8
+    formula = (
+        8 * (n - 1) / n * lab.size.batch * lab.size.width / n * 8 + 2 * (n - 1) / n * 8
+    )
     lab.claim("it sent (n-1)/n of its numbers eight times", lab.sent(), formula)

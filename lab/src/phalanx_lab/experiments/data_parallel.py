@@ -16,9 +16,19 @@ from phalanx.comm import Work
 from phalanx.comm.agree import broadcast_text
 from phalanx_lab.catalogue import Size
 from phalanx_lab.lab import Lab, gathered, scattered
-from phalanx_lab.mlp import Adam, batch, draw, gradients_of, loss_of, one_process, start, update
+from phalanx_lab.mlp import (
+    Adam,
+    batch,
+    draw,
+    gradients_of,
+    loss_of,
+    one_process,
+    start,
+    update,
+)
 
-Result = tuple[Tensor, list[Tensor]]  # of a step: the loss, and the gradients that a rank has
+# of a step: the loss, and the gradients that a rank has
+Result = tuple[Tensor, list[Tensor]]
 
 
 def data_parallel(lab: Lab) -> None:
@@ -55,9 +65,14 @@ def data_parallel(lab: Lab) -> None:
         weights = start(lab.size)
         losses = lab.train(partial(train_step, weights, how != ""), weights, how=how)
         lab.claim(f"the first loss{how} is that of its own rows", losses[0], loss)
-        lab.claim(f"its own gradient{how} is that of its rows", own[-lab.size.steps], want[0])
+        lab.claim(
+            f"its own gradient{how} is that of its rows", own[-lab.size.steps], want[0]
+        )
         others = lab.everyone(loss.new_tensor(losses)).T.tolist()  # (steps, ranks)
-        lab.claim(f"every rank has another loss{how}", all(len(set(row)) == n for row in others))
+        lab.claim(
+            f"every rank has another loss{how}",
+            all(len(set(row)) == n for row in others),
+        )
     formula = len(forms) * lab.size.steps * 2 * (n - 1) / n * lab.size.bytes
     lab.claim("it sent 2(n-1)/n of the gradients in each step", lab.sent(), formula)
 
@@ -113,13 +128,22 @@ def threads_data_parallel(lab: Lab) -> None:
         rows = 8 * size.batch * size.width * (n - 1) // n
         formula = size.steps * (2 * (n - 1) * size.bytes + rows)
         lab.claim("the first device moved 2(n-1) times the weights", copied, formula)
-        lab.claim("that is n times what one rank sends, or more", copied >= n * lab.sent())
-        busiest = [("a thread for each", copied), ("a rank for each", round(lab.sent()))]
+        lab.claim(
+            "that is n times what one rank sends, or more", copied >= n * lab.sent()
+        )
+        busiest = [
+            ("a thread for each", copied),
+            ("a rank for each", round(lab.sent())),
+        ]
         table = [(how, f"{sent:,}", f"{sent / 50e6:,.2f}") for how, sent in busiest]
         header = ("devices are driven by", "bytes", "ms at 50 GB/s")
-        lab.table(f"through the busiest of {n} devices, {size.steps} steps", header, table)
+        lab.table(
+            f"through the busiest of {n} devices, {size.steps} steps", header, table
+        )
         share = f"{serial / threaded:.0%}"
-        lab.note(f"{share} of the time went into copying and adding, with {n - 1} devices idle.")
+        lab.note(
+            f"{share} of the time went into copying and adding, with {n - 1} devices idle."
+        )
 
 
 def replicated(
@@ -127,9 +151,12 @@ def replicated(
 ) -> tuple[float, list[Tensor], int, float]:
     """Loss, gradients, the bytes that left or entered the first device, and seconds on it alone."""
     gpus, begin = torch.cuda.device_count(), time.perf_counter()
-    devices = [torch.device("cuda", i % gpus) if gpus > 1 else "cpu" for i in range(lab.n)]
+    devices = [
+        torch.device("cuda", i % gpus) if gpus > 1 else "cpu" for i in range(lab.n)
+    ]
     with lab.doing("copy the weights"):
-        rows = torch.split(x, lab.part("batch").stop)  # rank 0's part ends where the next begins
+        # rank 0's part ends where the next begins
+        rows = torch.split(x, lab.part("batch").stop)
         parts = [part.to(at) for part, at in zip(rows, devices, strict=True)]
         # A copy even where source and device are one memory: a replica is a replica.
         replicas = [[w.to(at, copy=True) for w in weights] for at in devices[1:]]
@@ -139,7 +166,10 @@ def replicated(
         losses, of_devices = zip(*found, strict=True)
     computed = time.perf_counter()
     with lab.doing("add the gradients"):
-        each = ([g.to(x.device) for g in of_layer] for of_layer in zip(*of_devices, strict=True))
+        each = (
+            [g.to(x.device) for g in of_layer]
+            for of_layer in zip(*of_devices, strict=True)
+        )
         gradients = [torch.stack(of_layer).mean(0) for of_layer in each]
     alone = copied - begin + time.perf_counter() - computed
     went = sum(w.nbytes for replica in replicas for w in replica)
@@ -160,7 +190,8 @@ def sampler(lab: Lab) -> None:
     same order.
     """
     size, n = lab.size, lab.n
-    data = draw(20_000, 2 * size.batch + size.batch // 2 + 1, size.width)  # (samples, width)
+    # (samples, width)
+    data = draw(20_000, 2 * size.batch + size.batch // 2 + 1, size.width)
     weights, alone = start(size), start(size)
     used = torch.zeros(EPOCHS, len(data))
 
@@ -172,7 +203,10 @@ def sampler(lab: Lab) -> None:
             used[epoch, rows] += 1
             title = f"epoch {epoch}, batch {number} of {len(chosen)} samples"
             lab.step(title, samples=rows, weights=weights)
-            loss, gradients = torch.zeros(()).double(), [torch.zeros_like(w) for w in weights]
+            loss, gradients = (
+                torch.zeros(()).double(),
+                [torch.zeros_like(w) for w in weights],
+            )
             if len(rows):
                 loss, gradients = gradients_of(weights, data[rows])
             total = torch.stack([loss * len(rows), torch.tensor(float(len(rows)))])
@@ -184,7 +218,9 @@ def sampler(lab: Lab) -> None:
                 g *= len(rows) / total[1]
                 lab.group.all_reduce(g)
             update(weights, gradients)
-            lab.after(own_loss=loss.item(), loss=total[0] / total[1], mean_of_means=mean)
+            lab.after(
+                own_loss=loss.item(), loss=total[0] / total[1], mean_of_means=mean
+            )
 
             want, wanted = gradients_of(alone, data[chosen])
             update(alone, wanted)
@@ -192,7 +228,9 @@ def sampler(lab: Lab) -> None:
             lab.claim("gradients are those over all samples", gradients, wanted)
             even = len(chosen) % n == 0
             right = abs(float(mean - want)) < 1e-9
-            lab.claim("the mean of means is right only where rows are even", right, even)
+            lab.claim(
+                "the mean of means is right only where rows are even", right, even
+            )
     # Over an epoch every sample was used once, by one of the ranks.
     lab.claim("weights at the end are those of one process", weights, alone)
     together = lab.everyone(used).sum(0)
@@ -230,7 +268,9 @@ def save_and_barrier(lab: Lab) -> None:
         lab.step("rank 0 saves, barrier, all load", weights=weights)
         saved = torch.zeros(1, dtype=torch.int64)
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(broadcast_text(lab.group, str(Path(folder, "weights.safetensors"))))
+            path = Path(
+                broadcast_text(lab.group, str(Path(folder, "weights.safetensors")))
+            )
             if lab.rank == 0:
                 with lab.doing("save"):
                     save_file({str(i): w for i, w in enumerate(weights)}, f"{path}.new")
@@ -292,7 +332,13 @@ def zero_1(lab: Lab) -> None:
     # slice.
     state = [*adam.m, *adam.v]
     lab.train(
-        train_step, weights, slice_of, update=update_slice, of_weights=list, adam=True, state=state
+        train_step,
+        weights,
+        slice_of,
+        update=update_slice,
+        of_weights=list,
+        adam=True,
+        state=state,
     )
     kept, total = sum(x.numel() for x in state), count + -count % n
     lab.claim("it has 2/n numbers of state for each weight", kept, 2 * total / n)
@@ -453,7 +499,9 @@ def hybrid_sharding(lab: Lab) -> None:
     # the weights inside, once across": the first is close for large K, the second too much by at least K/2.
     sent = [lab.sent("inside") / size.steps, lab.sent("across") / size.steps]
     formula = [3 * size.bytes * (k - 1) / k, 2 * (m - 1) / m * size.bytes / k]
-    lab.claim("it sent 3W(K-1)/K inside and 2(M-1)/M x W/K across in each step", sent, formula)
+    lab.claim(
+        "it sent 3W(K-1)/K inside and 2(M-1)/M x W/K across in each step", sent, formula
+    )
     title = f"bytes that rank 0 sends in a step; K = {k}, M = {m}, W = {size.bytes:,}"
     columns = zip(sent, formula, (3 * size.bytes, size.bytes), strict=True)
     inside_, across_ = ([f"{number:,.0f}" for number in numbers] for numbers in columns)
@@ -503,7 +551,9 @@ def swap(lab: Lab) -> None:
 
     def train_step(step: int) -> Result:
         x = lab.rows(step).to(device)
-        mean, gradients = lab.gradients(use, x, output=free, loss=loss, gradient=to_host)
+        mean, gradients = lab.gradients(
+            use, x, output=free, loss=loss, gradient=to_host
+        )
         lab.average(gradients)
         return mean, gradients
 

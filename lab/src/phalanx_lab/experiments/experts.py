@@ -31,7 +31,10 @@ def experts(lab: Lab) -> None:
     counts = chosen.flatten().bincount(minlength=OWN * n)
     coming = torch.empty_like(counts)  # from each rank for each of my experts
     lab.group.all_to_all(coming, counts)
-    sends, takes = counts.view(n, OWN).sum(1).tolist(), coming.view(n, OWN).sum(1).tolist()
+    sends, takes = (
+        counts.view(n, OWN).sum(1).tolist(),
+        coming.view(n, OWN).sum(1).tolist(),
+    )
     lab.after(counts=counts, coming=coming)
 
     # A second all-to-all of uneven parts takes tokens to their experts (dispatch), a third one
@@ -39,7 +42,8 @@ def experts(lab: Lab) -> None:
     lab.step("dispatch, the experts, combine", tokens=x)
     came = x.new_empty(sum(takes), width)
     lab.group.all_to_all(came, x[order // CHOSEN], takes, sends)
-    of = torch.arange(OWN).repeat(n).repeat_interleave(coming)  # which expert each is for
+    # which expert each is for
+    of = torch.arange(OWN).repeat(n).repeat_interleave(coming)
     results = torch.empty_like(came)
     with lab.doing("F"):
         for e, w in enumerate(mine):
@@ -54,7 +58,9 @@ def experts(lab: Lab) -> None:
     total = lab.everyone(counts).sum(0)
     all_ = CHOSEN * lab.size.batch
     lab.claim("every token goes through two experts", int(total.sum()), all_)
-    lab.note(f"Of {all_} tokens, rank {lab.rank} sent {counts.tolist()} and computed {sum(takes)}.")
+    lab.note(
+        f"Of {all_} tokens, rank {lab.rank} sent {counts.tolist()} and computed {sum(takes)}."
+    )
 
     # Tokens that are alike crowd at few experts, and the other ranks wait; so a bias is added to
     # the scores for the choice alone, and after each step it moves a little against who had more
@@ -63,7 +69,8 @@ def experts(lab: Lab) -> None:
     most = int(total.max())
     for _ in range(ROUNDS):
         counts = routed(x, bias)[0].flatten().bincount(minlength=OWN * n).double()
-        lab.group.all_reduce(counts)  # over all tokens, or ranks would choose differently
+        # over all tokens, or ranks would choose differently
+        lab.group.all_reduce(counts)
         bias -= STEP * (counts - counts.mean()).sign()
     lab.after(bias=bias)
     lab.claim("the busiest expert has fewer tokens", bool(counts.max() < most))

@@ -37,7 +37,9 @@ def hardware(lab: Lab) -> None:
     lab.table("from the inside out", ("level", "MB", "GB/s", "ms for 16 GB"), rows)
     speeds = [place.bandwidth for place in places]
     lab.after(bytes_a_second=torch.tensor(speeds, dtype=torch.float64))
-    lab.claim("each level is slower than the one before", speeds, sorted(speeds, reverse=True))
+    lab.claim(
+        "each level is slower than the one before", speeds, sorted(speeds, reverse=True)
+    )
 
     # While one byte comes from memory, its units can do 295 operations. What does fewer with each
     # byte waits for memory, however fast the units are: norms, activation functions, sums of
@@ -67,7 +69,10 @@ def hardware(lab: Lab) -> None:
     a, b = draw(1, n, n), draw(2, n, n)
     lab.step("a product and a sum, on this machine", a=a, b=b)
     speeds = []
-    for name, call, flops in (("product", torch.matmul, 2 * n**3), ("sum", torch.add, n * n)):
+    for name, call, flops in (
+        ("product", torch.matmul, 2 * n**3),
+        ("sum", torch.add, n * n),
+    ):
         seconds = []
         for _ in range(3):
             begin = time.perf_counter()
@@ -76,7 +81,9 @@ def hardware(lab: Lab) -> None:
             seconds.append(time.perf_counter() - begin)
         speeds.append(flops / min(seconds) / 1e9)
     lab.after(billion_operations_a_second=torch.tensor(speeds))
-    lab.note(f"Rank {lab.rank}: product {speeds[0]:.3g}, sum {speeds[1]:.3g} billion a second.")
+    lab.note(
+        f"Rank {lab.rank}: product {speeds[0]:.3g}, sum {speeds[1]:.3g} billion a second."
+    )
     # All ranks together do the product of the whole batch, each that of its rows.
     lab.step("n devices do one product in 1/n of the operations each", rows=lab.rows(0))
     with FlopCounterMode(display=False) as counter:
@@ -85,4 +92,6 @@ def hardware(lab: Lab) -> None:
     flops = torch.tensor(float(own), dtype=torch.float64)
     lab.group.all_reduce(flops)
     lab.after(own_operations=float(own), of_all=flops)
-    lab.claim("together they do those of one", flops, 2 * lab.size.batch * lab.size.width**2)
+    lab.claim(
+        "together they do those of one", flops, 2 * lab.size.batch * lab.size.width**2
+    )

@@ -29,11 +29,16 @@ def muon(lab: Lab) -> None:
     for step in range(size.steps):
         lab.step(f"step {step}", weights=weights, momentum=momentum)
         _, gradients = lab.gradients(weights, lab.rows(step))
-        summed = scattered(lab.group, torch.stack(gradients, 1), "average")  # my rows of all
+        # my rows of all
+        summed = scattered(lab.group, torch.stack(gradients, 1), "average")
         momentum.lerp_(summed.transpose(0, 1), 1 - MOMENTUM)
         came = torch.empty_like(momentum)
         lab.group.all_to_all(came, momentum)  # of each rank its rows of my layers
-        owned = came.view(n, layers, high, -1).transpose(0, 1).reshape(layers, size.width, -1)
+        owned = (
+            came.view(n, layers, high, -1)
+            .transpose(0, 1)
+            .reshape(layers, size.width, -1)
+        )
         with lab.doing("U"):
             owned = torch.stack([orthogonal(x) for x in owned])
         back = owned.view(layers, n, high, -1).transpose(0, 1).contiguous()

@@ -25,11 +25,20 @@ from phalanx_lab.mlp import (
 
 ROWS, FEATURES, DEPTHS, FEW = 256, 16, (4, 16, 36, 64), 4
 UNIT = 8 * ROWS * FEATURES  # bytes of one activation
-WAYS = ("everything", "input only", "4 checkpoints", "sqrt checkpoints", "usual, 4", "usual, sqrt")
+WAYS = (
+    "everything",
+    "input only",
+    "4 checkpoints",
+    "sqrt checkpoints",
+    "usual, 4",
+    "usual, sqrt",
+)
 
 
 def segments(way: str, depth: int) -> int:
-    return {"everything": 1, "input only": 1}.get(way, isqrt(depth) if "sqrt" in way else FEW)
+    return {"everything": 1, "input only": 1}.get(
+        way, isqrt(depth) if "sqrt" in way else FEW
+    )
 
 
 def by_hand(way: str, depth: int) -> tuple[int, int]:
@@ -47,7 +56,9 @@ class Chain:
     """A chain of layers that counts the forwards."""
 
     def __init__(self, depth: int) -> None:
-        self.weights = [(2 / FEATURES) ** 0.5 * draw(i, FEATURES, FEATURES) for i in range(depth)]
+        self.weights = [
+            (2 / FEATURES) ** 0.5 * draw(i, FEATURES, FEATURES) for i in range(depth)
+        ]
         self.gradients = [torch.zeros_like(w) for w in self.weights]
         self.forwards = 0
 
@@ -114,7 +125,9 @@ def recompute(lab: Lab) -> None:
         lab.memory.most = lab.memory.now
         with lab.doing(f"{way}, {depth} layers"):
             chain.step(x, way)
-        counted[number] = torch.tensor([chain.forwards, (lab.memory.most - base) / UNIT])
+        counted[number] = torch.tensor(
+            [chain.forwards, (lab.memory.most - base) / UNIT]
+        )
         weights, y = [w.requires_grad_() for w in Chain(depth).weights], x
         for w in weights:
             y = F.gelu(y @ w)
@@ -128,7 +141,9 @@ def recompute(lab: Lab) -> None:
     # what is kept by hand, and must not grow with depth.
     hands = [by_hand(*job) for job in jobs]
     lab.claim("forwards", counted[:, 0], [forwards for forwards, _ in hands])
-    extra = (counted[:, 1] - torch.tensor([kept for _, kept in hands])).view(len(WAYS), -1)
+    extra = (counted[:, 1] - torch.tensor([kept for _, kept in hands])).view(
+        len(WAYS), -1
+    )
     for way, more in zip(WAYS, extra.tolist(), strict=True):
         says = f"{way}: activations kept are those by hand and the ones in use"
         fits = min(more) >= 0 and max(more) <= 5.5 and max(more) - min(more) < 1.5
@@ -136,10 +151,22 @@ def recompute(lab: Lab) -> None:
     lab.group.barrier()
     if lab.rank == 0:
         rows = []
-        for (way, depth), (forwards, kept), hand in zip(jobs, counted.tolist(), hands, strict=True):
+        for (way, depth), (forwards, kept), hand in zip(
+            jobs, counted.tolist(), hands, strict=True
+        ):
             ms = f"{1e3 * seconds(way, depth):.1f}"
-            rows.append((way, depth, f"{forwards:.0f}", hand[0], f"{kept:.1f}", hand[1], ms))
-        header = ("kept", "layers", "forwards", "by hand", "activations", "by hand", "ms")
+            rows.append(
+                (way, depth, f"{forwards:.0f}", hand[0], f"{kept:.1f}", hand[1], ms)
+            )
+        header = (
+            "kept",
+            "layers",
+            "forwards",
+            "by hand",
+            "activations",
+            "by hand",
+            "ms",
+        )
         lab.table("counted, by hand, and timed on rank 0 alone", header, rows)
 
 
@@ -186,14 +213,20 @@ def mixed_precision(lab: Lab) -> None:
     Products in 16 bits are up to twice as fast as in 32 and move half the bytes. In all formats the
     master weights are wide, and gradients are widened before ranks sum them.
     """
-    size = replace(lab.size, width=min(lab.size.width, 256))  # a CPU multiplies fp16 slowly
+    # a CPU multiplies fp16 slowly
+    size = replace(lab.size, width=min(lab.size.width, 256))
     weights, x = start(size), batch(size, 0)[lab.part("batch")]
 
     def finish(name: str, gradients: list[Tensor], within: float) -> None:
         lab.average(gradients)
         lab.after(gradients=gradients)
         says = f"gradients in {name} are one process's in float64 to {within:.1g}"
-        lab.claim(says, [g / SMALL for g in gradients], one_process(size).gradients, within=within)
+        lab.claim(
+            says,
+            [g / SMALL for g in gradients],
+            one_process(size).gradients,
+            within=within,
+        )
 
     # bf16 has the range of fp32 with 7 bits of fraction: nothing vanishes, but 1 + 1/512 is 1, so
     # weights and sums stay in fp32.
@@ -206,8 +239,12 @@ def mixed_precision(lab: Lab) -> None:
         finish(name, gradients, within)
 
     # fp16 has 10 bits of fraction and a narrow range: small gradients become 0.
-    lab.step("fp16 without a scale: small gradients", weights=[w.half() for w in weights])
-    halves, wide = (gradients_in(dtype, weights, x) for dtype in (torch.float16, torch.float64))
+    lab.step(
+        "fp16 without a scale: small gradients", weights=[w.half() for w in weights]
+    )
+    halves, wide = (
+        gradients_in(dtype, weights, x) for dtype in (torch.float16, torch.float64)
+    )
     pairs = zip(halves, wide, strict=True)
     lost = sum(int(((half == 0) & (full != 0)).sum()) for half, full in pairs)
     lab.after(gradients_that_became_zero=lost, of=sum(w.numel() for w in weights))
@@ -256,16 +293,28 @@ def formats(lab: Lab) -> None:
             says = f"{name}: largest, smallest and step by hand are torch's"
             torchs = [info.max, info.smallest_normal, info.eps]
             lab.claim(says, torchs == [largest, smallest, step])
-    header = ("format", "bits", "largest", "smallest normal", "step at 1", "where it breaks")
+    header = (
+        "format",
+        "bits",
+        "largest",
+        "smallest normal",
+        "step at 1",
+        "where it breaks",
+    )
     lab.table("sign, exponent and fraction; range and resolution", header, rows)
     one, far = torch.tensor(1.0), torch.tensor([70_000.0, 1e-8])
     half, brain = far.half(), far.bfloat16()
-    lab.claim("fp16: 70,000 is infinite and 1e-8 is zero", bool(half[0].isinf() and half[1] == 0))
+    lab.claim(
+        "fp16: 70,000 is infinite and 1e-8 is zero",
+        bool(half[0].isinf() and half[1] == 0),
+    )
     lab.claim("bf16 can represent both", bool(brain[0].isfinite() and brain[1] != 0))
     bf16, fp16 = (one + 2**-8).bfloat16(), (one + 2**-8).half()
     lab.claim("bf16: 1 + 2^-8 is 1, in fp16 it is not", bool(bf16 == 1 and fp16 != 1))
     tf32, more = to_tf32(one + 2**-12), to_tf32(one + 2**-10)
-    lab.claim("tf32: 1 + 2^-12 is 1, 1 + 2^-10 is not", bool(tf32 == 1 and more == 1 + 2**-10))
+    lab.claim(
+        "tf32: 1 + 2^-12 is 1, 1 + 2^-10 is not", bool(tf32 == 1 and more == 1 + 2**-10)
+    )
 
 
 def to_tf32(x: Tensor) -> Tensor:
@@ -281,7 +330,9 @@ HALF, WIDE = torch.bfloat16, torch.float32
 
 def nbytes(count: int, *dtypes: torch.dtype) -> int:
     """The bytes of a tensor of each dtype with that many numbers; nothing is allocated."""
-    return sum(torch.empty(count, dtype=dtype, device="meta").nbytes for dtype in dtypes)
+    return sum(
+        torch.empty(count, dtype=dtype, device="meta").nbytes for dtype in dtypes
+    )
 
 
 def ffn_hidden(ffn: int) -> int:
@@ -323,18 +374,42 @@ def arithmetic(lab: Lab) -> None:
         ("100B weights", 800e9, nbytes(100 * billion, *four)),
         ("100B weights, each of 80 devices", 10e9, nbytes(100 * billion, *four) / 80),
         ("1B weights, mixed-precision Adam", 16e9, nbytes(billion, *adam)),
-        ("the same with gradients of 4 bytes", 18e9, nbytes(billion, HALF, WIDE, *adam[2:])),
-        ("ffn hidden, 126 layers, ffn 4 x 16,384", 2 * 126 * 65_536 * 4_096, ffn_hidden(4 * WIDTH)),
-        ("ffn hidden, 126 layers, ffn 53,248", 2 * 126 * 53_248 * 4_096, ffn_hidden(FFN)),
+        (
+            "the same with gradients of 4 bytes",
+            18e9,
+            nbytes(billion, HALF, WIDE, *adam[2:]),
+        ),
+        (
+            "ffn hidden, 126 layers, ffn 4 x 16,384",
+            2 * 126 * 65_536 * 4_096,
+            ffn_hidden(4 * WIDTH),
+        ),
+        (
+            "ffn hidden, 126 layers, ffn 53,248",
+            2 * 126 * 53_248 * 4_096,
+            ffn_hidden(FFN),
+        ),
     ]
-    lab.step("bytes, by hand and by the library", by_hand=[hand for _, hand, _ in counts])
+    lab.step(
+        "bytes, by hand and by the library", by_hand=[hand for _, hand, _ in counts]
+    )
     lab.after(by_library=[counted for *_, counted in counts])
     for what, hand, counted in counts:
-        lab.claim(f"the library counts what was computed by hand: {what}", counted, hand)
+        lab.claim(
+            f"the library counts what was computed by hand: {what}", counted, hand
+        )
     hidden = counts[-2][1]
-    lab.claim("67.6 GB are exactly 63 GiB", [round(hidden / GB, 1), hidden / GIB], [67.6, 63])
+    lab.claim(
+        "67.6 GB are exactly 63 GiB", [round(hidden / GB, 1), hidden / GIB], [67.6, 63]
+    )
     rows = [
-        (what, f"{hand:,.0f}", f"{count:,.0f}", f"{count / GB:.1f}", f"{count / GIB:.1f}")
+        (
+            what,
+            f"{hand:,.0f}",
+            f"{count:,.0f}",
+            f"{count / GB:.1f}",
+            f"{count / GIB:.1f}",
+        )
         for what, hand, count in counts
     ]
     lab.table("bytes", ("what", "by hand", "by library", "GB", "GiB"), rows)

@@ -71,9 +71,12 @@ def collectives(lab: Lab) -> None:
     show("all-reduce", group.all_reduce, total)  # everyone gets the sum
     show("reduce", lambda x: group.reduce(x, root=0), total if first else table[rank])
     show("broadcast", lambda x: group.broadcast(x, root=n - 1), table[n - 1])
-    show("all-gather", lambda x: gathered(group, x), table.flatten())  # everyone gets everything
-    show("reduce-scatter", lambda x: scattered(group, x), total[rank])  # one part of the sum
-    show("all-to-all", transposed, table[:, rank])  # part j goes to rank j: a transpose over ranks
+    # everyone gets everything
+    show("all-gather", lambda x: gathered(group, x), table.flatten())
+    # one part of the sum
+    show("reduce-scatter", lambda x: scattered(group, x), total[rank])
+    # part j goes to rank j: a transpose over ranks
+    show("all-to-all", transposed, table[:, rank])
     show("gather", collected, table.flatten() if first else table[rank])
     show("scatter", handed_out, table[0, rank])  # rank 0 hands out its parts
 
@@ -82,7 +85,8 @@ def collectives(lab: Lab) -> None:
     # their own partners. That is why splitting a layer always costs a message in each direction.
     # Here the loss is the sum over ranks of weight_r . all_gather(x), and its gradient comes back
     # summed and in parts.
-    weights = torch.cos(torch.arange(n * n) + torch.arange(n)[:, None].double())  # (ranks, n n)
+    # (ranks, n n)
+    weights = torch.cos(torch.arange(n * n) + torch.arange(n)[:, None].double())
     leaves = [row.clone().requires_grad_() for row in table]
     want = torch.autograd.grad((weights @ torch.cat(leaves)).sum(), leaves)
     title = "the gradient of an all-gather is a reduce-scatter"
@@ -105,7 +109,9 @@ def all_reduce(lab: Lab) -> None:
     # newest checkpoint that everybody can read.
     least, most = table.aminmax(dim=0)
     results = [table.sum(0), table.mean(0), least, most, table.prod(0)]
-    for op, want in zip(("sum", "average", "min", "max", "product"), results, strict=True):
+    for op, want in zip(
+        ("sum", "average", "min", "max", "product"), results, strict=True
+    ):
         x = table[rank].clone()
         lab.step(f"operator: {op}", x=x)
         group.all_reduce(x, op)
@@ -127,7 +133,11 @@ def all_reduce(lab: Lab) -> None:
     lab.after(x=whole)
     lab.claim("the two halves are an all-reduce", whole, table.sum(0))
     halves = lab.sent() - begun
-    lab.claim("the halves sent 2(n-1)/n of the numbers", halves, 2 * (n - 1) / n * whole.nbytes)
+    lab.claim(
+        "the halves sent 2(n-1)/n of the numbers",
+        halves,
+        2 * (n - 1) / n * whole.nbytes,
+    )
 
     # How it is done with messages between neighbours, a ring. In each of n-1 hops a rank sends one
     # part to the next rank, which adds it to its own; after that each part is complete somewhere.
@@ -158,7 +168,10 @@ def point_to_point(lab: Lab) -> None:
 
     # A send does not wait for its peer, a receive does. So every rank but the first begins by
     # waiting.
-    lab.step("forward: every rank multiplies by its factor and sends the result on", factor=factor)
+    lab.step(
+        "forward: every rank multiplies by its factor and sends the result on",
+        factor=factor,
+    )
     x = torch.ones(4, dtype=torch.float64)
     if rank > 0:
         group.receive(x, source=rank - 1)
@@ -168,7 +181,10 @@ def point_to_point(lab: Lab) -> None:
     lab.after(x=x, y=y)
 
     # What was sent in forward comes back as a gradient in backward, over the same link.
-    lab.step("backward: the gradient comes from the next rank and goes to the previous one", y=y)
+    lab.step(
+        "backward: the gradient comes from the next rank and goes to the previous one",
+        y=y,
+    )
     g = torch.ones(4, dtype=torch.float64)
     if rank < n - 1:
         group.receive(g, source=rank + 1)
@@ -185,7 +201,9 @@ def point_to_point(lab: Lab) -> None:
     # Messages between two ranks keep their order, and only the order identifies them. Two ranks
     # that both send first do not block each other; two that both receive first wait for ever.
     first, second = torch.tensor([1.0 + rank]), torch.tensor([100.0 + rank])
-    lab.step("two messages to the next rank arrive in order", first=first, second=second)
+    lab.step(
+        "two messages to the next rank arrive in order", first=first, second=second
+    )
     # Everyone sends before anyone receives, so the ring does not block.
     group.send(first, to=(rank + 1) % n)
     group.send(second, to=(rank + 1) % n)
@@ -193,7 +211,9 @@ def point_to_point(lab: Lab) -> None:
     for message in arrived:
         group.receive(message, source=before)
     lab.after(arrived_first=arrived[0], arrived_second=arrived[1])
-    lab.claim("messages kept their order", torch.cat(arrived), [1 + before, 100 + before])
+    lab.claim(
+        "messages kept their order", torch.cat(arrived), [1 + before, 100 + before]
+    )
 
 
 def process_groups(lab: Lab) -> None:
@@ -221,7 +241,9 @@ def process_groups(lab: Lab) -> None:
         for store, members in stores:
             name = type(store).__name__
             keys = [f"address {i}" for i in members]
-            title = f"{name}: every rank writes its address, waits, and reads the others'"
+            title = (
+                f"{name}: every rank writes its address, waits, and reads the others'"
+            )
             lab.step(title, keys=keys)
             store.set(f"address {rank}", f"rank {rank} is here")
             store.wait(keys, PATIENCE)
@@ -235,11 +257,16 @@ def process_groups(lab: Lab) -> None:
             lab.claim(f"so many have added to the {name}", counted, len(members))
 
         gradient = lab.own_gradient()
-        lab.step("a new group on the TCP store: all-reduce of the gradient", gradient=gradient)
+        lab.step(
+            "a new group on the TCP store: all-reduce of the gradient",
+            gradient=gradient,
+        )
         gradient = all_reduced(gradient, tcp, rank, n) / n
         lab.after(gradient=gradient)
         group.barrier()  # rank 0's port and file stay until nobody needs them
-    lab.claim("the group's sum is one process's gradient", gradient, lab.whole_gradient())
+    lab.claim(
+        "the group's sum is one process's gradient", gradient, lab.whole_gradient()
+    )
     enough = dist.is_nccl_available() and torch.cuda.device_count() >= n
     lab.note(f"Here the backend would be {'nccl' if enough else 'gloo'}.")
 
@@ -279,7 +306,11 @@ def one_process(lab: Lab) -> None:
     lab.claim("and after it nobody has added anything", unsummed, own)
     message = quiet.ledger[0]
     lab.note(f"It would have sent: {message.collective} of {message.bytes:,} bytes.")
-    lab.claim("alone, the message is known", [message.bytes, message.size], [whole.nbytes, lab.n])
+    lab.claim(
+        "alone, the message is known",
+        [message.bytes, message.size],
+        [whole.nbytes, lab.n],
+    )
 
     # With ranks as threads everything is right, and stopping one stops all. `phalanx lab` uses
     # threads by itself when a tracer is on (`sys.gettrace`, or `sys.monitoring` since 3.12).
@@ -295,7 +326,9 @@ def one_process(lab: Lab) -> None:
     lab.claim("under a tracer gloo becomes threads", chosen, "threads")
 
 
-def rank_code(world: World, size: Size, group: Group | None = None) -> tuple[Tensor, Tensor]:
+def rank_code(
+    world: World, size: Size, group: Group | None = None
+) -> tuple[Tensor, Tensor]:
     """The code of every rank: the gradient before and after it is averaged."""
     group = group or world.split("inner", [range(world.size)])
     rows = batch(size, 0)[size.part("batch", group.rank, group.size)]
@@ -320,7 +353,9 @@ def grid(lab: Lab) -> None:
     ranks = torch.arange(lab.n).reshape(sizes)  # a second way to number them
     lab.claim("it is where the array has it", own, (ranks == rank).nonzero()[0])
     gradient = lab.own_gradient() / lab.n
-    title = "a mesh of " + " x ".join(f"{a}{s}" for a, s in zip(AXES, sizes, strict=True))
+    title = "a mesh of " + " x ".join(
+        f"{a}{s}" for a, s in zip(AXES, sizes, strict=True)
+    )
 
     # The groups along an axis are the ranks that agree in all other digits. Summing along every
     # axis in turn is summing over everybody, so the axes of a layout can be considered one at a
@@ -331,11 +366,15 @@ def grid(lab: Lab) -> None:
         met = gathered(group, torch.tensor([rank])).tolist()
         group.all_reduce(gradient)
         lab.note(f"Rank {rank}'s group along {name}: {met}")
-        line = ranks[tuple(slice(None) if i == axis else digit for i, digit in enumerate(own))]
+        line = ranks[
+            tuple(slice(None) if i == axis else digit for i, digit in enumerate(own))
+        ]
         lab.claim(f"its group along {name} is a line of the array", met, line)
     lab.group.barrier()
     lab.after(gradient=gradient)
-    lab.claim("the sums along every axis are the sum over all", gradient, lab.whole_gradient())
+    lab.claim(
+        "the sums along every axis are the sum over all", gradient, lab.whole_gradient()
+    )
     rows = [(axis, *groups_along(i, (2, 2, 2, 2))) for i, axis in enumerate(AXES)]
     lab.table("groups of dp2 pp2 cp2 tp2", ("axis", *[""] * 8), rows)
 
@@ -358,5 +397,7 @@ def coordinates(rank: int, sizes: Sequence[int]) -> list[int]:
 def groups_along(axis: int, sizes: Sequence[int]) -> list[list[int]]:
     """The ranks that differ in one digit only, in order of that digit."""
     stride = prod(sizes[axis + 1 :])
-    firsts = [rank for rank in range(prod(sizes)) if coordinates(rank, sizes)[axis] == 0]
+    firsts = [
+        rank for rank in range(prod(sizes)) if coordinates(rank, sizes)[axis] == 0
+    ]
     return [[first + i * stride for i in range(sizes[axis])] for first in firsts]

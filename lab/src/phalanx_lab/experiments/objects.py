@@ -28,7 +28,10 @@ def all_gather_text(group: Group, value: Any) -> list[Any]:
     mine = torch.zeros(int(lengths.max()), dtype=torch.uint8)
     mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     rows = gathered(group, mine).view(group.size, -1)
-    return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, lengths, strict=True)]
+    return [
+        json.loads(bytes(row[:n].tolist()))
+        for row, n in zip(rows, lengths, strict=True)
+    ]
 
 
 def objects(lab: Lab) -> None:
@@ -43,11 +46,14 @@ def objects(lab: Lab) -> None:
     message = {"rank": rank, "loss": loss.item(), "gradient": row.tolist()}
 
     def summed(messages: list[Any]) -> torch.Tensor:
-        return torch.tensor([each["gradient"] for each in messages], dtype=torch.float64).sum(0)
+        gradients = [each["gradient"] for each in messages]
+        return torch.tensor(gradients, dtype=torch.float64).sum(0)
 
     # An object is sent as text: a size is exchanged first, everything passes through the host, and
     # each number is written out in digits. Slow, but safe: reading JSON runs nothing.
-    lab.step("objects as JSON in a tensor of bytes", loss=loss.item(), row_of_a_gradient=row)
+    lab.step(
+        "objects as JSON in a tensor of bytes", loss=loss.item(), row_of_a_gradient=row
+    )
     total = summed(all_gather_text(lab.group, message))
     as_text = lab.sent()
     lab.after(gradient=total)

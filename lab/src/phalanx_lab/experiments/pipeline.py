@@ -60,9 +60,13 @@ def model_sharding(lab: Lab) -> None:
     # x.to(device) between them is enough: autograd knows the way back. Without two GPUs they are
     # the CPU under two names.
     gpus = torch.cuda.device_count() > 1
-    devices = [torch.device("cuda", i) if gpus else torch.device("cpu") for i in range(2)]
+    devices = [
+        torch.device("cuda", i) if gpus else torch.device("cpu") for i in range(2)
+    ]
     where = [devices[2 * i // size.layers] for i in range(size.layers)]
-    moved = [w.to(at).requires_grad_() for w, at in zip(start(size), where, strict=True)]
+    moved = [
+        w.to(at).requires_grad_() for w, at in zip(start(size), where, strict=True)
+    ]
 
     def on_two_devices(step: int) -> tuple[Tensor, list[Tensor]]:
         x = batch(size, step)
@@ -89,7 +93,9 @@ def model_sharding(lab: Lab) -> None:
         return loss, gradients_of(weights)
 
     # Both train, and both are one process's training.
-    lab.train(on_ranks, weights, lambda x: x[own], how=", a rank for each range of layers")
+    lab.train(
+        on_ranks, weights, lambda x: x[own], how=", a rank for each range of layers"
+    )
     lab.train(on_two_devices, moved, how=", one process with two devices")
 
 
@@ -133,7 +139,9 @@ class PipelineStage:
     def forward(self, micro: int) -> None:
         """The forward of the batch's rows, or of the activations that the previous stage sends."""
         if self.first:
-            x = batch(self.size, self.step)[self.size.part("batch", micro, MICROBATCHES)]
+            x = batch(self.size, self.step)[
+                self.size.part("batch", micro, MICROBATCHES)
+            ]
         else:
             x = self.receive(self.lab.rank - 1)
         y = x.requires_grad_()
@@ -159,7 +167,9 @@ class PipelineStage:
             assert x.grad is not None
             self.send(x.grad, self.lab.rank - 1)
 
-    def train(self, order: Sequence[tuple[str, int]], most: int, extra: int = 0) -> None:
+    def train(
+        self, order: Sequence[tuple[str, int]], most: int, extra: int = 0
+    ) -> None:
         """All steps, each with these operations in this order; and how much it kept and sent."""
 
         def train_step(step: int) -> tuple[Tensor | None, list[Tensor]]:
@@ -200,8 +210,12 @@ class PostedStage(PipelineStage):
 
     def begin(self, step: int) -> None:
         super().begin(step)
-        neighbours = [self.lab.rank - 1] * (not self.first) + [self.lab.rank + 1] * (not self.last)
-        self.posted = {at: [self.post(at) for _ in range(MICROBATCHES)] for at in neighbours}
+        neighbours = [self.lab.rank - 1] * (not self.first) + [self.lab.rank + 1] * (
+            not self.last
+        )
+        self.posted = {
+            at: [self.post(at) for _ in range(MICROBATCHES)] for at in neighbours
+        }
 
     def receive(self, source: int) -> Tensor:
         x, work = self.posted[source].pop(0)
@@ -225,7 +239,9 @@ def pipeline_async(lab: Lab) -> None:
     stage.train(ALL_FORWARDS_FIRST, most=m)
     if lab.rank == 0:
         counts = " ".join(map(str, stage.in_flight[:m]))
-        lab.note(f"Receives open on rank 0 when it had computed each microbatch: {counts}.")
+        lab.note(
+            f"Receives open on rank 0 when it had computed each microbatch: {counts}."
+        )
     # Whenever it sends: what the two neighbours have not sent yet, or not been asked for.
     left, right = not stage.first, not stage.last
     forwards = [left * (m - 1 - i) + m for i in range(m)] * right
@@ -249,7 +265,8 @@ class CountedStage(PipelineStage):
 
     def send(self, x: Tensor, to: int) -> None:
         super().send(x, to)
-        self.group.send(torch.tensor([self.now + 1]), to)  # the turn that ends with this message
+        # the turn that ends with this message
+        self.group.send(torch.tensor([self.now + 1]), to)
 
     def forward(self, micro: int) -> None:
         super().forward(micro)
@@ -285,14 +302,19 @@ def one_f_one_b(lab: Lab) -> None:
     used, turns = cells.numel(), range(1, int(cells.max()) + 1)
     count = len(turns) * n
     if rank == 0:
-        whole, counted = f"1/{n} of the cells", f"{used} of {count}, {used // 2}/{count // 2}"
+        whole, counted = (
+            f"1/{n} of the cells",
+            f"{used} of {count}, {used // 2}/{count // 2}",
+        )
         lab.note(f"The whole batch at once uses {whole}. Counted here: {counted}.")
     rows = []
     for i, taken in enumerate(cells.tolist()):
         ops = (f"{kind}{micro}" for kind, micro in order(i, n, m))
         row = dict(zip(taken, ops, strict=True))
         rows.append([f"rank {i}", *(row.get(turn, ".") for turn in turns)])
-    lab.table("which operation each rank runs in each turn", ("", *map(str, turns)), rows)
+    lab.table(
+        "which operation each rank runs in each turn", ("", *map(str, turns)), rows
+    )
     says = f"used cells are M/(M+P-1) = {m}/{m + n - 1}"
     lab.claim(says, Fraction(used, count) == Fraction(m, m + n - 1))
     # The first forwards come down the diagonal; the last stage begins backward at once.

@@ -47,7 +47,9 @@ def tensor_parallel(lab: Lab) -> None:
     for w in start(size):
         y = torch.nn.functional.gelu(y @ w)
     (want,) = torch.autograd.grad(y.square().mean(), x)
-    lab.claim("the gradient of the input is right in its columns", to_x[0], want[:, columns])
+    lab.claim(
+        "the gradient of the input is right in its columns", to_x[0], want[:, columns]
+    )
     formula = size.steps * size.layers * 2 * (n - 1) / n * 8 * size.batch * size.width
     lab.claim("it sent 2(n-1)/n of every layer's output", lab.sent(), formula)
 
@@ -84,7 +86,9 @@ def tensor_parallel_pair(lab: Lab) -> None:
     # Even layers below are columns, odd ones are rows.
     weights = [w.clone() for w in shards(start(size))]
     lab.train(
-        lambda step: lab.gradients(weights, batch(size, step), product=summed, to_input=to_input),
+        lambda step: lab.gradients(
+            weights, batch(size, step), product=summed, to_input=to_input
+        ),
         weights,
         shards,
     )

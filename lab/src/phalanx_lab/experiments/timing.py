@@ -21,7 +21,9 @@ def asynchronous_launch(lab: Lab) -> None:
 
     # Here rank 0 is late on purpose: it enters only after the last rank has launched, read its
     # clock and sent a message. At that moment the result cannot exist, however fast the launch was.
-    lab.step("an all-reduce that is launched, and what the clock shows", gradient=gradient)
+    lab.step(
+        "an all-reduce that is launched, and what the clock shows", gradient=gradient
+    )
     if rank == 0 and last:
         group.receive(ready, source=last)  # late: the others have launched
     begin = time.perf_counter()
@@ -35,9 +37,15 @@ def asynchronous_launch(lab: Lab) -> None:
     work.wait()
     waited = time.perf_counter() - begin
     lab.after(gradient=gradient)
-    times = f"{1e6 * launched:,.0f} us, the result was there after {1e6 * waited:,.0f} us"
-    lab.note(f"Rank {rank}: the call returned after {times}. Done when it returned: {done}.")
-    lab.claim("after waiting, it is one process's gradient", gradient, lab.whole_gradient())
+    times = (
+        f"{1e6 * launched:,.0f} us, the result was there after {1e6 * waited:,.0f} us"
+    )
+    lab.note(
+        f"Rank {rank}: the call returned after {times}. Done when it returned: {done}."
+    )
+    lab.claim(
+        "after waiting, it is one process's gradient", gradient, lab.whole_gradient()
+    )
     lab.claim("nothing was done before rank 0 came", done and rank == last > 0, False)
     if torch.cuda.is_available():
         x = torch.randn(lab.size.width, lab.size.width, device="cuda")
@@ -48,7 +56,9 @@ def asynchronous_launch(lab: Lab) -> None:
         launched = time.perf_counter() - begin
         torch.cuda.synchronize()
         waited = time.perf_counter() - begin
-        lab.note(f"Ten matmuls on the GPU: {launched:.1e} s to launch, {waited:.1e} s to do them.")
+        lab.note(
+            f"Ten matmuls on the GPU: {launched:.1e} s to launch, {waited:.1e} s to do them."
+        )
 
 
 CALLS = 6
@@ -119,7 +129,9 @@ def overlap(lab: Lab) -> None:
     lab.step("one after the other", weights=weights)
     _, gradients = lab.gradients(weights, rows, gradient=in_turn)
     lab.after(gradients=gradients)
-    lab.claim("in turn: gradients are one process's", gradients[0], lab.whole_gradient())
+    lab.claim(
+        "in turn: gradients are one process's", gradients[0], lab.whole_gradient()
+    )
     lab.claim("no message was under way while a layer was computed", _beside(lab), 0)
 
     # Overlapped: the message begins as soon as its gradient is there, and is waited for at the very
@@ -137,7 +149,9 @@ def overlap(lab: Lab) -> None:
         work.wait()
     lab.after(gradients=overlapped)
     lab.claim("overlapped: gradients are the same", overlapped, gradients)
-    lab.claim("all messages but one had layers to hide behind", _beside(lab), layers - 1)
+    lab.claim(
+        "all messages but one had layers to hide behind", _beside(lab), layers - 1
+    )
 
     # How much that saves, by hand. A layer computes for c, its message takes m, there are L layers.
     # In turn that is L (c + m). With two queues it is L c + m where messages are shorter than
@@ -152,7 +166,9 @@ def overlap(lab: Lab) -> None:
             sent = max(sent, computed) + message  # the event: the gradient is there
         queues.append(sent)
         hidden = layers * message - (sent - layers)
-        rows_.append((message, layers * (1 + message), sent, f"{hidden / message / layers:.0%}"))
+        rows_.append(
+            (message, layers * (1 + message), sent, f"{hidden / message / layers:.0%}")
+        )
     formula = [layers + m if m <= 1 else 1 + layers * m for m in (0.5, 1.0, 2.0)]
     lab.claim("two queues take what the formula says", queues, formula)
     lab.after(with_two_queues=queues)
@@ -165,9 +181,12 @@ def overlap(lab: Lab) -> None:
 def _beside(lab: Lab) -> int:
     """The number of this step's messages that were in flight while a layer was computed."""
     layers, messages = (
-        [span for span in lab.now.spans if span.lane == lane] for lane in ("compute", "messages")
+        [span for span in lab.now.spans if span.lane == lane]
+        for lane in ("compute", "messages")
     )
-    return sum(any(m.start <= c.start and c.end <= m.end for c in layers) for m in messages)
+    return sum(
+        any(m.start <= c.start and c.end <= m.end for c in layers) for m in messages
+    )
 
 
 def on_streams(lab: Lab) -> None:

@@ -63,7 +63,9 @@ class Batches:
 
     def __post_init__(self) -> None:
         if self.sequence < 1 or self.size < 1:
-            raise DataError(f"sequence={self.sequence}, size={self.size}: both are 1 or more.")
+            raise DataError(
+                f"sequence={self.sequence}, size={self.size}: both are 1 or more."
+            )
         for cut in self._train:
             corpus = cut.corpus
             if corpus.train.size < 2:
@@ -104,11 +106,15 @@ class Batches:
 
     @cached_property
     def _train(self) -> tuple[Sequences, ...]:
-        return tuple(_cut(c, c.train, self.sequence, self.packing) for c in self.corpora)
+        return tuple(
+            _cut(c, c.train, self.sequence, self.packing) for c in self.corpora
+        )
 
     @cached_property
     def _validation(self) -> tuple[Sequences, ...]:
-        return tuple(_cut(c, c.validation, self.sequence, self.packing) for c in self.corpora)
+        return tuple(
+            _cut(c, c.validation, self.sequence, self.packing) for c in self.corpora
+        )
 
     @cached_property
     def _weights(self) -> tuple[int, ...]:
@@ -166,9 +172,15 @@ class Batches:
 
     def bits_per_byte(self, loss: float) -> float | None:
         """A loss in nats per token as bits per byte of text, where the bytes are known."""
-        held = [(c.validation.size, c.bytes_per_token) for c in self.corpora if c.validation.size]
+        held = [
+            (c.validation.size, c.bytes_per_token)
+            for c in self.corpora
+            if c.validation.size
+        ]
         size = sum(tokens * (known or math.nan) for tokens, known in held)
-        return loss / math.log(2) / (size / sum(n for n, _ in held)) if size > 0 else None
+        return (
+            loss / math.log(2) / (size / sum(n for n, _ in held)) if size > 0 else None
+        )
 
     def _stacked(self, taken: Sequence[tuple[Sequences, int] | None]) -> Batch:
         import torch  # a corpus is opened and shown without it
@@ -187,7 +199,9 @@ class Batches:
             del arrays["documents"]
         return {name: torch.from_numpy(x) for name, x in arrays.items()}
 
-    def _fill(self, cut: Sequences, number: int, row: dict[str, NDArray[np.int64]]) -> None:
+    def _fill(
+        self, cut: Sequences, number: int, row: dict[str, NDArray[np.int64]]
+    ) -> None:
         at = 0
         for start, end in cut.runs(number):
             # With the token that follows the last one, if there is one in the run's document.
@@ -203,7 +217,9 @@ class Batches:
                     f" vocabulary is 0 to {limit - 1}."
                 )
             held = min(self.sequence - at, len(tokens))
-            follows = np.where(cut.stream.read_answers(start, stop)[1:], tokens[1:], IGNORED)
+            follows = np.where(
+                cut.stream.read_answers(start, stop)[1:], tokens[1:], IGNORED
+            )
             time = np.arange(held)
             if self.masks:
                 same = documents[1:] == documents[:-1]
@@ -266,14 +282,20 @@ def _cut(corpus: Corpus, stream: Stream, sequence: int, packing: str) -> Sequenc
         lost = len(longer) - int(kept[longer].sum())
         notice = f"{len(longer) - lost:,} of {len(lengths):,} documents are longer than sequence ="
         notice += f" {sequence:,} and are cut there"
-        notice += f"; {lost:,} more have no answer before that and are left out" if lost else ""
+        notice += (
+            f"; {lost:,} more have no answer before that and are left out"
+            if lost
+            else ""
+        )
     if packing == "none":
         rows = [[n] for n in range(len(documents))]
     else:
         rows = best_fit(np.minimum(lengths[documents], sequence).tolist(), sequence)
     edges = np.cumsum([0, *map(len, rows)])
     order = np.fromiter((n for row in rows for n in row), np.int64, len(documents))
-    return Sequences(corpus, stream, sequence, len(rows), documents[order], edges, notice)
+    return Sequences(
+        corpus, stream, sequence, len(rows), documents[order], edges, notice
+    )
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:

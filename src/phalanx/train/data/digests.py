@@ -83,7 +83,8 @@ def blocks_of(sizes: Sequence[int]) -> list[int]:
         return [0] * len(sizes)
     shares = [max(1, BLOCKS * size // total) for size in sizes]
     return [
-        0 if share * BLOCK >= size else share for share, size in zip(shares, sizes, strict=True)
+        0 if share * BLOCK >= size else share
+        for share, size in zip(shares, sizes, strict=True)
     ]
 
 
@@ -98,7 +99,9 @@ def digest_of(path: Path, blocks: int, checksum: str = FASTEST) -> str:
     with open_regular(path) as file, ThreadPoolExecutor(THREADS) as pool:
         size = os.fstat(file.fileno()).st_size
         whole = CHECKSUMS[checksum](f"{size} {blocks}".encode())
-        for part in pool.map(partial(_part, file.fileno(), checksum), _ranges(size, blocks)):
+        for part in pool.map(
+            partial(_part, file.fileno(), checksum), _ranges(size, blocks)
+        ):
             whole.update(part)
     return f"{checksum}:{whole.hexdigest()}"
 
@@ -228,7 +231,9 @@ def differences(
     if fingerprint(there) == fingerprint(here):
         return []
     # A source by what is in it, without its weight.
-    was, now = ([fingerprint([replace(each, weight=0)]) for each in x] for x in (there, here))
+    was, now = (
+        [fingerprint([replace(each, weight=0)]) for each in x] for x in (there, here)
+    )
     wrong = []
     if was != now and sorted(was) == sorted(now):
         order = ", ".join(here[now.index(each)].name for each in was)
@@ -250,7 +255,10 @@ def _in_the_way_of(
     for number, each in enumerate(here.files):
         old = there.files[number] if number < len(there.files) else each
         checksum = old.digest.partition(":")[0]
-        same_way = (old.blocks, checksum) == (each.blocks, each.digest.partition(":")[0])
+        same_way = (old.blocks, checksum) == (
+            each.blocks,
+            each.digest.partition(":")[0],
+        )
         if not same_way and old.size == each.size and checksum in CHECKSUMS:
             remade = digest(Path(each.path), old.blocks, checksum)
             each = replace(each, blocks=old.blocks, digest=remade)
@@ -302,6 +310,8 @@ def table_of(records: Sequence[SourceRecord]) -> dict[str, Any]:
     return asdict(DataRecord(tuple(records)))
 
 
-def records_of(table: Mapping[str, Any], where: str, error: type[ValueError]) -> list[SourceRecord]:
+def records_of(
+    table: Mapping[str, Any], where: str, error: type[ValueError]
+) -> list[SourceRecord]:
     """The records of such a table, whose types are checked."""
     return [*decode(DataRecord, table, where, error).sources]

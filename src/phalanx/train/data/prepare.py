@@ -98,7 +98,9 @@ def prepare(
     form = form_of(sources, field)
     if form.chat:
         vocabulary.refuse_chats()
-    done = _begun(out, sources, [*vocabulary.marks, vocabulary.end, share, str(form)], str(form))
+    done = _begun(
+        out, sources, [*vocabulary.marks, vocabulary.end, share, str(form)], str(form)
+    )
     if (out / INDEX).exists():
         return done
     before = [0, *accumulate(each.size for each in sources)]
@@ -108,7 +110,9 @@ def prepare(
         width = DTYPES[dtype_for(vocabulary.size)].itemsize
         writer = _Writer(out, done, width, stack, chat=form.chat, skip=skip)
         tasks = _tasks(sources, done, form)
-        for task, part in _results(tasks, worker, min(workers, 1 + total // WORTH), stack):
+        for task, part in _results(
+            tasks, worker, min(workers, 1 + total // WORTH), stack
+        ):
             writer.add(task, part)
             at, _, block = task
             behind = sources[at].size if isinstance(block, str) else block.behind
@@ -121,7 +125,9 @@ def prepare(
                 why = f": {done.skipped:,} places cannot be read. {file.readline().rstrip()}."
         else:
             why = f" once {share:.0%} of it is held out: {done.empty:,} rows are empty"
-            why += f", {done.unanswered:,} without an answer." if done.unanswered else "."
+            why += (
+                f", {done.unanswered:,} without an answer." if done.unanswered else "."
+            )
         raise DataError(f"{source} has nothing to train on{why}")
     sha256, sums = Folder(out, DataError).sha256, list[Split]()
     for name, tokens, documents, text in zip(
@@ -131,12 +137,16 @@ def prepare(
         both = sha256(f"{name}.tokens"), sha256(f"{name}.documents")
         sums.append(Split(*both, tokens, documents, text, answers))
     dtype, size = dtype_for(vocabulary.size), vocabulary.size
-    index = Index(FORMAT, VERSION, vocabulary.name, Splits(*sums), dtype, size, vocabulary.end)
+    index = Index(
+        FORMAT, VERSION, vocabulary.name, Splits(*sums), dtype, size, vocabulary.end
+    )
     write_text(out / INDEX, json.dumps(asdict(index), indent=1) + "\n", durable=True)
     return done
 
 
-def _key(sources: Sequence[Source], settings: Sequence[object], files: Iterable[list[Any]]) -> str:
+def _key(
+    sources: Sequence[Source], settings: Sequence[object], files: Iterable[list[Any]]
+) -> str:
     """A digest of the settings, and of what is known of each source."""
     named = [[each.name, *known] for each, known in zip(sources, files, strict=True)]
     return hashlib.sha256(json.dumps([named, *settings]).encode()).hexdigest()
@@ -152,7 +162,9 @@ def _contents(sources: Sequence[Source]) -> Iterator[list[Any]]:
             yield [""]
 
 
-def _begun(out: Path, sources: Sequence[Source], settings: Sequence[object], form: str) -> Prepared:
+def _begun(
+    out: Path, sources: Sequence[Source], settings: Sequence[object], form: str
+) -> Prepared:
     """The preparation begun here, or a fresh one."""
     out.mkdir(parents=True, exist_ok=True)
     times = [[each.size, each.changed] for each in sources]
@@ -234,7 +246,9 @@ def _part_of(vocabulary: Vocabulary, form: Form, share: float, task: Task) -> To
     return TokenPart(
         _parted(tokens, made.lengths, held),
         (made.lengths[~held], made.lengths[held]),
-        (b"", b"") if made.answers is None else _parted(made.answers, made.lengths, held),
+        (b"", b"")
+        if made.answers is None
+        else _parted(made.answers, made.lengths, held),
         (int(text[~held].sum()), int(text[held].sum())),
         tuple(rows.faults),
         rows.empty,
@@ -260,7 +274,9 @@ def _encoded_chats(vocabulary: Vocabulary, block: SourceBlock, rows: Rows) -> En
         made.append(one)
     if not made:
         return Encoded(np.empty(0, np.uint8), np.empty(0, np.int64))
-    tokens, lengths, answers = (np.concatenate(each) for each in zip(*made, strict=True))
+    tokens, lengths, answers = (
+        np.concatenate(each) for each in zip(*made, strict=True)
+    )
     return Encoded(tokens, lengths, answers)
 
 
@@ -311,7 +327,8 @@ def _begin(worker: Worker) -> None:
     global _worker
     _worker = worker
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that has started this
+    # Ctrl-C is for the process that has started this
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -333,12 +350,27 @@ class _Writer:
     """The output files, as far as progress tells, and from there on; `stack` closes them."""
 
     def __init__(
-        self, out: Path, done: Prepared, width: int, stack: ExitStack, *, chat: bool, skip: bool
+        self,
+        out: Path,
+        done: Prepared,
+        width: int,
+        stack: ExitStack,
+        *,
+        chat: bool,
+        skip: bool,
     ) -> None:
-        self.out, self.done, self.width, self.stack, self.skip = out, done, width, stack, skip
+        self.out, self.done, self.width, self.stack, self.skip = (
+            out,
+            done,
+            width,
+            stack,
+            skip,
+        )
         self.marked = done.read
         self.files: dict[str, BinaryIO] = {}
-        for name, tokens, documents in zip(SPLITS, done.tokens, done.documents, strict=True):
+        for name, tokens, documents in zip(
+            SPLITS, done.tokens, done.documents, strict=True
+        ):
             self._cut(f"{name}.tokens", tokens * self.width)
             self._cut(f"{name}.documents", 8 * (documents + 1) if documents else 0)
             if not documents:
@@ -362,7 +394,9 @@ class _Writer:
     def add(self, task: Task, part: TokenPart) -> None:
         """Append documents, each to its part; now and then mark the progress."""
         if part.faults and not self.skip:
-            raise DataError(f"{part.faults[0]}. With --on-bad skip it is left out, and named.")
+            raise DataError(
+                f"{part.faults[0]}. With --on-bad skip it is left out, and named."
+            )
         done, named = self.done, "".join(f"{fault}\n" for fault in part.faults).encode()
         self.files[SKIPPED].write(named)
         sums: dict[str, list[int]] = {"tokens": [], "documents": [], "text": []}
@@ -398,4 +432,6 @@ class _Writer:
             file.flush()
             os.fsync(file.fileno())
         self.marked = self.done.read
-        write_text(self.out / PROGRESS, json.dumps(asdict(self.done)) + "\n", durable=True)
+        write_text(
+            self.out / PROGRESS, json.dumps(asdict(self.done)) + "\n", durable=True
+        )

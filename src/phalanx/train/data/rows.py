@@ -16,7 +16,12 @@ from numpy.typing import NDArray
 from .sources import BadFile, Source, SourceBlock, Table, blocks
 from .token_files import DataError
 
-TEXT, MESSAGES, SHAREGPT, PAIR = "text", "messages", "conversations", ("prompt", "completion")
+TEXT, MESSAGES, SHAREGPT, PAIR = (
+    "text",
+    "messages",
+    "conversations",
+    ("prompt", "completion"),
+)
 ASSISTANT = "assistant"
 _CALLED = {  # ShareGPT's names
     "user": ("human", "user"),
@@ -40,11 +45,18 @@ class Form:
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns to read from a table."""
-        return (*([self.field] if self.field else PAIR), *(["tools"] if self.chat else []))
+        return (
+            *([self.field] if self.field else PAIR),
+            *(["tools"] if self.chat else []),
+        )
 
     def __str__(self) -> str:
         what = self.field or " and ".join(PAIR)
-        return f"chats ({what}), of which answers are trained on" if self.chat else f"text ({what})"
+        return (
+            f"chats ({what}), of which answers are trained on"
+            if self.chat
+            else f"text ({what})"
+        )
 
 
 @dataclass
@@ -55,7 +67,8 @@ class Rows:
     numbers: list[int] = field(default_factory=list)
     raw: bytes | memoryview = b""
     lengths: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    chats: list[tuple[list[Message], Any]] = field(default_factory=list)  # with their tools
+    # with their tools
+    chats: list[tuple[list[Message], Any]] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     empty: int = 0
     unanswered: int = 0
@@ -152,7 +165,9 @@ def _utf8(text: str, where: str = "") -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError as error:
-        raise BadRow(f"{where}character {error.start} is half of a surrogate pair") from None
+        raise BadRow(
+            f"{where}character {error.start} is half of a surrogate pair"
+        ) from None
 
 
 def _plain_text(block: SourceBlock, form: Form, rows: Rows) -> None:
@@ -182,11 +197,16 @@ def _column(block: SourceBlock, form: Form, rows: Rows) -> bool:
     """The texts of a block that Arrow can take whole, without a Python object for each; anything
     unusual in it is left to be read row by row, which says what is wrong."""
     content = block.content
-    table = content.batch if isinstance(content, Table) else _lines_as_table(block, form)
+    table = (
+        content.batch if isinstance(content, Table) else _lines_as_table(block, form)
+    )
     if table is None:
         return False
     pyarrow = importlib.import_module("pyarrow")
-    if table.schema.field(form.field).type not in (pyarrow.string(), pyarrow.large_string()):
+    if table.schema.field(form.field).type not in (
+        pyarrow.string(),
+        pyarrow.large_string(),
+    ):
         return False
     column = table.column(form.field).cast(pyarrow.large_string())
     if isinstance(content, Table):
@@ -218,7 +238,8 @@ def _lines_as_table(block: SourceBlock, form: Form) -> Any:
         return None
     try:
         reader, pyarrow = map(importlib.import_module, ("pyarrow.json", "pyarrow"))
-        _ = block.content.isascii() or block.content.decode()  # also what is in other fields
+        # also what is in other fields
+        _ = block.content.isascii() or block.content.decode()
     except (ImportError, UnicodeDecodeError):
         return None
     schema = pyarrow.schema([(form.field, pyarrow.large_string())])
@@ -226,7 +247,9 @@ def _lines_as_table(block: SourceBlock, form: Form) -> Any:
         table = reader.read_json(
             pyarrow.BufferReader(block.content),
             reader.ReadOptions(use_threads=False, block_size=len(block.content) + 1),
-            reader.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore"),
+            reader.ParseOptions(
+                explicit_schema=schema, unexpected_field_behavior="ignore"
+            ),
         )
     except pyarrow.ArrowException:
         return None
@@ -249,7 +272,9 @@ def _objects(block: SourceBlock, faults: list[str]) -> Iterator[tuple[int, Any]]
             try:
                 yield number, table.slice(number - block.first, 1).to_pylist()[0]
             except UnicodeDecodeError as error:  # Arrow does not look
-                faults.append(f"{place(block, number)}: byte {error.start} of a text is not UTF-8")
+                faults.append(
+                    f"{place(block, number)}: byte {error.start} of a text is not UTF-8"
+                )
         return
     assert isinstance(block.content, bytes)
     lines: Any
@@ -289,7 +314,9 @@ def _add_chat(row: Any, number: int, name: str, rows: Rows) -> None:
         messages = _messages(_named(row, name))
     else:  # a prompt and its completion, each a text or messages
         prompt, completion = (_named(row, each) for each in PAIR)
-        messages = _turn(prompt, "user", PAIR[0]) + _turn(completion, ASSISTANT, PAIR[1])
+        messages = _turn(prompt, "user", PAIR[0]) + _turn(
+            completion, ASSISTANT, PAIR[1]
+        )
     if not messages:
         rows.empty += 1
     elif not any(answers(n, message) for n, message in enumerate(messages)):
@@ -301,7 +328,9 @@ def _add_chat(row: Any, number: int, name: str, rows: Rows) -> None:
 
 def answers(number: int, message: Message) -> bool:
     """True if a message answers those before it. OpenAI's files exclude one with weight 0."""
-    said = any(message.get(each) for each in ("content", "tool_calls", "reasoning_content"))
+    said = any(
+        message.get(each) for each in ("content", "tool_calls", "reasoning_content")
+    )
     own = message["role"] == ASSISTANT and message.get("weight", 1) != 0
     return number > 0 and own and bool(said)
 
@@ -335,7 +364,9 @@ def _message(number: int, message: Any) -> Message:
     if "role" not in plain and "from" in plain:
         role = _ROLES.get(str(plain.pop("from")).lower())
         if role is None:
-            raise BadRow(f"message {number} is from {message['from']!r}, which is no role known")
+            raise BadRow(
+                f"message {number} is from {message['from']!r}, which is no role known"
+            )
         plain = {"role": role, "content": plain.pop("value", ""), **plain}
     if not isinstance(plain.get("role"), str):
         raise BadRow(f"message {number} has no role; it has {_names(message)}")

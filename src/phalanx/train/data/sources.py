@@ -95,7 +95,9 @@ def find_sources(path: Path) -> list[Source]:
     """The file, or every file below the folder by name. Links that lead out are refused."""
     if not path.exists():
         raise DataError(f"{path} does not exist. Name a file or a folder.")
-    sources = list(_below(path, path, None) if path.is_dir() else [_source(path, path.parent)])
+    sources = list(
+        _below(path, path, None) if path.is_dir() else [_source(path, path.parent)]
+    )
     if not sources:
         raise DataError(f"{path} holds no file.")
     return sorted(sources, key=lambda source: source.name.split("/"))
@@ -106,7 +108,8 @@ def _below(root: Path, folder: Path, split: int | None) -> Iterator[Source]:
         files = Folder(folder, DataError)
         for each in files.json(_SAVED[0], _LIMIT).get("_data_files") or ():
             name = str(each.get("filename") if isinstance(each, dict) else each)
-            files.open(name).close()  # only plain names of this folder are files of the data
+            # only plain names of this folder are files of the data
+            files.open(name).close()
             yield _source(folder / name, root, split)
         return
     if (folder / _SPLITS).is_file():
@@ -126,10 +129,15 @@ def _below(root: Path, folder: Path, split: int | None) -> Iterator[Source]:
 
 def _source(path: Path, root: Path, split: int | None = None) -> Source:
     if path.is_symlink() and root.resolve() not in path.resolve().parents:
-        raise DataError(f"{path}: is a link out of its folder; put the file itself there.")
+        raise DataError(
+            f"{path}: is a link out of its folder; put the file itself there."
+        )
     if not path.is_file():
         raise DataError(f"{path}: is not a regular file.")
-    status, plain = path.stat(), path.with_suffix("") if path.suffix in _PACKED else path
+    status, plain = (
+        path.stat(),
+        path.with_suffix("") if path.suffix in _PACKED else path,
+    )
     kinds = {".jsonl": "lines", ".ndjson": "lines", ".json": "array"}
     kind = kinds.get(plain.suffix) or _TABLES.get(path.suffix, "text")
     name = path.relative_to(root).as_posix()
@@ -145,7 +153,9 @@ def blocks(
     (`alone`) into about 64, so that some of it can be held out.
     """
     if source.path.suffix in _NOT_READ:
-        raise BadFile(str(source.path), "is a table that is not read; make it .jsonl or .parquet")
+        raise BadFile(
+            str(source.path), "is a table that is not read; make it .jsonl or .parquet"
+        )
     if source.kind in _TABLES.values():
         yield from _tables(source, columns)
         return
@@ -155,7 +165,9 @@ def blocks(
         elif source.kind == "lines":
             yield from _lines(source, file, raw)
         else:
-            longest = max(SHORTEST, min(LONGEST, source.size // 64)) if alone else LONGEST
+            longest = (
+                max(SHORTEST, min(LONGEST, source.size // 64)) if alone else LONGEST
+            )
             yield from _texts(source, file, raw, longest)
 
 
@@ -187,7 +199,10 @@ class _Unpacked(io.RawIOBase):
             self.rest = b""
             if not packed:
                 if self.unpacker is not None:
-                    raise BadFile(str(self.path), "is truncated: its compressed content has no end")
+                    raise BadFile(
+                        str(self.path),
+                        "is truncated: its compressed content has no end",
+                    )
                 return 0
             self.unpacker = self.unpacker or self.begin()
             try:
@@ -219,10 +234,14 @@ def needed(module: str, place: object, what: str) -> Any:
         return importlib.import_module(module)
     except ImportError:
         name = module.partition(".")[0]
-        raise DataError(f"{place}: {what} install {name}: pip install {name}.") from None
+        raise DataError(
+            f"{place}: {what} install {name}: pip install {name}."
+        ) from None
 
 
-def _texts(source: Source, file: BinaryIO, raw: BinaryIO, longest: int) -> Iterator[SourceBlock]:
+def _texts(
+    source: Source, file: BinaryIO, raw: BinaryIO, longest: int
+) -> Iterator[SourceBlock]:
     number, rest = 0, b""
     while content := rest + file.read(max(0, longest - len(rest))):
         if not number and b"\0" in content[:8192]:
@@ -244,11 +263,15 @@ def _lines(source: Source, file: BinaryIO, raw: BinaryIO) -> Iterator[SourceBloc
     while content := file.read(BLOCK):
         content += b"" if content.endswith(b"\n") else file.readline(LINE)
         if len(content) >= LINE:
-            raise BadFile(f"{source.path}, line {first}", f"is longer than {LINE:,} bytes")
+            raise BadFile(
+                f"{source.path}, line {first}", f"is longer than {LINE:,} bytes"
+            )
         # Three times as fast as bytes.count.
         lines = int(np.count_nonzero(np.frombuffer(content, np.uint8) == ord("\n")))
         lines += not content.endswith(b"\n")
-        yield SourceBlock(source, first, content.removeprefix(codecs.BOM_UTF8), raw.tell(), lines)
+        yield SourceBlock(
+            source, first, content.removeprefix(codecs.BOM_UTF8), raw.tell(), lines
+        )
         first += lines
 
 
@@ -270,7 +293,9 @@ def _objects(source: Source, file: BinaryIO, raw: BinaryIO) -> Iterator[SourceBl
             yield from _lines(source, file, raw)
             return
         if text[:1] != "[":
-            raise BadFile(place, "is not a JSON array; objects in [ ] or lines are read")
+            raise BadFile(
+                place, "is not a JSON array; objects in [ ] or lines are read"
+            )
         at, ended = 1, False
         while True:
             place = f"{source.path}, element {number}"
@@ -287,7 +312,9 @@ def _objects(source: Source, file: BinaryIO, raw: BinaryIO) -> Iterator[SourceBl
                 more = reader.read(max(BLOCK, len(text) - at))
                 text, at, ended = text[at:] + more, 0, not more
                 if len(text) > LINE:
-                    raise BadFile(place, f"has no end within {LINE:,} characters, or is not JSON")
+                    raise BadFile(
+                        place, f"has no end within {LINE:,} characters, or is not JSON"
+                    )
                 continue
             if stop >= len(text):
                 raise BadFile(place, "is not JSON, or is cut")
@@ -322,13 +349,17 @@ def _tables(source: Source, columns: tuple[str, ...]) -> Iterator[SourceBlock]:
                 yield SourceBlock(source, first, Table(part), behind)
     except (pyarrow.ArrowException, OSError) as error:
         what = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise BadFile(f"{source.path}, row {number}", f"cannot be read: {what}") from None
+        raise BadFile(
+            f"{source.path}, row {number}", f"cannot be read: {what}"
+        ) from None
 
 
 def _batches(source: Source, columns: tuple[str, ...]) -> Iterator[tuple[Any, int]]:
     """Record batches of a table, and how many rows the file has, if that is known."""
     if source.kind == "parquet":
-        with importlib.import_module("pyarrow.parquet").ParquetFile(source.path) as file:
+        with importlib.import_module("pyarrow.parquet").ParquetFile(
+            source.path
+        ) as file:
             wanted = _wanted(source, file.schema_arrow.names, columns)
             for batch in file.iter_batches(batch_size=1024, columns=wanted):
                 yield batch, file.metadata.num_rows
@@ -343,6 +374,7 @@ def _wanted(source: Source, names: list[str], columns: tuple[str, ...]) -> list[
     if columns and columns[0] not in names:
         known = ", ".join(names[:8])
         raise BadFile(
-            str(source.path), f"has no column {columns[0]!r}; it has {known}. Use --field"
+            str(source.path),
+            f"has no column {columns[0]!r}; it has {known}. Use --field",
         )
     return [name for name in names if not columns or name in columns]

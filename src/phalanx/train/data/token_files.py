@@ -59,7 +59,9 @@ class Stream:
         refuse_cut(self.answers)
         return self.answers[start:stop].astype(bool)
 
-    def read(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def read(
+        self, start: int, stop: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """These tokens, and the number of each one's document."""
         refuse_cut(self.tokens)
         refuse_cut(self.starts)
@@ -70,7 +72,9 @@ class Stream:
             return self.tokens[start:stop].astype(np.int64), documents
         shift = self.origins[first : last + 1] - self.starts[first : last + 1]
         runs = zip(shift, edges, edges[1:], strict=False)
-        parts = [self.tokens[by + a : by + b].astype(np.int64) for by, a, b in runs if a < b]
+        parts = [
+            self.tokens[by + a : by + b].astype(np.int64) for by, a, b in runs if a < b
+        ]
         return np.concatenate(parts), documents
 
 
@@ -128,11 +132,15 @@ def open_corpus(source: str | Path, *, share: float = HELD_OUT) -> Corpus:
         return open_prepared(path)
     if all((path / name).is_file() for name in _NANOGPT):
         parts = [_bin(path / name) for name in _NANOGPT]
-        train, validation = (Stream(x, np.array((0, len(x)), np.int64)) for x, _ in parts)
+        train, validation = (
+            Stream(x, np.array((0, len(x)), np.int64)) for x, _ in parts
+        )
         mark = hashlib.sha256("".join(mark for _, mark in parts).encode()).hexdigest()
         files = tuple((name, path / name) for name in _NANOGPT)
         reading = " and ".join(_reading(tokens) for tokens, _ in parts)
-        return Corpus(str(path), train, validation, 0, mark, files=files, reading=reading)
+        return Corpus(
+            str(path), train, validation, 0, mark, files=files, reading=reading
+        )
     if path.suffix in (".bin", ".idx") and path.with_suffix(".idx").is_file():
         return _open_megatron(path, share)
     if path.suffix in (".bin", *RAW) and path.is_file():
@@ -140,7 +148,9 @@ def open_corpus(source: str | Path, *, share: float = HELD_OUT) -> Corpus:
         # These files have no documents: runs of 64 Ki tokens stand for them.
         ends = np.append(np.arange(0, len(tokens), RUN), len(tokens))
         streams, files = _split(tokens, ends, share), (("", path),)
-        return Corpus(str(path), *streams, 0, mark, files=files, reading=_reading(tokens))
+        return Corpus(
+            str(path), *streams, 0, mark, files=files, reading=_reading(tokens)
+        )
     what = "is not there" if not path.exists() else "holds no tokens that are known"
     raise DataError(
         f"{path} {what}. Text becomes tokens by `phalanx data prepare {path} --out DIR`; read as"
@@ -161,7 +171,9 @@ def _reading(tokens: Tokens) -> str:
 def has_tokens(path: Path) -> bool:
     """True if the path holds tokens; anything else is text or chats to be prepared."""
     named = path.suffix in (".bin", ".idx", *RAW) and path.is_file()
-    return named or (path / INDEX).is_file() or all((path / n).is_file() for n in _NANOGPT)
+    return (
+        named or (path / INDEX).is_file() or all((path / n).is_file() for n in _NANOGPT)
+    )
 
 
 def map_file(
@@ -204,7 +216,9 @@ def held_out(names: Iterable[str], share: float) -> NDArray[np.bool_]:
     """A mask of held-out documents, by name: the same answer for any order."""
     # Compared as bytes: the first eight of a digest are a number below 2**64, and so is this.
     limit = min(math.ceil(share * 2**64), 2**64 - 1).to_bytes(8, "big")
-    below = (hashlib.sha256(n.encode("utf-8", "replace")).digest() < limit for n in names)
+    below = (
+        hashlib.sha256(n.encode("utf-8", "replace")).digest() < limit for n in names
+    )
     return np.fromiter(below, bool)
 
 
@@ -228,7 +242,8 @@ INDEX = "index.json"
 AS_BYTES = "bytes"  # the name of the tokenizer that makes each byte a token
 FORMAT, VERSION = "phalanx-tokens", 1
 SPLITS = ("train", "validation")
-ANSWERS = "answers"  # the file of a split that says which tokens of chats are trained on
+# the file of a split that says which tokens of chats are trained on
+ANSWERS = "answers"
 DTYPES: dict[str, np.dtype[Any]] = {n: np.dtype(f"<{n}") for n in ("u1", "u2", "u4")}
 LIMIT = 1 << 20  # bytes of an index
 
@@ -266,7 +281,9 @@ class Index:
 
 def dtype_for(vocab: int) -> str:
     """The narrowest type that holds every token."""
-    return next((name for name, bits in (("u1", 8), ("u2", 16)) if vocab <= 1 << bits), "u4")
+    return next(
+        (name for name, bits in (("u1", 8), ("u2", 16)) if vocab <= 1 << bits), "u4"
+    )
 
 
 def open_prepared(path: Path) -> Corpus:
@@ -282,16 +299,28 @@ def open_prepared(path: Path) -> Corpus:
         answers = [ANSWERS] if getattr(index.splits, name).answers_sha256 else []
         roles = [f"{name}.{what}" for what in ("tokens", "documents", *answers)]
         files += [(role, path / role) for role in roles]
-    mark, reading = folder.sha256(INDEX), f"{index.dtype} of a vocabulary of {index.vocab:,}"
+    mark, reading = (
+        folder.sha256(INDEX),
+        f"{index.dtype} of a vocabulary of {index.vocab:,}",
+    )
     return Corpus(
-        str(path), train, validation, index.vocab, mark, each, files=tuple(files), reading=reading
+        str(path),
+        train,
+        validation,
+        index.vocab,
+        mark,
+        each,
+        files=tuple(files),
+        reading=reading,
     )
 
 
 def _index(folder: Folder) -> Index:
     where, table = str(folder.path / INDEX), folder.json(INDEX, LIMIT)
     if (table.get("format"), table.get("version")) != (FORMAT, VERSION):
-        folder.refuse(INDEX, f"is not an index that this reads: {FORMAT!r} of version {VERSION}.")
+        folder.refuse(
+            INDEX, f"is not an index that this reads: {FORMAT!r} of version {VERSION}."
+        )
     index = decode(Index, table, where, DataError)
     if index.vocab > 1 << 8 * DTYPES[index.dtype].itemsize:
         folder.refuse(INDEX, f"tokens of type {index.dtype} cannot name {index.vocab}.")
@@ -332,7 +361,8 @@ def verify_prepared(path: Path) -> list[str]:
             f"{path / f'{name}.{what}'}: its checksum is not that of the index; prepare it again."
             for name, split in asdict(splits).items()
             for what in ("tokens", "documents", ANSWERS)
-            if (sha256 := split[f"{what}_sha256"]) and folder.sha256(f"{name}.{what}") != sha256
+            if (sha256 := split[f"{what}_sha256"])
+            and folder.sha256(f"{name}.{what}") != sha256
         ]
     except DataError as error:
         return [str(error)]
@@ -354,7 +384,9 @@ def _bin(path: Path) -> tuple[Tokens, str]:
         size = os.fstat(file.fileno()).st_size
         head = file.read(HEADER)
     mark = hashlib.sha256(head + str(size).encode()).hexdigest()
-    magic, version, count = struct.unpack_from("<3i", head) if len(head) == HEADER else (0, 0, 0)
+    magic, version, count = (
+        struct.unpack_from("<3i", head) if len(head) == HEADER else (0, 0, 0)
+    )
     if (magic, version) in LLM_C:
         if count < 1:
             folder.refuse(path.name, f"its header has a count of {count:,} tokens.")
@@ -393,7 +425,10 @@ def _open_megatron(path: Path, share: float) -> Corpus:
             folder.refuse(name, "is no Megatron index: it does not begin with MMIDIDX.")
         version, code, sequences, count = struct.unpack_from("<QBQQ", head, 9)
         if version != 1 or code not in MEGATRON_DTYPES:
-            folder.refuse(name, f"has version {version} and dtype {code}; 1 and integers are read.")
+            folder.refuse(
+                name,
+                f"has version {version} and dtype {code}; 1 and integers are read.",
+            )
         wanted = 34 + 12 * sequences + 8 * count
         # Before anything is allocated: counts in a header are what anybody can write.
         if count < 1 or size not in (wanted, wanted + sequences):
@@ -415,7 +450,9 @@ def _open_megatron(path: Path, share: float) -> Corpus:
     if bool((pointers != offsets[:-1] * dtype.itemsize).any()):
         folder.refuse(name, "its sequences do not follow one another in the file.")
     if not _rises(documents, sequences):
-        folder.refuse(name, f"its documents must rise from 0 to {sequences:,} sequences.")
+        folder.refuse(
+            name, f"its documents must rise from 0 to {sequences:,} sequences."
+        )
     mark = hashlib.sha256(content).hexdigest()
     files = tuple((suffix, path.with_suffix(suffix)) for suffix in (".bin", ".idx"))
     streams = _split(tokens, offsets[documents], share)
@@ -426,7 +463,14 @@ def _open_megatron(path: Path, share: float) -> Corpus:
 
 BYTES = 256
 # What is installed beside the library differs from machine to machine; tests are mostly data.
-_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
+_LEFT_OUT = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idlelib",
+    "__pycache__",
+}
 
 
 @lru_cache(maxsize=2)
@@ -436,10 +480,18 @@ def open_library(share: float = HELD_OUT) -> Corpus:
     paths: list[Path] = []
     for folder, below, files in os.walk(root):
         below[:] = sorted(set(below) - _LEFT_OUT)
-        paths += [path for file in sorted(files) if (path := Path(folder, file)).suffix == ".py"]
-    texts = {p.relative_to(root).as_posix(): p.read_bytes() for p in paths if p.is_file()}
+        paths += [
+            path
+            for file in sorted(files)
+            if (path := Path(folder, file)).suffix == ".py"
+        ]
+    texts = {
+        p.relative_to(root).as_posix(): p.read_bytes() for p in paths if p.is_file()
+    }
     if not texts:
-        raise DataError(f"no text of the Python library is in {root}; name a file or folder.")
+        raise DataError(
+            f"no text of the Python library is in {root}; name a file or folder."
+        )
     whole = b"".join(texts.values())
     ends = np.cumsum([0, *map(len, texts.values())])
     streams = _split(np.frombuffer(whole, np.uint8), ends, share, list(texts))

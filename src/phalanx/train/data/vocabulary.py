@@ -100,17 +100,24 @@ class Tokenizer:
         self._tokenizer.no_truncation()
         texts = [text]
         if self.folder:
-            there = [name for name in (CONFIG, TEMPLATE) if (self.folder / name).is_file()]
+            there = [
+                name for name in (CONFIG, TEMPLATE) if (self.folder / name).is_file()
+            ]
             texts += [files.text(name, LIMIT) for name in there]
         self.marks = tuple(hashlib.sha256(each.encode()).hexdigest() for each in texts)
         self.name = f"{FILE} sha256:{self.marks[0]}"
         # Ids may have gaps, so the highest one counts and not how many there are.
-        self.size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1
+        self.size = (
+            max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+            + 1
+        )
         self.end: int | None = None
         if end is not None:
             self.end = self._tokenizer.token_to_id(end)
             if self.end is None:
-                raise DataError(f"{path}: knows no token {end!r} to close a document with.")
+                raise DataError(
+                    f"{path}: knows no token {end!r} to close a document with."
+                )
         elif self.folder:
             self.end = self._end_of_folder(self.folder)
 
@@ -124,10 +131,13 @@ class Tokenizer:
             try:  # not as our own files: its model_max_length is often 10**30
                 token = json.loads(text).get("eos_token")
             except (ValueError, RecursionError, AttributeError) as error:
-                raise DataError(f"{folder / CONFIG}: is not a JSON object: {error}.") from None
+                raise DataError(
+                    f"{folder / CONFIG}: is not a JSON object: {error}."
+                ) from None
             token = token.get("content") if isinstance(token, dict) else token
             end = self._tokenizer.token_to_id(token) if isinstance(token, str) else None
-        end = end[0] if isinstance(end, list) and end else end  # the others end a turn of a chat
+        # the others end a turn of a chat
+        end = end[0] if isinstance(end, list) and end else end
         if type(end) is not int or not 0 <= end < self.size:
             raise DataError(
                 f"{folder / MODEL}: 'eos_token_id' is not a token of {FILE}. Prepare the data with"
@@ -154,7 +164,9 @@ class Tokenizer:
         found = set() if self.end is None else {self.end}
         for name in (MODEL, GENERATION):
             if self.folder is not None and (self.folder / name).is_file():
-                value = Folder(self.folder, DataError).json(name, LIMIT).get("eos_token_id")
+                value = (
+                    Folder(self.folder, DataError).json(name, LIMIT).get("eos_token_id")
+                )
                 values = value if isinstance(value, list) else [value]
                 found |= {token for token in values if isinstance(token, int)}
         return frozenset(found)
@@ -188,7 +200,10 @@ class Tokenizer:
             what = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise BadRow(f"its chat template refuses it: {what}") from None
         encoded = self._tokenizer.encode(text, add_special_tokens=False)
-        marks = [any(a < stop and b > start for start, stop in spans) for a, b in encoded.offsets]
+        marks = [
+            any(a < stop and b > start for start, stop in spans)
+            for a, b in encoded.offsets
+        ]
         return self._of(encoded.ids, marks)
 
     def _of(self, ids: Sequence[int], marks: Sequence[object]) -> Encoded:
@@ -213,9 +228,13 @@ class Tokenizer:
                 str(self.folder), local_files_only=True
             )
         except Exception as error:
-            raise DataError(f"{self.folder}: transformers cannot read it: {error}.") from None
+            raise DataError(
+                f"{self.folder}: transformers cannot read it: {error}."
+            ) from None
         if not isinstance(made.chat_template, str):
-            what = "several chat templates" if made.chat_template else "no chat template"
+            what = (
+                "several chat templates" if made.chat_template else "no chat template"
+            )
             raise DataError(
                 f"{self.folder}: has {what}. Put the one to train with there as {TEMPLATE}."
             )
@@ -223,11 +242,17 @@ class Tokenizer:
 
     def _written(self, messages: list[Message], tools: Any, **how: Any) -> Any:
         made = self._chat_template
-        return made.apply_chat_template(messages, tools=tools, **{"tokenize": False} | how)
+        return made.apply_chat_template(
+            messages, tools=tools, **{"tokenize": False} | how
+        )
 
-    def _spans(self, messages: list[Message], tools: Any) -> tuple[str, list[tuple[int, int]]]:
+    def _spans(
+        self, messages: list[Message], tools: Any
+    ) -> tuple[str, list[tuple[int, int]]]:
         """A chat as text, and from where to where its answers are."""
-        plain = [{k: x for k, x in message.items() if k != "weight"} for message in messages]
+        plain = [
+            {k: x for k, x in message.items() if k != "weight"} for message in messages
+        ]
         text, spans = self._written(plain, tools), list[tuple[int, int]]()
         for n, message in enumerate(messages):
             if not answers(n, message):
@@ -244,8 +269,14 @@ class Tokenizer:
 
     def _marked(self, messages: list[Message], tools: Any) -> Encoded:
         if any(message.get("weight", 1) == 0 for message in messages):
-            raise BadRow("one of its messages has weight 0, and the template marks all answers")
-        how = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+            raise BadRow(
+                "one of its messages has weight 0, and the template marks all answers"
+            )
+        how = {
+            "tokenize": True,
+            "return_dict": True,
+            "return_assistant_tokens_mask": True,
+        }
         made = self._written(messages, tools, **how)
         return self._of(made["input_ids"], made["assistant_masks"])
 
@@ -258,5 +289,7 @@ def open_vocabulary(path: Path | None, end: str | None = None) -> Vocabulary:
     if path is not None:
         return Tokenizer(path, end)
     if end is not None:
-        raise DataError("bytes have no token to close a document with; give a tokenizer or no end.")
+        raise DataError(
+            "bytes have no token to close a document with; give a tokenizer or no end."
+        )
     return Bytes()
