@@ -120,3 +120,14 @@ def test_a_rank_without_peers_is_compared_with_its_own_earlier_steps() -> None:
         assert not list(stragglers.look([row(0.1), row(0.7)], 1))
     (slow,) = stragglers.look([row(0.1), row(9.0)], 1)
     assert (slow.rank, slow.usual) == (1, pytest.approx(0.7))
+
+
+def test_data_read_ahead_takes_time_where_the_device_had_to_wait_for_it() -> None:
+    own = OwnTime(queued=True)
+    spans = [Span(0, ops.COMPUTE, Op(ops.FORWARD, 0, 0), 1.0, 3.0)]
+    own.add(9.0, 0.5, spans, (), ahead=1.5)  # hidden behind two seconds of computing
+    own.add(9.0, 0.5, spans, (), ahead=6.0)
+    total, *parts = own.taken()
+    data = (0.5 + 0.5 + 4.0) / 2
+    assert total == data + 2.0
+    assert dict(zip(NAMES, parts, strict=True))[DATA] == data

@@ -143,7 +143,7 @@ def _never_waited() -> AbstractContextManager[None]:
     def wait(self: Executor, op: Any) -> None:
         if op.kind == ops.REDUCE:
             _, start = self.under_way.pop(op)
-            self.moments.append((op, start, self._moment(op)))
+            self.moments.append((op, start, self._end(op)))
             return
         right(self, op)
 

@@ -37,13 +37,15 @@ class Late(StepClock):
     def __init__(self) -> None:
         self.counted, self.read = 0, False
 
-    def begin(self) -> None:
+    def begin(self, *, timed: bool, watched: bool) -> None:
         self.counted, self.read = 0, False
 
-    def moment(self) -> list[int]:
+    def start(self) -> list[int]:
         assert not self.read, "the step is over"
         self.counted += 1
         return [self.counted]
+
+    end = start
 
     def seconds(self, moment: list[int]) -> float:
         self.read = True

@@ -171,11 +171,12 @@ class Layout:
         """True if ZeRO gathers the matrices of blocks in 8 bits: one copy of each square serves both
         products, and the host keeps no part of them."""
         square = bool(self.matmul) and MATMULS[self.matmul].square
-        return (
-            square
-            and self.shards > 1
-            and not {"weights", "optimizer"} & {*self.offload}
-        )
+        return square and self.shards > 1 and not self.weights_on_host
+
+    @property
+    def weights_on_host(self) -> bool:
+        """True if weights live on the host, where they are updated too."""
+        return not {"weights", "optimizer"}.isdisjoint(self.offload)
 
     @property
     def copies_sharing(self) -> int:

@@ -77,14 +77,13 @@ def held_bytes(layout: Layout, state: StateBytes) -> HeldBytes:
 def _weight(layout: Layout, state: StateBytes) -> float:
     """What is at home of weights that come and go: the master copy, if that is the weights themselves;
     else it counts as optimizer state."""
-    on_host = {"weights", "optimizer"} & {*layout.offload}
-    if on_host or state.weight < MASTER:
+    if layout.weights_on_host or state.weight < MASTER:
         return 0.0
     return state.weight / layout.shards
 
 
 def _frozen(layout: Layout, state: StateBytes) -> float:
     """What is at home of a frozen element, of which no copy is wider."""
-    if {"weights", "optimizer"} & {*layout.offload}:
+    if layout.weights_on_host:
         return 0.0
     return state.gathered / (layout.shards if layout.zero == 3 else 1)

@@ -111,7 +111,7 @@ def _cuts_frozen(layout: Layout) -> bool:
     """True if frozen weights are sharded, which is so where weights are gathered and dropped.
     ZeRO-1 and 2 shard what belongs to a gradient, and frozen weights have none; gathering them each
     step would bring unchanged values."""
-    return layout.zero == 3 or bool({"weights", "optimizer"} & set(layout.offload))
+    return layout.zero == 3 or layout.weights_on_host
 
 
 def open_groups(

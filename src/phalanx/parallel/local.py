@@ -181,7 +181,7 @@ class _UnitMaker:
         self.model, self.program, self.role, self.groups = model, program, role, groups
         self.pool, self.precision, self.weights = pool, precision, weights
         self.count = len(model.pieces)
-        self.at_host = bool({"weights", "optimizer"} & set(layout.offload))
+        self.at_host = layout.weights_on_host
         own = {unit for piece in role.pieces for unit in program.units(piece)}
         experts = [piece + self.count for piece in role.pieces]
         # The numbers of this rank's units: those of its pieces, and those of their experts.

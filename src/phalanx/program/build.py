@@ -99,10 +99,7 @@ def _fed(
         {*layout.offload},
     )
     if layout.zero or "weights" in away:
-        drop, load = (
-            layout.zero == 3 or "weights" in away,
-            bool({"weights", "optimizer"} & away),
-        )
+        drop, load = layout.zero == 3 or "weights" in away, layout.weights_on_host
         each = drop and layout.gather == "micro"
         whole = at_once and layout.prefetch and not (each or load)
         ahead = program.pieces if whole else layout.prefetch

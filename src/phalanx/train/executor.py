@@ -116,14 +116,11 @@ class Executor:
         self.last_uses = frozenset(uses.values())
         self.trains = any(op.kind in ops.PROPAGATES for op in self.row)
         self.has_losses = any(piece.loss_router for piece in local.pieces.values())
-        self.clip, self.scaling, self.clock = (
-            clip,
-            scaling,
-            StepClock(local.pool.device),
-        )
+        self.clip, self.scaling = clip, scaling
+        self.clock = clock_of(local.pool.device)
         self.places = {op: place for place, op in enumerate(self.row)}
-        # Only events of a GPU come later than the host.
-        self.progress = DeviceProgress(local.pool.device) if self.clock.events else None
+        # Of a GPU that is watched: only its events come later than the host.
+        self.progress: DeviceProgress | None = None
         self.out, self.back = CopyLane(local.pool.device), CopyLane(local.pool.device)
         self.handlers: dict[str, Callable[[Op], Work | None]] = {
             ops.COUNT: self._count, ops.FORWARD: self._forward, ops.RECOMPUTE: self._again,
@@ -161,8 +158,19 @@ class Executor:
                     " Build it for this layout."
                 )
 
-    def step(self, batches: Sequence[Batch], lr: float) -> StepResult:
-        """One training step on this rank's microbatches."""
+    def step(
+        self,
+        batches: Sequence[Batch],
+        lr: float,
+        *,
+        timed: bool = True,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> StepResult:
+        """One training step on this rank's microbatches.
+
+        `meanwhile` is called when all operations are queued and before their results are read. A step
+        that is not `timed` has no spans on a GPU, where reading its events takes time.
+        """
         number = partial(
             torch.full, (1,), dtype=torch.float64, device=self.local.pool.device
         )
@@ -193,7 +201,7 @@ class Executor:
         self.sums_of: dict[tuple[str, int], Tensor] = {}
         self.scale: Scale | None = None
         self.moments: list[tuple[Op, Any, Any]] = []  # when operations began and ended
-        self.clock.begin()
+        self.clock.begin(timed=timed, watched=self.progress is not None)
         state = State(self.program, self.number) if self.checked else None
         words = self.words
         for place, op in enumerate(self.row, self.first):
@@ -208,6 +216,8 @@ class Executor:
         for group in (self.local.groups.activations, self.local.groups.gradients):
             group.flush()
         named = self._numbers()
+        if meanwhile is not None:
+            meanwhile()
         words[WAITS] = DEVICE if self.local.pool.device.type == "cuda" else 0
         read = dict(zip(named, torch.cat([*named.values()]).tolist(), strict=True))
         words[WAITS] = 0
@@ -216,7 +226,7 @@ class Executor:
         at = self.clock.seconds
         spans = [
             Span(self.rank, self.lanes[op], op, at(a), at(b))
-            for op, a, b in self.moments
+            for op, a, b in (self.moments if self.clock.timed else ())
         ]
         result = StepResult(Timeline(tuple(spans)), **read)
         if self.norm is not None and self.scaling:
@@ -226,7 +236,8 @@ class Executor:
     def write_to(self, positions: Positions, names: Sequence[str]) -> None:
         """Writes down from here on at which operation this rank is, with the names of pieces."""
         self.words = positions.words
-        if self.progress is not None:
+        if self.local.pool.device.type == "cuda":
+            self.progress = DeviceProgress(self.local.pool.device)
             looks = positions.look_at_device
             positions.look_at_device = partial(_first_waiting, self.progress, looks)
         self.first = positions.texts(
@@ -255,7 +266,7 @@ class Executor:
             error.add_note(f"rank {self.rank} was at {op}.")
             raise
         if work is None:
-            self.moments.append((op, start, self._moment(op)))
+            self.moments.append((op, start, self._end(op)))
         else:
             self.under_way[op] = work, start
 
@@ -264,18 +275,18 @@ class Executor:
         for need in self.waits[op]:
             if need in self.under_way:
                 self._wait(need)
-        start = self._moment(op)
+        start = self.clock.start()
         return start, self.handlers[op.kind](op)
 
     def _wait(self, op: Op) -> None:
         """Waits for an operation that is under way; its span ends here."""
         work, start = self.under_way.pop(op)
         work.wait()
-        self.moments.append((op, start, self._moment(op)))
+        self.moments.append((op, start, self._end(op)))
 
-    def _moment(self, op: Op) -> Any:
-        """The present, as an operation begins or ends; its device will come past it."""
-        moment = self.clock.moment()
+    def _end(self, op: Op) -> Any:
+        """The moment at which an operation ends; its device will come past it."""
+        moment = self.clock.end()
         if self.progress is not None:
             self.progress.add(self.first + self.places[op], moment)
         return moment
@@ -698,31 +709,70 @@ def sum_of_squares(norms: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 class StepClock:
-    """Start and end times of a step's operations. Times are seconds of `time.perf_counter`; on a
-    GPU they are events on the compute stream, relative to one at the start of the step. An event
-    has a time once the device has passed it, so times are read after the step, together with its
-    results."""
+    """Start and end times of a step's operations, in seconds of `time.perf_counter`.
+
+    A moment may have no time before the step's results have been read.
+    """
+
+    timed = True  # spans are made of this step's moments
+
+    def begin(self, *, timed: bool, watched: bool) -> None:
+        """A step begins. Its moments are needed if it is `timed`, or its device `watched`."""
+
+    def start(self) -> Any:
+        """The moment at which an operation starts: now."""
+        return time.perf_counter()
+
+    def end(self) -> Any:
+        """The moment at which an operation ends."""
+        return time.perf_counter()
+
+    def seconds(self, moment: Any) -> float:
+        return float(moment)
+
+
+class DeviceClock(StepClock):
+    """Times of a GPU: one event on the compute stream after each operation.
+
+    Nothing lies between the end of an operation and the start of the next one on that stream, so one
+    event serves both. Events are used again in the next step: its results have been read, so the
+    device has passed them all. A time is read only in a step that is timed.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.events = device, device.type == "cuda"
+        self._device = device
+        self._events: list[Any] = []
 
-        self.moment: Callable[[], Any] = (
-            self._event if self.events else time.perf_counter
-        )
+    def begin(self, *, timed: bool, watched: bool) -> None:
+        self.timed = timed
+        self._records = timed or watched
+        self._stream = torch.cuda.current_stream(self._device)
+        self._used = 0
+        # The device is idle: the results of the step before have been read.
+        self._begun = self._last = self._event()
+        self._begun_at = time.perf_counter()
 
-    def begin(self) -> None:
-        # The device is idle: the numbers of the step before have been read.
-        self.begun, self.at = self.moment(), time.perf_counter()
+    def start(self) -> Any:
+        return self._last
+
+    def end(self) -> Any:
+        if self._records:
+            self._last = self._event()
+        return self._last
 
     def _event(self) -> Any:
-        made: Any = torch.cuda.Event  # its stubs are not typed
-        event = made(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
+        if self._used == len(self._events):
+            made: Any = torch.cuda.Event  # its stubs are not typed
+            self._events.append(made(enable_timing=True))
+        event = self._events[self._used]
+        self._used += 1
+        event.record(self._stream)
         return event
 
     def seconds(self, moment: Any) -> float:
-        return (
-            self.at + self.begun.elapsed_time(moment) / 1e3
-            if self.events
-            else float(moment)
-        )
+        return self._begun_at + float(self._begun.elapsed_time(moment)) / 1e3
+
+
+def clock_of(device: torch.device) -> StepClock:
+    """The clock of operations that a device carries out."""
+    return DeviceClock(device) if device.type == "cuda" else StepClock()

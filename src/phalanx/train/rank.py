@@ -29,7 +29,9 @@ from .agreement import facts_of
 from .checkpoint_load import ModelIdentity
 from .data.batches import Batches
 from .data.token_files import open_corpus
+from .host_threads import use_threads_of_host
 from .muon import Muon
+from .next_batch import NextBatch
 from .optimizer import AdamW, Optimizer, Sgd
 from .parallelize import parallelize
 from .precision import precision_of, refuse_bfloat16
@@ -129,7 +131,10 @@ class Rank:
             clip=run.optimizer.clip,
             seed=run.seed if drawn and not run.hub else None,
         )
+        if layout.weights_on_host and world.device.type != "cpu":
+            use_threads_of_host(self.part.everyone)
         self.rows = self.part.rows_of(self.batches.size)
+        self.next_batch = NextBatch(self.batch, world.device)
         self.flops = step_flops(
             self.shape, self.shape.batch, self.batches.sequence, program
         )

@@ -36,6 +36,7 @@ class CompletedStep:
     loaded: float  # after that
     begun: float  # `started`, or when all ranks began together
     ended: float
+    ahead: float  # seconds in which the next batch was read while a GPU computed
     waits: tuple[tuple[float, float], ...]  # when it waited in calls of groups
 
     @property
@@ -56,23 +57,34 @@ def make_step(
 ) -> CompletedStep:
     """Makes the step of this number, counted from 0. `together`: all ranks begin it at the same time."""
     steps = rank.run.steps
+    done = number + 1
+    last = done == steps
     positions.words[STEP] = number
     positions.waits.clear()
     started = time.perf_counter()
     lr = learning_rate(rank.run.optimizer, number, steps)
     with positions.phase("loading data", rank.batches.name):
-        own = rank.batch(number)
+        own = rank.next_batch.take(number)
     loaded = time.perf_counter()
     begun = started
     if together:
         rank.part.everyone.barrier()
         begun = time.perf_counter()
-    result = rank.part.trainer.step(own, lr)
+
+    def read_ahead() -> None:
+        with positions.phase("loading data", rank.batches.name):
+            rank.next_batch.read_ahead(done)
+
+    result = rank.part.trainer.step(
+        own,
+        lr,
+        timed=together or last or done % rank.run.metrics.every == 0,
+        meanwhile=None if last else read_ahead,
+    )
     ended = time.perf_counter()
-    done = number + 1
-    last = done == steps
     stopped = result.stops > 0 and not last
     waits = tuple(positions.waits)
     return CompletedStep(
-        done, result, lr, last, stopped, started, loaded, begun, ended, waits,
+        done, result, lr, last, stopped, started, loaded, begun, ended,
+        rank.next_batch.seconds, waits,
     )  # fmt: skip

@@ -28,7 +28,9 @@ class StepLines:
         self.seconds.append(step.ended - step.begun)
         whole = step.ended - step.started
         reading = step.loaded - step.started
-        self.own.add(whole, reading, step.result.timeline.spans, step.waits)
+        spans = step.result.timeline.spans
+        if spans:  # else nobody knows what a GPU computed in this step
+            self.own.add(whole, reading, spans, step.waits, step.ahead)
         if step.ends or step.due(self.rank.run.metrics.every):
             # A part of the step: here a rank may wait for others that have not ended it.
             with self.log.positions.phase("in a step"):

@@ -61,10 +61,13 @@ class OwnTime:
         data: float,
         spans: Iterable[Span],
         waits: Sequence[Interval],
+        ahead: float = 0.0,
     ) -> None:
-        """A step: its seconds, those of reading its data, its operations, and when it waited."""
+        """A step: its seconds, those of reading its data, its operations, and when it waited.
+
+        `ahead`: seconds in which the next data was read while the device computed.
+        """
         self.steps += 1
-        self.parts[DATA] += data
         computed = 0.0
         for span in spans:
             if span.lane == ops.COMPUTE:
@@ -74,6 +77,9 @@ class OwnTime:
                 own = span.end - span.start - (0.0 if self.queued else waited)
                 self.parts[ops.KINDS[span.op.kind].name] += own
                 computed += own
+        # What was read ahead takes time only where the device had to wait for it.
+        data += max(0.0, ahead - computed)
+        self.parts[DATA] += data
         if self.queued:
             self.total += data + computed
         else:
