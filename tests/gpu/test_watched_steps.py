@@ -15,12 +15,23 @@ import pytest
 import torch
 
 from emulated_cuda import environment
+from phalanx.layout import Layout
+from phalanx.program import ops
 from phalanx.train.host_threads import threads_of
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
     pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler"),
 ]
+
+
+def asked(environ: dict[str, str], *words: str) -> Any:
+    """What a script of this folder prints."""
+    done = subprocess.run(
+        [sys.executable, *words], env=environ, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 @pytest.fixture(scope="module")
@@ -30,15 +41,8 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
         str(Path(__file__).parent / "watched_steps.py"),
         str(tmp_path_factory.mktemp("run")),
     ]
-    seen = []
     own = os.environ | {"OMP_NUM_THREADS": "1"}
-    for environ in (environment(1, own), own):
-        done = subprocess.run(
-            [sys.executable, *words], env=environ, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        seen.append(json.loads(done.stdout))
-    return seen[0], seen[1]
+    return asked(environment(1, own), *words), asked(own, *words)
 
 
 def test_a_batch_is_read_and_copied_while_the_device_computes_the_step_before(
@@ -92,3 +96,21 @@ def test_ranks_divide_the_cores_that_they_share(
     homes: list[tuple[str, list[int]]], threads: int
 ) -> None:
     assert threads_of(homes[0], homes) == threads
+
+
+def test_experts_read_from_the_device_once_a_layer_and_microbatch_or_never() -> None:
+    """Only ranks that exchange tokens read: how many go to each. Recomputing reads nothing again."""
+    layers, microbatches = 2, 2
+    step = {"step": 1}
+    exchanged = {ops.EXCHANGE: layers * microbatches} | step
+    reads = {
+        "": step,
+        "accum:2 recompute:all": step,
+        "ep2 accum:2": exchanged,
+        "ep2 accum:2 recompute:all": exchanged,
+    }
+    script = str(Path(__file__).parent / "watched_reads.py")
+    found = asked(environment(2), script, *reads)
+    assert found == {
+        text: [counts] * Layout.parse(text).ranks for text, counts in reads.items()
+    }

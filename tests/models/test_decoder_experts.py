@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from phalanx.layout import Shape
 from phalanx.layout.shape import ShapeError
 from phalanx.models import Decoder, DecoderSizes, ExpertMlps, Router
-from phalanx.models.experts import CHOICES
+from phalanx.models.experts import CHOICES, Merge, Spread
 from phalanx.parallel import build_model
 
 HIDDEN, FFN, EXPERTS, TOP = 8, 6, 5, 2
@@ -217,6 +218,41 @@ def test_grouped_products_give_what_a_loop_gives() -> None:
     tokens, counts = torch.randn(11, 16).bfloat16(), torch.tensor([5, 0, 2, 4])
     grouped, loop = experts.grouped(tokens, counts), experts.on_sorted(tokens, counts)
     torch.testing.assert_close(grouped, loop, rtol=2e-2, atol=2e-2)
+
+
+class Operations(TorchDispatchMode):
+    """The names of the operations that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.names.add(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_gradients_of_a_token_s_copies_are_summed_with_one_rounding() -> None:
+    """Without adding by index, which a GPU does with atomics: in another order each time, and in 16 bits."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, HIDDEN).bfloat16().requires_grad_()
+    chosen = torch.tensor([[[4, 1, 0], [1, 2, 3], [4, 3, 1]]]).expand(2, -1, -1)
+    tokens, _, order, counts = Spread(EXPERTS)(x, torch.ones(2, 3, 3), chosen)
+    assert counts.tolist() == [2, 6, 2, 4, 4]
+    merged = Merge()(tokens, torch.ones(2, 3, 3, dtype=torch.bfloat16), order)
+    torch.testing.assert_close(merged, 3 * x.detach(), rtol=1e-2, atol=0)
+    gradient = torch.randn(18, HIDDEN).bfloat16()
+    with Operations() as seen:
+        tokens.backward(gradient)
+    by_token = [
+        gradient[order.div(3, rounding_mode="floor") == token] for token in range(6)
+    ]
+    sums = [copies.double().sum(0) for copies in by_token]
+    assert x.grad is not None
+    assert torch.equal(x.grad.flatten(0, 1), torch.stack(sums).bfloat16())
+    assert not [name for name in seen.names if "add" in name or "put" in name]
 
 
 def test_scores_of_16_bit_tokens_are_float32() -> None:

@@ -229,6 +229,47 @@ def _inverse(order: Tensor) -> Tensor:
     )
 
 
+class _Ordered(torch.autograd.Function):
+    """Rows in another order, which names each row once. The gradients return by the inverse order.
+
+    The backward of `index_select` would add them up: on a GPU with atomics, whose order differs from
+    run to run, and in the digits of the rows.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (order,) = ctx.saved_tensors
+        return gradient.index_select(0, _inverse(order)), None
+
+
+class _Repeated(torch.autograd.Function):
+    """Each row so many `times`, in an order of all copies. The gradients of a row's copies are summed
+    with one rounding, always in the same order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, times: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.times = times
+        return x.index_select(0, order // times)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (order,) = ctx.saved_tensors
+        copies = gradient.index_select(0, _inverse(order))
+        of_rows = copies.view(-1, ctx.times, copies.shape[-1])
+        return of_rows.sum(1), None, None
+
+
+def _ordered(x: Tensor, order: Tensor) -> Tensor:
+    y: Tensor = _Ordered.apply(x, order)  # type: ignore[no-untyped-call]
+    return y
+
+
 class Spread(nn.Module):
     """Tokens as often as experts were chosen for them, sorted by expert."""
 
@@ -244,7 +285,8 @@ class Spread(nn.Module):
         order = flat.argsort(stable=True)  # by expert, and within one by token
         counts = flat.new_zeros(self.experts)
         counts.scatter_add_(0, flat, torch.ones_like(flat))
-        tokens = x.flatten(0, 1).index_select(0, order // chosen.shape[-1])
+        top_k = chosen.shape[-1]
+        tokens: Tensor = _Repeated.apply(x.flatten(0, 1), order, top_k)  # type: ignore[no-untyped-call]
         return tokens, gates, order, counts
 
 
@@ -252,7 +294,7 @@ class Merge(nn.Module):
     """Merges the experts' results: restores the tokens' order, multiplies by the gates, and sums."""
 
     def forward(self, y: Tensor, gates: Tensor, order: Tensor) -> Tensor:
-        each = y.index_select(0, _inverse(order)).view(*gates.shape, -1)
+        each = _ordered(y, _inverse(order)).view(*gates.shape, -1)
         return (each * gates.unsqueeze(-1)).sum(-2).to(y.dtype)
 
 
@@ -289,8 +331,8 @@ class ExpertProducts(nn.Module):
         )
         runs = expert.repeat_interleave(counts.flatten(), output_size=len(tokens))
         order = runs.argsort(stable=True)
-        y = self.on_sorted(tokens.index_select(0, order), counts.sum(0))
-        return y.index_select(0, _inverse(order))
+        y = self.on_sorted(_ordered(tokens, order), counts.sum(0))
+        return _ordered(y, _inverse(order))
 
     def on_sorted(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """Each expert on its run of the tokens (n, hidden): `counts` (experts) are their lengths."""

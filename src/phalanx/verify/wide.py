@@ -54,6 +54,7 @@ NARROW = {
     "models/experts.py:ExpertProducts.on_sorted": "addmm mm",
     "models/experts.py:Experts.with_terms": "add",
     "models/experts.py:Merge.forward": "_to_copy",
+    "models/experts.py:_Repeated.backward": "sum",
     "models/experts.py:_Share.forward": "div",
     "models/experts.py:gated": "add clamp gelu mul sigmoid silu",
     "models/kernels.py:_cpu": _FLASH,
