@@ -475,7 +475,8 @@ def main() -> int:
     if args.device == "cuda" and not gpus:
         print("no GPU that torch can use; `--device cpu` shows that the commands work.")
         return 2
-    sources = [str(TREE / "src"), str(TREE / "torch-shm" / "src")]
+    folders = ("src", "torch-shm/src", "rank-watch/src")
+    sources = [str(TREE / folder) for folder in folders]
     path = os.pathsep.join([*sources, os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {
         "PYTHONPATH": path.rstrip(os.pathsep),

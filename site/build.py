@@ -185,6 +185,7 @@ def documents(out: Path) -> None:
         path: f"docs/{path.stem}.html" for path in sorted((TREE / "docs").glob("*.md"))
     }
     pages[TREE / "torch-shm" / "README.md"] = "docs/torch-shm.html"
+    pages[TREE / "rank-watch" / "README.md"] = "docs/rank-watch.html"
     (out / "docs").mkdir(exist_ok=True)
     shutil.copytree(
         TREE / "docs" / "pictures", out / "docs" / "pictures", dirs_exist_ok=True

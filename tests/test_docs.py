@@ -113,7 +113,10 @@ def clone(tmp_path: Path) -> Path:
 def _environment(clone: Path) -> dict[str, str]:
     path = f"{clone / '.venv' / 'bin'}:{os.environ['PATH']}"
     inherited = os.environ.get("PYTHONPATH", "")
-    sources = [str(ROOT / folder) for folder in ("src", "torch-shm/src", "lab/src")]
+    sources = [
+        str(ROOT / folder)
+        for folder in ("src", "torch-shm/src", "rank-watch/src", "lab/src")
+    ]
     python_path = os.pathsep.join([*sources, inherited])
     return os.environ | {"PATH": path, "PYTHONPATH": python_path, "COLUMNS": "80"}
 

@@ -34,7 +34,7 @@ SOURCE = ROOT / "src" / "phalanx"
 NAMES = Path(__file__).parent / "public_names.txt"
 
 LEVELS: dict[str, int] = {
-    "layout": 0, "hang": 1, "program": 1, "draw": 2, "plan": 2, "models": 3, "comm": 3, "parallel": 4,
+    "layout": 0, "program": 1, "draw": 2, "plan": 2, "models": 3, "comm": 3, "parallel": 4,
     "cost": 5, "bench": 5, "train": 6, "generate": 7, "verify": 7, "report": 7, "api": 9, "cli": 10,
 }  # fmt: skip
 # Rooms that may import less than all that is below them.
@@ -60,6 +60,7 @@ BANNED_NAMES = {
 # Packages of their own, with the packages that their files may import.
 APART = {
     "torch-shm/src/torch_shm": {"torch", "torch_shm"},
+    "rank-watch/src/rank_watch": {"torch", "rank_watch"},
     "lab/src/phalanx_lab": {
         "torch",
         "safetensors",
@@ -191,6 +192,10 @@ def test_torch_shm_loads_nothing_of_phalanx() -> None:
     loaded = _loaded("import torch_shm")
     assert "torch" in loaded
     assert "phalanx" not in loaded
+
+
+def test_rank_watch_loads_neither_torch_nor_phalanx() -> None:
+    assert not {"torch", "phalanx"} & _loaded("import rank_watch.watcher")
 
 
 def test_the_lower_levels_never_load_torch() -> None:
@@ -440,7 +445,9 @@ def test_few_lines_are_kept_from_the_formatter() -> None:
 
 def test_files_of_tests_have_names_of_their_own() -> None:
     # pytest imports them by their last name: two of one name end the collection.
-    folders = (ROOT / name / "tests" for name in (".", "torch-shm", "lab"))
+    folders = (
+        ROOT / name / "tests" for name in (".", "torch-shm", "rank-watch", "lab")
+    )
     names = [path.name for folder in folders for path in folder.rglob("test_*.py")]
     assert sorted(name for name in set(names) if names.count(name) > 1) == []
 
@@ -450,7 +457,16 @@ def test_no_path_of_one_machine_is_in_the_tree() -> None:
     pattern = re.compile(
         "|".join([*map(re.escape, homes), r"/(?:home|Users)/[a-z]\w*/"])
     )
-    kept = ("src", "torch-shm", "lab", "tests", "docs", "benchmarks", ".ci")
+    kept = (
+        "src",
+        "torch-shm",
+        "rank-watch",
+        "lab",
+        "tests",
+        "docs",
+        "benchmarks",
+        ".ci",
+    )
     files = [p for name in kept for p in (ROOT / name).rglob("*") if p.is_file()]
     files += [p for p in ROOT.iterdir() if p.is_file()]
     wrong = []

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from phalanx.cli.main import main
-from phalanx.hang import Hosted, RankState
-from phalanx.hang.rank_state import pack
-from phalanx.hang.ranks_folder import ASKED, FOLDER
+from rank_watch import Hosted, RankState
+from rank_watch.rank_state import pack
+from rank_watch.ranks_folder import ASKED, FOLDER
 
 Capture = pytest.CaptureFixture[str]
 

@@ -9,9 +9,10 @@ from typing import Any
 
 from phalanx.layout.run import Run
 from phalanx.program import ops
-from phalanx.train import checkpoint, watched
+from phalanx.train import checkpoint
 from phalanx.train.executor import Executor
 from phalanx.train.loop import train
+from rank_watch import watching
 
 WORDS = (
     "model={layers=2,hidden=16,heads=2,ffn=24,vocab=256}", "batch=4", "sequence=12",
@@ -50,7 +51,7 @@ def saves_slowly(world: Any, run: Run, layout: str, seconds: float) -> Any:
 
 def apart(world: Any, task: Any, *args: Any) -> Any:
     """Runs a task with each rank on a host of its own, of which all have one name."""
-    watched.place = lambda: f"machine {world.rank}"
+    watching.place = lambda: f"machine {world.rank}"
     return task(world, *args)
 
 

@@ -20,20 +20,20 @@ import torch
 from test_diagnosis import made, rank
 
 from phalanx.comm.base import Group
-from phalanx.hang import Positions, RankState, diagnose
-from phalanx.hang import positions as positions_module
-from phalanx.hang import watcher as watcher_module
-from phalanx.hang.diagnosis import DEVICE_LEAST
-from phalanx.hang.flight import Flight, parse_flights
-from phalanx.hang.hosted import Hosted, RankProcess
-from phalanx.hang.positions import DEVICE, OP, PHASES, STEP, WAITS
-from phalanx.hang.processes import started_at
-from phalanx.hang.rank_state import pack, unpack
-from phalanx.hang.watched_rank import WatchedRank
-from phalanx.hang.watcher import Watcher
 from phalanx.layout.run import Hangs
 from phalanx.train.device_progress import DeviceProgress
 from phalanx.train.flight import flight_record
+from rank_watch import Positions, RankState, diagnose
+from rank_watch import positions as positions_module
+from rank_watch import watcher as watcher_module
+from rank_watch.diagnosis import DEVICE_LEAST
+from rank_watch.flight import Flight, parse_flights
+from rank_watch.hosted import Hosted, RankProcess
+from rank_watch.positions import DEVICE, OP, PHASES, STEP, WAITS
+from rank_watch.processes import started_at
+from rank_watch.rank_state import pack, unpack
+from rank_watch.watched_rank import WatchedRank
+from rank_watch.watcher import Watcher
 
 REDUCE = "7S (reduce layers.6)"
 FORWARD = "7F3 (forward of layers.6, microbatch 3)"

@@ -13,11 +13,11 @@ from hang_worlds import apart, run_in, saves_slowly, sleeps_in_a_backward
 
 from phalanx.cli.main import main
 from phalanx.comm import RankFailed, launch
-from phalanx.hang import ask_elsewhere, snapshot
-from phalanx.hang.ranks_folder import FOLDER
-from phalanx.hang.watcher import FILE
 from phalanx.layout.journal import read_journal
 from phalanx.report import report
+from rank_watch import ask_elsewhere, snapshot
+from rank_watch.ranks_folder import FOLDER
+from rank_watch.watcher import FILE
 
 OP = "1B0 (backward of layers.0, microbatch 0)"
 

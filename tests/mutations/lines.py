@@ -29,7 +29,12 @@ PACKAGES = {
     name: PHALANX / name
     for name in ("models", "parallel", "comm", "program", "train", "layout", "verify")
 } | {"torch_shm": Path("torch-shm", "src", "torch_shm")}
-IMPORTED = ("src", "torch-shm/src", "lab/src")  # folders that Python imports from
+IMPORTED = (
+    "src",
+    "torch-shm/src",
+    "rank-watch/src",
+    "lab/src",
+)  # folders that Python imports from
 
 # Each shape, option, schedule and backend, in commands that take some seconds each.
 CASES = (

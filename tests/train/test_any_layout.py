@@ -10,7 +10,6 @@ import pytest
 from checkpoint_worlds import hash_tensors
 
 from phalanx.comm import World, launch
-from phalanx.hang.positions import Positions
 from phalanx.layout import Layout, Run
 from phalanx.train.agreement import agreed_data
 from phalanx.train.checkpoint import Saver
@@ -21,6 +20,7 @@ from phalanx.train.resume import RunState, load_or_draw
 from phalanx.train.step import make_step
 from phalanx.train.uploads import Uploads
 from phalanx.verify.compare import EXACT
+from rank_watch.positions import Positions
 
 LAYOUTS = (
     "",

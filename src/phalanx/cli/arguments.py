@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ..hang.processes import stat_of
+from rank_watch.processes import stat_of
+
 from ..layout.url import Url
 
 # Fields of /proc/PID/stat, counted from the state: where the arguments lie in memory.

@@ -24,9 +24,10 @@ from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
+from rank_watch import described, snapshot
+from rank_watch.watcher import FILE as HANG
+
 from ..draw import Bars, bars, text_table
-from ..hang import diagnose, snapshot
-from ..hang.watcher import FILE as HANG
 from ..layout import Shape
 from ..layout.choices import BF16, FP8, FP32, LOCAL_RANKS
 from ..layout.numbers import binary_text, flops_text, rate_text, seconds_text
@@ -106,11 +107,7 @@ def _hang(args: argparse.Namespace) -> Shown:
             f"no rank of {args.name} is running on this host. Name the `out` folder of a run that is."
             f" If it hung and was ended, see {Path(args.name, HANG)}."
         )
-    found = diagnose(seen.ranks, seen.timeout or 60.0)
-    lines = (
-        list(found.lines) if found.hangs else ["the run makes progress", *found.lines]
-    )
-    lines += [line for state in seen.ranks for line in ("", *state.lines)]
+    found, lines = described(seen)
     if seen.elsewhere:
         hosts = ", ".join(seen.elsewhere[:8]) + ", ..." * (len(seen.elsewhere) > 8)
         lines += ["", f"more ranks run on {hosts}: run the command there"]

@@ -19,8 +19,9 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from ..hang import ask_elsewhere, diagnose, snapshot
-from ..hang.positions import OVER
+from rank_watch import ask_elsewhere, diagnose, snapshot
+from rank_watch.positions import OVER
+
 from ..layout.files import printable
 from ..layout.goodput import Goodput
 from ..layout.journal import JournalReader, Record

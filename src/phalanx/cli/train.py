@@ -28,7 +28,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from ..hang.watcher import FILE as HANG
+from rank_watch.watcher import FILE as HANG
+
 from ..layout import Layout
 from ..layout.choices import BYTES, PYTHON
 from ..layout.codec import schema

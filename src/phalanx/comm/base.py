@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx.hang.positions import WAITS, Positions
+from rank_watch.positions import WAITS, Positions
 from torch_shm.calls import NOTHING, Call, check, equal_splits
 from torch_shm.calls import OPS as OPS
 from torch_shm.calls import CommError as CommError

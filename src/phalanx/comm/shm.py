@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.base import Group, Work, World
-from phalanx.hang.positions import WAITS, Positions
+from rank_watch.positions import WAITS, Positions
 from torch_shm.arena import Extent
 from torch_shm.calls import Call
 from torch_shm.world import SharedGroup, SharedWorld

@@ -7,17 +7,11 @@ between two processes is measured by the boot clock if the machine was not resta
 else by the calendar; if the calendar was set back, that interval is ignored.
 """
 
-import os
-import time
 from collections.abc import Iterable
 from contextlib import suppress
-from functools import cache
-from pathlib import Path
-from typing import Any
 
 from .journal import Record
 
-_read_once = cache(Path.read_text)
 PARTS = (
     "steps",
     "lost steps",
@@ -36,19 +30,6 @@ _PART_OF = {
     "reading a checkpoint": "starting",
     "comparing copies": "validating",
 }
-
-
-def clock() -> float:
-    """Seconds since the machine was started, also while it slept."""
-    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
-
-
-def stamp() -> dict[str, Any]:
-    """The time of a record; `boot` identifies the boot of the machine whose clock it uses."""
-    boot = f"process {os.getpid()}"
-    with suppress(OSError):
-        boot = _read_once(Path("/proc/sys/kernel/random/boot_id"))[:13]
-    return {"time": round(time.time(), 3), "clock": round(clock(), 3), "boot": boot}
 
 
 class Goodput:

@@ -21,8 +21,9 @@ from pathlib import Path
 
 import torch
 
+from rank_watch.processes import alive, started_at
+
 from ..comm.agree import broadcast_text, errors_of, exchange
-from ..hang.processes import alive, started_at
 from ..layout.files import write_text
 from ..layout.host import available_memory
 from ..layout.numbers import binary_text

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from rank_watch.positions import DEVICE, OP, WAITS, WORDS, Positions
 from torch_shm.settle import HALVES
 
 from ..comm import CommError, Group, Work
-from ..hang.positions import DEVICE, OP, WAITS, WORDS, Positions
 from ..models import Router
 from ..models.experts import CHOICES
 from ..parallel import Unit, count_valid

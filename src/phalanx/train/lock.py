@@ -22,7 +22,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..hang.processes import started_at
+from rank_watch.processes import started_at
+
 from ..layout.files import open_regular
 
 RUN, RANKS, HELD = ".run.lock", ".ranks.lock", ".run.held"

@@ -21,11 +21,13 @@ from typing import Any, BinaryIO
 
 import torch
 
+from rank_watch import Positions
+from rank_watch.moment import clock, stamp
+
 from ..comm.join import versions
 from ..cost import StepFlops
-from ..hang import Positions
 from ..layout.files import open_regular, printable, write_text
-from ..layout.goodput import Goodput, clock, stamp
+from ..layout.goodput import Goodput
 from ..layout.journal import read_journal
 from ..layout.output import flush_stream, unblocked
 from ..layout.run import Run

@@ -11,9 +11,10 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rank_watch import Positions
+
 from ..comm import World
 from ..comm.agree import errors_of
-from ..hang import Positions
 from ..layout import Layout
 from ..layout.run import Run, refuse_random_by_name
 from .agreement import agreed_data

@@ -9,9 +9,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from rank_watch import Positions
+
 from ..comm import World, agreement
 from ..cost import step_flops
-from ..hang import Positions
 from ..layout import Layout, LayoutError, Shape
 from ..layout.run import Run
 from ..parallel import (

@@ -29,10 +29,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..hang.processes import alive, started_at
+from rank_watch.moment import stamp
+from rank_watch.processes import alive, started_at
+
 from ..layout.codec import decode, key
 from ..layout.files import parse_json, read_text, write_text
-from ..layout.goodput import stamp
 from ..layout.url import Url
 from . import checkpoint_format as stored
 from .checkpoint_format import CheckpointError, Manifest, Progress

@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..hang import Positions
-from ..hang.positions import STEP
+from rank_watch import Positions
+from rank_watch.positions import STEP
+
 from .executor import StepResult
 from .optimizer import learning_rate
 from .rank import Rank

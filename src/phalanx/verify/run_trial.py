@@ -19,8 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rank_watch import Positions
+
 from ..comm import World
-from ..hang import Positions
 from ..layout import Layout, Shape
 from ..layout.choices import FP64, THREADS
 from ..layout.proportions import STEPS, TOKENS, small_run

@@ -13,8 +13,8 @@ from .positions import KNOWN, OVER
 from .rank_state import RankState
 from .reader import GroupKey, Made
 
-# A save, a start, a read or a compilation may do nothing at all for so many times hang.timeout, but
-# for no more than so many seconds, unless hang.timeout itself is longer.
+# A save, a start, a read or a compilation may do nothing at all for so many times the timeout, but
+# for no more than so many seconds, unless the timeout itself is longer.
 PATIENCE, PATIENCE_MOST = 30, 1800.0
 # Seconds for which a GPU may make no progress while too few waits for it have ended to know better.
 DEVICE_LEAST, DEVICE_KNOWN = 600.0, 3
@@ -117,7 +117,7 @@ def _headline(
     longest = f"longest operation {limits.longest:.1f} s"
     if any(r.on_device for r in live):
         longest = f"longest time without progress of a GPU {limits.device:.1f} s"
-    terms = f"hang.timeout = {limits.timeout:g} s, {longest}"
+    terms = f"timeout {limits.timeout:g} s, {longest}"
     return f"the run hangs at step {step + 1}: no progress for {idle:.0f} s ({terms})"
 
 

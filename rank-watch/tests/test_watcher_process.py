@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.hang import Hosted, Positions
-from phalanx.hang.hosted import RankProcess
-from phalanx.hang.positions import LOOKED
-from phalanx.hang.processes import started_at
-from phalanx.train import watcher_process
-from phalanx.train.hosts import RankHome, hosts_of, machine_name, place
-from phalanx.train.watcher_process import WatcherProcess
+from rank_watch import Hosted, Positions, watcher_process
+from rank_watch.hosted import RankProcess
+from rank_watch.hosts import RankHome, hosts_of, machine_name, place
+from rank_watch.positions import LOOKED
+from rank_watch.processes import started_at
+from rank_watch.watcher_process import WatcherProcess
 
 
 @pytest.fixture

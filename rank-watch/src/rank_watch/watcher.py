@@ -7,7 +7,6 @@ come to the same diagnosis, and each ends the ranks of its own host.
 """
 
 import json
-import os
 import shutil
 import signal
 import sys
@@ -22,13 +21,15 @@ from .diagnosis import Diagnosis, diagnose
 from .elsewhere import LAST, Elsewhere, Others, answer, answer_for_ever
 from .flight import parse_flights
 from .hosted import ANSWER, Hosted
+from .moment import stamp
 from .processes import alive
 from .rank_state import RankState
-from .ranks_folder import ASKED
+from .ranks_folder import ASKED, append_to_file, opened_folder, replace_file
 from .voice import Voice
 from .watched_rank import WatchedRank
 
 FILE = "hang.txt"  # in a run's folder: the last hang, with the stacks of all ranks
+JOURNAL = "metrics.jsonl"  # in a run's folder, if there: a JSON object on each line
 BLIND = 3  # the exit code of a watcher that cannot see its ranks
 _POLL = 0.1
 _DIAGNOSE_EVERY = 0.3  # seconds: it reads all calls of all ranks
@@ -50,7 +51,7 @@ class Watcher:
         others = [host for host in hosted.hosts if host != hosted.host]
         self.elsewhere = Elsewhere(self.out, others, hosted.start, hosted.timeout)
         self.others = Others()
-        self.voice = Voice()
+        self.voice = Voice(hosted.program)
         self.said = set[str]()  # the keys of notices
         self.diagnosed = 0.0  # when the ranks were last looked at closer
         # as the ranks were when the run was ended
@@ -214,17 +215,12 @@ def _in_time(work: Callable[[], object], seconds: float) -> threading.Thread:
 
 
 def _write_down(out: Path, found: Diagnosis) -> None:
-    """Writes the hang into a file, and as a record of the run."""
-    # Imported where a run hangs: loading `layout` would double what a watcher's start takes.
-    from ..layout.files import open_regular, write_text
-    from ..layout.goodput import stamp
-
-    with suppress(OSError):
-        write_text(out / FILE, "\n".join(found.full) + "\n")
-    record = {"event": "hang", **stamp(), "ranks": found.ranks, "text": found.text}
-    flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW
-    with open_regular(out / "metrics.jsonl", flags) as file:
-        file.write(f"\n{json.dumps(record)}\n".encode())
+    """Writes the hang into a file, and as a record of the run where its folder has a journal."""
+    with opened_folder(out) as folder:
+        with suppress(OSError):
+            replace_file(folder, FILE, "\n".join(found.full) + "\n")
+        record = {"event": "hang", **stamp(), "ranks": found.ranks, "text": found.text}
+        append_to_file(folder, JOURNAL, f"\n{json.dumps(record)}\n")
 
 
 def _remove_memory(folder: Path) -> None:

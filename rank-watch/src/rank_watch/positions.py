@@ -81,7 +81,7 @@ class Positions:
     def __init__(self, rank: int) -> None:
         sizes = dict.fromkeys(FILES, 0) | {"position": SIZE}
         self._files = [
-            _nameless(f"phalanx-{what}-{rank}", n) for what, n in sizes.items()
+            _nameless(f"rank-watch-{what}-{rank}", n) for what, n in sizes.items()
         ]
         self._map = mmap.mmap(self._files[0], SIZE)  # -1: nobody else can read it
         self._bytes = memoryview(self._map)
@@ -185,6 +185,32 @@ class Positions:
         CALL.pack_into(self._map, at, number, group, text, words[OP], peer, nth)
         words[CALLS] = number
         return number
+
+    @contextmanager
+    def operation(self, text: str) -> Iterator[None]:
+        """Marks the operation that the rank is at in the block, as `forward` or `layer 3`."""
+        if (number := self.call_texts.get((text,))) is None:
+            number = self.call_texts[text,] = self.texts([text])
+        before, self.words[OP] = self.words[OP], number
+        try:
+            yield
+        finally:
+            self.words[OP] = before
+
+    def step(self, number: int) -> None:
+        """Marks the begin of a step. The first call marks the end of starting, too."""
+        self.words[STEP] = number
+        self._pass()
+        self.words[PHASE] = PHASES.index("in a step")
+
+    @contextmanager
+    def waiting(self, call: int) -> Iterator[None]:
+        """Marks that the rank waits in the block for the end of a call, named by its number."""
+        self.words[WAITS] = call
+        try:
+            yield
+        finally:
+            self.words[WAITS] = 0
 
     def begin(self) -> None:
         """Marks the end of starting: from here on the rank makes progress, or hangs."""

@@ -251,7 +251,7 @@ def _open_memory(pid: int, path: str, what: str, owner: int | None, access: int)
     match = re.fullmatch(r"/proc/(\d{1,10})/fd/(\d{1,9})", path)
     if not match or int(match[1]) != pid:
         raise OSError(f"{one_line(path)} is not a file of process {pid}")
-    if not os.readlink(path).startswith(f"/memfd:phalanx-{what}-"):
+    if not os.readlink(path).startswith(f"/memfd:rank-watch-{what}-"):
         raise OSError(f"{path} is not the memory of a rank")
     # As a mere path first: to open a device or a pipe may do something.
     found = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -272,7 +272,7 @@ def _open_memory(pid: int, path: str, what: str, owner: int | None, access: int)
 
 def _device_of_memory() -> int:
     """The number of the file system that all nameless files in memory are on."""
-    file = os.memfd_create("phalanx-compared")
+    file = os.memfd_create("rank-watch-compared")
     try:
         return os.fstat(file).st_dev
     finally:

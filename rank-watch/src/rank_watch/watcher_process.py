@@ -10,17 +10,15 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import phalanx
-
-from ..hang import Hosted, Positions
-from ..hang.positions import LOOKED, RANK
-from ..hang.processes import stat_of
+from .hosted import Hosted
+from .positions import LOOKED, RANK, Positions
+from .processes import stat_of
 
 # Nothing that a launcher sets: who looks for its ranks by their environment finds ranks only.
 _ENVIRONMENT = {
     name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ
 }
-_START = "import sys; sys.path.insert(0, {!r}); from phalanx.hang.watcher import main; sys.exit(main())"
+_START = "import sys; sys.path.insert(0, {!r}); from rank_watch.watcher import main; sys.exit(main())"
 _LOOK_EVERY = 1.0  # seconds
 _STOPPED = 3.0  # seconds that the watcher may be stopped while this rank runs
 _SILENT = 20.0  # seconds without a look of the watcher
@@ -48,7 +46,7 @@ class WatcherProcess:
         self._closed.set()
 
     def _start(self) -> "subprocess.Popen[str] | None":
-        root = str(Path(phalanx.__file__).parents[1])
+        root = str(Path(__file__).parents[1])
         command = [sys.executable, "-S", "-c", _START.format(root)]
         self._started = time.monotonic()
         self._heard = self._started
@@ -127,9 +125,8 @@ class WatcherProcess:
 
     def _say(self, text: str) -> None:
         self.positions.notices.append(text)
-        logging.getLogger(f"phalanx.rank{self.positions.words[RANK]}").warning(
-            "%s", text
-        )
+        rank = self.positions.words[RANK]
+        logging.getLogger(f"{self.hosted.program}.rank{rank}").warning("%s", text)
 
 
 def _state(pid: int) -> str:

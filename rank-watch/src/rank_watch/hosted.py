@@ -46,6 +46,7 @@ class Hosted:
     # a folder that goes with the process that has started this host's ranks
     memory: str = ""
     start: str = ""
+    program: str = "rank-watch"  # that the watcher speaks for
 
     @classmethod
     def parse(cls, raw: bytes | str) -> "Hosted":
@@ -61,6 +62,7 @@ class Hosted:
                 tuple(RankProcess.parse(entry) for entry in entries),
                 text(table["memory"], 1 << 16),
                 line(table["start"], 64),
+                line(table["program"], 64),
             )
         except (KeyError, ValueError) as error:  # also of entries of other lengths
             raise Untrusted(f"not the ranks of a host: {error}") from None

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 from test_diagnosis import GROUP, made, rank, waiting
 
-from phalanx.hang import RankState, diagnose
-from phalanx.hang.processes import tracer_of
-from phalanx.hang.reader import Made
+from rank_watch import RankState, diagnose
+from rank_watch.processes import tracer_of
+from rank_watch.reader import Made
 
 DIFFERENT = "they do not make the same calls"
 

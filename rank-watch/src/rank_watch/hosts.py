@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ..hang.hosted import RankProcess
-from ..hang.positions import TOKEN
-from ..hang.processes import Process
-from ..hang.reader import PositionReader
+from .hosted import RankProcess
+from .positions import TOKEN
+from .processes import Process
+from .reader import PositionReader
 
 
 @dataclass(frozen=True)

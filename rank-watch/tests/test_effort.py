@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.hang import Positions, diagnose
-from phalanx.hang.diagnosis import PATIENCE
-from phalanx.hang.effort import Effort, _Sample
-from phalanx.hang.hosted import RankProcess
-from phalanx.hang.positions import PHASES, WAITS
-from phalanx.hang.processes import started_at
-from phalanx.hang.watched_rank import COMPUTING, WatchedRank
+from rank_watch import Positions, diagnose
+from rank_watch.diagnosis import PATIENCE
+from rank_watch.effort import Effort, _Sample
+from rank_watch.hosted import RankProcess
+from rank_watch.positions import PHASES, WAITS
+from rank_watch.processes import started_at
+from rank_watch.watched_rank import COMPUTING, WatchedRank
 
 LIMIT = 10.0
 PAUSED = ["starting", "reading a checkpoint", "saving", "compiling"]
@@ -146,7 +146,7 @@ def test_who_waits_in_a_call_does_not_work(
 
 LOCKS = """
 import sys, threading
-from phalanx.hang import Positions
+from rank_watch import Positions
 positions = Positions(0)
 with positions.phase("saving"):
     print(*positions.paths, flush=True)

@@ -17,6 +17,7 @@ ASKED = "asked"  # who looks from another host replaces it, and watchers answer
 LARGEST = 1 << 23  # bytes of a file that are read
 _MOST_FILES = 1 << 14
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_APPEND = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _MAKE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -37,12 +38,9 @@ class RanksFolder:
 
     @contextmanager
     def _opened(self) -> Iterator[int]:
-        outer = os.open(self.out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+        with opened_folder(self.out) as outer:
             flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
             folder = os.open(FOLDER, flags, dir_fd=outer)
-        finally:
-            os.close(outer)
         try:
             yield folder
         finally:
@@ -88,18 +86,42 @@ class RanksFolder:
 
     def write(self, name: str, text: str = "") -> None:
         """Replaces a file, or a link in its place."""
-        beside = f".{name}.{secrets.token_hex(8)}"
         with self._opened() as folder:
-            file = os.open(beside, _MAKE, 0o644, dir_fd=folder)
-            try:
-                with os.fdopen(file, "w", encoding="utf-8") as opened:
-                    opened.write(text)
-                os.rename(beside, name, src_dir_fd=folder, dst_dir_fd=folder)
-            except BaseException:
-                with suppress(OSError):
-                    os.unlink(beside, dir_fd=folder)
-                raise
+            replace_file(folder, name, text)
 
     def remove(self, name: str) -> None:
         with suppress(OSError), self._opened() as folder:
             os.unlink(name, dir_fd=folder)
+
+
+@contextmanager
+def opened_folder(path: Path) -> Iterator[int]:
+    """The descriptor of a folder, by which its files are named whatever becomes of the path."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def replace_file(folder: int, name: str, text: str) -> None:
+    """Gives a file of an open folder this text at once; a link in its place is replaced, too."""
+    beside = f".{name}.{secrets.token_hex(8)}"
+    file = os.open(beside, _MAKE, 0o644, dir_fd=folder)
+    try:
+        with os.fdopen(file, "w", encoding="utf-8") as opened:
+            opened.write(text)
+        os.rename(beside, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(beside, dir_fd=folder)
+        raise
+
+
+def append_to_file(folder: int, name: str, text: str) -> None:
+    """Appends to a regular file of an open folder; anything else is an OSError, as is no file."""
+    file = os.open(name, _APPEND, dir_fd=folder)
+    with os.fdopen(file, "ab") as opened:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise OSError(f"{name} is not a regular file")
+        opened.write(text.encode())

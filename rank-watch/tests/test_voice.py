@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 from test_diagnosis import made, rank, waiting
 
-from phalanx.hang import Positions, diagnose, processes, watched_rank, watcher
-from phalanx.hang.diagnosis import Diagnosis
-from phalanx.hang.hosted import Hosted, RankProcess
-from phalanx.hang.processes import started_at, unread_output
-from phalanx.hang.voice import Voice
-from phalanx.hang.watched_rank import WatchedRank
-from phalanx.hang.watcher import Watcher
+from rank_watch import Positions, diagnose, processes, watched_rank, watcher
+from rank_watch.diagnosis import Diagnosis
+from rank_watch.hosted import Hosted, RankProcess
+from rank_watch.processes import started_at, unread_output
+from rank_watch.voice import Voice
+from rank_watch.watched_rank import WatchedRank
+from rank_watch.watcher import Watcher
 
 SLEEPS = """
-from phalanx.hang import Positions
+from rank_watch import Positions
 import sys, time
 print(*Positions(0).paths, flush=True)
 time.sleep(1e6)
@@ -46,7 +46,7 @@ def test_a_voice_that_nobody_hears_blocks_nobody_and_is_heard_later(
 ) -> None:
     reads, writes = full_pipe()
     os.set_blocking(writes, blocks)
-    voice = Voice(writes)
+    voice = Voice("rank-watch", writes)
     for number in range(200):
         voice.say(f"line {number}\nmore")
     assert not voice.flush(0.01)
@@ -59,7 +59,7 @@ def test_a_voice_that_nobody_hears_blocks_nobody_and_is_heard_later(
             voice.flush(0.01)
     assert voice.flush(10)
     # The oldest are left out: it keeps no more than a screen or two.
-    assert heard.count(b"phalanx: line ") < 100
+    assert heard.count(b"rank-watch: line ") < 100
     os.close(reads)
     os.close(writes)
 
@@ -67,7 +67,7 @@ def test_a_voice_that_nobody_hears_blocks_nobody_and_is_heard_later(
 def test_a_voice_into_a_closed_pipe_is_silent() -> None:
     reads, writes = os.pipe()
     os.close(reads)
-    voice = Voice(writes)
+    voice = Voice("rank-watch", writes)
     voice.say("a")
     assert voice.flush(10)
     os.close(writes)
@@ -99,7 +99,7 @@ def test_ranks_are_ended_before_anything_is_printed(
     reads, writes = full_pipe()
     os.set_blocking(writes, True)
     monkeypatch.setattr(watcher, "_PRINTED", 0.01)
-    ends.voice = Voice(writes)
+    ends.voice = Voice("rank-watch", writes)
     for _ in range(100):
         ends.voice.say("rank 0 saves")
     ends.end(Diagnosis(True, (0,), ("the run hangs",), ("the run hangs",)))

@@ -1,4 +1,4 @@
-"""A run's ranks as they are seen from outside, by `phalanx doctor hang` and `phalanx top`.
+"""A run's ranks as they are seen from outside.
 
 The run may be another user's, and all that its folder says may be made up to harm who looks. Nothing is
 believed but what the kernel confirms: that the process runs, was started when the folder says, belongs
@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from .diagnosis import Diagnosis, diagnose
 from .elsewhere import answers, ask
 from .hosted import Hosted, RankProcess, entries_of
 from .positions import DEVICE_LONGEST, DEVICE_WAITS, LONGEST, SINCE
@@ -58,6 +59,14 @@ def snapshot(folder: Path, seconds: float = 1.0, *, stacks: bool = True) -> Snap
     return Snapshot(
         tuple(states), timeout, tuple(elsewhere), tuple(dict.fromkeys(notices))
     )
+
+
+def described(seen: Snapshot) -> tuple[Diagnosis, list[str]]:
+    """Why the ranks that were seen make no progress, if they do not, and lines that show each of them."""
+    found = diagnose(seen.ranks, seen.timeout or 60.0)
+    lines = [*found.lines] if found.hangs else ["the run makes progress", *found.lines]
+    lines += [line for state in seen.ranks for line in ("", *state.lines)]
+    return found, lines
 
 
 def _hosted(folder: RanksFolder) -> Iterator[tuple[Hosted, SmallFile]]:

@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.hang import Positions, RankState, diagnose
-from phalanx.hang.positions import DEVICE, OP, STEP, WAITS
-from phalanx.hang.processes import Process, started_at
-from phalanx.hang.rank_state import pack, unpack
-from phalanx.hang.reader import Made, PositionReader
+from rank_watch import Positions, RankState, diagnose
+from rank_watch.positions import DEVICE, OP, STEP, WAITS
+from rank_watch.processes import Process, started_at
+from rank_watch.rank_state import pack, unpack
+from rank_watch.reader import Made, PositionReader
 
 GROUP = ("tp", (0, 1, 2), 0)
 

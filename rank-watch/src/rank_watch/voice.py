@@ -18,8 +18,8 @@ _MOST = 64  # texts that are kept while nobody reads
 class Voice:
     """Prints texts in order, from a thread of its own that ends with the process."""
 
-    def __init__(self, file: int = 2) -> None:
-        self.file = file
+    def __init__(self, program: str, file: int = 2) -> None:
+        self.program, self.file = program, file
         self._texts: deque[str] = deque(maxlen=_MOST)
         self._changed = threading.Condition()
         self._open = 0  # texts that are not printed yet
@@ -30,7 +30,7 @@ class Voice:
         lines = [one_line(line) for line in text.strip().split("\n")]
         with self._changed:
             self._open += len(self._texts) < _MOST
-            self._texts.append("phalanx: " + "\n  ".join(lines) + "\n")
+            self._texts.append(f"{self.program}: " + "\n  ".join(lines) + "\n")
             self._changed.notify_all()
             if self._thread is None:
                 self._thread = threading.Thread(
