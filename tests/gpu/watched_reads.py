@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.comm import World
 from phalanx.comm.launch import launch
-from phalanx.hang.positions import OP, WORDS
 from phalanx.layout import Layout, Shape
 from phalanx.parallel import Precision, build_model, microbatches, on_device
 from phalanx.parallel.experts import cut_blocks
@@ -21,6 +20,7 @@ from phalanx.train.executor import Executor
 from phalanx.train.optimizer import AdamW
 from phalanx.train.program import program_of
 from phalanx.verify import batch_of
+from rank_watch.positions import OP, WORDS
 
 SHAPE = Shape(
     "experts", layers=2, hidden=16, heads=2, ffn=32, vocab=32, sequence=16, batch=4,

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from phalanx.comm.alone import AloneWorld
-from phalanx.hang import Positions
 from phalanx.layout import Layout
 from phalanx.layout.run import Run
 from phalanx.train.data.token_files import DataError
 from phalanx.train.executor import DeviceClock, Executor
 from phalanx.train.rank import Rank
 from phalanx.train.step import make_step
+from rank_watch import Positions
 
 RUN = """
 steps = 4
