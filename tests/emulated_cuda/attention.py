@@ -101,6 +101,30 @@ def flash_backward(
     return backward(g, q, k, v, out, lse, None, causal, scale)
 
 
+def cudnn(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, wants_lse: bool, dropout: float = 0.0,
+    causal: bool = False, debug: bool = False, *, scale: float | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    _refuse(q, dropout)
+    assert bias is None
+    assert wants_lse
+    out, lse = forward(q, k, v, None, causal, scale)
+    empty = _empty(q)
+    ends = empty, empty, q.shape[2], k.shape[2]
+    return out, lse.unsqueeze(-1), *ends, empty, empty, _empty(q, q.dtype)
+
+
+def cudnn_backward(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, _seed: Tensor,
+    _offset: Tensor, bias: Tensor | None, _cu_q: Any, _cu_k: Any, _max_q: int, _max_k: int,
+    dropout: float, causal: bool, *, scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    _refuse(q, dropout)
+    assert bias is None
+    assert lse.shape[-1] == 1, "cuDNN's statistics are a column"
+    return backward(g, q, k, v, out, lse.squeeze(-1), None, causal, scale)
+
+
 def varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int,
     max_k: int, dropout: float, causal: bool, debug: bool, *, scale: float | None = None,
@@ -204,6 +228,8 @@ def _band(
 
 
 KERNELS: dict[str, Any] = {
+    "_scaled_dot_product_cudnn_attention": cudnn,
+    "_scaled_dot_product_cudnn_attention_backward": cudnn_backward,
     "_scaled_dot_product_flash_attention": flash,
     "_scaled_dot_product_flash_attention_backward": flash_backward,
     "_flash_attention_forward": varlen,

@@ -248,6 +248,7 @@ def emulate() -> None:
         setattr(torch.cuda, name, value)
     torch.cuda.nvtx.range = lambda *_, **__: nullcontext()
     torch.version.cuda = "12.8"
+    torch.backends.cudnn.version = lambda: 91900
     torch.cuda.random.get_rng_state = CUDA["get_rng_state"]
     kernels = torch.library.Library("aten", "IMPL")
     for name, kernel in attention.KERNELS.items():

@@ -114,3 +114,26 @@ def test_experts_read_from_the_device_once_a_layer_and_microbatch_or_never() -> 
     assert found == {
         text: [counts] * Layout.parse(text).ranks for text, counts in reads.items()
     }
+
+
+def test_each_case_of_attention_takes_its_kernel_and_is_right() -> None:
+    """Against the CPU's kernels in float64. Sinks need the log-sum-exp of every kernel."""
+    script = str(Path(__file__).parent / "watched_attention.py")
+    found = asked(environment(1), script)
+    by_lengths = ["_flash_attention_backward", "_flash_attention_forward"]
+    kernels = {
+        "whole": ["_cudnn_attention", "_cudnn_attention_backward"],
+        "cut": by_lengths,
+        "window": by_lengths,
+        "capped": [],
+        "32 bits": ["_efficient_attention", "_efficient_attention_backward"],
+    }
+    assert {case: names for case, (names, _) in found["cases"].items()} == kernels
+    for case, (_, apart) in found["cases"].items():
+        assert apart < (1e-5 if case == "32 bits" else 2e-2), case
+    assert found["names"] == {
+        "rows of one document": "cuDNN",
+        "documents": "flash attention, one call",
+        "windows": "flash attention, one call",
+        "soft caps": "products in strips of rows",
+    }

@@ -48,6 +48,8 @@ from ..plan import (
 from .bench import group_text, of_peak
 from .usage import Parser, UsageError, complain, progress, read, result, save, whole
 
+HEAD = 128  # elements of a head, as most models have
+
 if TYPE_CHECKING:
     from ..bench import LocalDevice
     from ..plan import Machine
@@ -150,10 +152,22 @@ def _look(args: argparse.Namespace, here: LocalDevice) -> int:
             of = f" ({of_peak(store.bandwidth, here.entry.memory.bandwidth)})"
         lines.append(f"memory, {store.name}: {rate_text(store.bandwidth)}{of}")
     if here.kind == "cuda":
-        lines += topology.lines()
+        lines += [*_attention_lines(here), *topology.lines()]
         lines += [f"{name}: {os.environ.get(name, 'not set')}" for name in SETTINGS]
     lines.append("For everything else: phalanx doctor --out machine.toml")
     return result(args, figures, "\n".join(lines))
+
+
+def _attention_lines(here: LocalDevice) -> Iterator[str]:
+    """The kernels that attention takes on a GPU."""
+    import torch
+
+    from ..models.kernels import kernel_names
+
+    for dtype in torch.bfloat16, torch.float32:
+        names = kernel_names(here.device, dtype, HEAD)
+        each = "; ".join(f"{name} for {what}" for what, name in names.items())
+        yield f"attention in {str(dtype).removeprefix('torch.')}: {each}"
 
 
 def _identity(here: LocalDevice) -> list[str]:

@@ -10,8 +10,10 @@ are decides what is launched, and a GPU would have to be waited for to say it.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
+from importlib.util import find_spec
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
@@ -24,6 +26,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 # rows; on a CPU 512 took 1.3 to 2.2 times as long in windows and with soft caps
 STRIP = 128
 HALVES = (torch.bfloat16, torch.float16)
+# Compute capabilities on which torch prefers cuDNN's attention (sdp_utils.cpp).
+CUDNN_FIRST = ((9, 0), (10, 0))
 
 
 class AttentionBlock(NamedTuple):
@@ -138,6 +142,13 @@ def _edges(documents: Tensor) -> list[list[int]]:
     return edges
 
 
+def _cutting(documents: Tensor | None) -> Tensor | None:
+    """The documents, or None where each row is one document."""
+    if documents is None or any(len(edges) > 2 for edges in _edges(documents)):
+        return documents
+    return None
+
+
 def _own_blocks(
     q: Tensor, k: Tensor, documents: Tensor | None, window: int
 ) -> list[AttentionBlock]:
@@ -186,10 +197,11 @@ def attend_own(
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """The result like q, and its log-sum-exp (B, rows, heads)."""
+    documents = _cutting(documents)
     if _by_lengths(q, k, documents, window, softcap):
         out, lse = _varlen(q, k, v, documents, window)
     elif len(blocks := _own_blocks(q, k, documents, window)) == 1:
-        out, lse = attend(q, k, v, blocks[0], softcap)
+        out, lse = attend(q, k, v, blocks[0], softcap, whole=blocks[0].causal)
     else:
         out, lse = _room(q), _room(q[..., 0], _wide(q))
         for block in blocks:
@@ -210,12 +222,13 @@ def own_gradients(
 ) -> Sequence[Tensor]:
     """The gradients of q, k and v; `out` and `lse` are what `attend_own` gave."""
     q, k, _ = qkv
+    documents = _cutting(documents)
     if _by_lengths(q, k, documents, window, softcap):
         return _varlen_back(gradient, qkv, documents, out, lse, window)
     blocks = _own_blocks(q, k, documents, window)
     once = q.shape[1] == k.shape[1] and all(block.band is None for block in blocks)
     if once and len(blocks) == 1 and blocks[0].causal:
-        return attend_gradients(gradient, qkv, out, lse, blocks[0], softcap)
+        return attend_gradients(gradient, qkv, out, lse, blocks[0], softcap, whole=True)
     # Rows are in one block each; so are keys, where no strips share them.
     into_q, *into_kv = (
         _room(x) if once or x is q else torch.zeros_like(x, dtype=_wide(x)) for x in qkv
@@ -325,12 +338,21 @@ def _varlen_back(
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock, softcap: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block: AttentionBlock,
+    softcap: float = 0.0,
+    *,
+    whole: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The result (B, rows, heads, size) over these keys alone, its log-sum-exp (B, rows, heads)."""
+    """The result (B, rows, heads, size) over these keys alone, its log-sum-exp (B, rows, heads).
+
+    A block is `whole` if it is causal and has all rows, so that its shape is that of every step.
+    """
     q, k, v = _heads_first(block, (q,), (k, v))
     mask = _mask_of(block, q)
-    own = _capped(softcap) if softcap else _kernels(q, mask)
+    own = _block_kernels(q, mask, softcap, whole=whole)
     out, lse = own.forward(q, k, v, block.causal, mask)
     return out.transpose(1, 2), lse.transpose(1, 2)
 
@@ -342,12 +364,14 @@ def attend_gradients(
     lse: Tensor,
     block: AttentionBlock,
     softcap: float = 0.0,
+    *,
+    whole: bool = False,
 ) -> list[Tensor]:
     """Gradients of q, k and v from these pairs; `out` and `lse` cover all keys."""
     q, k, v = qkv
     g, q, out, lse, k, v = _heads_first(block, (gradient, q, out, lse), (k, v))
     mask = _mask_of(block, q)
-    own = _capped(softcap) if softcap else _kernels(q, mask)
+    own = _block_kernels(q, mask, softcap, whole=whole)
     into = own.backward(g, (q, k, v), out, lse.contiguous(), block.causal, mask)
     return [x.transpose(1, 2) for x in into]
 
@@ -386,6 +410,7 @@ class Kernels(NamedTuple):
     """Attention of q, k, v, whether it is causal, and a mask or none; its gradients from out and
     log-sum-exp."""
 
+    name: str
     forward: Forward
     backward: Backward
 
@@ -393,7 +418,9 @@ class Kernels(NamedTuple):
 def _capped(softcap: float) -> Kernels:
     """No fused kernel of torch caps scores."""
     return Kernels(
-        partial(_plain, softcap=softcap), partial(_plain_back, softcap=softcap)
+        PLAIN.name,
+        partial(_plain, softcap=softcap),
+        partial(_plain_back, softcap=softcap),
     )
 
 
@@ -405,18 +432,83 @@ def _has_flash(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+@cache
+def _prefers_cudnn(device: torch.device) -> bool:
+    """True if torch's own attention takes cuDNN's kernels first on a device: H100, B200 and their kin."""
+    if device.type != "cuda" or torch.version.hip:
+        return False
+    if os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED"):
+        return False
+    cudnn: Any = torch.backends.cudnn  # its stubs are not typed
+    version = cudnn.version() or 0
+    return version > 91500 and torch.cuda.get_device_capability(device) in CUDNN_FIRST
+
+
 def _kernels(q: Tensor, mask: Mask = None) -> Kernels:
-    """The kernels that the device has for this dtype, head size and mask. On meta, the CPU's give
-    the shapes."""
-    size = q.shape[-1]
-    if q.device.type in ("cpu", "meta"):
+    """The kernels for these queries and a mask or none."""
+    return _kernels_of(q.device, q.dtype, q.shape[-1], masked=mask is not None)
+
+
+def _kernels_of(
+    device: torch.device,
+    dtype: torch.dtype,
+    size: int,
+    *,
+    masked: bool = False,
+    whole: bool = False,
+) -> Kernels:
+    """The kernels that a device has for a dtype and a head size. On meta, the CPU's give the shapes.
+
+    A `whole` block may take cuDNN's, which are built anew for each shape, in some 30 ms.
+    """
+    if device.type in ("cpu", "meta"):
         return CPU
-    flash = q.dtype in HALVES and size % 8 == 0 and mask is None and size <= 256
-    if flash and _has_flash(q.device):
+    flash = dtype in HALVES and size % 8 == 0 and not masked and size <= 256
+    if flash and whole and size <= 128 and _prefers_cudnn(device):
+        return CUDNN
+    if flash and _has_flash(device):
         return FLASH
     # It loads 16 bytes at once.
-    fits = size * q.element_size() % 16 == 0
-    return EFFICIENT if q.dtype != torch.float64 and fits else PLAIN
+    fits = size * dtype.itemsize % 16 == 0
+    return EFFICIENT if dtype != torch.float64 and fits else PLAIN
+
+
+def _block_kernels(q: Tensor, mask: Mask, softcap: float, *, whole: bool) -> Kernels:
+    if softcap:
+        return _capped(softcap)
+    if whole and q.shape[2] > 1 and _prefers_cudnn(q.device):
+        return _kernels_of(q.device, q.dtype, q.shape[-1], whole=True)
+    return _kernels(q, mask)
+
+
+def kernel_names(device: torch.device, dtype: torch.dtype, size: int) -> dict[str, str]:
+    """The names of the kernels that heads of a size take, by what cuts their rows."""
+    lengths = _kernels_of(device, dtype, size)
+    masked = _kernels_of(device, dtype, size, masked=True)
+    flash = lengths is FLASH
+    return {
+        "rows of one document": _kernels_of(device, dtype, size, whole=True).name,
+        "documents": f"{lengths.name}, one call" if flash else lengths.name,
+        "windows": f"{lengths.name}, one call" if flash else masked.name,
+        "soft caps": PLAIN.name,
+    }
+
+
+@cache
+def use_flash_3(device: torch.device) -> bool:
+    """Has torch take FlashAttention 3 for 2 on Hopper, if its package is installed; returns True then.
+
+    `phalanx` calls flash attention by torch's operators, whose kernels this replaces in the process.
+    """
+    from torch.nn import attention as of_torch
+
+    hopper = device.type == "cuda" and not torch.version.hip
+    hopper = hopper and torch.cuda.get_device_capability(device) == (9, 0)
+    activate = getattr(of_torch, "activate_flash_attention_impl", None)
+    if not hopper or activate is None or find_spec("flash_attn_interface") is None:
+        return False
+    activate("FA3")
+    return True
 
 
 def _cpu(
@@ -449,6 +541,29 @@ def _flash_back(
     op = torch.ops.aten._scaled_dot_product_flash_attention_backward
     ends = None, None, g.shape[2], qkv[1].shape[2]
     into: Sequence[Tensor] = op(g, *qkv, out, lse, *ends, 0.0, causal, *_no_dropout(g))
+    return into
+
+
+def _cudnn(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Mask
+) -> tuple[Tensor, Tensor]:
+    op = torch.ops.aten._scaled_dot_product_cudnn_attention
+    out, lse = op(q, k, v, None, True, 0.0, causal)[:2]
+    return out, lse.reshape(q.shape[:-1])  # (B, heads, rows, 1)
+
+
+def _cudnn_back(
+    g: Tensor, qkv: Qkv, out: Tensor, lse: Tensor, causal: bool, mask: Mask
+) -> Sequence[Tensor]:
+    op = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+    # Without dropout nothing is drawn.
+    seed, offset = (
+        torch.zeros((), dtype=torch.int64, device=g.device) for _ in range(2)
+    )
+    no_bias, ends = None, (None, None, g.shape[2], qkv[1].shape[2])
+    into: Sequence[Tensor] = op(
+        g, *qkv, out, lse.unsqueeze(-1), seed, offset, no_bias, *ends, 0.0, causal
+    )
     return into
 
 
@@ -558,5 +673,8 @@ def _folded(x: Tensor, k: Tensor) -> Tensor:
     return x.reshape(x.shape[0], k.shape[1], -1, x.shape[-1])
 
 
-CPU, FLASH = Kernels(_cpu, _cpu_back), Kernels(_flash, _flash_back)
-EFFICIENT, PLAIN = Kernels(_efficient, _efficient_back), Kernels(_plain, _plain_back)
+CPU = Kernels("flash attention of the CPU", _cpu, _cpu_back)
+CUDNN = Kernels("cuDNN", _cudnn, _cudnn_back)
+FLASH = Kernels("flash attention", _flash, _flash_back)
+EFFICIENT = Kernels("memory-efficient attention", _efficient, _efficient_back)
+PLAIN = Kernels("products in strips of rows", _plain, _plain_back)

@@ -17,6 +17,7 @@ from ..comm import World
 from ..comm.agree import errors_of
 from ..layout import Layout
 from ..layout.run import Run, refuse_random_by_name
+from ..models.kernels import use_flash_3
 from .agreement import agreed_data
 from .copy_check import CopyCheck
 from .data.token_files import DataError
@@ -180,8 +181,11 @@ def _log_start(rank: Rank, log: RunLog, start: int) -> None:
         log.event("data", notice)
     for notice in rank.notices:
         log.event("model", notice)
-    for notice in device_notices(rank.part.layout, rank.world.device):
+    device = rank.world.device
+    for notice in device_notices(rank.part.layout, device, rank.shape.head_dim or 128):
         log.event("device", notice)
+    if use_flash_3(device):
+        log.event("device", "flash attention is that of version 3")
     log.start(
         start,
         rank.flops,

@@ -9,6 +9,7 @@ import torch
 from ..cost.pieces import COMPUTE
 from ..layout import Layout, LayoutError
 from ..layout.choices import BF16, FP16, FP32, TF32
+from ..models.kernels import kernel_names
 from ..parallel import Precision
 
 
@@ -39,11 +40,16 @@ def refuse_bfloat16(precision: Precision, device: torch.device) -> None:
         )
 
 
-def device_notices(layout: Layout, device: torch.device) -> list[str]:
-    """Notices about the device: formats that are slow there, and the reason for a kernel's choice."""
+def device_notices(
+    layout: Layout, device: torch.device, head_size: int = 128
+) -> list[str]:
+    """Notices about the device: its kernels of attention, and formats that are slow there."""
     if device.type != "cuda":
         return []
-    notices = []
+    dtype = COMPUTE[layout.precision]
+    names = kernel_names(device, dtype, head_size)
+    each = "; ".join(f"{name} for {what}" for what, name in names.items())
+    notices = [f"attention: {each}"]
     if layout.matmul and not layout.compile:
         notices.append(
             f"{layout.matmul} without compile is slower than {BF16}: each rounding takes several kernels."

@@ -176,7 +176,7 @@ def unrounded(units: Iterable[Unit]) -> Iterator[str]:
         if unit.buffer is None or isinstance(unit, NarrowUnit):
             continue
         own = unit.buffer[unit.start : unit.start + unit.part]
-        wanted = unit.home.to(own.dtype)
+        wanted = unit.home.to(own.dtype).to(own.device)
         if not torch.equal(own.view(torch.uint8), wanted.view(torch.uint8)):
             names = ", ".join(weight.name for weight in unit.order[:1])
             yield f"the weights of {names} that are computed with are not the rounded ones"
