@@ -15,10 +15,11 @@ from fractions import Fraction
 
 import torch
 
+from rank_watch.hosts import place
+
 from ..comm import Group
 from ..comm.agree import exchange
 from ..comm.devices import cores
-from .hosts import place
 
 Home = tuple[str, list[int]]  # a rank's host, and the cores that it may use
 
