@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,10 @@ import pytest
 from phalanx.cli import main
 from phalanx.cli.completion import parser_of
 from phalanx.cli.main import VERBS
+from phalanx.cli.schema import described, schema_of
 
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "src" / "phalanx" / "cli" / "schemas"
+FILE = ROOT / "src" / "phalanx" / "cli" / "outputs.txt"
 MODEL = "model={layers=2,hidden=16,heads=2,vocab=256}"
 
 # The outputs of each schema, in an order in which later commands find what earlier ones have written.
@@ -106,14 +109,29 @@ def test_what_json_prints_is_what_its_schema_says(
     monkeypatch.chdir(tmp_path)
     _files()
     for name, commands in names.items():
-        schema = json.loads((FOLDER / f"{name}.json").read_text())
+        schema = schema_of(name, described()[name])
         jsonschema.Draft202012Validator.check_schema(schema)
         for value in _outputs(commands):
             jsonschema.validate(value, schema)
 
 
+def test_every_kind_of_type_is_read() -> None:
+    text = '{a: number | null, "b c"?: [[string]], d: {*: boolean}, e: []}'
+    read = schema_of("some", text)
+    assert read["required"] == ["a", "d", "e"]
+    assert read["properties"] == {
+        "a": {"anyOf": [{"type": "number"}, {"type": "null"}]},
+        "b c": {
+            "type": "array",
+            "items": {"type": "array", "items": {"type": "string"}},
+        },
+        "d": {"type": "object", "additionalProperties": {"type": "boolean"}},
+        "e": {"type": "array"},
+    }
+
+
 def test_a_key_that_is_missing_is_found() -> None:
-    schema = json.loads((FOLDER / "draw.json").read_text())
+    schema = schema_of("draw", described()["draw"])
     with pytest.raises(jsonschema.ValidationError, match="is a required property"):
         jsonschema.validate({"title": "x"}, schema)
 
@@ -121,7 +139,7 @@ def test_a_key_that_is_missing_is_found() -> None:
 def test_every_command_with_json_has_a_schema_with_a_version(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    there = {file.stem for file in FOLDER.glob("*.json")}
+    there = set(described())
     assert there == {*QUICK, *SLOW}
     wanted = set()
     for verb in VERBS:
@@ -178,20 +196,48 @@ _TYPES = {
 }
 
 
+def _text(schema: dict[str, Any]) -> str:
+    """A schema as the text of a type."""
+    if "anyOf" in schema:
+        return " | ".join(map(_text, schema["anyOf"]))
+    if schema["type"] == "array":
+        return f"[{_text(schema['items'])}]" if "items" in schema else "[]"
+    if schema["type"] != "object":
+        return str(schema["type"])
+    if "properties" not in schema:
+        return "{*: " + _text(schema["additionalProperties"]) + "}"
+    fields = []
+    for name, each in schema["properties"].items():
+        word = name if re.fullmatch(r"\w+", name) else json.dumps(name)
+        fields.append(
+            f"{word}{'' if name in schema['required'] else '?'}: {_text(each)}"
+        )
+    return "{" + ", ".join(fields) + "}"
+
+
+def _paragraph(name: str, text: str) -> str:
+    line = f"{name}: {text}"
+    return textwrap.fill(
+        line,
+        88,
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
 def _write() -> None:
-    FOLDER.mkdir(exist_ok=True)
+    commands = {**QUICK, **SLOW} if "--all" in sys.argv else QUICK
+    texts = described()
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         _files()
-        for name, commands in (
-            {**QUICK, **SLOW} if "--all" in sys.argv else QUICK
-        ).items():
-            head = {
-                "$schema": "https://json-schema.org/draft/2020-12/schema",
-                "$id": f"phalanx/{name}/1",
-                "title": f"phalanx {' '.join(commands[0][:2])} --json",
-            }
-            schema = head | _merged(_outputs(commands))
-            (FOLDER / f"{name}.json").write_text(json.dumps(schema, indent=1) + "\n")
+        texts |= {
+            name: _text(_merged(_outputs(each))) for name, each in commands.items()
+        }
+    paragraphs = [
+        _paragraph(name, " ".join(text.split())) for name, text in sorted(texts.items())
+    ]
+    FILE.write_text("\n\n".join(paragraphs) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`phalanx schema`: what a command prints with --json, as JSON Schema with its version.
+"""`phalanx schema`: the fields of what a command prints with --json, as JSON Schema with its version.
 
 Without a name the commands are listed that have one.
 
@@ -6,24 +6,110 @@ Without a name the commands are listed that have one.
   phalanx schema plan-explain    of `phalanx plan --explain`
 """
 
+import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from .usage import Parser, UsageError, nearest_word, say
 
-# `python tests/cli/test_schemas.py` writes them from what commands print; a key that goes or changes its
-# type makes a new version.
-_FOLDER = Path(__file__).parent / "schemas"
+# One paragraph for each output: `name?: type` is a field that may be missing, `{*: type}` a table with
+# any keys. `python tests/cli/test_schemas.py` writes it from what commands print; a field that goes or
+# changes its type makes a new version.
+_FILE = Path(__file__).parent / "outputs.txt"
+_WORD = re.compile(r'"(?:[^"\\]|\\.)*"|[\w*-]+|[{}\[\],:|?]')
 
 
 def run(argv: list[str]) -> int:
     parser = Parser(__doc__, json=False)
     parser.add("name", nargs="*", metavar="COMMAND", help="as check, or plan cost")
     name = "-".join(parser.read(argv).name)
-    files = {file.stem: file for file in sorted(_FOLDER.glob("*.json"))}
+    outputs = described()
     if not name:
-        say("\n".join(files))
+        say("\n".join(outputs))
         return 0
-    if name not in files:
-        raise UsageError(f"unknown schema {name[:60]!r}.{nearest_word(name, files)}")
-    say(files[name].read_text(encoding="utf-8"), end="")
+    if name not in outputs:
+        raise UsageError(f"unknown schema {name[:60]!r}.{nearest_word(name, outputs)}")
+    say(json.dumps(schema_of(name, outputs[name]), indent=1))
     return 0
+
+
+def described() -> dict[str, str]:
+    """The outputs that are described, each as the text of its type."""
+    paragraphs = _FILE.read_text(encoding="utf-8").strip().split("\n\n")
+    parts = (paragraph.partition(": ") for paragraph in paragraphs)
+    return {name: text for name, _, text in parts}
+
+
+def schema_of(name: str, text: str) -> dict[str, Any]:
+    """The JSON Schema of an output whose type is written as this text."""
+    head = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": f"phalanx/{name}/1",
+        "title": f"phalanx {name.replace('-', ' ')} --json",
+    }
+    return head | _Reader(text).type()
+
+
+class _Reader:
+    """The words of a type, read one after another."""
+
+    def __init__(self, text: str) -> None:
+        self._words = _WORD.findall(text)
+        self._at = 0
+
+    def _next(self) -> str:
+        self._at += 1
+        word: str = self._words[self._at - 1]
+        return word
+
+    def _takes(self, word: str) -> bool:
+        """Steps over this word if it comes next."""
+        comes = self._words[self._at : self._at + 1] == [word]
+        self._at += comes
+        return comes
+
+    def type(self) -> dict[str, Any]:
+        """One type, or several between bars of which a value has any."""
+        kinds = [self._one()]
+        while self._takes("|"):
+            kinds.append(self._one())
+        return kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
+
+    def _one(self) -> dict[str, Any]:
+        word = self._next()
+        if word == "[":
+            return self._list()
+        if word != "{":
+            return {"type": word}
+        if self._takes("*"):
+            self._next()  # the colon
+            table = {"type": "object", "additionalProperties": self.type()}
+            self._next()  # the bracket
+            return table
+        return self._record()
+
+    def _list(self) -> dict[str, Any]:
+        if self._takes("]"):
+            return {"type": "array"}
+        items = self.type()
+        self._next()  # the bracket
+        return {"type": "array", "items": items}
+
+    def _record(self) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        required: list[str] = []
+        for name in self._names():
+            if not self._takes("?"):
+                required.append(name)
+            self._next()  # the colon
+            fields[name] = self.type()
+        return {"type": "object", "properties": fields, "required": required}
+
+    def _names(self) -> Iterator[str]:
+        """The name of each field; the reader comes to the bracket after the last."""
+        while not self._takes("}"):
+            self._takes(",")
+            word = self._next()
+            yield json.loads(word) if word.startswith('"') else word
