@@ -64,9 +64,10 @@ class Core(nn.Module):
                 each.repeat_interleave(q.shape[2] // k.shape[2], 2) for each in (k, v)
             )
             grouped = False
+        # (B, heads, T, head_dim), as torch's kernels take them
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-        return y.transpose(1, 2)
+        return y.transpose(1, 2)  # (B, T, heads, head_dim)
 
 
 class HeadsAttention(nn.Module, ABC):
@@ -109,12 +110,13 @@ class HeadsAttention(nn.Module, ABC):
         sinks = () if self.sinks is None else (self.sinks,)
         q, k, v = self.projected(x, positions, angles)
         y: Tensor = self.core(q, k, v, positions, documents, *sinks)
-        y = y[..., : self.value_dim].flatten(2)
+        y = y[..., : self.value_dim].flatten(2)  # (B, T, heads * value_dim)
         if noise is not None:
-            feature = torch.arange(self.value_dim, device=x.device)
+            feature = torch.arange(self.value_dim, device=x.device)  # (value_dim)
             index = (self.heads.unsqueeze(-1) * self.value_dim + feature).flatten()
+            # index: (heads * value_dim), of the uncut model's features
             y = self.dropout(y, noise, index)
-        out: Tensor = self.wo(y)
+        out: Tensor = self.wo(y)  # (B, T, hidden)
         return out
 
     def _turn(
@@ -124,6 +126,7 @@ class HeadsAttention(nn.Module, ABC):
         if self.rope is None:
             return lambda x: x
         if angles is None:
+            # each (B, T, 1, turned_dim / 2)
             cos, sin = self.rope.angles(positions, self.turned_dim, dtype)
         else:
             # each (B, T, 1, turned_dim / 2)
@@ -161,9 +164,11 @@ class Attention(HeadsAttention):
         self, x: Tensor, positions: Tensor, angles: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         per_head = (-1, self.head_dim)
+        # q and k stay wide for a norm over all heads; v (B, T, kv_heads, head_dim)
         q, k, v = self.wq(x), self.wk(x), self.wv(x).unflatten(-1, per_head)
         if self.q_wide_norm is not None and self.k_wide_norm is not None:
             q, k = self.q_wide_norm(q), self.k_wide_norm(k)
+        # (B, T, heads or kv_heads, head_dim)
         q, k = q.unflatten(-1, per_head), k.unflatten(-1, per_head)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -204,20 +209,27 @@ class LatentAttention(HeadsAttention):
     ) -> tuple[Tensor, Tensor, Tensor]:
         plain = self.head_dim - self.rope_dim
         q_head, kv_head = (-1, self.head_dim), (-1, plain + self.value_dim)
+        # (B, T, q_latent or hidden)
         queries = x if self.wq_a is None else self.q_a_norm(self.wq_a(x))
         q = self.wq_b(queries) if self.wq is None else self.wq(x)
-        q = q.view(*x.shape[:-1], *q_head)
+        q = q.view(*x.shape[:-1], *q_head)  # (B, T, heads, head_dim)
         latent, k_turned = torch.split(
             self.wkv_a(x), [self.kv_latent, self.rope_dim], -1
         )
+        # latent (B, T, kv_latent) becomes (B, T, heads, plain + value_dim)
         both = self.wkv_b(self.kv_a_norm(latent)).unflatten(-1, kv_head)
+        # (B, T, heads, plain), (B, T, heads, value_dim)
         k, v = torch.split(both, [plain, self.value_dim], -1)
+        # q_turned (B, T, heads, rope_dim)
         q, q_turned = torch.split(q, [plain, self.rope_dim], -1)
         assert self.rope is not None
         turn = self._turn(positions, angles, q.dtype)
+        # k_turned (B, T, 1, rope_dim)
         q_turned, k_turned = turn(q_turned), turn(k_turned.unsqueeze(-2))
+        # one for all heads: (B, T, heads, rope_dim)
         k_turned = k_turned.expand(*k.shape[:-1], -1)
         q, k = torch.cat((q, q_turned), -1), torch.cat((k, k_turned), -1)
         q = q * self.query_scale if self.query_scale != 1 else q
+        # each (B, T, heads, size), as a kernel takes heads of one size only
         q, k, v = (F.pad(each, (0, self.size - each.shape[-1])) for each in (q, k, v))
         return q, k, v

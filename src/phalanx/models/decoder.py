@@ -83,15 +83,15 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:
-            wide = self.up(x)
+            wide = self.up(x)  # (B, T, ffn)
             wide = (
                 F.silu(wide)
                 if self.activation == "silu"
                 else F.gelu(wide, approximate="tanh")
             )
         else:
-            wide = gated(self.gate(x), self.up(x), self.activation)
-        y: Tensor = self.down(wide)
+            wide = gated(self.gate(x), self.up(x), self.activation)  # (B, T, ffn)
+        y: Tensor = self.down(wide)  # (B, T, hidden)
         return y
 
 
@@ -337,7 +337,7 @@ class Embed(nn.Module):
         self.positions = None if sequence is None else nn.Embedding(sequence, hidden)
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        x: Tensor = self.tokens(tokens)
+        x: Tensor = self.tokens(tokens)  # (B, T) becomes (B, T, hidden)
         if self.scale != 1:
             # rounded to x's dtype first, as Gemma was trained
             x = x * x.new_full((), self.scale)
@@ -360,7 +360,7 @@ class Head(nn.Module):
         self.loss = CrossEntropy()
 
     def logits(self, x: Tensor) -> Tensor:
-        y: Tensor = self.output(self.norm(x))
+        y: Tensor = self.output(self.norm(x))  # (B, T, vocab)
         return self.softcap * torch.tanh(y / self.softcap) if self.softcap else y
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
@@ -406,11 +406,11 @@ class Decoder(nn.Module):
         if shared.get("positions") is None:
             time = torch.arange(tokens.shape[1], device=tokens.device)
             shared["positions"] = time.expand_as(tokens)
-        x = self.embed(tokens, shared["positions"])
+        x = self.embed(tokens, shared["positions"])  # (B, T, hidden)
         shared |= {name: make(shared, x.dtype) for name, make in self.derived.items()}
         for block in self.layers:
             x = block(x, **shared)
-        loss: Tensor = self.head(x, targets)
+        loss: Tensor = self.head(x, targets)  # one number: a sum over tokens
         return loss
 
     @property

@@ -125,8 +125,8 @@ class Router(nn.Module):
         """Routes x (B, T, hidden). Tokens that are not `valid` (B, T) pad; they are sent like others and
         not counted."""
         logits = self.logits(x)
-        scores = self.scored(logits)
-        chosen = self.ranked(scores).topk(self.top_k, -1).indices
+        scores = self.scored(logits)  # (B, T, experts)
+        chosen = self.ranked(scores).topk(self.top_k, -1).indices  # (B, T, top_k)
         sent = (
             torch.ones_like(chosen)
             if valid is None
@@ -134,7 +134,7 @@ class Router(nn.Module):
         )
         if self.tally is not None:
             self.tally.scatter_add_(0, chosen.flatten(), sent.flatten().to(torch.int64))
-        gates = scores.gather(-1, chosen)
+        gates = scores.gather(-1, chosen)  # (B, T, top_k)
         if self.normalized:
             gates = gates / gates.sum(-1, keepdim=True)
         gates = gates * self.scale if self.scale != 1 else gates
@@ -149,7 +149,7 @@ class Router(nn.Module):
         )
         if not balances:
             return Routed(gates, chosen, terms)
-        counts = each.sum(0)
+        counts = each.sum(0)  # (experts): of the batch
         excess = (counts * len(counts) - sent.sum()).to(torch.float32)
         counted: Tensor = _Counted.apply(gates, self.bias, excess)  # type: ignore[no-untyped-call]
         return Routed(counted, chosen, terms)
@@ -167,7 +167,7 @@ class Router(nn.Module):
                 if self.scores == "sigmoid"
                 else scores
             )
-            terms[SCORED] = (p * sent.unsqueeze(-1)).sum(1)
+            terms[SCORED] = (p * sent.unsqueeze(-1)).sum(1)  # (B, experts)
         if self.z_loss:
             terms[SQUARED] = (logits.logsumexp(-1).square() * sent).sum()
         return terms
@@ -181,7 +181,7 @@ class Router(nn.Module):
         gradients = {}
         if self.sequence_loss or self.batch_loss:
             count = of_sequences.shape[1]
-            f = of_sequences.new_zeros(1, count)
+            f = of_sequences.new_zeros(1, count)  # (1 or B, experts)
             if self.sequence_loss:
                 f = f + self.sequence_loss * self._per_token(of_sequences)
             if self.batch_loss:
@@ -209,7 +209,9 @@ class Router(nn.Module):
         ranked = scores if self.bias is None else scores + self.bias.to(scores.dtype)
         if self.groups == 1:
             return ranked.detach()
+        # (B, T, groups, experts / groups)
         grouped = ranked.detach().view(*ranked.shape[:-1], self.groups, -1)
+        # (B, T, top_groups)
         best = grouped.topk(2, -1).values.sum(-1).topk(self.top_groups, -1).indices
         left = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(
             -1, best, True
@@ -260,6 +262,7 @@ class _Repeated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (order,) = ctx.saved_tensors
+        # (rows * times, hidden), the copies of a row side by side
         copies = gradient.index_select(0, _inverse(order))
         of_rows = copies.view(-1, ctx.times, copies.shape[-1])
         return of_rows.sum(1), None, None
@@ -281,9 +284,9 @@ class Spread(nn.Module):
         self, x: Tensor, gates: Tensor, chosen: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Tokens (n, hidden), gates, from where each comes (n), and how many for each expert."""
-        flat = chosen.flatten()
+        flat = chosen.flatten()  # (n), n = B * T * top_k
         order = flat.argsort(stable=True)  # by expert, and within one by token
-        counts = flat.new_zeros(self.experts)
+        counts = flat.new_zeros(self.experts)  # (experts)
         counts.scatter_add_(0, flat, torch.ones_like(flat))
         top_k = chosen.shape[-1]
         tokens: Tensor = _Repeated.apply(x.flatten(0, 1), order, top_k)  # type: ignore[no-untyped-call]
@@ -294,8 +297,9 @@ class Merge(nn.Module):
     """Merges the experts' results: restores the tokens' order, multiplies by the gates, and sums."""
 
     def forward(self, y: Tensor, gates: Tensor, order: Tensor) -> Tensor:
+        # (B, T, top_k, hidden)
         each = _ordered(y, _inverse(order)).view(*gates.shape, -1)
-        return (each * gates.unsqueeze(-1)).sum(-2).to(y.dtype)
+        return (each * gates.unsqueeze(-1)).sum(-2).to(y.dtype)  # (B, T, hidden)
 
 
 class ExpertProducts(nn.Module):
@@ -329,6 +333,7 @@ class ExpertProducts(nn.Module):
         expert = torch.arange(counts.shape[1], device=counts.device).repeat(
             counts.shape[0]
         )
+        # (n): each token's expert
         runs = expert.repeat_interleave(counts.flatten(), output_size=len(tokens))
         order = runs.argsort(stable=True)
         y = self.on_sorted(_ordered(tokens, order), counts.sum(0))
@@ -380,8 +385,9 @@ class ExpertProducts(nn.Module):
     def _as_if_even(self, tokens: Tensor) -> Tensor:
         """Without numbers nobody knows who goes where: as many tokens for each expert."""
         each = -(-len(tokens) // len(self.up))
+        # (experts * each, hidden)
         padded = F.pad(tokens, (0, 0, 0, each * len(self.up) - len(tokens)))
-        runs = padded.view(len(self.up), each, -1)
+        runs = padded.view(len(self.up), each, -1)  # (experts, each, hidden)
 
         def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             y = x @ weight.mT

@@ -18,7 +18,7 @@ class Lora(nn.Module):
         self.scale = alpha / r
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.b(self.a(x))
+        y: Tensor = self.b(self.a(x))  # (..., into) to (..., r) to (..., out)
         return y * self.scale
 
 

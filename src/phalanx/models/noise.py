@@ -35,7 +35,7 @@ def token_noise(seed: int, step: int, tokens: Tensor) -> Tensor:
 def block_noise(noise: Tensor, piece: Tensor) -> Tensor:
     """The 32-bit keys of one block's tokens, from their 63-bit noise and the block's number."""
     folded = _scramble(_scramble(noise & _WORD) ^ ((noise >> 32) & _WORD))
-    keys: Tensor = _stir(folded, piece)
+    keys: Tensor = _stir(folded, piece)  # (B, T)
     return keys
 
 
@@ -59,7 +59,7 @@ class Dropout(nn.Module):
             return x
         if index is None:
             index = torch.arange(x.shape[-1], device=x.device)
-        draw = _stir(_stir(noise, self.place).unsqueeze(-1), index)
+        draw = _stir(_stir(noise, self.place).unsqueeze(-1), index)  # (B, T, features)
         # `where` keeps one byte per element for backward; a product would keep the mask in x's dtype.
         return torch.where(
             draw >= round(self.rate * 2**32), x * (1.0 / (1.0 - self.rate)), 0.0

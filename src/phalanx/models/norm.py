@@ -19,8 +19,8 @@ class _RootMeanSquare(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
-        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
-        scale = torch.rsqrt(size.square() / x.shape[-1] + eps)
+        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)  # (..., 1)
+        scale = torch.rsqrt(size.square() / x.shape[-1] + eps)  # (..., 1): 1 / rms
         ctx.save_for_backward(x, weight, scale)
         return (x * scale * weight).to(x.dtype)
 
@@ -29,6 +29,7 @@ class _RootMeanSquare(torch.autograd.Function):
         x, weight, scale = ctx.saved_tensors
         normed, g = x * scale, gradient.to(scale.dtype)
         product = g * normed
+        # (..., 1): the part along x
         along = (product @ weight.to(scale.dtype)).unsqueeze(-1) / x.shape[-1]
         into_x = (g * weight - normed * along) * scale
         return into_x.to(x.dtype), product.flatten(0, -2).sum(0).to(weight.dtype), None

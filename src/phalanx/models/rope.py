@@ -40,7 +40,7 @@ class RopeScaling:
                 + 1
             )
             theta *= grown ** (dim / (dim - 2))
-        frequency: Tensor = theta**-half
+        frequency: Tensor = theta**-half  # (head_dim / 2)
         if self.kind == "dynamic":
             return frequency
         if self.kind == "linear":
@@ -56,6 +56,7 @@ class RopeScaling:
             if self.truncated:
                 first, last = math.floor(first), math.ceil(last)
             start, stop = max(first, 0), min(last, dim - 1)
+            # (head_dim / 2)
             index = torch.arange(dim // 2, device=half.device, dtype=half.dtype)
             blend = 1 - ((index - start) / ((stop - start) or 0.001)).clamp(0.0, 1.0)
         else:
@@ -86,6 +87,7 @@ class Rope:
         frequency = (
             self.scaling(self.theta, half) if self.scaling else self.theta**-half
         )
+        # (B, T, 1, head_dim / 2): the same for all heads
         angle = (positions.to(wide).unsqueeze(-1) * frequency).unsqueeze(-2)
         if self.scaling is not None and self.scaling.attention != 1:
             return (
@@ -114,5 +116,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: str = "halves") -> Tensor
     first, second = (
         wide.chunk(2, -1) if pairs == "halves" else (wide[..., ::2], wide[..., 1::2])
     )
+    # first, second: (B, T, heads, head_dim / 2)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
     return turned.to(x.dtype)

@@ -101,14 +101,15 @@ class UlyssesCore(nn.Module):
             x.view(*x.shape[:2], ranks, -1, x.shape[3]).permute(2, 0, 1, 3, 4)
             for x in (q, k, v)
         ]
-        sizes = [x.shape[3] for x in parts]
+        sizes = [x.shape[3] for x in parts]  # heads of q, k and v for each rank
+        # (ranks, B, T / ranks, heads of all, head_dim) becomes (B, T, heads of all, head_dim)
         mine = regions.exchange(torch.cat(parts, 3), self.group, 0, 2).squeeze(0)
         if positions is not None:
             positions = regions.gather(positions, self.group, 1)
         # Documents are those of whole sequences as they are.
         own = (x.chunk(ranks)[self.group.rank] for x in sinks)
         y: Tensor = self.inner(*torch.split(mine, sizes, 2), positions, documents, *own)
-        return regions.exchange(y, self.group, 1, 2)
+        return regions.exchange(y, self.group, 1, 2)  # (B, T / ranks, heads, head_dim)
 
 
 class GatheredCore(nn.Module):
@@ -129,11 +130,13 @@ class GatheredCore(nn.Module):
         sinks: Sinks = None,
     ) -> Tensor:
         ring, length = self.group, q.shape[1] * self.group.size
+        # (2, B, T, kv_heads, head_dim), in the ranks' order
         kv = regions.gather_sum(torch.stack((k, v)), ring, 2)
         times = torch.cat(
             [held_times(length, ring.size, 1, rank) for rank in range(ring.size)]
         )
         k, v = kv.index_select(2, times.argsort().to(q.device))  # in order of time
+        # of time: a rank has one of each half
         chunk, parts = length // (2 * ring.size), []
         for rows, own in zip(
             q.chunk(2, 1), (ring.rank, 2 * ring.size - 1 - ring.rank), strict=True
@@ -172,6 +175,7 @@ class RingCore(nn.Module):
     ) -> Tensor:
         assert q.shape[1] % 2 == 0, "a rank of a ring holds two chunks of one length"
         # Contiguous, so that what is kept is no view of something larger.
+        # kv (2, B, T / ranks, kv_heads, head_dim)
         q, kv = q.contiguous(), torch.stack((k, v))
         # On meta nobody knows where documents end: see `models.Core`.
         ids = None if documents is None or q.is_meta else documents
@@ -285,7 +289,7 @@ def visiting_blocks(
         return [block]
     source = (group.rank - step) % group.size
     ids, its = (_ids_of(documents, group, rank) for rank in (group.rank, source))
-    rows, keys = ids[:, block.rows], its[:, block.keys]
+    rows, keys = ids[:, block.rows], its[:, block.keys]  # each (B, rows or keys)
     counts = ((x == keys[:, -1:]).sum(1).tolist() for x in (rows, keys))
     return [
         AttentionBlock(
@@ -300,7 +304,7 @@ def visiting_blocks(
 
 def _ids_of(documents: Tensor, group: Group, rank: int) -> Tensor:
     """Each token's document, counted along its row, for the tokens of a rank of the ring."""
-    counted = (documents.diff(dim=1, prepend=documents[:, :1]) != 0).cumsum(1)
+    counted = (documents.diff(dim=1, prepend=documents[:, :1]) != 0).cumsum(1)  # (B, T)
     return counted[:, held_times(counted.shape[1], group.size, 1, rank)]
 
 
@@ -341,9 +345,10 @@ def ring_gradients(
     `lse` are what `ring_attention` gave."""
     gradient = gradient.contiguous()
     wide = torch.promote_types(q.dtype, torch.float32)
-    into_q = torch.zeros_like(q, dtype=wide)
+    into_q = torch.zeros_like(q, dtype=wide)  # (B, T / ranks, heads, head_dim)
     behind: _Passing | None = None  # the gradient that follows the block which is here
     for step, (k, v) in enumerate(_visits(kv, group)):
+        # (2, B, T / ranks, kv_heads, head_dim)
         into_kv = torch.zeros_like(kv, dtype=wide)
         if step == 0 and documents is not None:
             own = _ids_of(documents, group, group.rank)

@@ -82,6 +82,7 @@ class Weight:
         """Row of the whole weight for each row of this part, counted from 1; 0 marks padding. All
         dims but the last make the rows."""
         shape = torch.Size(self.shape[:-1])
+        # the rows' numbers in the whole weight, cut as the weight is
         part = torch.arange(1, 1 + shape.numel()).view(shape)[self.box[:-1]]
         padded = part.new_zeros(self.local[:-1])
         padded[tuple(slice(0, n) for n in part.shape)] = part
@@ -132,7 +133,7 @@ class RowLinear(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        part = self.weight_product(x)
+        part = self.weight_product(x)  # (B, T, out): a part of each sum
         y = self.join(part if self.lora is None else part + self.lora(x))
         return y if self.bias is None else y + self.bias
 
@@ -153,8 +154,9 @@ class VocabularyEmbedding(nn.Module):
         self.padding_idx = padding - cut.start if padding is not None and mine else None
 
     def forward(self, tokens: Tensor) -> Tensor:
-        mine = (tokens >= self.cut.start) & (tokens < self.cut.stop)
+        mine = (tokens >= self.cut.start) & (tokens < self.cut.stop)  # (B, T)
         here = torch.where(mine, tokens - self.cut.start, 0)
+        # (B, T, hidden)
         rows = F.embedding(here, self.weight, padding_idx=self.padding_idx)
         return self.join(rows * mine.unsqueeze(-1))
 
@@ -177,7 +179,7 @@ class CutRMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        squares = share_of(wide.square().sum(-1, keepdim=True), self.copies)
+        squares = share_of(wide.square().sum(-1, keepdim=True), self.copies)  # (..., 1)
         # Added up both ways: each rank's part of the result depends on all ranks' features.
         squares = regions.copy(regions.reduce(squares, self.group), self.group)
         weight = self.weight.to(wide.dtype) + 1.0 if self.plus_one else self.weight
