@@ -31,7 +31,7 @@ from phalanx.plan.piece_price import OpTime
 from phalanx.plan.price import Priced
 from phalanx.plan.profile import SoftwareProfile, profile
 from phalanx.plan.routing import Routing
-from phalanx.plan.search import Plan, Screened, baselines, judge, search
+from phalanx.plan.search import Plan, Queue, Screened, baselines, judge, search
 from phalanx.plan.space import Space, spread
 from phalanx.plan.step import (
     Choice,
@@ -566,6 +566,22 @@ def test_bounds_hold_when_every_piece_is_costed_too(
         )
         nearer += screened.step[i] > before * (1 + 1e-9)
     assert nearer > 10  # a schedule by itself says more than its parts
+
+
+def test_candidates_come_in_the_order_of_bounds_that_grow_meanwhile() -> None:
+    step = np.array([3.0, 1.0, 2.0, 4.0, 1.5])
+    held = np.array([1.0, 1.0, 1.0, 1.0, 9.0])
+    queue = Queue(step, held, least=5.0)
+    assert queue.next() == 1  # 4 may hold too much
+    step[1] = 3.5
+    assert queue.later(1)
+    step[2], held[0] = 2.5, 6.0  # of others whose turn has not come
+    assert queue.next() == 2
+    assert not queue.later(2)
+    assert queue.next() == 1  # and 0 may hold too much by now
+    step[3] = 6.0
+    assert not queue.later(1)
+    assert [queue.next(), queue.next()] == [3, -1]
 
 
 def test_candidates_are_legal_and_their_texts_parse_back_and_are_different() -> None:

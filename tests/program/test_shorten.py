@@ -19,9 +19,10 @@ PROVED_SHORT = (
     "dp2 accum:30", "dp2 pp2 zero1 1f1b:30", "pp3 1f1b:40", "dp2 pp4 zero1 1f1b:40 recompute:all",
     "pp2 1f1b:40 recompute:selective", "pp3 1f1b:40 offload:activations", "pp2 interleaved2:40",
     "pp4 interleaved2:96", "pp2 zb-v:40", "pp3 dualpipe-v:50", "pp2 zb-h1:40",
+    "pp4 zb-h1:40", "pp4 zb-h2:60",
 )  # fmt: skip
 OTHERS = (
-    "pp4 gpipe:40", "dp2 zero3 accum:30", "dp2 pp2 zero2 1f1b:30", "pp4 zb-h2:60",
+    "pp4 gpipe:40", "dp2 zero3 accum:30", "dp2 pp2 zero2 1f1b:30",
     "dp2 pp2 zero3 1f1b:30", "pp3 interleaved2:41",
 )  # fmt: skip
 

@@ -66,7 +66,8 @@ def run(argv: list[str]) -> int:
 
         return explain(args, request)
     planned = Planned(request, search(request, top=args.top))
-    result(args, planned.figures, str(planned))
+    text = "" if args.json else str(planned)
+    result(args, planned.figures, text)
     if planned.best is None:
         return 1
     if args.page:

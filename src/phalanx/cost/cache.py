@@ -171,6 +171,7 @@ def _at(one: PieceCost, two: PieceCost, many: float) -> Callable[[float], PieceC
     line = at_rows(one, two)
     slope = (many - two.temporary) / (_MANY - 2)
 
+    @cache  # a search asks for few numbers of rows, and for none with each of them
     def costed(rows: float) -> PieceCost:
         cost = line(rows)
         if rows <= 2:
@@ -261,6 +262,8 @@ def _write(file: Path, known: Mapping[str, Any]) -> None:
     with suppress(OSError):  # a place that cannot be written only costs costing again
         file.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=file.parent, suffix=".tmp")
+        # At once, which json does in C; `json.dump` does it in Python.
+        text = json.dumps(known, separators=(",", ":"))
         with os.fdopen(handle, "w") as out:
-            json.dump(known, out, separators=(",", ":"))
+            out.write(text)
         os.replace(name, file)

@@ -6,6 +6,7 @@ costed only when a layout with it comes up.
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
@@ -17,7 +18,8 @@ from ..layout import Axis, Layout, LayoutError, Mesh, legal, recipe
 from ..layout.choices import traits
 from ..layout.state_bytes import held_bytes
 from ..program.program import uncollected
-from .bounds import Array, Bounds, bounds, followed
+from .bounds import Array, Bounds, LeastTimes, bounds
+from .followed import followed
 from .plausible import LONGEST_STEP, refuse_too_long
 from .refused import Refusal, refusals
 from .space import ORDERS, Grid, Inner, Options, Space, divisors, overlaps
@@ -49,6 +51,49 @@ class Plan:
     named: Callable[[int], Layout]
 
 
+class Queue:
+    """Candidates in the order of their bounds, which may grow meanwhile: those that may hold no more than
+    `least`, and of two that are as fast first the one that holds less."""
+
+    def __init__(self, step: Array, held: Array, least: float) -> None:
+        self._step, self._held, self._least = step, held, least
+        fits = np.flatnonzero(held <= least)
+        rounded = np.round(np.log(step[fits]), 6)
+        order = fits[np.lexsort((held[fits], rounded))][::-1]
+        # The first stands last. Bounds as they were when they were put in order.
+        self._order: list[int] = order.tolist()
+        self._then: list[float] = step[order].tolist()
+        # a heap of those whose bound has grown since
+        self._grown: list[tuple[float, int]] = []
+
+    def next(self) -> int:
+        """The candidate with the lowest bound; -1 if none is left."""
+        while self._order or self._grown:
+            if self._grown_first():
+                then, i = heappop(self._grown)
+            else:
+                then, i = self._then.pop(), self._order.pop()
+            if self._held[i] > self._least:
+                continue
+            if self._step[i] <= then:
+                return i
+            heappush(self._grown, (float(self._step[i]), i))
+        return -1
+
+    def later(self, i: int) -> bool:
+        """True if another candidate is now ahead of this one, which comes again when it is not."""
+        heappush(self._grown, (float(self._step[i]), i))
+        if self._grown_first() and self._grown[0][1] == i:
+            heappop(self._grown)
+            return bool(self._held[i] > self._least)
+        return True
+
+    def _grown_first(self) -> bool:
+        if not self._grown or not self._then:
+            return bool(self._grown)
+        return self._grown[0][0] <= self._then[-1]
+
+
 class Screened:
     """All candidates with their bounds, and those that have been simulated."""
 
@@ -64,18 +109,16 @@ class Screened:
             for inner in x.inners
         }
         pricer.cost(cuts)
-        self.found: list[Bounds] = [bounds(space, x, pricer) for x in space.options]
+        self.least = LeastTimes(space, pricer)
+        self.found: list[Bounds] = [bounds(x, self.least) for x in space.options]
         self.starts = np.cumsum([0, *(np.prod(x.sizes) for x in space.options)])
+        self.step = np.concatenate([found.step.ravel() for found in self.found])
+        self.bytes = np.concatenate([found.bytes.ravel() for found in self.found])
         self.choices: dict[int, Choice] = {}
         self.followed: dict[int, float] = {}
         self.spent = 0
-        self._join()
-
-    def _join(self) -> None:
-        self.step = np.concatenate([b.step.ravel() for b in self.found])
-        self.bytes = np.concatenate([b.bytes.ravel() for b in self.found])
-        for i, seconds in self.followed.items():
-            self.step[i] = max(self.step[i], seconds)
+        # Of each grid, how many cuts were costed when it was bounded.
+        self._costed = [len(pricer.pieces)] * len(space.options)
 
     def __len__(self) -> int:
         return len(self.step)
@@ -113,26 +156,30 @@ class Screened:
             each.append(np.broadcast_to(np.array(flags), x.sizes).ravel())
         return np.concatenate(each)
 
-    def costs(self, i: int) -> bool:
-        """Cost the pieces of a candidate. True if they were not known: bounds have changed."""
-        layout = self.layout(i)
-        _, x, (_, _, _, q) = self.at(i)
-        cut = self.space.cut(x.grid, x.inners[q], split=layout.splits_backward)
-        if cut in self.pricer.pieces:
-            return False
-        self.pricer.cost([cut])
-        for n, other in enumerate(self.space.options):
-            if other.grid[2:6] == x.grid[2:6]:  # the same tp, cp and ep
-                self.found[n] = bounds(self.space, other, self.pricer, self.found[n])
-        self._join()
-        return True
+    def costs(self, i: int) -> None:
+        """Cost the pieces of a candidate, if they are not, and bound its grid by all that is costed. Other
+        grids keep bounds that are lower than they need be, until one of theirs comes up."""
+        number, options, (_, _, _, chosen) = self.at(i)
+        split = self.layout(i).splits_backward
+        self.pricer.cost(
+            [self.space.cut(options.grid, options.inners[chosen], split=split)]
+        )
+        if self._costed[number] == len(self.pricer.pieces):
+            return
+        self._costed[number] = len(self.pricer.pieces)
+        found = bounds(options, self.least, self.found[number])
+        self.found[number] = found
+        begin, end = self.starts[number : number + 2]
+        self.step[begin:end] = np.maximum(self.step[begin:end], found.step.ravel())
+        self.bytes[begin:end] = found.bytes.ravel()
 
     def follow(self, i: int) -> float:
         """The bound of a candidate of which the pieces are costed, by its own schedule as well."""
         if i not in self.followed:
-            o, x, at = self.at(i)
+            number, options, at = self.at(i)
+            collectives = self.found[number].collectives
             self.followed[i] = followed(
-                self.space, x, at, self.pricer, self.found[o].priced
+                self.space, options, at, self.pricer, collectives
             )
             self.step[i] = max(self.step[i], self.followed[i])
         return float(self.step[i])
@@ -171,58 +218,40 @@ class Screened:
     ) -> bool:
         """Simulate candidates whose bound of memory is no more than `least`, in the order of time,
         until no other can be among the best. False: too many did not fit."""
-        request, done, missed = self.space.request, set[int](), self.spent + _MISSES
-        order: list[int] | None = None
-        # a heap of those whose schedule was followed
-        closer: list[tuple[float, int]] = []
-        while True:
-            if order is None:
-                fits = np.flatnonzero(self.bytes <= least)
-                # Of two that are as fast, the one that holds less. The first stands last.
-                rounded = np.round(np.log(self.step[fits]), 6)
-                order = fits[np.lexsort((self.bytes[fits], rounded))][::-1].tolist()
-            near = bool(closer) and (not order or closer[0][0] <= self.step[order[-1]])
-            i = closer[0][1] if near else order[-1] if order else -1
+        missed = self.spent + _MISSES
+        queue = Queue(self.step, self.bytes, least)
+        looked_at = set[int]()
+        while (i := queue.next()) >= 0:
             ahead = sorted(self.choices[j].step for j in ideas.values())
-            enough = len(ahead) >= top and _ALIKE * ahead[top - 1] <= self.step[i]
-            if i < 0 or enough or self.spent > _OPS:
+            if len(ahead) >= top and _ALIKE * ahead[top - 1] <= self.step[i]:
+                return True
+            if self.spent > _OPS:
                 return True
             if self.spent > missed and len(ahead) < top:
                 return False
-            if near:
-                heappop(closer)
-            else:
-                order.pop()
-                if i in done:
+            # What is known closer comes back when nothing else could be faster.
+            if i not in looked_at:
+                looked_at.add(i)
+                self.costs(i)
+                if not self._legal(i) or queue.later(i):
                     continue
-                if self.costs(i):
-                    order = None
-                    continue
-                done.add(i)
-                layout = self.layout(i)
-                if legal(
-                    layout,
-                    request.shape,
-                    batch=request.batch,
-                    sequence=request.sequence,
-                ):
-                    continue
-                if order and self.follow(i) > self.step[order[-1]]:
-                    heappush(closer, (self.follow(i), i))
+            if i not in self.followed:
+                self.follow(i)
+                if queue.later(i):
                     continue
             idea = self.idea(i)
-            if (
-                idea in ideas
-                and _ALIKE * self.choices[ideas[idea]].step <= self.step[i]
-            ):
+            known = self.choices[ideas[idea]].step if idea in ideas else math.inf
+            if _ALIKE * known <= self.step[i]:
                 continue
-            if self.simulate(i).bytes > room:
-                continue
-            if (
-                idea not in ideas
-                or self.choices[i].step < self.choices[ideas[idea]].step
-            ):
+            found = self.simulate(i)
+            if found.bytes <= room and found.step < known:
                 ideas[idea] = i
+        return True
+
+    def _legal(self, i: int) -> bool:
+        request = self.space.request
+        terms = {"batch": request.batch, "sequence": request.sequence}
+        return not legal(self.layout(i), request.shape, **terms)
 
     def emptiest(self, room: float) -> list[int]:
         """One that fits, if a closed look at those with the lowest bounds of memory shows any."""

@@ -154,11 +154,11 @@ def at_rows(one: PieceCost, two: PieceCost) -> Callable[[float], PieceCost]:
 
 
 def _line(a: Any, b: Any, rows: float) -> Any:
-    if isinstance(a, float | int) and isinstance(b, float | int):
-        return a + (b - a) * (rows - 1)
-    if isinstance(a, str):
+    if a == b:  # words, and all that is the same for any number of rows
         return a
-    if isinstance(a, tuple) and isinstance(b, tuple):
+    if isinstance(a, float | int):
+        return a + (b - a) * (rows - 1)
+    if isinstance(a, tuple):
         return tuple(_line(x, y, rows) for x, y in zip(a, b, strict=True))
     kind: Any = type(a)
     return kind(*(_line(getattr(a, n), getattr(b, n), rows) for n in _names(kind)))

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
-from operator import eq, itemgetter, sub
+from operator import add, eq, itemgetter, sub
 from typing import NamedTuple
 
 from . import ops
@@ -21,8 +21,10 @@ from .graph import Graph
 from .memory import Peak
 from .program import Op, Program
 
-# Windows left of the row that has fewest, and those of them that its point is behind.
-LEFT, AHEAD = 6, 4
+# Windows of each row that its point is behind, and those left of the row that has fewest: of windows of
+# one microbatch, and of longer ones.
+BEHIND = 2
+LEFT, LEFT_LONG = 6, 3
 _KIND = itemgetter(0, 1, 3, 4)  # all of an operation but its number
 
 
@@ -36,11 +38,9 @@ class Short(NamedTuple):
     def proves(self, made: Graph) -> bool:
         """True if a proof for the shortened program's graph holds for the whole program."""
         first = [0, *accumulate(map(len, self.program.rows))]
-        fewest = min(range(len(self.windows)), key=lambda n: _count(self.windows[n]))
-        start, _, length = self.windows[fewest]
+        least = [start + BEHIND * length for start, _, length in self.windows]
         # of each row: looked at, and to be looked at
-        done, reach = first[:-1], first[:-1]
-        reach[fewest] += start + AHEAD * length
+        done, reach = first[:-1], list(map(add, first, least))
         while done != reach:
             todo = [i for a, b in zip(done, reach, strict=True) for i in range(a, b)]
             done = [*reach]
@@ -48,7 +48,7 @@ class Short(NamedTuple):
                 for i in made.events[event]:
                     reach[made.ops[i][0]] = max(reach[made.ops[i][0]], i + 1)
         points = zip(map(sub, reach, first), self.windows, strict=True)
-        return all(a + 2 * n <= point <= b for point, (a, b, n) in points)
+        return all(point <= end for point, (_, end, _) in points)
 
     def of_whole(self, peaks: Sequence[Peak], program: Program) -> tuple[Peak, ...]:
         """The peaks of what is left as those of the program, in which the windows hold the same."""
@@ -64,12 +64,13 @@ class Short(NamedTuple):
 
 
 def shortened(program: Program) -> Short | None:
-    """The program with repeated windows left out; None unless this saves at least half of it."""
+    """The program with repeated windows left out; None unless this saves at least a third of it."""
     for period in dict.fromkeys((1, program.mesh.of("pp"))):
         windows = [_windows(row, period) for row in program.rows]
         found = [each for each in windows if each]
-        gone = min(map(_count, found), default=0) - LEFT
-        if len(found) < len(windows) or 2 * gone * period < program.microbatches:
+        left = LEFT if period == 1 else LEFT_LONG
+        gone = min(map(_count, found), default=0) - left
+        if len(found) < len(windows) or 3 * gone * period < program.microbatches:
             continue
         rows = []
         for row, (start, _, length) in zip(program.rows, found, strict=True):
@@ -79,8 +80,8 @@ def shortened(program: Program) -> Short | None:
                 op._replace(index=op.index - by) if _numbered(op) else op for op in rest
             )
             rows.append((*row[:at], *moved))
-        left = [(a, b - gone * n, n) for a, b, n in found]
-        short = Short(program.with_rows(rows), left, gone)
+        kept = [(a, b - gone * n, n) for a, b, n in found]
+        short = Short(program.with_rows(rows), kept, gone)
         return short if _in_turn(short.program) else None
     return None
 

@@ -1,0 +1,94 @@
+"""Processor seconds of `phalanx plan` and `phalanx check`, start-up included, cold and warm.
+
+    python benchmarks/planner_times.py [--rounds 3] [--beside OTHER/src] [--only 8b]
+
+Cold is a run with an empty folder of costs, warm the next one with the same folder. With `--beside`
+another checkout of phalanx runs the same commands in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+PLANS = {
+    "8b": "--model 8b --cluster h100x64",
+    "405b": "--model 405b --cluster h100x16384 --seq 8192 --batch-tokens 16777216",
+    "405b, 131,072 tokens": "--model 405b --cluster h100x16384 --seq 131072 --batch-tokens 16777216",
+    "1t-gpt": "--model 1t-gpt --cluster h100x98304",
+}
+SCHEDULES = ("1f1b", "zb-h1", "interleaved2", "interleaved")
+OURS = Path(__file__).parents[1] / "src"
+
+
+def commands() -> dict[str, list[str]]:
+    """The arguments of every command that is timed, by its name."""
+    found = {
+        f"plan {name}": ["plan", *words.split(), "--json"]
+        for name, words in PLANS.items()
+    }
+    for schedule in SCHEDULES:
+        layout = f"dp2 pp64 tp8 zero1 {schedule}:512"
+        words = ["check", layout, "--model", "405b", "--batch", "1024"]
+        found[f"check {schedule}"] = words
+    return found
+
+
+def processor_seconds(source: Path, words: list[str], cache: str) -> float:
+    """Seconds of user and system time of one command."""
+    environment = os.environ | {
+        "PYTHONPATH": str(source),
+        "OMP_NUM_THREADS": "1",
+        "XDG_CACHE_HOME": cache,
+    }
+    command = [sys.executable, "-m", "phalanx", *words]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if ended.returncode:
+        raise SystemExit(f"{' '.join(words)}: {ended.stderr[-800:]}")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    user = after.ru_utime - before.ru_utime
+    system = after.ru_stime - before.ru_stime
+    return user + system
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--beside", type=Path, metavar="SRC")
+    parser.add_argument("--only", default="", help="commands that have this word")
+    args = parser.parse_args()
+    sources = {"ours": OURS}
+    if args.beside:
+        sources["the other"] = args.beside
+    print("| command | of | cold | warm, median (least to most) |")
+    print("|---|---|--:|--:|")
+    for name, words in commands().items():
+        if args.only not in name:
+            continue
+        cold: dict[str, list[float]] = {who: [] for who in sources}
+        warm: dict[str, list[float]] = {who: [] for who in sources}
+        for _ in range(args.rounds):
+            for who, source in sources.items():
+                with tempfile.TemporaryDirectory() as cache:
+                    cold[who].append(processor_seconds(source, words, cache))
+                    warm[who].append(processor_seconds(source, words, cache))
+        for who in sources:
+            print(f"| {name} | {who} | {_cell(cold[who])} | {_cell(warm[who])} |")
+
+
+def _cell(seconds: list[float]) -> str:
+    middle = statistics.median(seconds)
+    return f"{middle:.2f} ({min(seconds):.2f} to {max(seconds):.2f})"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,301 @@
+"""A lower bound of one candidate's time by its own schedule, walked stage by stage.
+
+A search asks for it before it builds the candidate's program. A stage is one operation here, where
+the program has one for each piece, message, gather and sum: a tenth of the operations, and none of
+the passes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from ..layout.choices import traits
+from ..program import ops
+from .bounds import (
+    Array,
+    CollectiveTimes,
+    beside_computing,
+    blocks_of_pipeline,
+    kinds_of_stages,
+    segment_blocks,
+)
+from .hardware import lost_beside
+from .open_blocks import rows_of
+from .piece_price import KindTimes, PieceTimes
+from .price import distance
+from .space import Inner, Options, Pipeline, Space, ranks_of
+from .step import Pricer
+
+_NODES = 150_000  # of a schedule that is followed
+
+
+class _Node(NamedTuple):
+    """An operation of a stage: the places of the one before it on its rank and of the one whose value
+    it takes (0: none), which of the stages' times it takes, and if the value is a message, which of
+    them the one before takes; else -1."""
+
+    before: int
+    value: int
+    key: int
+    beside: int
+
+
+_Key = tuple[str, int]  # a kind of operation, and its stage
+
+
+@lru_cache(maxsize=64)
+def _stage_nodes(
+    name: str, pp: int, chunks: int, count: int
+) -> tuple[tuple[_Node, ...], tuple[_Key, ...]]:
+    """The operations of a schedule in an order in which they can happen, and (kind, stage) of each
+    key."""
+    rows = rows_of(name, pp, count, chunks)
+    last_stage, keys = pp * chunks - 1, dict[_Key, int]()
+    rank_of = {op.piece: rank for rank, row in enumerate(rows) for op in row}
+    place: dict[tuple[bool, int, int], int] = {}  # forward or not, stage, microbatch
+    nodes, at, latest = [_Node(0, 0, 0, -1)], [0] * pp, [0] * pp
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(rows):
+            while at[rank] < len(row):
+                op = row[at[rank]]
+                forward, value, source = op.kind == ops.FORWARD, 0, op.piece
+                if forward or op.kind in ops.PROPAGATES:
+                    source += -1 if forward else 1
+                    if 0 <= source <= last_stage:
+                        value = place.get((forward, source, op.index), -1)
+                    if value < 0:
+                        break
+                    place[forward, op.piece, op.index] = len(nodes)
+                key = keys.setdefault((op.kind, op.piece), len(keys))
+                before = latest[rank]
+                sent = value > 0 and rank_of[source] != rank
+                beside = nodes[before].key if sent else -1
+                nodes.append(_Node(before, value, key, beside))
+                latest[rank] = len(nodes) - 1
+                at[rank] += 1
+                moved = True
+    return tuple(nodes), tuple(keys)
+
+
+class _StageTimes(NamedTuple):
+    """Seconds of every key: of what needs no gradient, of the rest, and of its last piece."""
+
+    alone: list[float]
+    rest: list[float]
+    ending: list[float]
+
+
+def _stage_times(
+    times: KindTimes,
+    messages: Sequence[tuple[Array | float, Array | float]],
+    keys: Sequence[_Key],
+    stages: Sequence[Sequence[int]],
+    inner: Inner,
+) -> _StageTimes:
+    """The times of every key, with what is lost to the messages beside a forward and a backward of each
+    kind of piece. `stages` are the kinds of their pieces."""
+
+    def slowed(
+        piece: PieceTimes, beside: tuple[Array | float, Array | float]
+    ) -> dict[str, float]:
+        seconds = dict(piece.computed)
+        for kind, took in zip((ops.FORWARD, ops.INPUT_GRADIENT), beside, strict=True):
+            seconds[kind] += lost_beside(seconds[kind], float(took))
+        backward = seconds[ops.INPUT_GRADIENT] + seconds[ops.WEIGHT_GRADIENT]
+        return seconds | {ops.BACKWARD: backward}
+
+    computed = list(map(slowed, times.values, messages))
+    repeats = inner.recompute != "none"
+    again = [piece.again.total * repeats for piece in times.values]
+    again[0] = again[-1] = 0.0  # the embedding and the head are never recomputed
+    segment = segment_blocks(inner.recompute) * max(again)
+    counts = [Counter(stage) for stage in stages]
+    alone, rest, ending = [], [], []
+    for op, stage in keys:
+        held = counts[stage].items()
+        seconds = sum(number * computed[kind][op] for kind, number in held)
+        repeated = 0.0
+        if op in ops.PROPAGATES:
+            # What a segment with the head computed just now is not computed again.
+            final = stage == len(stages) - 1
+            repeated = sum(number * again[kind] for kind, number in held)
+            repeated = max(0.0, repeated - final * segment)
+        alone.append(min(repeated, segment))
+        rest.append(seconds + max(0.0, repeated - segment))
+        last_piece = stages[stage][-1 if op == ops.FORWARD else 0]
+        ending.append(computed[last_piece][op])
+    return _StageTimes(alone, rest, ending)
+
+
+def followed(
+    space: Space,
+    options: Options,
+    at: tuple[int, int, int, int],
+    pricer: Pricer,
+    collectives: CollectiveTimes,
+) -> float:
+    """Seconds that one candidate takes by its own schedule, with its first gathers and its last sums: no
+    program of it is faster. 0 where that is not looked at: without a pipeline, too long, with frozen
+    pieces, where steps roll or two microbatches are computed in turn."""
+    way, counted, piped, chosen = at
+    pipe, inner = options.pipelines[piped], options.inners[chosen]
+    zero, count = options.zeros[way], options.counts[counted]
+    request, pp = space.request, options.grid.pp
+    if not _looked_at(space, pipe, pp, count):
+        return 0.0
+    layout = space.layout(options, *at)
+    cut = space.cut(options.grid, inner, split=layout.splits_backward)
+    pieces = pricer.times(cut, space.rows(options.grid, count), True)
+    if request.shape.frozen or any(kind.cost.frozen for kind in pieces.values):
+        return 0.0
+    blocks = blocks_of_pipeline(request.shape, pp, pipe)
+    stages = kinds_of_stages(blocks, pieces.kinds)
+    held = ranks_of(len(stages), pp, pipe.schedule)
+    nodes, keys = _stage_nodes(pipe.schedule, pp, pipe.chunks, count)
+    # Gathers in 8 bits are shorter than those of `collectives`.
+    messages = [
+        (0.0, 0.0)
+        if inner.matmul
+        else beside_computing(space, zero, collectives, way, kind, count)
+        for kind in range(len(pieces.values))
+    ]
+    times = _stage_times(pieces, messages, keys, stages, inner)
+    far = distance(layout, "pp")
+    hop = request.hardware.network.seconds("send", pieces[1].cost.edge, pp, far)
+    hop *= not request.profile.scatters_sends
+    units = _of_stages(stages, collectives, way)
+    first_gather = float(collectives.gather[0, way]) if zero.stage else 0.0
+    once = zero.stage and zero.gather == "step"
+    whole = once and not (space.offload or inner.matmul)
+    gathered = _gathered(keys, held, units.gather) if whole else [0.0] * len(keys)
+    often = zero.stage >= 2
+    lanes = [
+        units.lane[stage] * (often and kind in ops.CONTRIBUTES) for kind, stage in keys
+    ]
+    walked = _walk(nodes, keys, times, held, gathered, lanes, hop, first_gather)
+    last = _summed(walked, keys, held, units.reduce, collectives, way)
+    return float(
+        last + max(sum(units.update[stage] for stage in mine) for mine in held)
+    )
+
+
+def _looked_at(space: Space, pipe: Pipeline, pp: int, count: int) -> bool:
+    """True if schedules like this one are followed."""
+    request = space.request
+    other = request.profile.rolls or request.hardware.cores
+    other = other or pipe.overlap or traits(pipe.schedule).forward_first
+    return pp > 1 and not other and 3 * pp * pipe.chunks * count <= _NODES
+
+
+class _StageUnits(NamedTuple):
+    """Seconds of the collectives and the updates of each stage's units together."""
+
+    gather: list[float]
+    reduce: list[float]
+    lane: list[float]
+    update: list[float]
+
+
+def _of_stages(
+    stages: Sequence[Sequence[int]], collectives: CollectiveTimes, way: int
+) -> _StageUnits:
+    kinds = range(len(collectives.gather))
+    counts = np.array([[stage.count(kind) for kind in kinds] for stage in stages])
+    every = (
+        collectives.gather,
+        collectives.reduce,
+        collectives.lane,
+        collectives.update,
+    )
+    return _StageUnits(*((counts @ each[:, way]).tolist() for each in every))
+
+
+_Held = Sequence[Sequence[int]]  # the stages of each rank
+
+
+def _gathered(
+    keys: Sequence[_Key], held: _Held, gathers: Sequence[float]
+) -> list[float]:
+    """Seconds until a stage's weights have been gathered, one unit after the other, if once a step."""
+    rank_of = {stage: mine for mine in held for stage in mine}
+    found = [0.0] * len(keys)
+    for key, (kind, stage) in enumerate(keys):
+        if kind == ops.FORWARD:
+            earlier = (other for other in rank_of[stage] if other <= stage)
+            found[key] = sum(gathers[other] for other in earlier)
+    return found
+
+
+class _Walked(NamedTuple):
+    """The end of a schedule and of its sums, and when each key was begun the last time."""
+
+    end: float
+    latest: list[float]
+
+
+def _walk(
+    nodes: Sequence[_Node],
+    keys: Sequence[_Key],
+    times: _StageTimes,
+    held: _Held,
+    gathered: Sequence[float],
+    lanes: Sequence[float],
+    hop: float,
+    first: float,
+) -> _Walked:
+    """Every operation as soon as its rank, its value and its weights are there. `lanes` are sums after
+    every microbatch, one unit of a rank after the other, and when its lane is free again."""
+    held_by = {stage: rank for rank, mine in enumerate(held) for stage in mine}
+    ranks, free = [held_by[stage] for _, stage in keys], [0.0] * len(held)
+    alone, rest, ending = times
+    earliest = [there + took for there, took in zip(gathered, ending, strict=True)]
+    latest, ends = [0.0] * len(keys), [first]
+    # Comparisons in place of `max`, which took half of the time.
+    for before, value, key, beside in nodes[1:]:
+        begin, made = ends[before], ends[value]
+        if beside >= 0:
+            # It is asked for beside the piece that is computed before, and not earlier.
+            asked = begin - ending[beside]
+            made = (made if made > asked else asked) + hop
+        begin += alone[key]
+        if made > begin:
+            begin = made
+        latest[key] = begin
+        end = begin + rest[key]
+        ends.append(end if end > earliest[key] else earliest[key])
+        if lanes[key]:
+            rank = ranks[key]
+            free[rank] = max(free[rank], begin) + lanes[key]
+    return _Walked(max(*ends, *free), latest)
+
+
+def _summed(
+    walked: _Walked,
+    keys: Sequence[_Key],
+    held: _Held,
+    sums: Sequence[float],
+    collectives: CollectiveTimes,
+    way: int,
+) -> float:
+    """The end of the last sum: a unit is summed behind its last contribution, the units of a rank one
+    after the other."""
+    replicas = float(collectives.replicas[:, way].min())
+    begun = {
+        stage: walked.latest[key]
+        for key, (kind, stage) in enumerate(keys)
+        if kind in ops.CONTRIBUTES
+    }
+    last = walked.end
+    for mine in held:
+        taken = 0.0
+        for stage in sorted(mine, key=lambda stage: -begun[stage]):
+            taken += sums[stage]
+            last = max(last, begun[stage] + taken + replicas)
+    return last
