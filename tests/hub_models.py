@@ -37,7 +37,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "rope_parameters": _LONG | {"rope_type": "dynamic"}, "max_position_embeddings": 12,
     }),
     "yarn": ("qwen3", {"head_dim": 16, "rope_parameters": _LONG | {
-        "rope_type": "yarn", "original_max_position_embeddings": 128,
+        "rope_type": "yarn", "original_max_position_embeddings": 128, "beta_fast": 4.0,
     }}),
     "mistral": ("mistral", {"sliding_window": 7}),
     "qwen2": ("qwen2", {
@@ -76,6 +76,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 5,
         "rope_parameters": _LONG | {
             "rope_type": "yarn", "original_max_position_embeddings": 128, "truncate": False,
+            "beta_fast": 4.0,
         },
     }),
     "gpt2": ("gpt2", {

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from hub_models import FAMILIES, TIME, VOCAB, in_float64, theirs, widened
 from phalanx.layout import Layout, Shape
-from phalanx.models import RMSNorm, kernels, noise
+from phalanx.models import DecoderSizes, RMSNorm, kernels, noise
 from phalanx.models.norm import _RootMeanSquare
+from phalanx.models.rope import RopeScaling
 from phalanx.parallel import Model, build_model
 from phalanx.train.checkpoint_exchange import HubReader
 from phalanx.train.program import with_z_loss
@@ -197,6 +198,27 @@ def _a_gradient_by_hand() -> AbstractContextManager[None]:
     return swapped(kernels, "own_gradients", doubled)
 
 
+def _the_other_end_of_a_blend() -> AbstractContextManager[None]:
+    """RopeScalinges from and to whole indices where others do not, and the reverse."""
+    right = RopeScaling.__call__
+
+    def frequencies(self: RopeScaling, theta: float, half: Tensor) -> Tensor:
+        return right(replace(self, truncated=not self.truncated), theta, half)
+
+    return swapped(RopeScaling, "__call__", frequencies)
+
+
+def _a_key_head_for_each_query_head() -> AbstractContextManager[None]:
+    """Sizes of a model that forgets how many heads keys and values have."""
+    right = DecoderSizes.__post_init__
+
+    def filled(self: DecoderSizes) -> None:
+        object.__setattr__(self, "kv_heads", self.heads)
+        right(self)
+
+    return swapped(DecoderSizes, "__post_init__", filled)
+
+
 def _weights_that_count_from_zero() -> AbstractContextManager[None]:
     def forward(self: RMSNorm, x: Tensor) -> Tensor:
         y: Tensor = _RootMeanSquare.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
@@ -212,6 +234,21 @@ def _a_mask_of_other_features() -> AbstractContextManager[None]:
         return right(key, salt + 1 if isinstance(salt, Tensor) else salt)
 
     return swapped(noise, "_stir", stir)
+
+
+@pytest.mark.parametrize(
+    ("patch", "name", "where"),
+    [
+        (_the_other_end_of_a_blend, "olmo", "of layers.0"),
+        (_the_other_end_of_a_blend, "sinks", "of layers.0"),
+        (_a_key_head_for_each_query_head, "gqa", "do not fit its formulas"),
+    ],
+)
+def test_each_small_model_shows_a_mistake_in_its_own_parts(
+    patch: Callable[[], AbstractContextManager[None]], name: str, where: str
+) -> None:
+    with patch():
+        assert where in differences(SHAPES[name], packed=False)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +11,20 @@ from typing import Any
 
 import pytest
 
-from phalanx.cli import main
+from phalanx import comm
+from phalanx.cli import main, train_verify
+from phalanx.cost import StepFlops, step_flops
 from phalanx.layout import Layout, Shape, legal
 from phalanx.layout.proportions import STEPS, small_layout, small_run, small_shape
 from phalanx.layout.run import Run
-from phalanx.train import rank, step
-from phalanx.verify import Verdict
-from phalanx.verify.run_trial import _batches, plain_rate, run_trial, verify_run
+from phalanx.parallel import local
+from phalanx.train import loop, rank, step
+from phalanx.train.log import RunLog
+from phalanx.train.rank import batches_of
+from phalanx.train.resume import RunState
+from phalanx.verify import SHAPES, Verdict
+from phalanx.verify.journal import counted_flops
+from phalanx.verify.run_trial import plain_rate, resumed_layout, run_trial, verify_run
 from seeded import swapped
 
 MODEL = "model={layers=4,hidden=64,heads=4,kv_heads=2,ffn=96,vocab=256,sequence=64,windows=[16,0]}"
@@ -30,11 +37,11 @@ WORDS = (
 )
 
 
-def verdicts(out: Path, *words: str) -> list[Verdict]:
+def verdicts(out: Path, *words: str) -> Iterator[Verdict]:
     run = Run.parse("", "run", (*WORDS, *words))
     layout = run.layout_of(run.shape)
     assert layout is not None
-    return [*verify_run(run_trial(run, run.shape, layout, str(out)), (run, run.shape))]
+    return verify_run(run_trial(run, run.shape, layout, str(out)))
 
 
 @pytest.mark.parametrize(
@@ -50,7 +57,7 @@ def verdicts(out: Path, *words: str) -> list[Verdict]:
 def test_a_run_agrees_in_float64_and_in_its_own_precision(
     words: tuple[str, ...], tmp_path: Path
 ) -> None:
-    found = verdicts(tmp_path, *words)
+    found = [*verdicts(tmp_path, *words)]
     assert [v.passed for v in found] == [True, True], found
     assert found[0].max_rel_error < 1e-11
 
@@ -76,12 +83,88 @@ def without_clip() -> AbstractContextManager[None]:
 
 
 def with_another_seed() -> AbstractContextManager[None]:
-    plain = rank.parallelize
+    plain = local._fill
 
-    def parallelize(*args: Any, **more: Any) -> Any:
-        return plain(*args, **{**more, "seed": 1})
+    def fill(model: Any, numbers: Any, seed: int, *more: Any) -> None:
+        plain(model, numbers, 1, *more)
 
-    return swapped(rank, "parallelize", parallelize)
+    return swapped(local, "_fill", fill)
+
+
+def with_the_data_from_the_beginning() -> AbstractContextManager[None]:
+    """A resume that reads again what has been read."""
+    plain = RunState.restore
+
+    def restore(self: RunState, loaded: Any) -> None:
+        plain(self, loaded)
+        self.rank.batches = self.rank.batches.resumed(loaded.progress.step, 0)
+
+    return swapped(RunState, "restore", restore)
+
+
+def after_loading(change: Callable[[Any], None]) -> AbstractContextManager[None]:
+    """A change of what a checkpoint has brought to a rank."""
+    plain = loop.load_or_draw
+
+    def load(state: Any, *more: Any) -> int:
+        start = plain(state, *more)
+        if start:
+            change(state.rank.part)
+        return start
+
+    return swapped(loop, "load_or_draw", load)
+
+
+def without_moments() -> AbstractContextManager[None]:
+    def forget(part: Any) -> None:
+        for update in part.updates.values():
+            for kept in update.state.values():
+                for tensor in kept.values():
+                    tensor.zero_()
+
+    return after_loading(forget)
+
+
+def with_a_weight_that_is_off_by_a_bit() -> AbstractContextManager[None]:
+    def move(part: Any) -> None:
+        part.local.every_unit[0].home[0] *= 1 + 1e-15
+
+    return after_loading(move)
+
+
+def of_the_journal(name: str, change: float) -> AbstractContextManager[None]:
+    """A number of the journal that is off by a factor."""
+    plain = RunLog.step
+
+    def write(self: RunLog, step: int, seconds: Any, numbers: Any) -> None:
+        plain(self, step, seconds, {**numbers, name: numbers[name] * change})
+
+    return swapped(RunLog, "step", write)
+
+
+def with_a_loss_beside_it() -> AbstractContextManager[None]:
+    return of_the_journal("loss", 1 + 1e-12)
+
+
+def with_the_rate_of_another_step() -> AbstractContextManager[None]:
+    return of_the_journal("lr", 1.001)
+
+
+def with_attention_counted_in_full() -> AbstractContextManager[None]:
+    def flops(*sizes: Any) -> StepFlops:
+        counted = step_flops(*sizes)
+        return counted._replace(model=counted.full)
+
+    return swapped(rank, "step_flops", flops)
+
+
+def with_a_row_less() -> AbstractContextManager[None]:
+    plain = RunLog.start
+
+    def start(self: RunLog, *more: Any, tokens: int, **values: Any) -> None:
+        plain(self, *more, tokens=tokens - 24, **values)
+
+    return swapped(RunLog, "start", start)
 
 
 @pytest.mark.parametrize(
@@ -91,13 +174,20 @@ def with_another_seed() -> AbstractContextManager[None]:
         (with_default_betas, "the weight of"),
         (without_clip, "the weight of"),
         (with_another_seed, "step 0: the start of"),
+        (with_the_data_from_the_beginning, "step 3: the output of embed"),
+        (without_moments, "step 3: the weight of"),
+        (with_a_weight_that_is_off_by_a_bit, "is not the one that was saved"),
+        (with_a_loss_beside_it, "step 0: the journal's loss"),
+        (with_the_rate_of_another_step, "step 0: the journal's lr"),
+        (with_attention_counted_in_full, "step 0: the journal's FLOPs of mfu"),
+        (with_a_row_less, "step 0: the journal's tokens"),
     ],
 )
 def test_a_mistake_in_what_trains_the_run_is_named(
     broken: Callable[[], AbstractContextManager[None]], named: str, tmp_path: Path
 ) -> None:
     with broken():
-        first = verdicts(tmp_path, "layout=dp2 zero1")[0]
+        first = next(verdicts(tmp_path, "layout=dp2 zero1"))
     assert not first.passed
     assert named in first.first_difference
 
@@ -108,8 +198,53 @@ def test_clipping_is_at_work_in_some_steps_and_an_epoch_ends_within_them(
     run = Run.parse("", "run", (*WORDS, "layout=dp2 zero1"))
     trial = run_trial(run, run.shape, Layout.parse("dp2 zero1"), str(tmp_path))
     for packing in ("", "bfd", "none"):
-        batches = _batches(replace(trial.run, packing=packing), (run, run.shape))
+        batches = batches_of(replace(trial.run, packing=packing), trial.run.shape)
         assert 0 < batches.sequences < STEPS * batches.size
+
+
+@pytest.mark.parametrize(
+    ("layout", "other"),
+    [
+        ("tp2 seq bf16", "dp2 zero1 bf16"),
+        ("dp2 zero3", ""),
+        ("dp2 tp2 seq fp8", "tp2 seq fp8"),
+        ("pp2 cp2 fp8", "dp2 cp2 zero1 fp8"),
+    ],
+)
+def test_a_run_goes_on_in_another_layout(layout: str, other: str) -> None:
+    """Of products in 8 bits one that cuts the same sums."""
+    assert resumed_layout(Layout.parse(layout)) == Layout.parse(other)
+
+
+def test_flops_by_hand() -> None:
+    """One block of width 16: two heads of 8, an MLP of 24 with a gate, 10 words; two sequences of 6."""
+    sizes = {"layers": 1, "hidden": 16, "heads": 2, "ffn": 24, "vocab": 10}
+    found = counted_flops(Shape.of(sizes | {"sequence": 6}), 2, 6)
+    weights = 4 * 16 * 16 + 3 * 16 * 24 + 16 * 10
+    assert found is not None
+    products = 3 * 2 * 12 * weights
+    # a score and a value for each pair of tokens, of 16 features
+    of_pairs = 3 * 2 * 2 * 2 * 16
+    assert found.full == products + of_pairs * 36
+    assert found.causal == products + of_pairs * 21
+
+
+@pytest.mark.parametrize("name", [n for n, s in SHAPES.items() if s.kind != "mlp"])
+@pytest.mark.parametrize(
+    "change", [{}, {"lora_r": 3}, {"freeze": ("layers.0",)}], ids=["", "lora", "frozen"]
+)
+def test_flops_of_a_journal_are_those_that_torch_counts(
+    name: str, change: dict[str, Any]
+) -> None:
+    shape = replace(SHAPES[name], **change)
+    counted = counted_flops(shape, 3, shape.sequence)
+    if counted is None:
+        assert shape.tied
+        assert shape.lora_r
+        return
+    said = step_flops(shape, 3, shape.sequence)
+    assert counted.full == pytest.approx(said.full, rel=1e-12)
+    assert counted.causal == pytest.approx(said.model, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -214,3 +349,38 @@ def test_the_command_says_what_it_has_compared_and_what_not(
     ):
         assert main(words) == 2
         assert said in capsys.readouterr().err
+
+
+def test_a_run_that_agrees_is_trained_after_the_comparison(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(train_verify, "progress", lines.append)
+    out = tmp_path / "run"
+    words = [MODEL, "batch=4", "steps=1", "layout=dp2", "verify=true", f"out={out}"]
+    assert main(["train", *words]) == 0
+    said = "\n".join(lines)
+    assert "2 of 2 trials of the run agree with one process." in said
+    assert "a stop after step 3 and a resume as one rank" in said
+    assert [path.name for path in (out / "checkpoints").glob("step-*")] == [
+        "step-00000001"
+    ]
+
+
+def test_a_run_that_differs_is_refused_before_its_first_step(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The comparison is made in this process, so that the fault is there too."""
+    out = tmp_path / "run"
+    here: Callable[..., list[Any]] = lambda fn, ranks, run, **how: [fn(None, run)]  # noqa: E731
+    monkeypatch.setattr(comm, "launch", here)
+    words = [MODEL, "batch=4", "layout=dp2 zero1", "verify=true", f"out={out}"]
+    with without_clip():
+        assert main(["train", *words]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "verify = true: dp2 zero1 fp64 does not compute what one process" in last
+    assert "the weight of" in last
+    assert last.endswith("Nothing was trained.")
+    assert not (out / "metrics.jsonl").exists()

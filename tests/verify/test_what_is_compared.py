@@ -662,3 +662,32 @@ def test_the_command_compares_dropout_and_optimizers(
         "2 of 2 layouts of gqa agree with one process in float16"
         in capsys.readouterr().out
     )
+
+
+@pytest.mark.parametrize(
+    ("statement", "dtype", "said"),
+    [
+        ('assert len(x) < 20, "too many rows"', "float64", "AssertionError: too many"),
+        ("x.to(torch.float64) @ x.mT", "bfloat16", "RuntimeError: "),
+    ],
+)
+def test_a_module_that_raises_is_named_by_its_line(
+    statement: str,
+    dtype: str,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Both raise only in the trial's own batches or dtype, behind the first look at the pieces."""
+    example = Path(__file__).parents[2] / "examples" / "stranger.py"
+    last = "        return self.down("
+    lines = example.read_text().replace(last, f"        {statement}\n{last}")
+    file = tmp_path / "mine.py"
+    file.write_text(lines)
+    number = lines[: lines.index(statement)].count("\n") + 1
+    words = ["--model", f"{file}:Stranger", "--layouts", "dp2", "--dtype", dtype]
+    assert main(["verify", *words]) == 2
+    text = capsys.readouterr().err
+    assert f"{file}, line {number}: {said}" in text
+    assert "when one process trains the model. Fix it there." in text
+    assert "Traceback" not in text

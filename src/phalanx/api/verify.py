@@ -229,9 +229,13 @@ def _long_text(seconds: float) -> str:
 
 
 def verify_run(
-    run: Run, show: Callable[[Verdict], None] = lambda verdict: None
+    run: Run,
+    show: Callable[[Verdict], None] = lambda verdict: None,
+    *,
+    on_cpu: bool = False,
 ) -> VerifiedRun:
-    """A run in small against one process: by its own ranks, optimizer, schedule, precision and batches."""
+    """A run in small against one process: by its own ranks, optimizer, schedule, precision and batches.
+    `on_cpu`: GPUs are left alone."""
     if run.own:
         raise UsageError(
             f"{run.own} has no smaller form. Compare its layouts: phalanx verify --model {run.own}"
@@ -245,6 +249,7 @@ def verify_run(
         )
     from tempfile import TemporaryDirectory
 
+    from ..comm.late import late_worlds
     from ..verify.run_trial import real_seconds, run_trial
     from ..verify.run_trial import verify_run as verdicts
 
@@ -252,7 +257,7 @@ def verify_run(
     with TemporaryDirectory() as out:
         trial = run_trial(run, shape, layout, out)
         refuse_own(trial.layout)
-        for verdict in verdicts(trial, (run, shape)):
+        for verdict in verdicts(trial, late_worlds if on_cpu else None):
             show(verdict)
             found.append(verdict)
     dtype = trial.layout.precision

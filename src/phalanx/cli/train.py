@@ -55,6 +55,7 @@ from .arguments import hide_secrets, without_secrets
 from .before import refuse_before
 from .first_process import STOPPED
 from .run_words import adopted, load_run
+from .train_verify import refuse_different
 from .usage import Parser, UsageError, complain, hush, print_json, progress, say, whole
 
 if TYPE_CHECKING:
@@ -251,6 +252,8 @@ def _joined(config: Run, args: argparse.Namespace, notice: str, at: Rendezvous) 
         # What one rank refuses ends the others too, with its words.
         with agreement(world):
             layout = _layout_that_fits(config, at.size, gpus, notice)
+            if config.verify and not at.rank:
+                refuse_different(config, layout)
             # how many ranks share a host's memory is not known
             if gpus and not at.rank:
                 _say_memory(config, layout, gpus, force=args.force)
@@ -343,6 +346,8 @@ def _local(config: Run, layout: Layout, args: argparse.Namespace) -> int:
         _passed_on(Path(config.out, STOP)),
     ):
         notice = remove_stale_stop(config, _BEGUN)
+        if config.verify:
+            refuse_different(config, layout)
         ranks = "1 rank" if layout.ranks == 1 else f"{layout.ranks} ranks"
         count = sum(weight.numel() for weight in maker_of(config)().weights.values())
         progress(f"{layout}: {ranks}, {count:,} parameters".removeprefix(": "))

@@ -14,9 +14,10 @@ compared: it is listed and counted apart.
   phalanx verify run.toml
   phalanx verify model=8b weights=random layout="dp64 tp8 seq zero1 bf16" optimizer.name=muon
 
-Of a run its own ranks and steps are compared, in small: few and narrow blocks of every kind, each axis of two
+Of a run its own ranks and loop are compared, in small: few and narrow blocks of every kind, each axis of two
 ranks. Its optimizer, limit of the norm, schedule, precision, masks, packing, adapters and frozen pieces are
-those of the run. It says what it has compared and what not.
+those of the run. It is stopped in its middle and goes on in another layout, and its journal is compared too.
+It says what it has compared and what not. `phalanx train run.toml verify=true` does so before the first step.
 
 Ranks are threads that are given every result as late as it may come, so a missing wait, a buffer that is
 used anew too early and a message without a copy fail. --backend takes another transport, as it is.

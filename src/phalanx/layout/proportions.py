@@ -12,7 +12,7 @@ from math import ceil
 
 from .layout import Layout
 from .mesh import Axis, Mesh
-from .run import Checkpoints, Run, Training, Validation
+from .run import Checkpoints, Metrics, Run, Training, Validation
 from .shape import Shape
 
 TOKENS, STEPS, WORDS = 24, 5, 257
@@ -120,7 +120,8 @@ def small_run(run: Run, shape: Shape, layout: Layout, out: str) -> Run:
         out=out,
         lora=replace(run.lora, r=small.lora_r),
         optimizer=replace(o, warmup_steps=warmup, decay_steps=decay),
-        checkpoint=Checkpoints(),
+        checkpoint=Checkpoints(every=0, at_end=False),
         train=Training(),
-        validation=Validation(batches=0),
+        metrics=Metrics(every=1),
+        validation=Validation(batches=2),
     )

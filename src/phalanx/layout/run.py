@@ -274,6 +274,11 @@ class Run:
     memory: float = key(
         0.0, "memory limit per rank in GiB, for recompute:fit; 0: 80 % of its GPU"
     )
+    verify: bool = key(
+        False,
+        "before the ranks start, train the run in small and compare it with one process, as `phalanx"
+        " verify` does; a run that differs is refused",
+    )
     lora: LoraChoice = key(LoraChoice(), "LoRA: adapters are trained, and nothing else")
     optimizer: OptimizerChoice = key(
         OptimizerChoice(), "optimizer and learning-rate schedule"

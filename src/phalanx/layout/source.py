@@ -203,6 +203,47 @@ def running(path: str | Path, error: Refusal) -> Iterator[None]:
         ) from wrong
 
 
+@contextmanager
+def running_modules(doing: str, error: Refusal) -> Iterator[None]:
+    """Run the user's modules, wherever they are written: what they raise becomes a sentence with the file
+    and the line. Errors of our own code pass unchanged. `doing` says what for."""
+    try:
+        yield
+    except Exception as wrong:  # a stranger's code may raise anything
+        place = _last_foreign_line(wrong)
+        if not place:
+            raise
+        raise error(f"{place}: {_what(wrong)}, {doing}. Fix it there.") from wrong
+
+
+def _last_foreign_line(wrong: BaseException) -> str:
+    """The last line that ran of a user's file or of transformers; "" if there is none, or if code of ours
+    was called from it and raised."""
+    last = ""
+    at = wrong.__traceback__
+    while at is not None:
+        file = at.tb_frame.f_code.co_filename
+        if _is_ours(file):
+            last = ""
+        elif _is_foreign(file):
+            last = f"{file}, line {at.tb_lineno}"
+        at = at.tb_next
+    return last
+
+
+def _is_ours(file: str) -> bool:
+    return Path(__file__).resolve().parents[1] in Path(file).resolve().parents
+
+
+def _is_foreign(file: str) -> bool:
+    """True of a file that is neither Python's own nor an installed package's, but for transformers'."""
+    path = Path(file).resolve()
+    folders = set(path.parts)
+    if folders & _INSTALLED:
+        return "transformers" in folders
+    return Path(sysconfig.get_path("stdlib")).resolve() not in path.parents
+
+
 def _place(wrong: BaseException, path: str) -> str:
     """The last line of the user's file that was running; where the parser stopped, if it did not."""
     if isinstance(wrong, SyntaxError) and wrong.filename and wrong.lineno:

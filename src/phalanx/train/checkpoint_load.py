@@ -397,6 +397,7 @@ UNTOLD = {
     "out": "where the run lies",
     "machine": "for estimates",
     "memory": "what recompute:fit recomputes changes no number",
+    "verify": "what is compared before the ranks start",
     "checkpoint": "when and where to save",
     "train": "restarts, checkpoints in memory and fallback layouts",
     "network": "how hosts reach each other",

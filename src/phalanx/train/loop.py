@@ -6,7 +6,7 @@ listener of a step is in a file of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -58,14 +58,24 @@ class Outcome:
     not_uploaded: str = ""
 
 
+# Makes a listener for a rank whose weights are there: it is called first after each step.
+Observe = Callable[[Rank, int], Listener]
+
+
 def train(
-    world: World, run: Run, layout: str = "", quiet: bool = False, held: bool = False
+    world: World,
+    run: Run,
+    layout: str = "",
+    quiet: bool = False,
+    held: bool = False,
+    observe: Observe | None = None,
 ) -> Outcome:
     """Train to the end, or until asked to stop; every rank of the world calls it.
 
     Without a layout it is that of the run which has as many ranks as the world; `auto` is then the
     recipe's, as only the command plans.
     `held`: the process that started the ranks holds the run's folders (`lock.py`); else rank 0 does.
+    `observe` gets the rank and its first step, before that step is made: `verify` looks on so.
     """
     refuse_random_by_name(run)
     with (
@@ -82,13 +92,20 @@ def train(
         rank.write_to(positions)
         with stop_requests(Path(run.out, STOP), first=world.rank == 0) as requests:
             rank.part.trainer.wants_to_stop = requests
-            outcome = _from_start_to_end(rank, positions, requests, quiet=quiet)
+            outcome = _from_start_to_end(
+                rank, positions, requests, quiet=quiet, observe=observe
+            )
             own_log.info("%s", outcome)
             return outcome
 
 
 def _from_start_to_end(
-    rank: Rank, positions: Positions, requests: StopRequests, *, quiet: bool
+    rank: Rank,
+    positions: Positions,
+    requests: StopRequests,
+    *,
+    quiet: bool,
+    observe: Observe | None,
 ) -> Outcome:
     """Loads or draws the weights, makes the steps, saves."""
     run = rank.run
@@ -113,10 +130,12 @@ def _from_start_to_end(
         copies = CopyCheck(rank, log, disk, memory, uploads)
         validations = Validations(rank, log)
         measured = MeasuredStep(rank, log, start)
+        observers = [observe(rank, start)] if observe else []
         _log_start(rank, log, start)
         with traced(rank) as trace:
             # Each is called after a step, in this order on all ranks: several communicate.
             listeners: list[Listener] = [
+                *observers,
                 SkippedSteps(rank, log).after_step,
                 measured.after_step,
                 StepLines(rank, log).after_step,

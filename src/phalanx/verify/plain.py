@@ -215,7 +215,9 @@ def projected(
     if shape.qk_norm and shape.qk_norm_wide:
         q = head_norm(shape, w, "attn.q_wide_norm", q)
         k = head_norm(shape, w, "attn.k_wide_norm", k)
-    q, k, v = (in_heads(y, y.shape[-1] // shape.head_dim) for y in (q, k, v))
+    q = in_heads(q, shape.heads)
+    k = in_heads(k, shape.kv_heads)
+    v = in_heads(v, shape.kv_heads)
     # of each head by itself: Qwen 3, Gemma 3
     if shape.qk_norm and not shape.qk_norm_wide:
         q = head_norm(shape, w, "attn.q_norm", q)

@@ -167,6 +167,7 @@ def reference(
     scaler: torch.amp.GradScaler | None = None,
     forward: Forward | None = None,
     nudge: Nudge | None = None,
+    validations: Sequence[Batch] | None = None,
 ) -> Trace:
     """Train the model on one process, as PyTorch's own documentation would.
 
@@ -232,7 +233,9 @@ def reference(
         seen.append(passed.step(norm, gradients, after, scale))
     if not same:
         _copy(copies, masters, nudge)
-    validation = _validation(forward, copies, validation_of(batches, steps))
+    if validations is None:
+        validations = validation_of(batches, steps)
+    validation = _validation(forward, copies, validations)
     return Trace(start, seen, validation)
 
 
@@ -571,7 +574,7 @@ def _nudged(x: Tensor, nudge: Nudge) -> Tensor:
 
 @torch.no_grad()
 def _validation(
-    forward: Forward, weights: Weights, batches: list[Batch]
+    forward: Forward, weights: Weights, batches: Sequence[Batch]
 ) -> float | None:
     """The mean over all valid tokens of all batches."""
     losses = sum(float(forward(weights, batch).loss) for batch in batches)

@@ -1,8 +1,9 @@
 """A run in small, trained by its own ranks and by one process, and compared number by number.
 
-`Rank` and `make_step` are those of the run: its optimizer with all keys, limit of the norm, schedule of the
-rate, precision, adapters, frozen pieces, kind of batches. The one process has the plain form of the model
-and torch's optimizers. Its learning rate is computed here from the run's keys.
+The ranks call `train`, the run's own loop: its optimizer with all keys, limit of the norm, schedule of the
+rate, precision, adapters, frozen pieces, kind of batches. In the middle the run is stopped and goes on from
+its checkpoint in another layout. The one process has the plain form of the model and torch's optimizers, and
+is never stopped. Its learning rate is computed here from the run's keys.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,30 +25,43 @@ from rank_watch import Positions
 from ..comm import World
 from ..layout import Layout, Shape
 from ..layout.choices import FP64, THREADS
-from ..layout.proportions import STEPS, TOKENS, small_run
+from ..layout.journal import read_journal
+from ..layout.proportions import STEPS, small_run
 from ..layout.run import OptimizerChoice, Run
 from ..train.data.batches import Batches
-from ..train.data.token_files import Corpus, DataError, Stream, open_corpus
+from ..train.lock import hold_run
+from ..train.loop import train
 from ..train.precision import precision_of
 from ..train.program import maker_of
-from ..train.rank import Rank, optimizer_of
-from ..train.step import make_step
+from ..train.rank import Rank, batches_of, optimizer_of
+from ..train.step import CompletedStep
+from ..train.stop import STOP
+from .journal import LoggedStep, counted_flops, journal_faults
 from .low_precision import sums_of
-from .reference import PlainForward
+from .reference import PlainForward, Trace
+from .run_data import write_documents
 from .trial import TOKEN, Observed, Seen, Setting, join, token_numbers
-from .verify import Verdict, failed, judge, setting_for, truth_of, worlds_over
+from .verify import (
+    Verdict,
+    Worlds,
+    failed,
+    judge,
+    setting_for,
+    truth_of,
+    worlds_over,
+)
 
-_DOCUMENTS = 40
-# of documents whose own are not known, in sequences
-_LENGTHS = (0.2, 0.5, 1.3, 0.1, 0.8)
+STOPPED = 3  # steps before the run is stopped and goes on in another layout
 
 
 @dataclass(frozen=True)
 class RunTrial:
-    """A run in small: `covered` and `left_out` say which of its traits the comparison has."""
+    """A run in small: `covered` and `left_out` say which of its traits the comparison has. `resumed` is the
+    layout in which it goes on from its checkpoint."""
 
     run: Run
     layout: Layout
+    resumed: Layout
     covered: tuple[str, ...]
     left_out: tuple[str, ...]
 
@@ -65,12 +79,21 @@ class NumberedBatches:
         numbers = token_numbers(self._batches.batch(step))
         return {**self._batches.batch(step, rows), TOKEN: numbers[rows]}
 
+    def validation(self, index: int, rows: slice) -> dict[str, Tensor]:
+        numbers = token_numbers(self._batches.validation(index))
+        return {**self._batches.validation(index, rows), TOKEN: numbers[rows]}
+
 
 def run_trial(run: Run, shape: Shape, layout: Layout, out: str) -> RunTrial:
-    """The small form of a run whose model is built in."""
+    """The small form of a run whose model is built in. Its data are written below `out`."""
     small = small_run(run, shape, layout, out)
+    size = small.shape.batch
+    path = Path(out, "documents")
+    write_documents(path, run, run.tokens(shape), batch=size, words=small.shape.vocab)
+    small = replace(small, data=str(path))
     chosen = small.layout_of(small.shape)
     assert chosen is not None
+    resumed = resumed_layout(chosen)
     o = run.optimizer
     covered = [
         f"{o.name} with every key, {o.schedule} over {STEPS} steps"
@@ -81,74 +104,46 @@ def run_trial(run: Run, shape: Shape, layout: Layout, out: str) -> RunTrial:
         "masks between documents" if run.document_masks else "text that flows on",
         f"packing {run.packing}" if run.packing else "the packing of its kind of data",
         "an epoch's end",
+        f"a stop after step {STOPPED} and a resume as {str(resumed) or 'one rank'}",
+        "the journal's loss, norm, rate, tokens, FLOPs and validation",
     ]
     covered += [f"z-loss {run.z_loss:g}"] * bool(run.z_loss)
     covered += ["LoRA"] * bool(run.lora.r) + [f"frozen {run.freeze}"] * bool(run.freeze)
     left_out = [
         "its own text and its order: documents of random tokens have their lengths",
-        "weights that are loaded, saves and a resume, the log",
+        "weights that are loaded",
         f"widths, {shape.vocab:,} words, and sequences of {run.tokens(shape):,} tokens",
     ]
     left_out += ["its named stages"] * bool(layout.stages)
-    return RunTrial(small, chosen, tuple(covered), tuple(left_out))
+    return RunTrial(small, chosen, resumed, tuple(covered), tuple(left_out))
 
 
-def documents_like(run: Run, shape: Shape, sequences: int) -> Corpus:
-    """Random tokens in documents that are as long beside a sequence as those of the run's data."""
-    draw = np.random.default_rng(run.seed)
-    lengths, answers = _lengths(run, run.tokens(shape))
-    sizes = [max(2, round(length * TOKENS)) for length in lengths]
-    # So few that an epoch ends within the steps.
-    most = max(2 * TOKENS, sequences * TOKENS * 3 // 5)
-    kept = [
-        n for n, total in zip(sizes, np.cumsum(sizes), strict=True) if total <= most
-    ] or [most]
-    starts = np.concatenate(([0], np.cumsum(kept))).astype(np.int64)
-    count = int(starts[-1])
-    tokens = draw.integers(0, 250, count).astype(np.uint16)
-    mask = (np.arange(count) % 5 > 1).astype(np.uint8) if answers else None
-    stream = Stream(tokens, starts, answers=mask)
-    return Corpus("random documents", stream, stream, 0, "random", weight=1)
+def resumed_layout(layout: Layout) -> Layout:
+    """Another layout than this, with its numbers: two ranks that share the optimizer's state, or one.
+    Products in 8 bits keep the cuts of their sums, which have a part in the scales."""
+    cuts = sums_of(layout) if layout.matmul else Layout()
+    two = Layout.parse(f"dp2 {cuts} zero1")
+    other = two if two.mesh != layout.mesh else cuts
+    return _computing(other, layout.precision, layout.matmul)
 
 
-def _lengths(run: Run, sequence: int) -> tuple[list[float], bool]:
-    """Lengths of documents, in sequences, and if only answers are trained on."""
-    for path, _ in run.sources:
-        try:
-            stream = open_corpus(path).train
-        except DataError:  # text that is not tokens yet
-            continue
-        ends = np.minimum(np.diff(stream.starts[: _DOCUMENTS + 1]), 2 * sequence)
-        return [float(n) / sequence for n in ends if n > 1], stream.answers is not None
-    return [*_LENGTHS] * (_DOCUMENTS // len(_LENGTHS)), False
+def _computing(layout: Layout, precision: str, matmul: str) -> Layout:
+    """The layout in another precision."""
+    return replace(layout, precision=precision, matmul=matmul)
 
 
-def verify_run(trial: RunTrial, lengths_of: tuple[Run, Shape]) -> Iterator[Verdict]:
-    """The verdict in float64, then in the run's own precision."""
-    trial = replace(trial, run=_clipping_at_work(trial.run, lengths_of))
+def verify_run(trial: RunTrial, worlds: Worlds | None = None) -> Iterator[Verdict]:
+    """The verdict in float64, then in the run's own precision. `worlds` opens the worlds of ranks."""
+    worlds = worlds or worlds_over(THREADS)
+    trial = replace(trial, run=_clipping_at_work(trial.run))
     for precision in dict.fromkeys((FP64, trial.layout.precision)):
-        layout = replace(trial.layout, precision=precision)
-        matmul = layout.matmul if precision == trial.layout.precision else ""
-        layout = replace(layout, matmul=matmul)
-        yield _verdict(replace(trial.run, layout=str(layout)), layout, lengths_of)
+        yield _verdict(trial, precision, worlds)
 
 
-def _batches(run: Run, lengths_of: tuple[Run, Shape]) -> Batches:
-    shape = run.shape
-    corpus = documents_like(*lengths_of, shape.batch * STEPS)
-    return Batches(
-        (corpus,),
-        run.tokens(shape),
-        shape.batch,
-        seed=run.seed,
-        masks=run.document_masks,
-        vocab=shape.vocab,
-        packing=run.packing,
-    )
-
-
-def _setting(run: Run, precision: str, batches: Batches) -> Setting:
+def _setting(run: Run, precision: str) -> Setting:
     """The run's terms for the one process."""
+    batches = batches_of(run, run.shape)
+    count = min(run.validation.batches, batches.validations)
     return Setting(
         batches.batch,
         steps=STEPS,
@@ -158,18 +153,18 @@ def _setting(run: Run, precision: str, batches: Batches) -> Setting:
         precision=precision_of(precision),
         seed=run.seed,
         scaling=(2.0**16, 2000),
+        validations=tuple(map(batches.validation, range(count))),
     )
 
 
-def _clipping_at_work(run: Run, lengths_of: tuple[Run, Shape]) -> Run:
+def _clipping_at_work(run: Run) -> Run:
     """The run with a limit between the gradient norms of its small steps, so that clipping is at work in
     some of them and not in others."""
     if not run.optimizer.clip:
         return run
     free = replace(run, optimizer=replace(run.optimizer, clip=0.0))
-    setting = _setting(free, FP64, _batches(free, lengths_of))
     forward = PlainForward(free.shape, 0.0, free.z_loss)
-    truth = truth_of(maker_of(free), setting, forward=forward)
+    truth = truth_of(maker_of(free), _setting(free, FP64), forward=forward)
     norms = [step.norm for step in truth.trace.steps]
     return replace(run, optimizer=replace(run.optimizer, clip=statistics.median(norms)))
 
@@ -188,36 +183,99 @@ def real_seconds(run: Run, shape: Shape) -> float:
     return 6.0 * shape.active * shape.batch * run.tokens(shape) / rate
 
 
-def _verdict(run: Run, layout: Layout, lengths_of: tuple[Run, Shape]) -> Verdict:
-    shape = run.shape
-    batches = _batches(run, lengths_of)
-    setting = setting_for(layout, _setting(run, layout.precision, batches))
-    cuts = sums_of(layout) if layout.matmul else Layout()
-    forward = PlainForward(shape, 0.0, run.z_loss)
-    truth = truth_of(maker_of(run), setting, layout.matmul, cuts, forward)
+def _verdict(trial: RunTrial, precision: str, worlds: Worlds) -> Verdict:
+    """The verdict on both starts of the run in this precision."""
+    matmul = trial.layout.matmul if precision == trial.layout.precision else ""
+    first = _computing(trial.layout, precision, matmul)
+    second = _computing(trial.resumed, precision, matmul)
+    run = replace(trial.run, out=str(Path(trial.run.out, precision)))
+    setting = setting_for(first, _setting(run, precision))
+    cuts = sums_of(first) if matmul else Layout()
+    forward = PlainForward(run.shape, 0.0, run.z_loss)
+    truth = truth_of(maker_of(run), setting, matmul, cuts, forward)
     try:
-        with worlds_over(THREADS)(layout.ranks) as ranks:
-            seen = ranks(_on_rank, run, layout, batches, setting)
+        before = join(_start(run, first, worlds), STOPPED)
+        after = join(_start(run, second, worlds), STEPS - STOPPED)
     except Exception as error:  # what the ranks of a run raise is its verdict
-        return failed(layout, error)
-    return judge(layout, join(seen, STEPS), truth, setting)
+        return failed(first, error)
+    verdict = judge(first, _one_training(before, after), truth, setting)
+    wrong = [*_resume_faults(before, after), *_journal_faults(run, before, after)]
+    if verdict.passed and wrong:
+        return replace(verdict, passed=False, first_difference=wrong[0])
+    return verdict
 
 
-def _on_rank(
-    world: World, run: Run, layout: Layout, batches: Batches, setting: Setting
-) -> Seen:
-    """The steps of the run on one rank, written down."""
-    positions = Positions(world.rank)
-    rank = Rank(world, run, layout)
-    rank.batches = NumberedBatches(batches)  # type: ignore[assignment]
-    observed = Observed(layout, rank.part.model, rank.part.trainer)
-    for step in range(run.steps):
-        observed.before_step(batches.batch(step))
-        observed.after_step(make_step(rank, positions, step).result)
-    observed.validate(rank.part.validator, setting, world)
-    positions.close("ended")
+def _start(run: Run, layout: Layout, worlds: Worlds) -> list[Seen]:
+    """One start of the run: from its checkpoint if there is one, to the stop or the end."""
+    run = replace(run, layout=str(layout))
+    with (
+        hold_run(Path(run.out), run.checkpoints),
+        worlds(layout.ranks) as ranks,
+    ):
+        return ranks(_on_rank, run, layout)
+
+
+def _on_rank(world: World, run: Run, layout: Layout) -> Seen:
+    """The run on one rank, written down."""
+    notes = _Notes(layout)
+    outcome = train(world, run, str(layout), quiet=True, held=True, observe=notes.begin)
+    notes.observed.seen.validation = outcome.validation
     world.clear()
-    return observed.seen
+    return notes.observed.seen
+
+
+class _Notes:
+    """What one rank of a run does, from the step it begins with. A STOP file ends the first start."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.observed: Observed
+
+    def begin(self, rank: Rank, start: int) -> Any:
+        """The listener of the run's steps."""
+        self.rank, self.batches = rank, rank.batches
+        rank.batches = NumberedBatches(rank.batches)  # type: ignore[assignment]
+        self.observed = Observed(self.layout, rank.part.model, rank.part.trainer)
+        self.observed.before_step(self.batches.batch(start))
+        return self.after_step
+
+    def after_step(self, step: CompletedStep) -> None:
+        self.observed.after_step(step.result)
+        if step.ends:
+            return
+        self.observed.before_step(self.batches.batch(step.done))
+        if step.done + 1 == STOPPED and self.rank.world.rank == 0:
+            Path(self.rank.run.out, STOP).touch()  # it ends the next step
+
+
+def _one_training(before: Trace, after: Trace) -> Trace:
+    """The steps of both starts, as those of one training."""
+    steps = [*before.steps, *after.steps]
+    return Trace(before.start, steps, after.validation)
+
+
+def _resume_faults(before: Trace, after: Trace) -> Iterator[str]:
+    """Weights that are not those that were saved."""
+    for name, saved in before.steps[-1].weights.items():
+        if not torch.equal(after.start[name], saved):
+            yield f"step {STOPPED}: the resumed {name} is not the one that was saved"
+
+
+def _journal_faults(run: Run, before: Trace, after: Trace) -> Iterator[str]:
+    shape = run.shape
+    traced = [*before.steps, *after.steps]
+    steps = [
+        LoggedStep(step.logged, step.norm, plain_rate(run.optimizer, STEPS, number))
+        for number, step in enumerate(traced)
+    ]
+    sequence = run.tokens(shape)
+    yield from journal_faults(
+        read_journal(Path(run.out, "metrics.jsonl")),
+        steps,
+        shape.batch * sequence,
+        counted_flops(shape, shape.batch, sequence),
+        after.validation,
+    )
 
 
 def plain_rate(choice: OptimizerChoice, steps: int, step: int) -> float:

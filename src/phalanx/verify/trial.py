@@ -64,6 +64,8 @@ class Setting:
     precision: Precision = Precision()  # frozen
     seed: int = 0
     scaling: tuple[float, int] = (2.0**16, 1)
+    # of the validation after the last step; None: those of `validation_of`
+    validations: tuple[Batch, ...] | None = None
 
 
 class Part(NamedTuple):

@@ -28,6 +28,7 @@ from ..comm.launch import Runner, workers
 from ..layout import Layout, LayoutError, Shape
 from ..layout.choices import COMPARED, DTYPES, FP64, THREADS
 from ..layout.files import read_text
+from ..layout.source import running_modules
 from ..parallel import (
     Model,
     Precision,
@@ -231,11 +232,13 @@ def _first_norm(make: Callable[[], Model], setting: Setting, scale: float) -> fl
 
 
 def _reference(model: Model, setting: Setting, **more: Any) -> Trace:
-    return reference(
-        model, setting.batches,
-        steps=setting.steps, optimizer=setting.optimizer, rate=setting.rate,
-        clip=setting.clip, precision=setting.precision, seed=setting.seed, **more,
-    )  # fmt: skip
+    with running_modules("when one process trains the model", LayoutError):
+        return reference(
+            model, setting.batches,
+            steps=setting.steps, optimizer=setting.optimizer, rate=setting.rate,
+            clip=setting.clip, precision=setting.precision, seed=setting.seed,
+            validations=setting.validations, **more,
+        )  # fmt: skip
 
 
 def _world(
@@ -308,9 +311,12 @@ def modules_differ(
         for n, x in setting.batches(0).items()
     }
     model = make()
-    known, found = passes(
-        model, batch, setting.seed, lambda weights: (plain, Pieces(model, weights))
-    )
+    try:
+        known, found = passes(
+            model, batch, setting.seed, lambda weights: (plain, Pieces(model, weights))
+        )
+    except RuntimeError as error:  # of torch, on weights of other sizes
+        return f"the model's weights do not fit its formulas (verify/plain.py): {error}"
     differences = compare(found, known, setting.rate)
     first = next((str(each) for each in differences if not each.agrees), "")
     return (

@@ -1,0 +1,155 @@
+"""The numbers of a run's journal beside the same numbers counted otherwise.
+
+Loss and norm must be those that the ranks had, which are compared with one process. Tokens are counted by
+hand. FLOPs are those that torch's own counter sees in the plain form of the model (`plain.py`), which has
+every score of a sequence and every expert.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from ..layout import Shape
+from ..layout.journal import Record
+from ..parallel import build_model
+from . import plain
+
+_CLOSE = 1e-9  # relative: numbers that come of divisions by a time
+
+
+@dataclass(frozen=True)
+class LoggedStep:
+    """The numbers of a step that its line must have."""
+
+    loss: float
+    norm: float
+    rate: float
+
+
+@dataclass(frozen=True)
+class CountedFlops:
+    """FLOPs of a step: `full` with every score, `causal` with those that a token may see."""
+
+    full: float
+    causal: float
+
+
+def journal_faults(
+    records: Sequence[Record],
+    steps: Sequence[LoggedStep],
+    tokens: int,
+    flops: CountedFlops | None,
+    validation: float | None,
+) -> Iterator[str]:
+    """What is wrong in the journal of a trial, one sentence each. Without `flops` none are compared."""
+    lines = [record for record in records if record["event"] == "step"]
+    numbers = [line["step"] for line in lines]
+    if numbers != [*range(1, len(steps) + 1)]:
+        yield f"the journal has lines of the steps {numbers}"
+        return
+    for line, step in zip(lines, steps, strict=True):
+        yield from _line_faults(line, step, tokens)
+    if flops:
+        yield from _flops_faults(records, flops)
+    said = [record["loss"] for record in records if record["event"] == "validation"]
+    if validation is not None and [_number(x) for x in said] != [validation]:
+        yield f"the journal has the validation losses {said}, the ranks have {validation:.9g}"
+
+
+def _line_faults(line: Record, step: LoggedStep, tokens: int) -> Iterator[str]:
+    wanted = {"loss": step.loss, "norm": step.norm}
+    for name, value in wanted.items():
+        said = _number(line[name])
+        if said != value and not (math.isnan(said) and not math.isfinite(value)):
+            yield _fault(line, name, said, value)
+    counted = {
+        "lr": (line["lr"], step.rate),
+        "tokens": (line["tokens_per_second"] * line["seconds"], tokens),
+    }
+    for name, (said, value) in counted.items():
+        if not math.isclose(said, value, rel_tol=_CLOSE):
+            yield _fault(line, name, said, value)
+
+
+def _flops_faults(records: Sequence[Record], flops: CountedFlops) -> Iterator[str]:
+    peak = math.nan
+    for record in records:
+        if record["event"] == "start":
+            peak = record["peak_flops"]
+        if record["event"] != "step":
+            continue
+        wanted = {"mfu": flops.causal, "mfu_full": flops.full}
+        for name, value in wanted.items():
+            said = record[name] * record["seconds"] * peak
+            if not math.isclose(said, value, rel_tol=_CLOSE):
+                yield _fault(record, f"FLOPs of {name}", said, value)
+
+
+def _fault(line: Record, name: str, said: float, wanted: float) -> str:
+    return (
+        f"step {line['step'] - 1}: the journal's {name} is {said:.9g}, counted otherwise it is"
+        f" {wanted:.9g}"
+    )
+
+
+def _number(value: Any) -> float:
+    """A number of the journal, which writes as text what is not finite."""
+    return float(value)
+
+
+# ---- FLOPs
+
+
+def counted_flops(shape: Shape, batch: int, sequence: int) -> CountedFlops | None:
+    """FLOPs of a step of a built-in decoder, as torch counts the products of its plain form; None for
+    a frozen embedding that is also the head, whose products the plain form cannot leave out."""
+    frozen = build_model(shape).frozen
+    if shape.tied and "embed.tokens.weight" in frozen:
+        return None
+    every = _products(shape, batch, sequence)
+    products, scores = every["products"], every["scores"]
+    # Each block has as many heads, and a score of each pair of tokens.
+    of_block = scores / shape.layers
+    causal = products
+    for number in range(shape.layers):
+        windows = shape.windows or (0,)
+        seen = plain.visible(sequence, windows[number % len(windows)], None)
+        causal += of_block * float(seen.double().mean())
+    return CountedFlops(products + scores, causal)
+
+
+def _products(shape: Shape, batch: int, sequence: int) -> dict[str, float]:
+    """FLOPs of products with weights and of scores, forward and backward. A model of as few experts as a
+    token chooses has each token meet all; what the routers of the others take is added."""
+    counted = shape
+    if shape.experts:
+        few = {"experts": shape.top_k, "expert_groups": 1, "top_groups": 1}
+        counted = replace(shape, **few, balance="none")  # type: ignore[arg-type]
+    model = build_model(counted)
+    more = shape.experts - counted.experts
+    beside = 0.0
+    for name in model.weights:
+        if name.endswith("router.weight"):
+            passes = 2.0 if name in model.frozen else 3.0
+            beside += passes * 2.0 * batch * sequence * shape.hidden * more
+    # As each block gives a gradient to the one before, the embedding has one too.
+    weights = {
+        name: torch.zeros(x.shape, dtype=torch.float64).requires_grad_(
+            name not in model.frozen or name.startswith("embed.")
+        )
+        for name, x in model.weights.items()
+    }
+    time = torch.arange(sequence).expand(batch, -1)
+    tokens_of = {"tokens": torch.zeros_like(time), "targets": time % shape.vocab}
+    with FlopCounterMode(display=False) as counter:
+        loss = plain.decoder(counted, weights, {**tokens_of, "positions": time}).loss
+        loss.backward()  # type: ignore[no-untyped-call]
+    operations = counter.get_flop_counts()["Global"]
+    scores = sum(n for op, n in operations.items() if "bmm" in str(op))
+    return {"products": sum(operations.values()) - scores + beside, "scores": scores}

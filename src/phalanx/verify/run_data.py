@@ -1,0 +1,90 @@
+"""Random documents in the form of a run's data, as long beside a sequence as its own, in files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..layout.proportions import STEPS, TOKENS
+from ..layout.run import Run
+from ..train.data.token_files import (
+    ANSWERS,
+    FORMAT,
+    INDEX,
+    SPLITS,
+    VERSION,
+    DataError,
+    Index,
+    Split,
+    Splits,
+    open_corpus,
+)
+from ..train.folder import Folder
+
+_DOCUMENTS = 40
+# of documents whose own are not known, in sequences
+_LENGTHS = (0.2, 0.5, 1.3, 0.1, 0.8)
+_WORDS = 250  # fewer than any model has
+
+
+def write_documents(
+    path: Path, run: Run, sequence: int, *, batch: int, words: int
+) -> None:
+    """A prepared folder for batches of so many sequences and a model of so many words. An epoch ends within
+    a trial's steps; what is held out fills a batch and a part of the next."""
+    path.mkdir(parents=True)
+    draw = np.random.default_rng(run.seed)
+    lengths, answers = _lengths(run, sequence)
+    sizes = [max(2, round(length * TOKENS)) for length in lengths]
+    words = min(words, _WORDS)
+    splits = []
+    wanted = (batch * STEPS * TOKENS * 3 // 5, batch * TOKENS * 3 // 2)
+    for name, most in zip(SPLITS, wanted, strict=True):
+        starts = _starts(sizes, max(2 * TOKENS, most))
+        count = int(starts[-1])
+        tokens = draw.integers(0, words, count).astype("<u2")
+        tokens.tofile(path / f"{name}.tokens")
+        starts.astype("<i8").tofile(path / f"{name}.documents")
+        if answers:
+            mask = np.arange(count) % 5 > 1
+            mask.astype("u1").tofile(path / f"{name}.{ANSWERS}")
+        splits.append(_split(path, name, starts, answers=answers))
+    index = Index(FORMAT, VERSION, "random", Splits(*splits), "u2", words, None)
+    (path / INDEX).write_text(json.dumps(asdict(index)))
+
+
+def _starts(sizes: list[int], most: int) -> NDArray[np.int64]:
+    """Where documents begin, of which so many are taken that they have at most this number of tokens."""
+    ends = np.cumsum(sizes * (1 + most // sum(sizes)))
+    kept = ends[ends <= most]
+    kept = kept if len(kept) else np.array([most])
+    return np.concatenate(([0], kept)).astype(np.int64)
+
+
+def _split(path: Path, name: str, starts: NDArray[np.int64], *, answers: bool) -> Split:
+    sha256 = Folder(path, DataError).sha256
+    count = int(starts[-1])
+    return Split(
+        sha256(f"{name}.tokens"),
+        sha256(f"{name}.documents"),
+        count,
+        len(starts) - 1,
+        count,
+        sha256(f"{name}.{ANSWERS}") if answers else "",
+    )
+
+
+def _lengths(run: Run, sequence: int) -> tuple[list[float], bool]:
+    """Lengths of documents, in sequences, and if only answers are trained on."""
+    for path, _ in run.sources:
+        try:
+            stream = open_corpus(path).train
+        except DataError:  # text that is not tokens yet
+            continue
+        ends = np.minimum(np.diff(stream.starts[: _DOCUMENTS + 1]), 2 * sequence)
+        return [float(n) / sequence for n in ends if n > 1], stream.answers is not None
+    return [*_LENGTHS] * (_DOCUMENTS // len(_LENGTHS)), False
