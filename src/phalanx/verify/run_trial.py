@@ -20,8 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rank_watch import Positions
-
 from ..comm import World
 from ..layout import Layout, Shape
 from ..layout.choices import FP64, THREADS
