@@ -176,7 +176,7 @@ def _prepared(run: Run) -> Run:
 
 
 def _tokens_of(run: Run, data: str, number: int) -> str:
-    """Where the tokens of a source are, made if they are not there."""
+    """The folder with the tokens of a source; they are made if they are not there."""
     from ..train.data.token_files import has_tokens
     from ..train.data.vocabulary import open_vocabulary
     from .data import left_out, prepare_shown
@@ -426,7 +426,7 @@ def _rank(world: World, config: Run, layout: str, quiet: bool) -> Outcome:
 
 
 def _cut_file(config: Run) -> str:
-    """What kills a process that reads a mapped file: one that was cut. Which, if one of ours was."""
+    """The mapped file of ours that has become shorter, if one has: reading beyond its end kills a process."""
     from ..train.data.token_files import DataError
     from ..train.program import shape_of
     from ..train.rank import batches_of

@@ -1,4 +1,4 @@
-"""What all commands share: options and how wrong ones are refused, files that are written, and the
+"""Common parts of all commands: options and the refusal of wrong ones, files that are written, the
 terminal."""
 
 import argparse

@@ -48,7 +48,7 @@ class Held:
     returned: bool = False
 
     def misuse(self) -> str:
-        """What the rank has done to tensors that are not its own; empty if nothing."""
+        """The mistake of a rank that has used tensors which are not its own; empty if there is none."""
         reading = self.call.still or not self.returned
         if reading and not all(same_bits(x, before) for x, before in self.reads):
             return f"{self.where}: a tensor that the call reads has been written to before its time."
@@ -80,7 +80,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def written(call: Call, place: int) -> str:
-    """Which field of a call is written to on this place: x, out, parts or none."""
+    """The field of a call that is written to on this rank: x, out, parts or none."""
     kind, root = call.kind, call.at == place
     if kind == "broadcast":
         return "" if root else "x"

@@ -117,8 +117,8 @@ def _source() -> str:
 def _costed(
     model: Shape | str, cuts: Sequence[Layout], sequence: int, target: str
 ) -> dict[str, Any]:
-    """What a file holds of these cuts: the kind of each piece, and for each kind the costs of its parts,
-    at one row, at two, and the temporary bytes at many."""
+    """The costs of these cuts that a file holds: the kind of each piece, and for each kind the costs of its
+    parts at one row, at two, and the temporary bytes at many."""
     from ..parallel import build_model, load_model
     from ..parallel.experts import cut_blocks
     from ..parallel.kinds import alike

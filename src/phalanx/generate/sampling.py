@@ -12,7 +12,7 @@ class GenerateError(ValueError):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn. With a temperature of 0 it is the likeliest one.
+    """The way to draw the next token. With a temperature of 0 it is the likeliest one.
 
     `top_k` keeps the k likeliest tokens, 0 all. `top_p` keeps the likeliest tokens that together have
     at least this probability (Holtzman et al. 2020, nucleus sampling).

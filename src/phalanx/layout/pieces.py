@@ -483,7 +483,7 @@ def _weights(shape: Shape, piece: int) -> tuple[WeightRow, ...]:
 def granules(
     dims: Sequence[str], lengths: Sequence[int], counts: Mapping[str, int]
 ) -> tuple[int, ...]:
-    """Of each dim the length that is never divided; `counts` says how many whole units a dim has."""
+    """The length in each dim that is never divided; `counts` says how many whole units a dim has."""
     every = zip(dims, lengths, strict=True)
     return tuple(max(1, length // counts.get(dim, length)) for dim, length in every)
 

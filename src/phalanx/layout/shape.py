@@ -1,4 +1,4 @@
-"""What a layout and a plan need to know of a model: its sizes, read from a data file.
+"""The sizes of a model, read from a data file: all that a layout and a plan need to know of it.
 
 The pieces and weights that follow from the sizes are in `pieces.py`; a model's own module makes them.
 """

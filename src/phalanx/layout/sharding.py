@@ -1,4 +1,5 @@
-"""How often a ZeRO stage sends weights and gradients, and the lower stages that send them less often.
+"""The number of times that a ZeRO stage sends weights and gradients, and the lower stages that send
+them less often.
 
 Lower stages hold more. ZeRO-3 with `gather:step` is ZeRO-2 in time and memory, and with `reduce:step` as
 well it is ZeRO-1, so stages alone are compared.
@@ -11,7 +12,7 @@ from .layout import Layout
 
 
 class Sends(NamedTuple):
-    """How often a step gathers a unit's weights and sums its gradient, at most."""
+    """The most times that a step gathers a unit's weights and sums its gradient."""
 
     gathers: int
     sums: int
@@ -44,7 +45,7 @@ def sends_less(layout: Layout) -> tuple[Layout, ...]:
 
 
 def less_text(layout: Layout, other: Layout) -> str:
-    """What a lower stage does once a step that the layout does more often."""
+    """The messages that a lower stage sends once a step and the layout more often, in words."""
     mine, its = sends(layout), sends(other)
     parts = ["gathers weights"] * (its.gathers < mine.gathers)
     parts += ["sums gradients"] * (its.sums < mine.sums)

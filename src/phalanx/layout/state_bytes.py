@@ -57,7 +57,7 @@ class HeldBytes:
 
 
 def held_bytes(layout: Layout, state: StateBytes) -> HeldBytes:
-    """What a rank holds of an element: ZeRO cuts optimizer state from stage 1 on, gradients from 2,
+    """Bytes that a rank holds of an element: ZeRO cuts optimizer state from stage 1 on, gradients from 2,
     weights from 3. What is offloaded is on the host."""
     parts = layout.shards
     offloaded = "weights" in layout.offload
@@ -75,15 +75,15 @@ def held_bytes(layout: Layout, state: StateBytes) -> HeldBytes:
 
 
 def _weight(layout: Layout, state: StateBytes) -> float:
-    """What is at home of weights that come and go: the master copy, if that is the weights themselves;
-    else it counts as optimizer state."""
+    """Bytes at home of weights that come and go: the master copy, if that is the weights themselves; else
+    it counts as optimizer state."""
     if layout.weights_on_host or state.weight < MASTER:
         return 0.0
     return state.weight / layout.shards
 
 
 def _frozen(layout: Layout, state: StateBytes) -> float:
-    """What is at home of a frozen element, of which no copy is wider."""
+    """Bytes at home of a frozen element, of which no copy is wider."""
     if layout.weights_on_host:
         return 0.0
     return state.gathered / (layout.shards if layout.zero == 3 else 1)

@@ -415,7 +415,8 @@ class Decoder(nn.Module):
 
     @property
     def derived(self) -> dict[str, Callable[[Mapping[str, Any], torch.dtype], Tensor]]:
-        """What all blocks take that follows from a batch: its name, and how it is computed."""
+        """Tensors that all blocks take and that follow from a batch: names, and the functions that compute
+        them."""
         return {"angles": self.angles} if self._sizes.ropes else {}
 
     def angles(self, batch: Mapping[str, Any], dtype: torch.dtype) -> Tensor:

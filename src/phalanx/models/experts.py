@@ -157,7 +157,7 @@ class Router(nn.Module):
     def _terms(
         self, logits: Tensor, scores: Tensor, choices: Tensor, sent: Tensor
     ) -> dict[str, Tensor]:
-        """What these tokens, of which `sent` (B, T) count, give to the losses."""
+        """The terms that these tokens, of which `sent` (B, T) count, give to the losses."""
         terms = {CHOICES: choices}
         if not torch.is_grad_enabled():
             return terms
@@ -192,7 +192,7 @@ class Router(nn.Module):
         return gradients
 
     def _per_token(self, choices: Tensor) -> Tensor:
-        """How often a token chooses each expert, in the mean; together top_k."""
+        """The mean number of times that a token chooses each expert; together top_k."""
         return self.top_k * choices / choices.sum(-1, keepdim=True)
 
     def logits(self, x: Tensor) -> Tensor:

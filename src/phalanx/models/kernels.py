@@ -31,8 +31,8 @@ CUDNN_FIRST = ((9, 0), (10, 0))
 
 
 class AttentionBlock(NamedTuple):
-    """Of some sequences of a batch, queries and the keys that they see: all, or with `causal`, where
-    there are as many of both, those under the diagonal. With a `band` (first, window) row i sees the
+    """Queries and the keys that they see, of some sequences of a batch: all, or with `causal`, where there
+    are as many of both, those under the diagonal. With a `band` (first, window) row i sees the
     last `window` of the keys up to first + i."""
 
     batch: slice

@@ -176,7 +176,7 @@ class Unit:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the whole weights."""
+        """The dtype of the whole weights."""
         return self.precision.compute
 
     @property

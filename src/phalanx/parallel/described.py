@@ -262,7 +262,7 @@ class _Comparison:
         return abs(a - b) <= _APART[self.dtype] * max(abs(a), abs(b))
 
     def _apart(self, own: Tensor | None, ours: Tensor | None) -> str:
-        """How far two tensors are apart, and where; "" if they are equal up to rounding."""
+        """The distance of two tensors and its place, in words; "" if they are equal up to rounding."""
         if own is None or ours is None or not own.is_floating_point() or not ours.dim():
             return ""  # no activations: tokens, or a loss
         if own.shape != ours.shape:

@@ -51,7 +51,7 @@ def _refuse_hidden_experts(name: str, piece: nn.Module, layout: Layout) -> None:
 
 
 class Choices:
-    """How often each expert was chosen in a microbatch: by the tokens of each sequence (B, experts), and
+    """Counts of the choices of each expert in a microbatch: by the tokens of each sequence (B, experts), and
     by those of the batch (1, experts). This rank's tokens first, then those of all ranks."""
 
     def __init__(self, own: Tensor) -> None:

@@ -141,7 +141,7 @@ def build_local(
 
 @dataclass(frozen=True)
 class _Role:
-    """What a rank does in a program, as far as its units and pieces depend on it."""
+    """The part of a rank in a program, as far as its units and pieces depend on it."""
 
     pieces: tuple[int, ...]  # that it computes
     dropped: frozenset[int]  # pieces whose weights it drops after use

@@ -135,8 +135,8 @@ class NarrowUnit(Unit):
             yield entry, part.to(self.pool.device, self.precision.compute)
 
     def _rows(self) -> Iterator[tuple[Entry, Tensor, Tensor]]:
-        """Of each matrix whole rows from where a square begins, with zeros for what others have, and
-        their squares' largest numbers."""
+        """Whole rows of each matrix from where a square begins, with zeros for what others have, and their
+        squares' largest numbers."""
         for entry, part in self._parts():
             name, columns = entry.weight.name, entry.weight.local[-1]
             if name not in self.narrow:

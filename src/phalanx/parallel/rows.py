@@ -108,7 +108,7 @@ def _weight(model: Model, piece: int, name: str, shape: tuple[int, ...]) -> Weig
 
 
 def _bundles(model: Model) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """What each piece takes of the bundle and gives, by name. A module whose results have other names
+    """Names of what each piece takes of the bundle and gives. A module whose results have other names
     than `x` lists them as `gives`."""
     found = []
     bundle: set[str] = set()

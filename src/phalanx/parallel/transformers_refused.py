@@ -1,4 +1,4 @@
-"""What phalanx refuses of models in transformers' own code, each with its reason."""
+"""Properties of models in transformers' own code that are refused, each with its reason."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def whole_of_class(
 def parameter_places(
     module: nn.Module, names: Mapping[nn.Parameter, str]
 ) -> tuple[tuple[ParameterPlace, ...], tuple[str, ...]]:
-    """Where the parameters of a module stand, and the names of those that are not in `names`."""
+    """Places of the parameters of a module, and the names of those that are not in `names`."""
     places, missing = list[ParameterPlace](), list[str]()
     for path, child in module.named_modules():
         for key, parameter in child._parameters.items():
@@ -126,7 +126,7 @@ def valid_count(batch: Mapping[str, Tensor]) -> int:
 
 
 def _arguments(module: nn.Module, name: str) -> dict[str, str]:
-    """Which entry of a batch each argument of a forward gets."""
+    """The entry of a batch that each argument of a forward gets."""
     signature = inspect.signature(type(module).forward).parameters
     open_kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     arguments = [p for p in list(signature.values())[1:] if p.kind not in open_kinds]

@@ -1,4 +1,4 @@
-"""What other software does otherwise than ours in one piece, by name and with its source.
+"""Differences of other software from ours within one piece, by name and with their sources.
 
 `cost` runs our own piece. A correction turns its cost into that of software with certain facts in its
 profile. Each is a function of the piece's work; none reads what another one has decided, and they are

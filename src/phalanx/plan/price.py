@@ -90,8 +90,8 @@ class Units:
         experts: float = 0.0,
         narrow: float = 0.0,
     ) -> UnitTimes:
-        """Of so many weights, of so many that are frozen beside them, and of so many of experts, which
-        are on fewer ranks: these are a unit of their own. What they need not takes no time. Of the first
+        """The price of so many weights, of so many that are frozen beside them, and of so many of experts,
+        which are on fewer ranks and a unit of their own. What they do not need takes no time. Of the first
         two so many are `narrow`: they are gathered in 8 bits."""
         found = self._of(numbers, frozen, narrow, self.shards, self.near[0])
         if experts:

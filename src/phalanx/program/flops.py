@@ -67,7 +67,7 @@ def forward_flops(shape: Shape, batch: int, sequence: int) -> tuple[OpFlops, ...
 
 
 def _pairs(shape: Shape, piece: int, sequence: int) -> float:
-    """Of tokens that meet: each with itself and all before it, or as many as a window has."""
+    """Pairs of tokens that meet: each with itself and all before it, or as many as a window has."""
     seen = min(shape.window(piece) or sequence, sequence)
     return seen * (seen + 1) / 2 + (sequence - seen) * seen
 

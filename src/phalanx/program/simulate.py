@@ -65,7 +65,7 @@ class Costs:
 
 
 def _parts(kind: str, known: Collection[str]) -> dict[str, float]:
-    """Of how much of which known kinds the time of one is made up."""
+    """Parts of the time of a kind: how much it is of each known kind."""
     if kind in known:
         return {kind: 1.0}
     if kind == ops.BACKWARD and any(half in known for half in _HALVES):

@@ -398,7 +398,7 @@ class HubReader(TensorReader):
 def _dims_of(
     source: families.HubTensor, ours: Mapping[str, tuple[int, ...]]
 ) -> tuple[int, ...]:
-    """Of a tensor of theirs that all experts have together, or one for each."""
+    """Dims of a tensor of theirs, which all experts have together or each has one of."""
     dims = list(ours[source.packed[0]])
     at = int(source.alternating)
     dims[at] = sum(ours[name][at] for name in source.packed)

@@ -83,7 +83,7 @@ class Matrix(NamedTuple):
 
     @property
     def work(self) -> float:
-        """Of making it orthogonal, or all that the weight joins."""
+        """Operations that make it orthogonal, or all that the weight joins."""
         sides = self.weight.matrices
         return sum(
             orthogonal_work(r.stop - r.start, c.stop - c.start) for r, c in sides

@@ -21,7 +21,7 @@ from .uploads import Uploads
 
 
 class RunState:
-    """What a checkpoint has of a run beside its tensors, and what is taken from one.
+    """The state of a run that a checkpoint has beside its tensors, and what is taken from one.
 
     `data` are the records of the run's sources; `uploads` knows the run's id.
     """

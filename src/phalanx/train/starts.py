@@ -1,4 +1,4 @@
-"""How far each start of a run has come, for the command that starts its ranks again.
+"""The progress of each start of a run, for the command that starts its ranks again.
 
 The number of steps done lies in a file of the run's folder, which outlives ranks that are killed. The
 journal would not do: it has a line for every few steps only.

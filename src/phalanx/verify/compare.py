@@ -81,7 +81,7 @@ class _Measure:
     def number(
         self, step: int, what: str, got: float, want: float
     ) -> Iterator[Difference]:
-        """What is one number, and the same on all ranks."""
+        """Compares a number that is the same on all ranks."""
         error = abs(got - want) / max(abs(want), 1e-30)
         if not math.isfinite(got) and not math.isfinite(want):
             error = 0.0  # a step that float16 skips

@@ -479,7 +479,8 @@ def _gap(ranked: Tensor, top_k: int) -> Tensor:
 
 
 def _router_loss(shape: Shape, router: Router, x: Tensor, chosen: Tensor) -> Tensor:
-    """Of x (B, T, hidden) and its chosen experts (B, T, top_k): B times the mean over sequences."""
+    """The router's loss of x (B, T, hidden) and its chosen experts (B, T, top_k): B times the mean over
+    sequences."""
     wide = torch.promote_types(x.dtype, torch.float32)
     logits = x.to(wide) @ router.weight.to(wide).T
     logits = (

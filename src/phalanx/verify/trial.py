@@ -49,7 +49,7 @@ def clip(step: int) -> float:
 
 @dataclass(frozen=True)
 class Setting:
-    """What every layout of a comparison has in common.
+    """The settings that every layout of a comparison has in common.
 
     Adam's eps is as large as a gradient, so that an update does not hang on the sign of a gradient
     that is nearly zero. The loss scale, which float16 alone has, is (the first one, after how many

@@ -182,7 +182,7 @@ def own_forward(make: Callable[[], Model]) -> OwnForward | None:
 
 
 def model_alone(model: Model, own: OwnForward | None, setting: Setting) -> str:
-    """How one process computes a user's model in every step; empty for a built-in one."""
+    """The name of what computes a user's model as one process in every step; empty for a built-in one."""
     if model.whole is None:
         return ""
     exact = setting.precision.compute == torch.float64

@@ -1,4 +1,4 @@
-"""What a rank computes in 16 bits, and that its weights are its own ones rounded.
+"""The check of what a rank computes in 16 bits, and that its weights are its own ones rounded.
 
 Mixed precision is a choice of the operations whose results have 16 bits: products, activations, sums of the
 residual stream. Norms, angles, routers, losses, merges of partial results and sums of gradients have 32. A
@@ -163,7 +163,8 @@ def _breach(func: Any, frame: FrameType | None) -> str:
 def looked_at(
     model: Model, precision: Precision, device: torch.device
 ) -> NarrowArithmetic | None:
-    """What looks at a rank's operations, for the modules and kernels that the table is written for."""
+    """The mode that looks at a rank's operations, for the modules and kernels that the table is
+    written for."""
     built_in = isinstance(getattr(model.draw, "__self__", None), Decoder | DeepMlp)
     if not built_in or precision.compute not in HALVES or device.type != "cpu":
         return None
