@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=())
     args = parser.parse_args()
     torch.set_num_threads(1)
-    keep_freed_memory()
+    keep_freed_memory(torch.device("cpu"))
     print(
         f"| {args.size} | ours, ms | by hand, ms | ratio (quartiles) |\n|---|--:|--:|--:|"
     )

@@ -9,7 +9,9 @@ processor time; of all turns the 10th percentile, as others use the machine too:
 - pieces: the same pieces, units and updates as a step, called one after the other without a program;
 - step: `Executor.step` on the same batches;
 - list: a step whose pieces, units and updates give back at once what is ready. What is left is to go
-  through the list, wait, note moments, watch for what is not finite, agree and read.
+  through the list, wait, note moments, watch for what is not finite, agree and read;
+- block, its module: the forward of one block that keeps what backward needs, as a piece and as plain
+  torch calls it. On a GPU a host that takes longer than the device's kernels is what a step waits for.
 
 What an operation costs is what a step takes more than the loop, by operation: the executor's part is
 what it takes more than the pieces, the rest is what cutting a model into pieces costs: an edge of
@@ -146,7 +148,24 @@ def main() -> None:
                 one()
             return (time.process_time() - begun) / args.steps * 1e6
 
-        turns = {"loop": plain, "pieces": called, "step": step}
+        block = rank.part.local.pieces[1]
+        batch = rank.part.local.complete(own[0])
+        bundle = rank.part.local.pieces[0].forward(0, {}, batch, keep=False)
+        given = {name: batch[name] for name in block.takes if name in batch}
+
+        def forward() -> None:
+            block.forward(0, bundle, batch, keep=True)
+
+        def module() -> None:
+            block.module(bundle["x"].detach().requires_grad_(), **given)
+
+        turns = {
+            "loop": plain,
+            "pieces": called,
+            "step": step,
+            "block": forward,
+            "its module": module,
+        }
         for one in turns.values():
             turn(one)
         if args.profile:
@@ -173,9 +192,10 @@ def main() -> None:
     count = len(rank.part.trainer.row)
     words = str(rank.part.layout) or "one rank"
     print(f"{words}: {count} operations, load {os.getloadavg()[0]:.1f}\n")
-    print("| | us a step | us an operation |\n|---|--:|--:|")
+    print("| | us | us an operation |\n|---|--:|--:|")
     for name, us in low.items():
-        print(f"| {name} | {us:.0f} | {us / count:.1f} |")
+        each = "" if name in ("block", "its module") else f"{us / count:.1f}"
+        print(f"| {name} | {us:.0f} | {each} |")
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ class Plain:
         *,
         compiled: bool,
     ) -> None:
-        keep_freed_memory()
+        keep_freed_memory(torch.device("cpu"))
         self.rank, self.accum, self.numbers = rank, accum, count()
         self.ranks = int(os.environ["WORLD_SIZE"])
         run = Run.parse("", "run", tuple(keys))

@@ -719,13 +719,9 @@ class StepClock:
     def begin(self, *, timed: bool, watched: bool) -> None:
         """A step begins. Its moments are needed if it is `timed`, or its device `watched`."""
 
-    def start(self) -> Any:
-        """The moment at which an operation starts: now."""
-        return time.perf_counter()
-
-    def end(self) -> Any:
-        """The moment at which an operation ends."""
-        return time.perf_counter()
+    # The moments at which an operation starts and ends.
+    start: Callable[[], Any] = staticmethod(time.perf_counter)
+    end: Callable[[], Any] = staticmethod(time.perf_counter)
 
     def seconds(self, moment: Any) -> float:
         return float(moment)
@@ -742,6 +738,8 @@ class DeviceClock(StepClock):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._events: list[Any] = []
+        # the end of the last operation
+        self.start, self.end = self._last_event, self._next_event
 
     def begin(self, *, timed: bool, watched: bool) -> None:
         self.timed = timed
@@ -752,10 +750,10 @@ class DeviceClock(StepClock):
         self._begun = self._last = self._event()
         self._begun_at = time.perf_counter()
 
-    def start(self) -> Any:
+    def _last_event(self) -> Any:
         return self._last
 
-    def end(self) -> Any:
+    def _next_event(self) -> Any:
         if self._records:
             self._last = self._event()
         return self._last
