@@ -133,7 +133,7 @@ def test_each_case_of_attention_takes_its_kernel_and_is_right() -> None:
         assert apart < (1e-5 if case == "32 bits" else 2e-2), case
     assert found["names"] == {
         "rows of one document": "cuDNN",
-        "documents": "flash attention, one call",
-        "windows": "flash attention, one call",
+        "documents": "flash attention by lengths",
+        "windows": "flash attention by lengths",
         "soft caps": "products in strips of rows",
     }

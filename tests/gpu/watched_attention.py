@@ -40,7 +40,10 @@ def outputs(
     out, lse = attend_own(*qkv, documents, sinks, window, softcap)
     gradient = torch.linspace(-1, 1, out.numel()).view(out.shape).to(out)
     given = documents, sinks, out, lse, window, softcap
-    return [out, lse, *all_gradients(gradient, *qkv, *given)]
+    found = [out, lse, *all_gradients(gradient, *qkv, *given)]
+    # Compiled graphs are made for these strides.
+    assert all(x.is_contiguous() for x in found)
+    return found
 
 
 def compared(

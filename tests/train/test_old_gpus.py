@@ -82,7 +82,7 @@ def test_a_run_says_what_it_chose_for_an_old_gpu(on: Any) -> None:
     assert "no flash attention (compute capability 7.0)" in notice
     on(A100)
     (notice,) = device_notices(Layout.parse("bf16"), GPU)
-    assert notice.startswith("attention: flash attention for rows of one document; ")
+    assert notice.startswith("attention takes flash attention (rows of one document), ")
     assert device_notices(Layout.parse("fp8"), torch.device("cpu")) == []
 
 
@@ -129,7 +129,7 @@ def test_kernels_of_attention_by_device_dtype_and_size(
     names = kernels.kernel_names(GPU, dtype, size)
     assert names["rows of one document"] == whole
     # Flash attention has windows of its own; other kernels take a mask.
-    by_lengths = f"{FLASH}, one call"
+    by_lengths = f"{FLASH} by lengths"
     flash = whole in (CUDNN, FLASH)
     assert names["windows"] == (by_lengths if flash else masked)
     assert kernels._kernels_of(GPU, dtype, size, masked=True).name == masked

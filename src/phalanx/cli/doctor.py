@@ -166,8 +166,8 @@ def _attention_lines(here: LocalDevice) -> Iterator[str]:
 
     for dtype in torch.bfloat16, torch.float32:
         names = kernel_names(here.device, dtype, HEAD)
-        each = "; ".join(f"{name} for {what}" for what, name in names.items())
-        yield f"attention in {str(dtype).removeprefix('torch.')}: {each}"
+        each = ", ".join(f"{name} ({what})" for what, name in names.items())
+        yield f"attention in {str(dtype).removeprefix('torch.')} takes {each}"
 
 
 def _identity(here: LocalDevice) -> list[str]:

@@ -48,8 +48,8 @@ def device_notices(
         return []
     dtype = COMPUTE[layout.precision]
     names = kernel_names(device, dtype, head_size)
-    each = "; ".join(f"{name} for {what}" for what, name in names.items())
-    notices = [f"attention: {each}"]
+    each = ", ".join(f"{name} ({what})" for what, name in names.items())
+    notices = [f"attention takes {each}"]
     if layout.matmul and not layout.compile:
         notices.append(
             f"{layout.matmul} without compile is slower than {BF16}: each rounding takes several kernels."
