@@ -8,15 +8,6 @@ from multiprocessing import forkserver
 
 import pytest
 
-# Files with tests of ten seconds and more, which come first: all workers then end together.
-SPREAD = ("test_verify.py", "test_narrow.py")
-LONG = (
-    "test_what_is_compared.py", "test_nccl_start.py", "test_fake_accelerator.py", "test_kills.py",
-    "test_ranks_agree.py", "test_make_gpu.py", "test_experiments.py", "test_common_mistakes.py",
-    "test_top_command.py", "test_docs.py",
-)  # fmt: skip
-
-
 # What every rank of a test would load again, up to a second for each: the process from which they are
 # forked has it beside what it loads itself.
 LOADED = (
@@ -36,9 +27,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Each stretch has its share of the longest tests, and then of the rest, file by file, as tests of
     one file share what is made once: the first has the other long files, and the others take its end."""
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    longest = [item for item in items if item.path.name in SPREAD]
-    rest = [item for item in items if item.path.name not in SPREAD]
-    rest.sort(key=lambda item: item.path.name not in LONG)
+    longest = [item for item in items if item.get_closest_marker("long_tests")]
+    rest = [item for item in items if not item.get_closest_marker("long_tests")]
+    rest.sort(key=lambda item: item.get_closest_marker("long_file") is None)
     share = -(-len(rest) // workers)
     stretches = [
         longest[n::workers] + rest[n * share : (n + 1) * share] for n in range(workers)

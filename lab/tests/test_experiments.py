@@ -21,6 +21,8 @@ from phalanx_lab.trial import LabTrial, conduct
 from torch_shm.calls import Call
 from torch_shm.settle import settle
 
+pytestmark = pytest.mark.long_file
+
 SMALL = Size(batch=8, width=16, layers=4, steps=2)
 FILES = Path(phalanx_lab.__file__).parent / "experiments"
 

@@ -20,6 +20,8 @@ import pytest
 
 from phalanx.cli import main
 
+pytestmark = pytest.mark.long_file
+
 Capture = pytest.CaptureFixture[str]
 ESC = "\x1b]0;owned\x07\x1b[31m"
 SIZES = "model={heads=2,vocab=256,"

@@ -14,6 +14,8 @@ from rank_watch import Hosted, RankState
 from rank_watch.rank_state import pack
 from rank_watch.ranks_folder import ASKED, FOLDER
 
+pytestmark = pytest.mark.long_file
+
 Capture = pytest.CaptureFixture[str]
 
 

@@ -32,6 +32,8 @@ from phalanx.parallel import build_model, open_groups
 from phalanx.train.program import program_of
 from phalanx.verify import SHAPES, covering, every_layout, verify
 
+pytestmark = pytest.mark.long_file
+
 
 class Machine(Devices):
     """A process that sees these GPUs."""

@@ -21,6 +21,8 @@ from phalanx.parallel.fitness import misfits
 from phalanx.train.program import shape_of
 from phalanx.verify import SHAPES
 
+pytestmark = pytest.mark.long_file
+
 PYTHON = sys.executable
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.long_file
+
 LAYOUTS = (
     "", "accum:4", "dp2 zero1", "dp2 zero2 accum:2", "dp2 zero3", "dp2x2 zero3", "tp2", "tp2 seq",
     "cp2", "cp2:ulysses", "pp2 1f1b:2", "pp2 interleaved2:2", "pp2 zb-h1:2", "pp2 zb-v:2",

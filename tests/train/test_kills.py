@@ -8,6 +8,8 @@ import pytest
 from kill_worlds import Campaign
 from loop_worlds import records
 
+pytestmark = pytest.mark.long_file
+
 
 def _killed(
     out: Path, layout: str, asynchronous: bool, *, kills: int, in_save: int, seed: int

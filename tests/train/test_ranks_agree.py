@@ -17,6 +17,8 @@ from phalanx.comm import RankFailed, World, launch
 from phalanx.layout import Run
 from phalanx.train.loop import train
 
+pytestmark = pytest.mark.long_file
+
 # Two processes are each a rank of many starts, one after the other, as somebody starts them by hand:
 # with RANK and WORLD_SIZE set and a command. What the command says and its exit code are written.
 BY_HAND = """

@@ -21,6 +21,8 @@ from phalanx.verify.trial import Setting
 from phalanx.verify.verify import judge, precision_named, truth_of
 from seeded import HALVES, setting_of, swapped, truth, verdict_of
 
+pytestmark = pytest.mark.long_tests
+
 
 @cache
 def exact(name: str) -> Trace:

@@ -21,6 +21,8 @@ from phalanx.verify import SHAPES, batch_of, compare, covering, every_layout, ve
 from phalanx.verify.reference import Trace, TracedStep
 from seeded import FAULTS, Fault, catch, swapped
 
+pytestmark = pytest.mark.long_tests
+
 
 def failures(verdicts: object) -> list[str]:
     return [f"{v.layout}: {v.first_difference}" for v in verdicts if not v.passed]  # type: ignore[attr-defined]

@@ -43,6 +43,8 @@ from phalanx.verify.trial import Setting
 from phalanx.verify.verify import OPTIMIZERS, judge, precision_named, truth_of
 from seeded import FAULTS, setting_of, swapped, trained, truth
 
+pytestmark = pytest.mark.long_file
+
 WIDE = Precision(torch.float64, torch.float64, torch.float64)
 
 
