@@ -6,6 +6,7 @@
     phalanx.plan("8b", "h100x64", sequence=8192, batch_tokens="4Mi")
     phalanx.draw("dp2 pp2 zero3 1f1b:4", "124m")
     phalanx.train(phalanx.join(), phalanx.Run.load("run.toml"))
+    phalanx.prepare(model, optimizer, "dp2 zero3", loss=my_loss)
 
 `join()` is this process's rank: of a process group that is there already (Ray, Accelerate, a notebook),
 of what torchrun or Slurm has started, or alone. Importing this package loads no torch.
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from .layout import Run as Run
     from .layout import Shape as Shape
     from .train.loop import train as train
+    from .train.own_loop import prepare as prepare
 
 __version__ = VERSION
 
@@ -48,6 +50,7 @@ _NAMES = {
     "comm": "join launch",
     "layout": "Layout Run Shape",
     "train.loop": "train",
+    "train.own_loop": "prepare",
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 # These are packages too: `phalanx.plan` is one, and `phalanx.plan("8b")` what people want of it.

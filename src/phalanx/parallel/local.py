@@ -4,13 +4,15 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..comm import World
-from ..layout import Layout, stage_pieces
+from ..layout import Layout, LayoutError, stage_pieces
+from ..layout.stages import stage_blocks
 from ..models import ExpertsPart
 from ..program import Program, ops
 from .batch import edge_shape
@@ -44,6 +46,8 @@ class LocalModel:
     derived: Mapping[str, Callable[[Mapping[str, Tensor]], Tensor]]
     # gives weights (all, or those `chosen` by name) a seed's start
     draw: Callable[..., None]
+    # gives all weights the values of whole tensors, by name
+    fill: Callable[[Mapping[str, Tensor]], None]
 
     @torch.no_grad()
     def complete(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -77,9 +81,24 @@ class LocalModel:
 
 
 def model_stages(model: Model, layout: Layout) -> tuple[range, ...]:
-    """The pieces of every virtual stage; without a shape all blocks cost the same."""
-    assert model.shape is not None, "a model without a shape has one stage"
-    return stage_pieces(layout, model.shape)
+    """The pieces of every virtual stage; without a shape they are balanced by their parameters."""
+    if model.shape is not None:
+        return stage_pieces(layout, model.shape)
+    count = len(model.pieces)
+    if count < 3:
+        if layout.virtual_stages > 1:
+            raise LayoutError(
+                f"{layout} has {layout.virtual_stages} stages, and the model is one piece."
+                " Describe its blocks (docs/bring-your-model.md), or use no pp."
+            )
+        return (range(count),)
+    work = [1] * count
+    for name, weight in model.weights.items():
+        work[model.unit_of[name] % count] += weight.numel()
+    blocks = stage_blocks(layout, "the model", work)
+    ends = [0, *(1 + block for block in accumulate(blocks))]
+    ends[-1] = count  # the head goes with the last stage
+    return tuple(range(a, b) for a, b in pairwise(ends))
 
 
 def build_local(
@@ -112,7 +131,7 @@ def build_local(
     trained, frozen = maker.units(frozen=False), maker.units(frozen=True)
     of_number = {n: [u[n] for u in (trained, frozen) if n in u] for n in maker.held}
     _place(model, of_number, role.pieces, layout, at, world.device)
-    draw = partial(_fill, model, of_number)
+    draw = partial(_draw, model, of_number)
     if seed is not None:
         draw(seed)
     pieces = {
@@ -136,6 +155,7 @@ def build_local(
         partial(_edge, model, layout, precision.compute, world.device),
         derived,
         draw,
+        partial(_fill_from, of_number),
     )
 
 
@@ -328,7 +348,7 @@ def _place(
                     child._parameters[key] = bound[originals[parameter]]
             buffers = {key: x for key, x in child._buffers.items() if x is not None}
             for key, x in buffers.items():
-                child._buffers[key] = _real(x, device) if x.is_meta else x
+                child._buffers[key] = _real(x, device) if x.is_meta else x.to(device)
             reset = getattr(child, "reset_buffers", None)
             if buffers and callable(reset):
                 reset()
@@ -342,11 +362,40 @@ def _place(
                 ].clone()
 
 
-def _fill(
+# The rows (ascending) and columns of a weight, where all dims but the last make the rows.
+_Part = tuple[Tensor, slice]
+_PartOf = Callable[[str, torch.dtype, _Part], Tensor]
+
+
+def _draw(
     model: Model,
     units: Mapping[int, Sequence[Unit]],
     seed: int,
     chosen: Callable[[str], bool] = lambda name: True,
+) -> None:
+    def drawn(name: str, dtype: torch.dtype, part: _Part) -> Tensor:
+        return start(model, name, seed, dtype, part)
+
+    _fill(units, drawn, chosen)
+
+
+def _fill_from(
+    units: Mapping[int, Sequence[Unit]], values: Mapping[str, Tensor]
+) -> None:
+    def taken(name: str, dtype: torch.dtype, part: _Part) -> Tensor:
+        rows, columns = part
+        whole = values[name].detach()
+        wide = whole.shape[-1] if whole.dim() else 1
+        chosen = whole.reshape(-1, wide)[rows.to(whole.device)]
+        return chosen[:, columns].to(dtype)
+
+    _fill(units, taken, lambda name: True)
+
+
+def _fill(
+    units: Mapping[int, Sequence[Unit]],
+    part_of: _PartOf,
+    chosen: Callable[[str], bool],
 ) -> None:
     for unit in (unit for each in units.values() for unit in each):
         if unit.home.is_meta:
@@ -356,7 +405,7 @@ def _fill(
                 wide = weight.local[-1] if weight.local else 1
                 rows = weight.rows[begin // wide : -(-stop // wide)]
                 box = rows[rows > 0] - 1, weight.box[-1] if weight.box else slice(1)
-                part = start(model, weight.name, seed, unit.precision.master, box)
+                part = part_of(weight.name, unit.precision.master, box)
                 if part.shape != (len(rows), wide):
                     padded = part.new_zeros(len(rows), wide)
                     padded[rows > 0, : part.shape[1]] = part

@@ -35,6 +35,7 @@ from .whole import Whole, whole_of_class
 Draw = Callable[[str, Tensor, torch.Generator], None]
 Edges = Callable[[int, Mapping[str, Tensor]], Mapping[str, Tensor]]
 Derive = Callable[[Mapping[str, Tensor], torch.dtype], Tensor]
+EVERY = "*"  # among the names that a piece takes: all entries of the batch
 COLUMNS, NUMBERS = 256, 1 << 16  # of a tile that is drawn apart, at most
 
 
@@ -143,7 +144,7 @@ class Model:
 
     def takes(self, piece: int) -> tuple[str, ...]:
         """The names that a piece takes. All pieces but the first take the activations first, under
-        any name."""
+        any name. A piece with `takes_batch` takes every entry of the batch."""
         signature = inspect.signature(type(self.pieces[piece][1]).forward).parameters
         names = [
             n
@@ -152,6 +153,8 @@ class Model:
         ]
         open_ended = len(names) < len(signature)
         shared = ("positions", "documents", "noise") if open_ended else ()
+        if getattr(self.pieces[piece][1], "takes_batch", False):
+            shared = (EVERY,)
         return (*names[1:], *shared)
 
 

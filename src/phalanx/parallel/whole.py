@@ -74,7 +74,7 @@ class Whole:
             name: batch[key] for name, key in self.arguments.items() if key in batch
         }
         returned = self.module(**given)
-        loss = _loss_in(returned)
+        loss = returned_loss(returned)
         if loss is not None:
             return loss * count if self.mean else loss
         logits = _logits_in(returned, self.name).flatten(0, -2)
@@ -146,7 +146,7 @@ def _arguments(module: nn.Module, name: str) -> dict[str, str]:
     return known
 
 
-def _loss_in(returned: Any) -> Tensor | None:
+def returned_loss(returned: Any) -> Tensor | None:
     """The loss that a forward returned: alone, in a tuple, under the key `loss`, or as that attribute."""
     if isinstance(returned, Mapping):
         candidates = [returned.get("loss")]

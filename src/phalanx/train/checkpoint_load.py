@@ -21,7 +21,7 @@ from torch import Tensor
 from ..comm import Group
 from ..comm.agree import broadcast_text
 from ..layout import Layout, LayoutError, Shape
-from ..layout.choices import OPTIMIZERS, SGD
+from ..layout.choices import OPTIMIZERS, SGD, OptimizerTraits
 from ..layout.families import code_of
 from ..layout.run import Run
 from ..layout.source import split_name
@@ -55,6 +55,7 @@ from .data.batches import Batches
 from .data.digests import SourceRecord, differences, records_of
 from .data.token_files import DataError
 from .folder import Folder
+from .own_optimizer import OwnUpdate
 
 # bytes of whole rows that are read at once where a rank keeps a part of each
 BLOCK = 16 << 20
@@ -508,13 +509,14 @@ def _check(
     )
     if kinds := _kinds(manifest):
         name, optimizer = manifest.optimizer, optimizer_name(updates)
-        traits = _OPTIMIZERS.get(name)
+        traits = _traits(manifest, updates)
         known = traits.every_moment if traits else ()
         if not {*kinds} <= {*known}:
             wrong.append(
                 f"keeps {', '.join(kinds)} as the state of {name or 'nothing'}"
             )
-        if (name != OPTIMIZERS[SGD].stored) != (manifest.updates is not None):
+        counts = traits is None or traits.stored != OPTIMIZERS[SGD].stored
+        if name in _OPTIMIZERS and counts != (manifest.updates is not None):
             wrong.append(f"has {manifest.updates} updates by {name}")
         if optimizer and name != optimizer:
             wrong.append(
@@ -524,7 +526,9 @@ def _check(
         weights = [weight for unit in local.units.values() for weight in unit.order]
         for kind in known:
             kept = [
-                w.name for w in weights if kind in _kept(name, matrix=bool(w.matrices))
+                w.name
+                for w in weights
+                if traits and kind in traits.kept(matrix=bool(w.matrices))
             ]
             lost = [
                 weight for weight in kept if shapes.get((kind, weight)) != own[weight]
@@ -536,9 +540,12 @@ def _check(
         raise CheckpointError("; ".join(wrong))
 
 
-def _kept(optimizer: str, *, matrix: bool) -> tuple[str, ...]:
-    """The tensors that an optimizer keeps for a weight."""
-    return _OPTIMIZERS[optimizer].kept(matrix=matrix)
+def _traits(manifest: Manifest, updates: Updates) -> OptimizerTraits | None:
+    """The optimizer whose state a checkpoint holds; None if it is unknown. A torch optimizer of the
+    user's makes its state with its first step, so it is what is there."""
+    if any(isinstance(update, OwnUpdate) for update in updates.values()):
+        return OptimizerTraits(manifest.optimizer, tuple(_kinds(manifest)))
+    return _OPTIMIZERS.get(manifest.optimizer)
 
 
 def _kinds(manifest: Manifest) -> list[str]:
@@ -549,9 +556,10 @@ def _kinds(manifest: Manifest) -> list[str]:
 def _fill(reader: TensorReader, local: LocalModel, updates: Updates) -> None:
     """This rank's homes and optimizer state become those of the checkpoint."""
     kinds, count = _kinds(reader.manifest), reader.manifest.updates
-    for update in updates.values() if kinds else ():
+    traits = _traits(reader.manifest, updates)
+    for update in updates.values() if kinds and traits else ():
         for number, (_, view) in enumerate(update.every_run):
-            kept = _kept(update.name, matrix=number >= len(update.runs))
+            kept = traits.kept(matrix=number >= len(update.runs)) if traits else ()
             state = {kind: torch.zeros_like(view) for kind in kept}
             if count is not None:
                 # A fused optimizer keeps its count where the numbers are, in float32.

@@ -27,10 +27,11 @@ from torch_shm.settle import HALVES
 from ..comm import CommError, Group, Work
 from ..models import Router
 from ..models.experts import CHOICES
-from ..parallel import Unit, count_valid
+from ..parallel import Unit
 from ..parallel.batch import count_tokens
 from ..parallel.experts import Choices
 from ..parallel.local import LocalModel
+from ..parallel.own_loss import BY_TARGETS, METRICS, Measure
 from ..parallel.pieces import Box, Bundle, CopyLane
 from ..parallel.recompute import Selected
 from ..parallel.works import Then, Together
@@ -52,8 +53,9 @@ _SHORT = 1024  # numbers of a run whose norm is taken in float32
 @dataclass(frozen=True)
 class StepResult:
     """A rank's results of a step. `loss` is its own sum, zero if it counts none; `norm` is None if
-    the program agrees on none. With it come the mean loss of all ranks, and the number of ranks
-    that want to stop."""
+    the program agrees on none. With it come the mean loss of all ranks, the number of ranks
+    that want to stop, and the means of the loss's own metrics: without a norm they are sums of this
+    rank."""
 
     timeline: Timeline
     loss: float
@@ -61,6 +63,7 @@ class StepResult:
     norm: float | None = None
     total: float = 0.0
     stops: float = 0.0
+    metrics: tuple[float, ...] = ()
 
     @property
     def finite(self) -> bool:
@@ -94,8 +97,10 @@ class Executor:
         *,
         clip: float = 0.0,
         scaling: LossScale | None = None,
+        measure: Measure = BY_TARGETS,
     ) -> None:
         self.local, self.program, self.rank = local, program, rank
+        self.measure = measure
         self.number = program.owner[rank]
         state = State(program, self.number)
         self.row, self.again = state.ops, state.again
@@ -192,6 +197,7 @@ class Executor:
         # of experts, from a forward to its backward
         self.choices: dict[Key, Choices] = {}
         self.loss, self.count = number(0.0), number(1.0)
+        self.metrics = number(0.0).expand(len(self.measure.metrics)).clone()
         # with or without a target, which routers' losses are divided by
         self.tokens = number(1.0)
         self.norm: Tensor | None = None
@@ -219,7 +225,9 @@ class Executor:
         if meanwhile is not None:
             meanwhile()
         words[WAITS] = DEVICE if self.local.pool.device.type == "cuda" else 0
-        read = dict(zip(named, torch.cat([*named.values()]).tolist(), strict=True))
+        values = torch.cat([*named.values(), self.metrics]).tolist()
+        read = dict(zip(named, values[: len(named)], strict=True))
+        metrics = tuple(values[len(named) :])
         words[WAITS] = 0
         if self.progress is not None:
             self.progress.forget()
@@ -228,7 +236,7 @@ class Executor:
             Span(self.rank, self.lanes[op], op, at(a), at(b))
             for op, a, b in (self.moments if self.clock.timed else ())
         ]
-        result = StepResult(Timeline(tuple(spans)), **read)
+        result = StepResult(Timeline(tuple(spans)), **read, metrics=metrics)
         if self.norm is not None and self.scaling:
             self.scaling.saw(finite=result.finite)
         return result
@@ -356,7 +364,7 @@ class Executor:
     # ---- tokens and agreement
 
     def _count(self, op: Op) -> Work:
-        kinds = [count_valid] + [count_tokens] * self.has_losses
+        kinds = [self.measure.count] + [count_tokens] * self.has_losses
         every = [torch.stack([*map(kind, self.batches)]) for kind in kinds]
         total = torch.stack(every).sum(1, dtype=torch.float64)
 
@@ -375,11 +383,12 @@ class Executor:
         }
         own = sum_of_squares(self.norms.values(), self.loss.device).view(1)
         wants = torch.full_like(self.loss, float(self.wants_to_stop()))
-        sums = torch.cat((own, self.loss, wants))
+        sums = torch.cat((own, self.loss, wants, self.metrics))
 
         def agreed() -> None:
             self.norm = sums[:1].sqrt() / self._loss_scale
-            self._use_sums(sums[1:])
+            self._use_sums(sums[1:3])
+            self.metrics = sums[3:] / self._divisor
             self.scale = Scale.of(self.norm, self.clip, self._loss_scale)
 
         return Then(self.local.groups.everyone.all_reduce(sums, wait=False), agreed)
@@ -388,9 +397,14 @@ class Executor:
         """Takes the values summed with the norm: all losses, and the number of ranks that want to
         stop."""
         assert self.norm is not None
-        total = sums[:1] / self.count.clamp(min=1.0)
+        total = sums[:1] / self._divisor
         self.norm = self.norm.where(total.isfinite(), math.nan)
         self.sums = {"total": total, "stops": sums[1:]}
+
+    @property
+    def _divisor(self) -> Tensor:
+        """The count of all ranks, or 1 in a step that counts nothing."""
+        return self.count.where(self.count != 0.0, 1.0)
 
     @property
     def _loss_scale(self) -> float:
@@ -420,15 +434,18 @@ class Executor:
         if own is not None and self.trains:
             self.choices[p, m] = Choices(own)
         if piece.last:
-            self._add_loss(out["x"])
+            self._add_loss(out["x"], out.get(METRICS))
         else:
             self._pass_on(ops.FORWARD, p, p + 1, m, out)
 
-    def _add_loss(self, y: Tensor) -> None:
+    def _add_loss(self, y: Tensor, metrics: Tensor | None) -> None:
         self._watch(ops.FORWARD, self.program.pieces - 1, y)
         # Every rank of tp computes the same loss; one of them counts it.
-        if self.local.groups.tp.rank == 0:
-            self.loss += y
+        if self.local.groups.tp.rank:
+            return
+        self.loss += y
+        if metrics is not None:
+            self.metrics += metrics
 
     def _again(self, op: Op) -> None:
         p, m = op.piece, op.index
@@ -444,7 +461,7 @@ class Executor:
         p, m = op.piece, op.index
         piece = self.local.pieces[p]
         if piece.last:  # a step without a single valid token has zero gradients
-            gradients = piece.seed(m, self._loss_scale / self.count.clamp(min=1.0))
+            gradients = piece.seed(m, self._loss_scale / self._divisor)
         else:
             gradients = self.gradients.pop((p, m))
         if piece.loss_router:
@@ -632,8 +649,14 @@ class Executor:
 class Validator(Executor):
     """Forward only: the loss of a batch over all ranks."""
 
-    def __init__(self, local: LocalModel, program: Program, rank: int) -> None:
-        super().__init__(local, program, rank, None)
+    def __init__(
+        self,
+        local: LocalModel,
+        program: Program,
+        rank: int,
+        measure: Measure = BY_TARGETS,
+    ) -> None:
+        super().__init__(local, program, rank, None, measure=measure)
 
     def mean_loss(self, batches: Iterable[Sequence[Batch]]) -> float | None:
         """The mean loss over all valid targets of these batches and all ranks; None without any."""
@@ -658,12 +681,18 @@ class Validator(Executor):
 
     def loss_of(self, batches: Sequence[Batch]) -> tuple[float, float]:
         """The sum of the losses and the count of the targets, over all ranks."""
+        (loss, *_), count = self.sums_over_ranks(batches)
+        return loss, count
+
+    def sums_over_ranks(self, batches: Sequence[Batch]) -> tuple[list[float], float]:
+        """The sums of the losses and of each metric, and the count of the targets, over all ranks."""
         result = self.step(batches, 0.0)
         group = self.local.groups.everyone
-        total = torch.tensor([result.loss], dtype=torch.float64, device=group.device)
+        own = (result.loss, *result.metrics)
+        total = torch.tensor(own, dtype=torch.float64, device=group.device)
         group.all_reduce(total)
         with group.reading():
-            return float(total), result.count
+            return total.tolist(), result.count
 
 
 def _norms(unit: Unit) -> Tensor:

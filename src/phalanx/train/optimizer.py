@@ -148,7 +148,7 @@ class Update:
             views = one.views
             own = self.unit.gradients(one.runs)
             if own[0].dtype != views[0].dtype or own[0].device != views[0].device:
-                own = [_beside(*both) for both in zip(own, views, strict=True)]
+                own = [beside(*both) for both in zip(own, views, strict=True)]
             common: dict[str, Any] = {
                 "lr": lr,
                 "weight_decay": one.decay,
@@ -175,7 +175,7 @@ class Update:
         self.unit.refresh()
 
 
-def _beside(gradient: Tensor, view: Tensor) -> Tensor:
+def beside(gradient: Tensor, view: Tensor) -> Tensor:
     """A gradient in the dtype, and where the weights are that it moves."""
     own = gradient.to(view.dtype)
     if view.device == own.device:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from ..layout import Layout
 from ..layout.choices import FP16
 from ..parallel import Model, Precision, microbatches, on_device, share
 from ..parallel.local import LocalModel, build_local
+from ..parallel.own_loss import BY_TARGETS, Measure
 from ..program import Program
 from ..program.build import forward_only
 from .executor import Executor, Validator
@@ -70,15 +72,17 @@ def parallelize(
     precision: Precision,
     clip: float = 0.0,
     seed: int | None = None,
+    measure: Measure = BY_TARGETS,
 ) -> ModelPart:
     """This rank's part of a model: its modules are cut, its groups opened, its executors made.
 
     Every rank calls it. `seed` draws the weights; without one they are zeros, to be loaded or drawn.
+    `measure` says what losses are divided by, and which metrics come with them.
     """
     local = build_local(world, layout, model, program, seed=seed, precision=precision)
     scaling = LossScale() if layout.precision == FP16 else None
-    trainer = Executor(
-        local, program, world.rank, optimizer, clip=clip, scaling=scaling
-    )
-    validator = Validator(local, forward_only(program, layout), world.rank)
+    rank = world.rank
+    terms: Any = {"clip": clip, "scaling": scaling, "measure": measure}
+    trainer = Executor(local, program, rank, optimizer, **terms)
+    validator = Validator(local, forward_only(program, layout), rank, measure)
     return ModelPart(layout, model, program, local, trainer, validator)

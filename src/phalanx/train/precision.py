@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,6 +11,7 @@ from ..layout import Layout, LayoutError
 from ..layout.choices import BF16, FP16, FP32, TF32
 from ..models.kernels import kernel_names
 from ..parallel import Precision
+from ..parallel.low_precision import matmul_named, refuse_without_kernels
 
 
 def precision_of(name: str) -> Precision:
@@ -38,6 +39,15 @@ def refuse_bfloat16(precision: Precision, device: torch.device) -> None:
             f"{BF16} needs a GPU of compute capability 8.0, and {torch.cuda.get_device_name(device)} has"
             f" {has[0]}.{has[1]}. Write {FP16} or {FP32} in place of {BF16}."
         )
+
+
+def precision_on(device: torch.device, layout: Layout) -> Precision:
+    """The precision of a layout's words; refused where the device cannot compute in it."""
+    refuse_without_kernels(layout.matmul, device)
+    matmul = matmul_named(layout.matmul)
+    precision = replace(precision_of(layout.precision), matmul=matmul)
+    refuse_bfloat16(precision, device)
+    return precision
 
 
 def device_notices(

@@ -24,7 +24,6 @@ from ..parallel import (
     refuse_mixing,
 )
 from ..parallel.experts import cut_blocks
-from ..parallel.low_precision import matmul_named, refuse_without_kernels
 from ..program import Program, options_of
 from .agreement import facts_of
 from .checkpoint_load import ModelIdentity
@@ -35,7 +34,7 @@ from .muon import Muon
 from .next_batch import NextBatch
 from .optimizer import AdamW, Optimizer, Sgd
 from .parallelize import parallelize
-from .precision import precision_of, refuse_bfloat16
+from .precision import precision_on
 from .program import fitting_program, maker_of, program_of, shape_of
 from .watched import tell_compilations
 
@@ -117,7 +116,7 @@ class Rank:
             self.identity = ModelIdentity.of(made, self.shape, run.own)
             model: Model = cut_blocks(made, layout)
             self.parameters = sum(weight.numel() for weight in model.weights.values())
-            self.precision = _precision_on(world.device, layout)
+            self.precision = precision_on(world.device, layout)
             fits = layout.recompute == "fit"
             program = None if fits else program_of(model, layout, options_of(run))
             facts |= facts_of(run, layout, self.shape, model, program)
@@ -178,12 +177,3 @@ class Rank:
             executor.write_to(positions, self.part.names)
         if self.part.layout.compile:
             tell_compilations(positions)
-
-
-def _precision_on(device: torch.device, layout: Layout) -> Precision:
-    """The precision of a layout's words; refused where the device cannot compute in it."""
-    refuse_without_kernels(layout.matmul, device)
-    matmul = matmul_named(layout.matmul)
-    precision = replace(precision_of(layout.precision), matmul=matmul)
-    refuse_bfloat16(precision, device)
-    return precision

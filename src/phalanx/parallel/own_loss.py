@@ -1,0 +1,261 @@
+"""A loss that the user gives, in place of the one that a model's last piece computes.
+
+The loss of a microbatch is a sum: ranks and microbatches add up theirs, and training divides by a count
+over all of them (`Measure`). A mean would be divided twice, so the first call tries the loss on both halves
+of its rows.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from ..layout import LayoutError
+from .batch import count_valid
+from .model import Model
+from .whole import returned_loss
+
+Batch = Mapping[str, Tensor]
+# (output, batch) to the loss as a sum, alone or with the sums of metrics by name
+LossFunction = Callable[[Any, dict[str, Tensor]], Any]
+
+METRICS = "metrics"  # what the last piece gives beside its loss
+_APART = 1e-3  # relative; sums of other parts in float32 differ by less
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What losses are divided by, and the names of the metrics that come with them."""
+
+    count: Callable[[Batch], Tensor] = count_valid
+    metrics: tuple[str, ...] = ()
+
+
+BY_TARGETS = Measure()
+
+
+class OwnLoss:
+    """A user's loss of one microbatch, with its metrics in the order of their names."""
+
+    def __init__(self, compute: LossFunction, measure: Measure) -> None:
+        self.compute, self.measure = compute, measure
+        self.tried = False
+
+    def __call__(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        entries = dict(batch)
+        if not self.tried:
+            self.tried = True
+            self._refuse_other_than_sums(output, entries)
+        return self._sums(output, entries)
+
+    def _sums(
+        self, output: Any, batch: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        returned = self.compute(output, batch)
+        loss, metrics = returned if isinstance(returned, tuple) else (returned, {})
+        if not isinstance(loss, Tensor) or not loss.is_floating_point():
+            raise LayoutError(
+                f"the loss returns a {type(loss).__name__}: return a tensor, alone or in a tuple with"
+                " a dict of metrics."
+            )
+        names = self.measure.metrics
+        if {*metrics} != {*names}:
+            raise LayoutError(
+                f"the loss returns the metrics {sorted(metrics)}, and metrics={list(names)} was given"
+                " to prepare. All ranks sum them up, so all must know their names before."
+            )
+        total = loss.sum() if loss.dim() else loss
+        if not names:
+            return total, None
+        each = [torch.as_tensor(metrics[name], device=loss.device) for name in names]
+        sums = torch.stack([x.detach().sum(dtype=torch.float64) for x in each])
+        return total, sums
+
+    @torch.no_grad()
+    def _refuse_other_than_sums(self, output: Any, batch: dict[str, Tensor]) -> None:
+        rows = next(iter(batch.values())).shape[0]
+        if rows < 2:
+            return  # nothing to cut
+        middle = rows // 2
+        whole, _ = self._sums(_detached(output), batch)
+        parts = []
+        for part in (slice(0, middle), slice(middle, rows)):
+            own, _ = self._sums(_cut(output, part, rows), _cut(batch, part, rows))
+            parts.append(float(own))
+        total = float(whole)
+        if not _adds_up([total, *parts]):
+            raise LayoutError(
+                f"the loss of {rows} rows is {total:.6g}, and {parts[0]:.6g} and {parts[1]:.6g} of its"
+                " two parts: it is no sum over rows. Return a sum (reduction='sum'): ranks and"
+                " microbatches add up their losses, and training divides by the count of all rows or"
+                " targets, or by what count=... gives."
+            )
+
+
+def _detached(output: Any) -> Any:
+    return tree_map_only(Tensor, Tensor.detach, output)
+
+
+def _cut(values: Any, part: slice, rows: int) -> Any:
+    """The same values of some of the rows."""
+
+    def cut(x: Tensor) -> Tensor:
+        each = x.dim() > 0 and x.shape[0] == rows
+        return x.detach()[part] if each else x.detach()
+
+    return tree_map_only(Tensor, cut, values)
+
+
+class _LossHere(nn.Module):
+    """Stands where the model's loss was, and computes the user's."""
+
+    def __init__(self, own: OwnLoss) -> None:
+        super().__init__()
+        self.own = own
+        self.batch: dict[str, Tensor] = {}
+        self.metrics: Tensor | None = None
+
+    def forward(self, output: Tensor, targets: Tensor) -> Tensor:
+        loss, self.metrics = self.own(output, self.batch)
+        return loss
+
+
+def give_loss(model: Model, own: OwnLoss) -> None:
+    """Makes the last piece of a described model compute this loss of what its child `loss` is called
+    with first."""
+    name, head = model.pieces[-1]
+    if "loss" not in head._modules:
+        raise LayoutError(
+            f"{name} has no child `loss`, in whose place the loss that was given could stand. Compute"
+            " its loss by a module self.loss(output, targets), or give no loss."
+        )
+    head._modules["loss"] = _LossHere(own)
+    _with_forward(head, _by_its_child)
+
+
+@cache
+def _kind_with(kind: Any, forward: Callable[..., Any]) -> type[nn.Module]:
+    members = {"forward": forward, "theirs": kind.forward, "takes_batch": True}
+    return type(kind.__name__, (kind,), members)
+
+
+def _with_forward(module: Any, forward: Callable[..., Any]) -> None:
+    """Gives a module another forward. It stays the module that it is: names of weights remain."""
+    module.__class__ = _kind_with(type(module), forward)
+
+
+def make_whole(module: nn.Module, own: OwnLoss | None, measure: Measure) -> None:
+    """Makes a module as it is the only piece of a model: its forward gets the entries of the batch that
+    its arguments name, and what it returns goes into this loss. Without one its own loss is taken."""
+    module.__dict__["loss_of"] = own or _ReturnedLoss(measure)
+    _with_forward(module, _by_itself)
+
+
+def _by_itself(self: Any, **batch: Tensor) -> dict[str, Tensor]:
+    """A module's own forward, and the loss of what it returns."""
+    if isinstance(self.loss_of, _ReturnedLoss):
+        return {"x": self.loss_of(self.theirs, batch)}
+    output = self.theirs(**arguments_for(self.theirs, batch))
+    return _as_bundle(*self.loss_of(output, batch))
+
+
+class _ReturnedLoss:
+    """The loss that a module's forward returns, as a sum: the first call finds out if it is one, or the
+    mean over what the measure counts."""
+
+    def __init__(self, measure: Measure) -> None:
+        self.measure = measure
+        self.mean: bool | None = None
+
+    def __call__(self, forward: Callable[..., Any], batch: Batch) -> Tensor:
+        if self.measure.metrics:
+            raise LayoutError(
+                "metrics come from a loss that is given: prepare(..., loss=my_loss)."
+            )
+        if self.mean is None:
+            self.mean = self._is_mean(forward, batch)
+        loss = self._loss(forward, batch)
+        return loss * self.measure.count(batch).to(loss.dtype) if self.mean else loss
+
+    def _loss(self, forward: Callable[..., Any], batch: Batch) -> Tensor:
+        loss = returned_loss(forward(**arguments_for(forward, batch)))
+        if loss is None:
+            raise LayoutError(
+                "the model's forward returns no loss. Give one: prepare(..., loss=my_loss), called with"
+                " what the forward returns and the batch."
+            )
+        return loss
+
+    @torch.no_grad()
+    def _is_mean(self, forward: Callable[..., Any], batch: Batch) -> bool:
+        rows = next(iter(batch.values())).shape[0]
+        if rows < 2:
+            batch = {name: torch.cat((x, x)) for name, x in batch.items()}
+            rows *= 2
+        middle = rows // 2
+        halves = [
+            _cut(batch, part, rows) for part in (slice(0, middle), slice(middle, rows))
+        ]
+        each = [float(self._loss(forward, part)) for part in (batch, *halves)]
+        counts = [float(self.measure.count(part)) for part in (batch, *halves)]
+        weighted = [loss * n for loss, n in zip(each, counts, strict=True)]
+        if _adds_up(each):
+            return False
+        if _adds_up(weighted):
+            return True
+        raise LayoutError(
+            f"the loss of {rows} rows is {each[0]:.6g}, and {each[1]:.6g} and {each[2]:.6g} of its two"
+            " parts: it is neither a sum over rows nor a mean over what is counted"
+            f" ({', '.join(f'{n:g}' for n in counts)}). Give the loss and what it is divided by:"
+            " prepare(..., loss=my_loss, count=my_count)."
+        )
+
+
+def _adds_up(values: Sequence[float]) -> bool:
+    """True if the first value is the sum of the others."""
+    whole, *parts = values
+    return abs(whole - sum(parts)) <= _APART * (abs(whole) + sum(map(abs, parts)))
+
+
+def arguments_for(forward: Callable[..., Any], batch: Batch) -> dict[str, Tensor]:
+    """The entries of a batch that a forward takes, by its arguments' names. Its first argument takes
+    the first entry if none has its name."""
+    arguments = list(inspect.signature(forward).parameters.values())
+    named = {each.name: batch[each.name] for each in arguments if each.name in batch}
+    first = arguments[0].name if arguments else ""
+    free = [name for name in batch if name not in named]
+    if first and first not in named and free:
+        named[first] = batch[free[0]]
+    missing = [
+        each.name
+        for each in arguments
+        if each.default is each.empty
+        and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+        and each.name not in named
+    ]
+    if missing:
+        raise LayoutError(
+            f"the model's forward needs {', '.join(missing)}, and the batch has {', '.join(batch)}."
+            " Give a batch that is a dict with the names of the forward's arguments."
+        )
+    return named
+
+
+def _by_its_child(self: Any, x: Tensor, **batch: Tensor) -> dict[str, Tensor]:
+    """A head's own forward, with the user's loss in it."""
+    here: _LossHere = self._modules["loss"]
+    here.batch = batch
+    loss = self.theirs(x, **_taken(self.theirs, batch))
+    metrics, here.batch, here.metrics = here.metrics, {}, None
+    return _as_bundle(loss, metrics)
+
+
+def _as_bundle(loss: Tensor, metrics: Tensor | None) -> dict[str, Tensor]:
+    return {"x": loss} if metrics is None else {"x": loss, METRICS: metrics}

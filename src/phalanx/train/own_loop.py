@@ -1,0 +1,475 @@
+"""The user's own training loop, on the executor that `train` uses.
+
+    run = phalanx.prepare(model, optimizer, layout="dp2 zero3", loss=my_loss)
+    for batch in run.shard(loader):
+        result = run.step(batch)
+
+`prepare` makes this rank's part of a torch module; a step is the layout's program. What `train` has of a run
+beyond that (its file, data, log, restarts) is here the user's script.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm import World, agreement, join
+from ..comm.agree import exchange
+from ..layout import Layout, LayoutError, legal
+from ..layout.choices import FP16, FP32, FP64
+from ..parallel import Model, UntriedPieces, described_whole, refuse_mixing, share
+from ..parallel.batch import count_valid
+from ..parallel.experts import cut_blocks
+from ..parallel.own_loss import LossFunction, Measure, OwnLoss, give_loss, make_whole
+from ..parallel.own_module import Describe, OwnModule
+from ..program import Program
+from .checkpoint import Saver, owned
+from .checkpoint_format import WEIGHT, CheckpointError, Progress
+from .checkpoint_load import load
+from .own_optimizer import OwnOptimizer, refuse_other_than_elementwise
+from .parallelize import ModelPart, parallelize
+from .precision import precision_on
+from .program import program_of
+
+Count = Callable[[Mapping[str, Tensor]], Any]
+# A batch of a loader: named tensors, or an input with its targets.
+GivenBatch = Mapping[str, Tensor] | Sequence[Tensor] | Tensor
+
+
+class LoopError(ValueError):
+    """A call of a user's loop that cannot be carried out: why, and what to do."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """A step, alike on all ranks. `loss` and `metrics` are means over the batch of all ranks. A step
+    whose loss or gradient was not `finite` updated nothing."""
+
+    step: int
+    loss: float
+    norm: float
+    metrics: Mapping[str, float]
+    finite: bool
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The mean loss and the mean metrics of batches, over all ranks."""
+
+    loss: float
+    metrics: Mapping[str, float]
+
+
+def prepare(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    layout: str | Layout = "",
+    *,
+    loss: LossFunction | None = None,
+    count: Count | None = None,
+    metrics: Sequence[str] = (),
+    clip: float = 0.0,
+    describe: Describe | None = None,
+    world: World | None = None,
+) -> PreparedRun:
+    """This rank's part of a torch module, ready for the steps of your own loop; every rank calls it.
+
+        run = phalanx.prepare(model, optimizer, layout="dp2 zero3", loss=my_loss)
+
+    model: a module with its weights; all ranks begin with those of rank 0
+    optimizer: of torch, over the module's parameters. It is read and never stepped: its rates may be
+        changed, by torch's schedulers too
+    layout: by default dp over all ranks
+    loss: called as loss(output, batch), it returns the loss of a microbatch as a sum, or that and a dict
+        of sums of metrics; by default the model's own loss
+    count: called as count(batch), what losses and metrics are divided by, summed over all ranks; by
+        default the targets that are not -100, or the rows
+    metrics: the names of the metrics that the loss returns
+    clip: largest norm of the gradient of all weights; 0 for any
+    describe: function that returns the pieces and the rule table of the module
+        (docs/bring-your-model.md); by default the one of that name in the module's file. Without one the
+        module is a single piece, for dp and ZeRO
+    world: this rank among the others, where they are threads; by default `phalanx.join()`
+    """
+    world = world or join()
+    with agreement(world) as facts:
+        chosen = _layout_of(layout, model, world.size)
+        refuse_other_than_elementwise(optimizer)
+        own = OwnModule.of(model, describe)
+        if own.describe and not world.rank:
+            _refuse_other_forward(own, chosen)
+        measure = Measure(_counted(count), tuple(metrics))
+        made, names = own.model()
+        _refuse_illegal(made, chosen)
+        _give_loss(made, own, OwnLoss(loss, measure) if loss else None, measure)
+        made = cut_blocks(made, chosen)
+        program = program_of(made, chosen)
+        facts |= _facts(made, chosen, program, optimizer, measure, clip)
+    scaled = clip > 0 or chosen.precision == FP16
+    parameters = {name: own.names[theirs] for name, theirs in names.items()}
+    updater = OwnOptimizer(optimizer, parameters, scaled=scaled)
+    part = parallelize(
+        world,
+        chosen,
+        made,
+        program,
+        updater,
+        precision=precision_on(world.device, chosen),
+        clip=clip,
+        measure=measure,
+    )
+    run = PreparedRun(world, part, own, names, updater)
+    run._begin_alike()
+    return run
+
+
+class PreparedRun:
+    """One rank of a user's loop. Methods that communicate are called by all ranks, in the same order.
+
+    `steps` counts the steps that were made.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        part: ModelPart,
+        own: OwnModule,
+        names: Mapping[str, str],
+        updater: OwnOptimizer,
+    ) -> None:
+        self.world, self.part = world, part
+        self.steps = 0
+        self._own, self._names, self._updater = own, names, updater
+        self._saver: Saver | None = None
+
+    def __repr__(self) -> str:
+        parameters = sum(weight.numel() for weight in self._own.names.values())
+        layout = str(self.part.layout) or "one rank"
+        kind = type(self._own.module).__name__
+        return f"<{kind} in {layout}: {parameters:,} parameters, step {self.steps}>"
+
+    @property
+    def layout(self) -> Layout:
+        return self.part.layout
+
+    @property
+    def first(self) -> bool:
+        """True on the rank that prints and writes."""
+        return self.world.rank == 0
+
+    # ---- batches
+
+    def shard(self, loader: Iterable[GivenBatch]) -> Iterator[dict[str, Tensor]]:
+        """This rank's rows of each batch of a loader, by name. Every rank iterates over the same batches:
+        the first one is compared, so that a loader which shuffles by another seed is noticed."""
+        for number, batch in enumerate(loader):
+            entries = _named(batch)
+            if not number:
+                self._refuse_other_batches(entries)
+            rows = _rows(entries)
+            least = self.layout.data * self.layout.microbatches
+            if rows < least:
+                raise LoopError(
+                    f"a batch of {rows} rows is less than one for each of {self.layout.data} shares of"
+                    f" the data in {self.layout.microbatches} microbatches. Use larger batches, and"
+                    " drop_last=True of the loader."
+                )
+            mine = share(rows, self.layout.data, self.part.local.coordinates["data"])
+            yield {name: x[mine] for name, x in entries.items()}
+
+    def _refuse_other_batches(self, entries: Mapping[str, Tensor]) -> None:
+        digest = sha256()
+        for name, x in entries.items():
+            raw = x.detach().cpu().contiguous().view(torch.uint8)
+            digest.update(name.encode() + raw.numpy().tobytes())
+        seen = exchange(self.part.everyone, digest.hexdigest())
+        other = [rank for rank, each in enumerate(seen) if each != seen[0]]
+        if other:
+            raise LoopError(
+                f"the first batch of rank {other[0]} is not that of rank 0, and each takes its rows of"
+                " the same batches. Give the loader a seed:"
+                " generator=torch.Generator().manual_seed(0)."
+            )
+
+    def _microbatches(self, batch: GivenBatch) -> list[dict[str, Tensor]]:
+        entries = _named(batch)
+        if _rows(entries) < self.layout.microbatches:
+            raise LoopError(
+                f"{_rows(entries)} rows are fewer than the {self.layout.microbatches} microbatches of"
+                f" {self.layout}. Use larger batches, and drop_last=True of the loader."
+            )
+        if "tokens" in entries and "positions" not in entries:
+            tokens = entries["tokens"]
+            counted = torch.arange(tokens.shape[1], device=tokens.device)
+            entries["positions"] = counted.expand(tokens.shape[:2]).contiguous()
+        return self.part.microbatches(entries)
+
+    # ---- steps
+
+    def step(self, batch: GivenBatch) -> StepOutcome:
+        """One step on this rank's rows of a batch: forward, backward, clipping, update."""
+        own = self._microbatches(batch)
+        result = self.part.trainer.step(own, 0.0, timed=False)
+        self._updater.stepped()
+        self.steps += 1
+        metrics = dict(zip(self._metrics, result.metrics, strict=True))
+        assert result.norm is not None  # every program of `prepare` agrees on one
+        return StepOutcome(
+            self.steps, result.total, result.norm, metrics, result.finite
+        )
+
+    def evaluate(self, batch: GivenBatch) -> Evaluation:
+        """The loss of this rank's rows of a batch, with those of all ranks; nothing is updated."""
+        sums, count = self.part.validator.sums_over_ranks(self._microbatches(batch))
+        loss, *metrics = (each / (count or 1.0) for each in sums)
+        return Evaluation(loss, dict(zip(self._metrics, metrics, strict=True)))
+
+    @property
+    def _metrics(self) -> tuple[str, ...]:
+        return self.part.trainer.measure.metrics
+
+    # ---- weights
+
+    @torch.no_grad()
+    def _begin_alike(self) -> None:
+        """Gives all ranks the weights of rank 0, as a module that each rank draws may differ."""
+        group = self.part.everyone
+        values = self._own.values(self._names)
+        for name in sorted(values):
+            value = values[name]
+            sent = value.to(group.device).contiguous()
+            group.broadcast(sent, 0)
+            if group.rank and not value.equal(sent.to(value.device)):
+                value.copy_(sent)
+        self.part.local.fill(values)
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Tensor]:
+        """The whole weights on every rank, on the CPU, by the names of the module's own `state_dict`."""
+        group = self.part.everyone
+        wholes: dict[str, Tensor] = {}
+        mine: dict[str, list[tuple[Any, Tensor]]] = {}
+        for tensor, numbers in owned(self.part.local, self.part.updates):
+            if tensor.kind == WEIGHT:
+                mine.setdefault(tensor.name, []).append((tensor.shards[0], numbers))
+        for name in sorted(self._names):
+            like = self._own.names[self._names[name]]
+            whole = torch.zeros(like.shape, dtype=self._master, device=group.device)
+            for shard, numbers in mine.get(name, ()):
+                _put(whole, shard, numbers)
+            group.all_reduce(whole)
+            wholes[self._names[name]] = whole.to("cpu", like.dtype)
+        by_weight = {self._own.names[name]: whole for name, whole in wholes.items()}
+        every = self._own.module.state_dict(keep_vars=True)
+        return {
+            name: by_weight[x] if isinstance(x, nn.Parameter) else x.detach().cpu()
+            for name, x in every.items()
+        }
+
+    @property
+    def _master(self) -> torch.dtype:
+        return next(iter(self.part.local.every_unit)).precision.master
+
+    # ---- checkpoints
+
+    def save(
+        self, folder: str | Path, state: Mapping[str, Any] | None = None
+    ) -> Path:
+        """Saves weights, optimizer state and count of steps into a folder, each rank its part, and
+        returns the path of the checkpoint. `state` is kept with it: values that JSON has, such as the
+        `state_dict` of a scheduler."""
+        try:
+            kept = json.loads(json.dumps(dict(state or {})))
+        except TypeError as error:
+            raise LoopError(f"state holds what JSON has not: {error}.") from error
+        if self._saver is None or self._saver.folder != Path(folder):
+            self._saver = Saver(Path(folder), self.part.local, self.part.updates)
+        scaling = self.part.trainer.scaling
+        if scaling:
+            kept["loss_scale"] = [scaling.scale, scaling.steady]
+        progress = Progress(
+            self.steps, layout=str(self.layout), config={"loop": kept}
+        )
+        (saved,) = self._saver.save(progress)
+        return saved.path
+
+    def load(self, folder: str | Path) -> dict[str, Any] | None:
+        """Continues from the newest sound checkpoint of a folder, in whatever layout it was saved; returns
+        the `state` that was saved with it, or None if there is no checkpoint."""
+        name = self._updater.name.lower()
+        loaded = load(
+            Path(folder), self.part.local, self.part.updates, optimizer=name
+        )
+        if loaded is None:
+            return None
+        self.steps = loaded.progress.step
+        kept = loaded.progress.config.get("loop")
+        if not isinstance(kept, dict):
+            raise CheckpointError(
+                f"{loaded.path} is of phalanx.train, not of a loop of your own: continue it with its"
+                " run file."
+            )
+        scale, scaling = kept.pop("loss_scale", None), self.part.trainer.scaling
+        if scaling and scale is not None:
+            scaling.scale, scaling.steady = scale
+        return kept
+
+    def close(self) -> None:
+        """Leaves the world of ranks."""
+        self.world.close()
+
+
+# ---- what is checked before ranks begin
+
+
+def _layout_of(given: str | Layout, model: nn.Module, ranks: int) -> Layout:
+    """The layout for this world; weights of float64 are computed in it."""
+    text = given if isinstance(given, str) else str(given)
+    if text.strip() == "auto":
+        raise LayoutError(
+            "layout = auto needs sizes of a model, which a module has not. Ask phalanx.plan for a"
+            " layout, or leave it out: dp over all ranks."
+        )
+    layout = Layout.parse(text.strip() or (f"dp{ranks}" if ranks > 1 else ""))
+    if layout.ranks != ranks:
+        raise LayoutError(
+            f"layout {str(layout)!r} is for {layout.ranks} ranks, and there are {ranks}. Start"
+            f" {layout.ranks}: torchrun --nproc-per-node {layout.ranks}, or phalanx.launch."
+        )
+    if layout.recompute == "fit":
+        raise LayoutError(
+            "recompute:fit needs the sizes of a run's batches. Write recompute:all, or"
+            " recompute:every=2."
+        )
+    dtypes = {x.dtype for x in model.parameters()} if isinstance(model, nn.Module) else ()
+    if torch.float64 in dtypes and layout.precision == FP32:
+        return replace(layout, precision=FP64)
+    return layout
+
+
+def _refuse_other_forward(own: OwnModule, layout: Layout) -> None:
+    """Compares the pieces of a description with the module's own forward, as `train` does."""
+    model, _ = own.model()
+    refuse_mixing(model, layout)
+    try:
+        described_whole(model)
+    except UntriedPieces:
+        if next(own.module.parameters()).device.type == "cpu":
+            raise
+
+
+def _refuse_illegal(model: Model, layout: Layout) -> None:
+    if model.shape is not None:
+        rows = layout.data * layout.microbatches
+        wrong = legal(layout, model.shape, batch=rows)
+        if wrong:
+            raise LayoutError("\n".join(map(str, wrong)))
+        return
+    cut = [axis for axis in ("tp", "cp", "ep") if layout.mesh.of(axis) > 1]
+    if cut:
+        raise LayoutError(
+            f"{' and '.join(cut)} of {layout}: nothing says how this module's weights are cut. Describe"
+            " it (docs/bring-your-model.md), or use dp, ZeRO and pp."
+        )
+
+
+def _give_loss(
+    model: Model, own: OwnModule, loss: OwnLoss | None, measure: Measure
+) -> None:
+    if own.describe is None:
+        make_whole(model.pieces[-1][1], loss, measure)
+    elif loss is not None:
+        give_loss(model, loss)
+    elif measure.metrics:
+        raise LayoutError(
+            "metrics come from a loss that is given: prepare(..., loss=my_loss)."
+        )
+
+
+def _counted(count: Count | None) -> Callable[[Mapping[str, Tensor]], Tensor]:
+    if count is None:
+        return count_valid
+
+    def counted(batch: Mapping[str, Tensor]) -> Tensor:
+        device = next(iter(batch.values())).device
+        counts = torch.as_tensor(count(dict(batch)), device=device)
+        return counts.sum(dtype=torch.float64)
+
+    return counted
+
+
+def _facts(
+    model: Model,
+    layout: Layout,
+    program: Program,
+    optimizer: torch.optim.Optimizer,
+    measure: Measure,
+    clip: float,
+) -> dict[str, str]:
+    """Everything that ranks must have alike."""
+    weights = [f"{n} {list(w.shape)} {w.dtype}" for n, w in model.weights.items()]
+    groups = [
+        {key: str(x) for key, x in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+    return {
+        "layout": str(layout),
+        "the model's weights": "; ".join(weights),
+        "optimizer": f"{type(optimizer).__name__} {groups}",
+        "metrics": str(measure.metrics),
+        "clip": str(clip),
+        "program": sha256(str(program).encode()).hexdigest(),
+    }
+
+
+# ---- batches and tensors
+
+
+def _named(batch: GivenBatch) -> dict[str, Tensor]:
+    """The tensors of a batch by name."""
+    if isinstance(batch, Mapping):
+        entries = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
+    elif isinstance(batch, Tensor):
+        entries = {_input_name(batch): batch}
+    else:
+        tensors = [x for x in batch if isinstance(x, Tensor)]
+        if len(tensors) != len(batch) or not 1 <= len(tensors) <= 2:
+            raise LoopError(
+                f"a batch is a dict of tensors, or an input with its targets, not {len(batch)} values."
+                " Give the loader a collate_fn that returns a dict."
+            )
+        names = (_input_name(tensors[0]), "targets")
+        entries = dict(zip(names, tensors, strict=False))
+    sizes = {x.shape[0] if x.dim() else 0 for x in entries.values()}
+    if len(sizes) != 1:
+        shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in entries.items())
+        raise LoopError(
+            f"the tensors of a batch have one row for each sample, and these have {shapes or 'none'}."
+        )
+    return entries
+
+
+def _input_name(x: Tensor) -> str:
+    return "tokens" if x.dim() == 2 and not x.is_floating_point() else "inputs"
+
+
+def _rows(entries: Mapping[str, Tensor]) -> int:
+    return next(iter(entries.values())).shape[0]
+
+
+def _put(whole: Tensor, shard: Any, numbers: Tensor) -> None:
+    """Writes a rank's numbers of a weight where they belong in the whole."""
+    local = torch.zeros(shard.local, dtype=whole.dtype, device=whole.device)
+    local.view(-1)[shard.start : shard.stop] = numbers.to(whole.device)
+    inside = tuple(slice(0, stop - start) for start, stop in shard.box)
+    place = tuple(slice(start, stop) for start, stop in shard.box)
+    whole[place] += local[inside]
