@@ -387,7 +387,7 @@ def _fill_from(
         whole = values[name].detach()
         wide = whole.shape[-1] if whole.dim() else 1
         chosen = whole.reshape(-1, wide)[rows.to(whole.device)]
-        return chosen[:, columns].to(dtype)
+        return chosen[:, columns].to(dtype).contiguous()
 
     _fill(units, taken, lambda name: True)
 

@@ -152,7 +152,9 @@ class Model:
             if p.kind is not inspect.Parameter.VAR_KEYWORD
         ]
         open_ended = len(names) < len(signature)
-        shared = ("positions", "documents", "noise") if open_ended else ()
+        shared: tuple[str, ...] = ()
+        if open_ended:
+            shared = ("positions", "documents", "noise")
         if getattr(self.pieces[piece][1], "takes_batch", False):
             shared = (EVERY,)
         return (*names[1:], *shared)

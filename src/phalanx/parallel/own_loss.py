@@ -116,9 +116,10 @@ def _cut(values: Any, part: slice, rows: int) -> Any:
 class _LossHere(nn.Module):
     """Stands where the model's loss was, and computes the user's."""
 
-    def __init__(self, own: OwnLoss) -> None:
+    def __init__(self, own: OwnLoss, taken: tuple[str, ...]) -> None:
         super().__init__()
         self.own = own
+        self.taken = taken  # of the batch, by the head's own forward
         self.batch: dict[str, Tensor] = {}
         self.metrics: Tensor | None = None
 
@@ -136,7 +137,8 @@ def give_loss(model: Model, own: OwnLoss) -> None:
             f"{name} has no child `loss`, in whose place the loss that was given could stand. Compute"
             " its loss by a module self.loss(output, targets), or give no loss."
         )
-    head._modules["loss"] = _LossHere(own)
+    _, *others = inspect.signature(head.forward).parameters
+    head._modules["loss"] = _LossHere(own, tuple(others))
     _with_forward(head, _by_its_child)
 
 
@@ -148,7 +150,8 @@ def _kind_with(kind: Any, forward: Callable[..., Any]) -> type[nn.Module]:
 
 def _with_forward(module: Any, forward: Callable[..., Any]) -> None:
     """Gives a module another forward. It stays the module that it is: names of weights remain."""
-    module.__class__ = _kind_with(type(module), forward)
+    kind: Any = type(module)
+    module.__class__ = _kind_with(kind, forward)
 
 
 def make_whole(module: nn.Module, own: OwnLoss | None, measure: Measure) -> None:
@@ -252,7 +255,8 @@ def _by_its_child(self: Any, x: Tensor, **batch: Tensor) -> dict[str, Tensor]:
     """A head's own forward, with the user's loss in it."""
     here: _LossHere = self._modules["loss"]
     here.batch = batch
-    loss = self.theirs(x, **_taken(self.theirs, batch))
+    named = {name: batch[name] for name in here.taken if name in batch}
+    loss = self.theirs(x, **named)
     metrics, here.batch, here.metrics = here.metrics, {}, None
     return _as_bundle(loss, metrics)
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
-from functools import cached_property, partial
-from typing import Any, cast
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -78,7 +78,10 @@ class OwnModule:
 
 def _one_piece(module: nn.Module) -> Model:
     """A module of which only its parameters are known: one piece, and nothing of it is cut."""
-    batch_norms = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+    batch_norms = (
+        nn.modules.batchnorm._BatchNorm,
+        nn.modules.instancenorm._InstanceNorm,
+    )
     for name, child in module.named_modules():
         if isinstance(child, batch_norms) and child.training:
             raise LayoutError(

@@ -434,18 +434,17 @@ class Executor:
         if own is not None and self.trains:
             self.choices[p, m] = Choices(own)
         if piece.last:
-            self._add_loss(out["x"], out.get(METRICS))
+            self._add_loss(out["x"])
+            if METRICS in out and self.local.groups.tp.rank == 0:
+                self.metrics += out[METRICS]
         else:
             self._pass_on(ops.FORWARD, p, p + 1, m, out)
 
-    def _add_loss(self, y: Tensor, metrics: Tensor | None) -> None:
+    def _add_loss(self, y: Tensor) -> None:
         self._watch(ops.FORWARD, self.program.pieces - 1, y)
         # Every rank of tp computes the same loss; one of them counts it.
-        if self.local.groups.tp.rank:
-            return
-        self.loss += y
-        if metrics is not None:
-            self.metrics += metrics
+        if self.local.groups.tp.rank == 0:
+            self.loss += y
 
     def _again(self, op: Op) -> None:
         p, m = op.piece, op.index

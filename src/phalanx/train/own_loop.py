@@ -43,6 +43,9 @@ Count = Callable[[Mapping[str, Tensor]], Any]
 GivenBatch = Mapping[str, Tensor] | Sequence[Tensor] | Tensor
 
 
+LOOP = "loop"  # in a checkpoint's `config`: what of it is a loop's
+
+
 class LoopError(ValueError):
     """A call of a user's loop that cannot be carried out: why, and what to do."""
 
@@ -281,47 +284,48 @@ class PreparedRun:
 
     # ---- checkpoints
 
-    def save(
-        self, folder: str | Path, state: Mapping[str, Any] | None = None
-    ) -> Path:
+    def save(self, folder: str | Path, state: Mapping[str, Any] | None = None) -> Path:
         """Saves weights, optimizer state and count of steps into a folder, each rank its part, and
         returns the path of the checkpoint. `state` is kept with it: values that JSON has, such as the
         `state_dict` of a scheduler."""
+        scaling = self.part.trainer.scaling
+        config = {
+            "state": dict(state or {}),
+            "groups": self._updater.stored_groups(),
+            "loss_scale": [scaling.scale, scaling.steady] if scaling else None,
+        }
         try:
-            kept = json.loads(json.dumps(dict(state or {})))
+            kept = json.loads(json.dumps(config))
         except TypeError as error:
             raise LoopError(f"state holds what JSON has not: {error}.") from error
         if self._saver is None or self._saver.folder != Path(folder):
             self._saver = Saver(Path(folder), self.part.local, self.part.updates)
-        scaling = self.part.trainer.scaling
-        if scaling:
-            kept["loss_scale"] = [scaling.scale, scaling.steady]
-        progress = Progress(
-            self.steps, layout=str(self.layout), config={"loop": kept}
-        )
+        progress = Progress(self.steps, layout=str(self.layout), config={LOOP: kept})
         (saved,) = self._saver.save(progress)
         return saved.path
 
     def load(self, folder: str | Path) -> dict[str, Any] | None:
-        """Continues from the newest sound checkpoint of a folder, in whatever layout it was saved; returns
-        the `state` that was saved with it, or None if there is no checkpoint."""
+        """Continues from the newest sound checkpoint of a folder, in whatever layout it was saved: weights,
+        optimizer state, rates and count of steps. Returns the `state` that was saved with them, or None
+        if there is no checkpoint."""
         name = self._updater.name.lower()
-        loaded = load(
-            Path(folder), self.part.local, self.part.updates, optimizer=name
-        )
+        part = self.part
+        loaded = load(Path(folder), part.local, part.updates, optimizer=name)
         if loaded is None:
             return None
         self.steps = loaded.progress.step
-        kept = loaded.progress.config.get("loop")
-        if not isinstance(kept, dict):
+        kept = loaded.progress.config.get(LOOP)
+        state = kept.get("state") if isinstance(kept, dict) else None
+        if not isinstance(kept, dict) or not isinstance(state, dict):
             raise CheckpointError(
                 f"{loaded.path} is of phalanx.train, not of a loop of your own: continue it with its"
                 " run file."
             )
-        scale, scaling = kept.pop("loss_scale", None), self.part.trainer.scaling
-        if scaling and scale is not None:
+        self._updater.restore_groups(kept.get("groups"), str(loaded.path))
+        scale, scaling = kept.get("loss_scale"), part.trainer.scaling
+        if scaling and isinstance(scale, list):
             scaling.scale, scaling.steady = scale
-        return kept
+        return state
 
     def close(self) -> None:
         """Leaves the world of ranks."""
@@ -350,7 +354,9 @@ def _layout_of(given: str | Layout, model: nn.Module, ranks: int) -> Layout:
             "recompute:fit needs the sizes of a run's batches. Write recompute:all, or"
             " recompute:every=2."
         )
-    dtypes = {x.dtype for x in model.parameters()} if isinstance(model, nn.Module) else ()
+    dtypes = (
+        {x.dtype for x in model.parameters()} if isinstance(model, nn.Module) else ()
+    )
     if torch.float64 in dtypes and layout.precision == FP32:
         return replace(layout, precision=FP64)
     return layout

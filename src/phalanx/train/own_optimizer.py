@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..layout import LayoutError
 from ..parallel import Unit
+from .checkpoint_format import CheckpointError
 from .optimizer import Scale, State, Update, beside
 
 # Each element is updated by itself, and all that is kept is one value for each, and a count.
@@ -99,6 +100,26 @@ class OwnOptimizer:
             {key: value for key, value in group.items() if key != "params"}
             for group in self.optimizer.param_groups
         ]
+
+    def stored_groups(self) -> list[dict[str, Any]]:
+        """The options of the groups as JSON has them; a rate may be a tensor."""
+        return [
+            {key: float(x) if isinstance(x, Tensor) else x for key, x in group.items()}
+            for group in self.groups
+        ]
+
+    def restore_groups(self, stored: object, where: str) -> None:
+        """Sets the options of a checkpoint, as torch's own `load_state_dict` does: schedulers go on from
+        these rates."""
+        groups = self.optimizer.param_groups
+        if not isinstance(stored, list) or len(stored) != len(groups):
+            raise CheckpointError(
+                f"{where} was saved with another number of parameter groups than the {len(groups)} of"
+                " this optimizer."
+            )
+        for group, options in zip(groups, stored, strict=True):
+            for key, value in options.items():
+                group[key] = tuple(value) if isinstance(value, list) else value
 
     def of(self, unit: Unit) -> Update:
         return OwnUpdate(unit, self)

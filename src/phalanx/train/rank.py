@@ -17,7 +17,6 @@ from ..layout import Layout, LayoutError, Shape
 from ..layout.run import Run
 from ..parallel import (
     Model,
-    Precision,
     UntriedPieces,
     described_whole,
     load_model,

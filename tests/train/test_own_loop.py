@@ -1,0 +1,294 @@
+"""A loop of the user's own equals its plain PyTorch script, in every layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import own_loops as loops
+import pytest
+import torch
+from own_loops import CLIP, OPTIMIZERS, Trained, plain_loop, run_loop
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import phalanx
+from phalanx.comm import AloneWorld, RankFailed, World, launch
+from phalanx.layout import Layout, LayoutError
+
+LAYOUTS = (
+    "", "dp2", "dp2 zero3", "accum:2", "pp2 1f1b:2", "tp2", "dp2 zero1 recompute:all",
+)  # fmt: skip
+
+
+def _close(mine: Trained, plain: Trained) -> None:
+    for name in ("losses", "norms", "right", "last"):
+        wanted = pytest.approx(getattr(plain, name), rel=1e-10)
+        assert getattr(mine, name) == wanted, name
+    assert [*mine.weights] == [*plain.weights]
+    for name, weight in plain.weights.items():
+        torch.testing.assert_close(mine.weights[name], weight, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_loop_equals_its_plain_script_in_every_layout(layout: str) -> None:
+    """A loss with a weight for each token and two metrics, parameter groups, a schedule, clipping."""
+    ranks = Layout.parse(layout).ranks
+    plain = plain_loop("AdamW", CLIP)
+    given = layout, "AdamW", CLIP
+    for mine in launch(run_loop, ranks, *given, backend="threads", timeout=30.0):
+        _close(mine, plain)
+
+
+def test_ranks_that_are_processes_agree_with_the_plain_script() -> None:
+    plain = plain_loop("AdamW", CLIP)
+    given = "pp2 zero1 1f1b:2", "AdamW", CLIP
+    for mine in launch(run_loop, 2, *given, backend="gloo", timeout=60.0):
+        _close(mine, plain)
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "AdamW"])
+def test_elementwise_optimizers_of_torch_are_taken_by_their_class(name: str) -> None:
+    plain = plain_loop(name, 0.0)
+    given = "dp2 zero3", name, 0.0
+    for mine in launch(run_loop, 2, *given, backend="threads", timeout=30.0):
+        _close(mine, plain)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_on_one_rank_weights_are_those_of_the_plain_script_bit_for_bit(
+    name: str,
+) -> None:
+    mine, plain = run_loop(AloneWorld("cpu"), "", name, 0.0), plain_loop(name, 0.0)
+    for key, weight in plain.weights.items():
+        assert mine.weights[key].equal(weight), key
+
+
+class Guesser(nn.Module):
+    """A module that nobody described; it returns its logits and their mean loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(11, 6)
+        self.out = nn.Linear(6, 11, bias=False)
+        self.out.weight = self.words.weight
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, idx: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.out(self.words(idx)) * self.scale
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def _guesser() -> Guesser:
+    model = Guesser().double()
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        model.words.weight.copy_(torch.randn(11, 6, generator=draw))
+    return model
+
+
+def _guesses() -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(2)
+    pairs = torch.randint(11, (3, 2, 6, 4), generator=draw)
+    pairs[1, 1, 0, :2] = -100  # targets that count nothing
+    return [(each[0], each[1]) for each in pairs]
+
+
+def _guessed(world: World, layout: str) -> tuple[list[float], dict[str, Tensor]]:
+    model = _guesser()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    run = phalanx.prepare(model, optimizer, layout, world=world)
+    losses = [run.step(batch).loss for batch in run.shard(_guesses())]
+    return losses, run.state_dict()
+
+
+@pytest.mark.parametrize("layout", ["", "dp2", "dp2 zero3", "accum:3"])
+def test_a_module_that_nobody_described_is_one_piece_with_its_own_loss(
+    layout: str,
+) -> None:
+    model, losses = _guesser(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for idx, targets in _guesses():
+        loss = model(idx, targets)[1]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    ranks = Layout.parse(layout).ranks
+    for mine, weights in launch(_guessed, ranks, layout, backend="threads"):
+        assert mine == pytest.approx(losses, rel=1e-10)
+        fresh = _guesser()
+        fresh.load_state_dict(weights)
+        torch.testing.assert_close(fresh.out.weight, model.out.weight)
+
+
+# ---- checkpoints
+
+
+def _saved(world: World, layout: str, folder: str, first: int, last: int) -> Trained:
+    """The steps from `first` to `last`, after what the folder holds."""
+    model = loops.tiny()
+    optimizer = loops.optimizer_of("AdamW", model)
+    scheduler = loops.scheduler_of(optimizer)
+    run = phalanx.prepare(
+        model, optimizer, layout, loss=loops.weighted_loss, count=loops.count_weights,
+        metrics=["right", "weight"], world=world,
+    )  # fmt: skip
+    state = run.load(folder)
+    assert (state is None) == (first == 0)
+    assert run.steps == first
+    if state:
+        scheduler.load_state_dict(state["scheduler"])
+    losses = []
+    for batch in run.shard(loops.batches()[first:last]):
+        losses.append(run.step(batch).loss)
+        scheduler.step()
+    run.save(folder, {"scheduler": scheduler.state_dict()})
+    return Trained(losses, [], [], 0.0, run.state_dict())
+
+
+def test_a_loop_continues_in_another_layout_with_its_schedule(tmp_path: Path) -> None:
+    plain, folder = plain_loop("AdamW", 0.0), str(tmp_path)
+    launch(_saved, 2, "dp2 zero3", folder, 0, 2, backend="threads")
+    for mine in launch(_saved, 2, "pp2 1f1b:2", folder, 2, 3, backend="threads"):
+        assert mine.losses == pytest.approx(plain.losses[2:], rel=1e-10)
+        for name, weight in plain.weights.items():
+            torch.testing.assert_close(
+                mine.weights[name], weight, rtol=1e-10, atol=1e-13
+            )
+
+
+# ---- refusals
+
+
+def _prepared(world: World, **changes: Any) -> Any:
+    model = loops.tiny()
+    terms: dict[str, Any] = {
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "loss": loops.weighted_loss,
+        "metrics": ["right", "weight"],
+        "world": world,
+    }
+    return phalanx.prepare(model, **terms | changes)
+
+
+def _mean_loss(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+
+
+def test_a_loss_that_is_a_mean_is_refused_in_its_first_step() -> None:
+    run = _prepared(AloneWorld("cpu"), loss=_mean_loss, metrics=[])
+    with pytest.raises(LayoutError, match=r"no sum over rows.*reduction='sum'"):
+        run.step(loops.batches()[0])
+
+
+def test_metrics_that_ranks_do_not_expect_are_refused() -> None:
+    run = _prepared(AloneWorld("cpu"), metrics=["right"])
+    with pytest.raises(LayoutError, match=r"\['right', 'weight'\].*\['right'\]"):
+        run.step(loops.batches()[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"layout": "auto"}, "phalanx.plan"),
+        ({"layout": "dp2"}, "torchrun --nproc-per-node 2"),
+        ({"layout": "recompute:fit"}, "recompute:all"),
+        ({"loss": None}, "metrics come from a loss"),
+    ],
+)
+def test_arguments_that_cannot_be_taken_are_refused(
+    changes: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(LayoutError, match=text):
+        _prepared(AloneWorld("cpu"), **changes)
+
+
+def test_an_optimizer_of_whole_matrices_is_refused_with_the_way_out() -> None:
+    world, weights = AloneWorld("cpu"), [nn.Parameter(torch.ones(2, 2))]
+    refused: list[tuple[torch.optim.Optimizer, str]] = [
+        (torch.optim.Muon(weights), "optimizer.name = muon"),
+        (torch.optim.LBFGS(weights), "several times"),
+        (torch.optim.NAdam(weights), "RAdam"),
+        (_Ours(weights), "elementwise = True"),
+        (torch.optim.SGD(weights), "not the model's"),
+    ]
+    for optimizer, text in refused:
+        with pytest.raises(LayoutError, match=text):
+            _prepared(world, optimizer=optimizer)
+
+
+class _Ours(torch.optim.Optimizer):
+    """Gradient descent by signs, as a user writes it."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight -= group["lr"] * weight.grad.sign()
+
+
+class _OursByElements(_Ours):
+    elementwise = True
+
+
+def test_an_optimizer_of_ones_own_is_taken_if_it_says_that_it_is_elementwise() -> None:
+    model = loops.tiny()
+    before = model.embed.words.weight.detach().clone()
+    run = phalanx.prepare(
+        model, _OursByElements(model.parameters(), lr=0.25), world=AloneWorld("cpu")
+    )
+    run.step({name: loops.batches()[0][name] for name in ("tokens", "targets")})
+    moved = (run.state_dict()["embed.words.weight"] - before).abs()
+    assert moved.max().item() == pytest.approx(0.25)
+    assert moved[moved > 1e-9].min().item() == pytest.approx(0.25)
+
+
+def test_a_weight_that_no_optimizer_trains_is_named() -> None:
+    model = loops.tiny()
+    optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
+    with pytest.raises(LayoutError, match=r"embed.words.weight .*requires_grad_"):
+        phalanx.prepare(model, optimizer, world=AloneWorld("cpu"))
+
+
+def _shuffled(world: World) -> None:
+    made = loops.batches()[world.rank :]
+    run = _prepared(world, layout="dp2")
+    next(run.shard(made))
+
+
+def test_a_loader_that_shuffles_otherwise_on_another_rank_is_noticed() -> None:
+    with pytest.raises(RankFailed, match=r"first batch of rank 1.*manual_seed"):
+        launch(_shuffled, 2, backend="threads", timeout=20.0)
+
+
+def test_batches_that_give_a_rank_no_row_are_refused() -> None:
+    run = _prepared(AloneWorld("cpu"), layout="accum:4")
+    short = {name: x[:3] for name, x in loops.batches()[0].items()}
+    with pytest.raises(ValueError, match=r"3 rows.*drop_last"):
+        next(run.shard([short]))
+    with pytest.raises(ValueError, match=r"3 rows.*drop_last"):
+        run.step(short)
+
+
+def test_statistics_of_a_batch_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(LayoutError, match=r"1 is a BatchNorm1d.*GroupNorm"):
+        phalanx.prepare(model, optimizer, world=AloneWorld("cpu"))
+
+
+def test_no_stage_is_cut_from_a_module_that_is_one_piece() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    terms: dict[str, Any] = {"loss": F.mse_loss, "backend": "threads"}
+    for layout, text in (("pp2 1f1b:2", "one piece"), ("tp2", "how this module's")):
+        with pytest.raises(RankFailed, match=text):
+            launch(_whole, 2, model, optimizer, layout, backend=terms["backend"])
+
+
+def _whole(world: World, model: nn.Module, optimizer: Any, layout: str) -> None:
+    phalanx.prepare(model, optimizer, layout, world=world)
