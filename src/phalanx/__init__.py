@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from .api.check import check as check
     from .api.load import load as load
+    from .api.own_loop import prepare as prepare
     from .api.plan import plan as plan
     from .api.step import draw as draw
     from .api.step import simulate as simulate
@@ -37,20 +38,19 @@ if TYPE_CHECKING:
     from .layout import Run as Run
     from .layout import Shape as Shape
     from .train.loop import train as train
-    from .train.own_loop import prepare as prepare
 
 __version__ = VERSION
 
 _NAMES = {
     "api.check": "check",
     "api.load": "load",
+    "api.own_loop": "prepare",
     "api.plan": "plan",
     "api.step": "draw simulate",
     "api.verify": "verify",
     "comm": "join launch",
     "layout": "Layout Run Shape",
     "train.loop": "train",
-    "train.own_loop": "prepare",
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 # These are packages too: `phalanx.plan` is one, and `phalanx.plan("8b")` what people want of it.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +17,10 @@ import phalanx
 from phalanx.comm import World
 from phalanx.layout import Rules, Shape
 from phalanx.parallel import Model
+
+# Ranks that are processes import this file too.
+EXAMPLES = str(Path(__file__).parents[2] / "examples")
+sys.path.append(EXAMPLES)
 
 VOCAB, HIDDEN, FFN, LAYERS, TIME, ROWS, STEPS, CLIP = 37, 16, 24, 4, 6, 8, 3, 0.5
 
@@ -232,3 +239,23 @@ def plain_loop(optimizer: str, clip: float) -> Trained:
     made.last = float(total / last["weights"].sum())
     made.weights = model.state_dict()
     return made
+
+
+def distilled(world: World, layout: str, steps: int) -> dict[str, Tensor]:
+    """The student of examples/distill.py."""
+    import distill
+
+    with in_float64():
+        weights: dict[str, Tensor] = distill.main(world, layout, steps)
+        return weights
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Modules are made in float64; Adam makes of a rounding in float32 a step of its own."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

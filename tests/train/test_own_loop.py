@@ -14,7 +14,9 @@ from torch.nn import functional as F
 
 import phalanx
 from phalanx.comm import AloneWorld, RankFailed, World, launch
+from phalanx.generate import GenerateError, Sampling
 from phalanx.layout import Layout, LayoutError
+from phalanx.models import Decoder
 
 LAYOUTS = (
     "", "dp2", "dp2 zero3", "accum:2", "pp2 1f1b:2", "tp2", "dp2 zero1 recompute:all",
@@ -292,3 +294,93 @@ def test_no_stage_is_cut_from_a_module_that_is_one_piece() -> None:
 
 def _whole(world: World, model: nn.Module, optimizer: Any, layout: str) -> None:
     phalanx.prepare(model, optimizer, layout, world=world)
+
+
+# ---- text
+
+
+def _decoder() -> Decoder:
+    sizes: dict[str, Any] = {"hidden": 16, "layers": 2, "heads": 2, "ffn": 24}
+    decoder = Decoder(vocab=19, **sizes)
+    draw = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for weight in decoder.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=draw))
+    return decoder
+
+
+def _continued(world: World, layout: str) -> tuple[list[int], dict[str, Tensor]]:
+    decoder = _decoder()
+    optimizer = torch.optim.AdamW(decoder.parameters(), lr=0.01)
+    run = phalanx.prepare(decoder, optimizer, layout, world=world)
+    ids = torch.arange(2 * 7).view(2, 7) % 19
+    for batch in run.shard([(ids[:, :-1], ids[:, 1:])]):
+        run.step(batch)
+    greedy = Sampling(temperature=0)
+    return run.generate([3, 1, 4], 5, greedy), run.state_dict()
+
+
+def test_a_decoder_in_a_loop_continues_tokens_as_its_own_forward_does() -> None:
+    for tokens, weights in launch(_continued, 2, "tp2 zero1", backend="threads"):
+        decoder, ids = _decoder(), [3, 1, 4]
+        decoder.load_state_dict(weights)
+        for _ in range(5):
+            given = torch.tensor([ids])
+            positions = torch.arange(len(ids)).unsqueeze(0)
+            x = decoder.embed(given, positions)
+            shared = {
+                name: make({"positions": positions}, x.dtype)
+                for name, make in decoder.derived.items()
+            }
+            for block in decoder.layers:
+                x = block(x, positions=positions, **shared)
+            ids.append(int(decoder.head.logits(x)[0, -1].argmax()))
+        assert tokens == ids[3:]
+
+
+def test_a_module_without_a_cache_says_how_it_is_sampled() -> None:
+    with pytest.raises(GenerateError, match="state_dict"):
+        _prepared(AloneWorld("cpu")).generate([1, 2])
+
+
+# ---- the example
+
+
+def _distilled_by_hand(steps: int) -> dict[str, Tensor]:
+    """The student of examples/distill.py, trained by a script in plain torch."""
+    import distill
+
+    torch.manual_seed(0)
+    teacher = distill.Language(64, 4)
+    student = distill.Language(32, 2)
+    optimizer = torch.optim.AdamW(student.parameters(), lr=3e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    for batch in distill.texts(steps):
+        with torch.no_grad():
+            theirs = (teacher(batch["tokens"]) / 2.0).softmax(-1)
+        logits = student(batch["tokens"])
+        mine = (logits / 2.0).log_softmax(-1)
+        soft = 4.0 * (theirs * (theirs.log() - mine)).sum(-1).mean()
+        hard = F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+        optimizer.zero_grad()
+        (0.8 * soft + 0.2 * hard).backward()
+        nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+    return student.state_dict()
+
+
+@pytest.mark.parametrize("layout", ["", "dp2 zero2"])
+def test_the_example_of_distillation_is_its_plain_script(layout: str) -> None:
+    with loops.in_float64():
+        wanted = _distilled_by_hand(4)
+    ranks = Layout.parse(layout).ranks
+    given = layout, 4
+    for weights in launch(loops.distilled, ranks, *given, backend="gloo", timeout=60.0):
+        for name, weight in wanted.items():
+            torch.testing.assert_close(weights[name], weight, rtol=1e-8, atol=1e-9)
+
+
+def test_the_example_is_short() -> None:
+    text = Path(loops.EXAMPLES, "distill.py").read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 80

@@ -7,7 +7,7 @@ checkpoint in any layout, or from a folder of Hugging Face.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -35,7 +35,8 @@ class Generator:
         if not isinstance(head, Head) or not _cacheable(self.blocks):
             raise GenerateError(
                 "only models of phalanx's own decoder can be sampled. Export the checkpoint"
-                " (phalanx checkpoint export) and call transformers' generate."
+                " (phalanx checkpoint export) and call transformers' generate; or call your own module"
+                " with the weights of state_dict()."
             )
         self.head = head
         self.cores = [_cached(block) for block in self.blocks]
@@ -62,8 +63,16 @@ class Generator:
                 for tensor in reader.manifest.tensors
                 if tensor.kind == "weight"
             }
+        return cls.of(model, weights, dtype)
+
+    @classmethod
+    def of(
+        cls, model: Model, weights: Mapping[str, Tensor], dtype: torch.dtype
+    ) -> Generator:
+        """A model on the meta device with these weights, by their names in it."""
+        generator = cls(model, dtype)
         _fill(model, weights, dtype)
-        return cls(model, dtype)
+        return generator
 
     @property
     def shape(self) -> Shape:
@@ -163,7 +172,7 @@ def _cached(block: nn.Module) -> CachedCore:
     return attention.core
 
 
-def _fill(model: Model, weights: dict[str, Tensor], dtype: torch.dtype) -> None:
+def _fill(model: Model, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
     """Gives a model on the meta device these weights, and its buffers their values."""
     names = {parameter: name for name, parameter in model.weights.items()}
     if missing := sorted(names[p] for p in names if names[p] not in weights):

@@ -99,7 +99,10 @@ def _describe_decoder(model: Decoder) -> Model:
     sizes = model._sizes
     names = {each.name for each in fields(Shape)} & vars(sizes).keys()
     known: dict[str, Any] = {name: getattr(sizes, name) for name in names}
-    known.pop("rope_scaling", None)
+    known.pop("rope_scaling", None)  # a shape has a word of that name
+    if not sizes.kv_latent:  # then the model has filled in what follows from the heads
+        for name in ("q_latent", "rope_dim", "value_dim"):
+            known.pop(name, None)
     shape = Shape("decoder", **known)
     counts = {"heads": shape.heads, "kv": shape.kv_heads}
     return Model(

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ..comm import World, agreement, join
 from ..comm.agree import exchange
+from ..generate import Generator, Sampling
 from ..layout import Layout, LayoutError, legal
 from ..layout.choices import FP16, FP32, FP64
 from ..parallel import Model, UntriedPieces, described_whole, refuse_mixing, share
@@ -30,13 +31,13 @@ from ..parallel.experts import cut_blocks
 from ..parallel.own_loss import LossFunction, Measure, OwnLoss, give_loss, make_whole
 from ..parallel.own_module import Describe, OwnModule
 from ..program import Program
-from .checkpoint import Saver, owned
-from .checkpoint_format import WEIGHT, CheckpointError, Progress
-from .checkpoint_load import load
-from .own_optimizer import OwnOptimizer, refuse_other_than_elementwise
-from .parallelize import ModelPart, parallelize
-from .precision import precision_on
-from .program import program_of
+from ..train.checkpoint import Saver, owned
+from ..train.checkpoint_format import WEIGHT, CheckpointError, Progress
+from ..train.checkpoint_load import load
+from ..train.own_optimizer import OwnOptimizer, refuse_other_than_elementwise
+from ..train.parallelize import ModelPart, parallelize
+from ..train.precision import precision_on
+from ..train.program import program_of
 
 Count = Callable[[Mapping[str, Tensor]], Any]
 # A batch of a loader: named tensors, or an input with its targets.
@@ -281,6 +282,25 @@ class PreparedRun:
     @property
     def _master(self) -> torch.dtype:
         return next(iter(self.part.local.every_unit)).precision.master
+
+    # ---- text
+
+    def generate(
+        self,
+        tokens: Sequence[int] | Tensor,
+        count: int = 32,
+        sampling: Sampling = Sampling(),  # noqa: B008 - a frozen value
+    ) -> list[int]:
+        """The tokens with which the model continues a sequence, on every rank. For a
+        `phalanx.models.Decoder`, whose keys and values are kept; other modules have a forward of their
+        own to call, with the weights of `state_dict()`."""
+        weights = self.state_dict()
+        model, names = self._own.model()
+        own = {name: weights[theirs] for name, theirs in names.items()}
+        generator = Generator.of(model, own, self._master)
+        prompt = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
+        drawn = generator.generate(prompt, count, sampling)
+        return [token for (token,) in drawn]
 
     # ---- checkpoints
 
