@@ -384,3 +384,26 @@ def test_the_example_of_distillation_is_its_plain_script(layout: str) -> None:
 def test_the_example_is_short() -> None:
     text = Path(loops.EXAMPLES, "distill.py").read_text(encoding="utf-8")
     assert len(text.splitlines()) < 80
+
+
+def _light(world: World) -> float:
+    """The loss of a batch whose weights are together less than one."""
+    model = loops.tiny()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = phalanx.prepare(
+        model, optimizer, "dp2", loss=loops.weighted_loss, count=loops.count_weights,
+        metrics=["right", "weight"], world=world,
+    )  # fmt: skip
+    batch = loops.batches()[0]
+    light = {**batch, "weights": batch["weights"] * 1e-3}
+    result = [run.step(each) for each in run.shard([light])][0]
+    assert result.metrics["weight"] == pytest.approx(1.0)
+    return result.loss
+
+
+def test_a_count_below_one_divides_as_any_other() -> None:
+    model, batch = loops.tiny(), loops.batches()[0]
+    with torch.no_grad():
+        total, _ = loops.weighted_loss(model.logits(batch["tokens"]), batch)
+    wanted = pytest.approx(float(total / batch["weights"].sum()), rel=1e-10)
+    assert launch(_light, 2, backend="threads", timeout=20.0) == [wanted, wanted]
