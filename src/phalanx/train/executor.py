@@ -225,9 +225,7 @@ class Executor:
         if meanwhile is not None:
             meanwhile()
         words[WAITS] = DEVICE if self.local.pool.device.type == "cuda" else 0
-        values = torch.cat([*named.values(), self.metrics]).tolist()
-        read = dict(zip(named, values[: len(named)], strict=True))
-        metrics = tuple(values[len(named) :])
+        read = dict(zip(named, torch.cat([*named.values()]).tolist(), strict=True))
         words[WAITS] = 0
         if self.progress is not None:
             self.progress.forget()
@@ -236,7 +234,7 @@ class Executor:
             Span(self.rank, self.lanes[op], op, at(a), at(b))
             for op, a, b in (self.moments if self.clock.timed else ())
         ]
-        result = StepResult(Timeline(tuple(spans)), **read, metrics=metrics)
+        result = StepResult(Timeline(tuple(spans)), **_result_fields(read))
         if self.norm is not None and self.scaling:
             self.scaling.saw(finite=result.finite)
         return result
@@ -255,7 +253,9 @@ class Executor:
     def _numbers(self) -> dict[str, Tensor]:
         """Scalars to read after a step, each of shape (1,)."""
         norm = {} if self.norm is None else {"norm": self.norm}
-        return {"loss": self.loss, "count": self.count, **norm, **self.sums}
+        places = range(len(self.measure.metrics))
+        metrics = {f"{METRICS} {n}": self.metrics[n : n + 1] for n in places}
+        return {"loss": self.loss, "count": self.count, **norm, **self.sums, **metrics}
 
     def _perform(self, op: Op) -> None:
         try:
@@ -692,6 +692,13 @@ class Validator(Executor):
         group.all_reduce(total)
         with group.reading():
             return total.tolist(), result.count
+
+
+def _result_fields(read: Mapping[str, float]) -> dict[str, Any]:
+    """The fields of a step's result, by the numbers that were read after it."""
+    metrics = tuple(x for name, x in read.items() if name.startswith(METRICS))
+    fields = {n: x for n, x in read.items() if not n.startswith(METRICS)}
+    return {**fields, "metrics": metrics}
 
 
 def _norms(unit: Unit) -> Tensor:
