@@ -21,8 +21,16 @@ from .optimizer import Scale, State, Update, beside
 
 # Each element is updated by itself, and all that is kept is one value for each, and a count.
 ELEMENTWISE = (
-    "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "RAdam", "RMSprop", "Rprop", "SGD",
-)  # fmt: skip
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+)
 WAY_OUT = {
     "Muon": "phalanx.train has it as optimizer.name = muon",
     "NAdam": "it keeps a product of its rates for each weight; Adam and RAdam are taken",
