@@ -104,7 +104,7 @@ def test_tokens_of_ranks_of_tp_that_do_not_reach_all_experts_are_found(
 
 
 def summed_forwards_only(self: tensor.CutRMSNorm, x: Tensor) -> Tensor:
-    squares = tensor.share_of(x.square().sum(-1, keepdim=True), self.copies)
+    squares = self.group.share(x.square().sum(-1, keepdim=True), self.copies)
     squares = regions.reduce(squares, self.group)
     return x * torch.rsqrt(squares / self.width + self.eps) * self.weight
 

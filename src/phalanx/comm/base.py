@@ -134,6 +134,21 @@ class Group:
         self.device = device
         self._to_itself: deque[Tensor] = deque()
 
+    # What a rank does by itself with a value of the group, without a call. A group that follows values
+    # from rank to rank overrides these.
+
+    def part(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's slice of an `x` that all ranks have whole, as a tensor of its own."""
+        mine = x.chunk(self.size, dim)[self.rank]
+        return mine.clone(memory_format=torch.contiguous_format)
+
+    def share(self, x: Tensor, ranks: int) -> Tensor:
+        """This rank's share of an `x` that so many ranks have alike: the sum of all shares is x."""
+        return x / ranks
+
+    def gradient_of_sum(self, gradient: Tensor) -> None:
+        """Is told the gradient of a sum over the group, which passes as it is."""
+
     def _begin(self, call: Call) -> Work:
         """Start a call that has been checked. Here: of a rank with itself, which backends leave to it."""
         if call.kind == "send":

@@ -124,6 +124,8 @@ class _Region(torch.autograd.Function):
             dim, join = join, dim
         if kind != "copy":
             grad = _carry(grad, kind, ctx.where, dim, join)
+        elif not isinstance(ctx.where, tuple):
+            ctx.where.gradient_of_sum(grad)
         return (grad, None, None, None, None)
 
 
@@ -144,7 +146,7 @@ def carry(x: Tensor, kind: str, group: Group, dim: int, join: int) -> Tensor:
         group.all_reduce(total)
         return total
     if kind == "take":
-        return x.chunk(n, dim)[group.rank].clone(memory_format=torch.contiguous_format)
+        return group.part(x, dim)
     if kind in _GROWS:
         parts = x.new_empty((n, *x.shape))
         group.all_gather(parts, x.contiguous())

@@ -161,11 +161,6 @@ class VocabularyEmbedding(nn.Module):
         return self.join(rows * mine.unsqueeze(-1))
 
 
-def share_of(x: Tensor, ranks: int) -> Tensor:
-    """One rank's share of an `x` that so many ranks have alike: the sum of all shares is x."""
-    return x / ranks
-
-
 class CutRMSNorm(nn.Module):
     """A norm over features that tp cuts: the ranks add their sums of squares, one number a token.
 
@@ -179,7 +174,8 @@ class CutRMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        squares = share_of(wide.square().sum(-1, keepdim=True), self.copies)  # (..., 1)
+        squares = wide.square().sum(-1, keepdim=True)  # (..., 1)
+        squares = self.group.share(squares, self.copies)
         # Added up both ways: each rank's part of the result depends on all ranks' features.
         squares = regions.copy(regions.reduce(squares, self.group), self.group)
         weight = self.weight.to(wide.dtype) + 1.0 if self.plus_one else self.weight

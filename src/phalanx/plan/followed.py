@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 
+from ..layout import Shape
 from ..layout.choices import traits
 from ..program import ops
 from .bounds import (
@@ -34,15 +36,14 @@ from .step import Pricer
 _NODES = 150_000  # of a schedule that is followed
 
 
-class _Node(NamedTuple):
-    """An operation of a stage: the places of the one before it on its rank and of the one whose value
-    it takes (0: none), which of the stages' times it takes, and if the value is a message, which of
-    them the one before takes; else -1."""
+class _Nodes(NamedTuple):
+    """Operations of stages in columns, which are walked faster than rows. Place 0 is the step's begin."""
 
-    before: int
-    value: int
-    key: int
-    beside: int
+    before: list[int]  # the place of the one before it on its rank
+    value: list[int]  # of the one whose value it takes; 0: none
+    key: list[int]  # which of the stages' times it takes
+    # if the value is a message, the key of the one before; else -1
+    beside: list[int]
 
 
 _Key = tuple[str, int]  # a kind of operation, and its stage
@@ -51,14 +52,15 @@ _Key = tuple[str, int]  # a kind of operation, and its stage
 @lru_cache(maxsize=64)
 def _stage_nodes(
     name: str, pp: int, chunks: int, count: int
-) -> tuple[tuple[_Node, ...], tuple[_Key, ...]]:
+) -> tuple[_Nodes, tuple[_Key, ...]]:
     """The operations of a schedule in an order in which they can happen, and (kind, stage) of each
     key."""
     rows = rows_of(name, pp, count, chunks)
     last_stage, keys = pp * chunks - 1, dict[_Key, int]()
     rank_of = {op.piece: rank for rank, row in enumerate(rows) for op in row}
     place: dict[tuple[bool, int, int], int] = {}  # forward or not, stage, microbatch
-    nodes, at, latest = [_Node(0, 0, 0, -1)], [0] * pp, [0] * pp
+    nodes = _Nodes([0], [0], [0], [-1])
+    at, latest = [0] * pp, [0] * pp
     moved = True
     while moved:
         moved = False
@@ -72,16 +74,44 @@ def _stage_nodes(
                         value = place.get((forward, source, op.index), -1)
                     if value < 0:
                         break
-                    place[forward, op.piece, op.index] = len(nodes)
+                    place[forward, op.piece, op.index] = len(nodes.key)
                 key = keys.setdefault((op.kind, op.piece), len(keys))
                 before = latest[rank]
                 sent = value > 0 and rank_of[source] != rank
-                beside = nodes[before].key if sent else -1
-                nodes.append(_Node(before, value, key, beside))
-                latest[rank] = len(nodes) - 1
+                latest[rank] = len(nodes.key)
+                nodes.beside.append(nodes.key[before] if sent else -1)
+                nodes.before.append(before)
+                nodes.value.append(value)
+                nodes.key.append(key)
                 at[rank] += 1
                 moved = True
-    return tuple(nodes), tuple(keys)
+    return nodes, tuple(keys)
+
+
+class _FollowedStages(NamedTuple):
+    """The stages of a pipeline: how many pieces of each kind, and the kinds at their ends."""
+
+    counts: tuple[Counter[int], ...]
+    table: Array  # the same, (stages, kinds)
+    first: tuple[int, ...]
+    last: tuple[int, ...]
+    held: tuple[tuple[int, ...], ...]  # the stages of each rank
+
+
+@lru_cache(maxsize=512)
+def _stages_of(
+    shape: Shape, kinds: tuple[int, ...], pp: int, pipe: Pipeline
+) -> _FollowedStages:
+    stages = kinds_of_stages(blocks_of_pipeline(shape, pp, pipe), kinds)
+    every = range(max(kinds) + 1)
+    table = [[stage.count(kind) for kind in every] for stage in stages]
+    return _FollowedStages(
+        counts=tuple(map(Counter, stages)),
+        table=np.array(table, float),
+        first=tuple(stage[0] for stage in stages),
+        last=tuple(stage[-1] for stage in stages),
+        held=ranks_of(len(stages), pp, pipe.schedule),
+    )
 
 
 class _StageTimes(NamedTuple):
@@ -96,11 +126,11 @@ def _stage_times(
     times: KindTimes,
     messages: Sequence[tuple[Array | float, Array | float]],
     keys: Sequence[_Key],
-    stages: Sequence[Sequence[int]],
+    stages: _FollowedStages,
     inner: Inner,
 ) -> _StageTimes:
     """The times of every key, with what is lost to the messages beside a forward and a backward of each
-    kind of piece. `stages` are the kinds of their pieces."""
+    kind of piece."""
 
     def slowed(
         piece: PieceTimes, beside: tuple[Array | float, Array | float]
@@ -116,21 +146,20 @@ def _stage_times(
     again = [piece.again.total * repeats for piece in times.values]
     again[0] = again[-1] = 0.0  # the embedding and the head are never recomputed
     segment = segment_blocks(inner.recompute) * max(again)
-    counts = [Counter(stage) for stage in stages]
     alone, rest, ending = [], [], []
     for op, stage in keys:
-        held = counts[stage].items()
+        held = stages.counts[stage].items()
         seconds = sum(number * computed[kind][op] for kind, number in held)
         repeated = 0.0
         if op in ops.PROPAGATES:
             # What a segment with the head computed just now is not computed again.
-            final = stage == len(stages) - 1
+            final = stage == len(stages.counts) - 1
             repeated = sum(number * again[kind] for kind, number in held)
             repeated = max(0.0, repeated - final * segment)
         alone.append(min(repeated, segment))
         rest.append(seconds + max(0.0, repeated - segment))
-        last_piece = stages[stage][-1 if op == ops.FORWARD else 0]
-        ending.append(computed[last_piece][op])
+        end = stages.last if op == ops.FORWARD else stages.first
+        ending.append(computed[end[stage]][op])
     return _StageTimes(alone, rest, ending)
 
 
@@ -155,9 +184,8 @@ def followed(
     pieces = pricer.times(cut, space.rows(options.grid, count), True)
     if request.shape.frozen or any(kind.cost.frozen for kind in pieces.values):
         return 0.0
-    blocks = blocks_of_pipeline(request.shape, pp, pipe)
-    stages = kinds_of_stages(blocks, pieces.kinds)
-    held = ranks_of(len(stages), pp, pipe.schedule)
+    stages = _stages_of(request.shape, pieces.kinds, pp, pipe)
+    held = stages.held
     nodes, keys = _stage_nodes(pipe.schedule, pp, pipe.chunks, count)
     # Gathers in 8 bits are shorter than those of `collectives`.
     messages = [
@@ -170,7 +198,7 @@ def followed(
     far = distance(layout, "pp")
     hop = request.hardware.network.seconds("send", pieces[1].cost.edge, pp, far)
     hop *= not request.profile.scatters_sends
-    units = _of_stages(stages, collectives, way)
+    units = _of_stages(stages.table, collectives, way)
     first_gather = float(collectives.gather[0, way]) if zero.stage else 0.0
     once = zero.stage and zero.gather == "step"
     whole = once and not (space.offload or inner.matmul)
@@ -203,18 +231,14 @@ class _StageUnits(NamedTuple):
     update: list[float]
 
 
-def _of_stages(
-    stages: Sequence[Sequence[int]], collectives: CollectiveTimes, way: int
-) -> _StageUnits:
-    kinds = range(len(collectives.gather))
-    counts = np.array([[stage.count(kind) for kind in kinds] for stage in stages])
+def _of_stages(stages: Array, collectives: CollectiveTimes, way: int) -> _StageUnits:
     every = (
         collectives.gather,
         collectives.reduce,
         collectives.lane,
         collectives.update,
     )
-    return _StageUnits(*((counts @ each[:, way]).tolist() for each in every))
+    return _StageUnits(*((stages @ each[:, way]).tolist() for each in every))
 
 
 _Held = Sequence[Sequence[int]]  # the stages of each rank
@@ -241,7 +265,7 @@ class _Walked(NamedTuple):
 
 
 def _walk(
-    nodes: Sequence[_Node],
+    nodes: _Nodes,
     keys: Sequence[_Key],
     times: _StageTimes,
     held: _Held,
@@ -258,7 +282,7 @@ def _walk(
     earliest = [there + took for there, took in zip(gathered, ending, strict=True)]
     latest, ends = [0.0] * len(keys), [first]
     # Comparisons in place of `max`, which took half of the time.
-    for before, value, key, beside in nodes[1:]:
+    for before, value, key, beside in islice(zip(*nodes, strict=True), 1, None):
         begin, made = ends[before], ends[value]
         if beside >= 0:
             # It is asked for beside the piece that is computed before, and not earlier.

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from torch_shm.calls import Call
 
-from ..comm import Group, TallyWorld, Work, regions
+from ..comm import Group, TallyWorld, Work
 from ..comm.tally import Tally
 from ..layout import Layout, LayoutError, Mesh, StagedPieces
 from ..layout.choices import FP32
@@ -350,6 +350,41 @@ class _PlacedGroup(Tally):
             case "receive":
                 known.set(x, _along_axes(walk.sent[self.name], self.axes, VARYING))
 
+    # Facts that no call shows: a rank's slice or share of a common value is its own, and the gradient of a
+    # common sum is whole only if all ranks used it in the same way.
+
+    def part(self, x: Tensor, dim: int) -> Tensor:
+        y, places = super().part(x, dim), self.known.of(x)
+        for axis in self.axes:
+            if places[axis] > REPLICATED:
+                self.walk.fault(
+                    f"a rank takes its part of what was not summed over {AXES[axis]}"
+                )
+        self.known.set(y, _along_axes(places, self.axes, SHARDED))
+        return y
+
+    def share(self, x: Tensor, ranks: int) -> Tensor:
+        copies = (AXES.index(COPIES),)
+
+        def set_apart(share: Tensor) -> None:
+            places = self.known.of(share)
+            self.known.set(share, _along_axes(places, copies, VARYING))
+
+        y = super().share(x, ranks)
+        if ranks > 1:
+            set_apart(y)
+            if x.requires_grad:  # its gradient is a share as well
+                x.register_hook(set_apart)  # type: ignore[no-untyped-call]
+        return y
+
+    def gradient_of_sum(self, gradient: Tensor) -> None:
+        places = self.known.of(gradient)
+        for axis in _axes_of(self):
+            if places[axis] > REPLICATED:
+                self.walk.fault(
+                    f"the gradient of a sum was not summed over {AXES[axis]}"
+                )
+
     def summed(self, places: Places, op: str, to: Placement) -> Places:
         """The placement of a value after a sum over the group."""
         for axis in self.axes if op in ("sum", "average") and self.walk.strict else ():
@@ -540,7 +575,7 @@ class _Walk:
     def faults(self) -> list[str]:
         world = _PlacedWorld(self, self.rank, self.layout.ranks)
         try:
-            with self.known, _placed_regions(self.known):
+            with self.known:
                 self._step(world)
         finally:
             world.clear()
@@ -735,59 +770,3 @@ def _as_rank(rank: int, groups: Sequence[Group]) -> Iterator[None]:
     finally:
         for group, own in before:
             group.rank = own
-
-
-@contextmanager
-def _placed_regions(known: _Known) -> Iterator[None]:
-    """Tracks two facts that no group call shows: a rank's slice or share of a common value is its
-    own, and the gradient of a common sum is whole only if all ranks used it in the same way."""
-    carry, reduce, share_of = regions.carry, regions.reduce, tensor.share_of
-    copies = (AXES.index(COPIES),)
-
-    def placed_carry(x: Tensor, kind: str, group: Group, dim: int, join: int) -> Tensor:
-        y = carry(x, kind, group, dim, join)
-        if kind == "take" and isinstance(group, _PlacedGroup):
-            places = known.of(x)
-            for axis in group.axes:
-                if places[axis] > REPLICATED:
-                    group.walk.fault(
-                        f"a rank takes its part of what was not summed over {AXES[axis]}"
-                    )
-            known.set(y, _along_axes(places, group.axes, SHARDED))
-        return y
-
-    def placed_reduce(x: Tensor, group: Group) -> Tensor:
-        y = reduce(x, group)
-        if isinstance(group, _PlacedGroup) and y.requires_grad:
-            walk, axes = group.walk, _axes_of(group)
-
-            def come(gradient: Tensor) -> None:
-                for axis in axes:
-                    if known.of(gradient)[axis] > REPLICATED:
-                        walk.fault(
-                            f"the gradient of a sum was not summed over {AXES[axis]}"
-                        )
-
-            y.register_hook(come)  # type: ignore[no-untyped-call]
-        return y
-
-    def placed_share(x: Tensor, ranks: int) -> Tensor:
-        def set_apart(share: Tensor) -> None:
-            known.set(share, _along_axes(known.of(share), copies, VARYING))
-
-        y = share_of(x, ranks)
-        if ranks > 1:
-            set_apart(y)
-            if x.requires_grad:  # its gradient is a share as well
-                x.register_hook(set_apart)  # type: ignore[no-untyped-call]
-        return y
-
-    regions.carry, regions.reduce, tensor.share_of = (
-        placed_carry,
-        placed_reduce,
-        placed_share,
-    )
-    try:
-        yield
-    finally:
-        regions.carry, regions.reduce, tensor.share_of = carry, reduce, share_of
