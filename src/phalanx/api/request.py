@@ -79,7 +79,7 @@ def model_of(name: str) -> tuple[Shape, Callable[[], Model] | None]:
         return shape_named(name), None
     if names_source(name):
         refuse_broken(name, LayoutError)
-    from ..parallel.model import load_model
+    from ..parallel.load import load_model
 
     make = partial(load_model, name)
     shape = make().shape

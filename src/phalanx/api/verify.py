@@ -277,7 +277,7 @@ def own_model(
             f"{kind.__module__} has no function describe(model) for {getattr(kind, '__name__', kind)}."
             " Write one, or pass describe=...; docs/bring-your-model.md shows it."
         )
-    from ..parallel.model import model_of_class
+    from ..parallel.load import model_of_class
 
     make = partial(model_of_class, kind, describe)
     shape = make().shape

@@ -6,8 +6,9 @@ from .data import Entry, Precision, Unit
 from .described import UntriedPieces, described_whole
 from .fitness import fitting, refuse_unfit
 from .groups import Groups, open_groups
+from .load import load_model
 from .mixing import refuse_mixing
-from .model import Model, Original, build_model, load_model, start
+from .model import Model, Original, build_model, start
 from .pieces import Piece
 from .pool import BufferPool
 from .tensor import VocabularyCrossEntropy, Weight, cut_weights, install_regions

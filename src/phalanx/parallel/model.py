@@ -9,17 +9,15 @@ import hashlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..layout import LayoutError, Rules, Shape
+from ..layout import Rules, Shape
 from ..layout.rules import AXIS_OF, LORA
-from ..layout.shape import HUB
-from ..layout.source import load_source, running, split_name
 from ..models import (
     Decoder,
     DecoderSizes,
@@ -30,7 +28,7 @@ from ..models import (
     draw_lora,
     mlp,
 )
-from .whole import Whole, whole_of_class
+from .whole import Whole
 
 Draw = Callable[[str, Tensor, torch.Generator], None]
 Edges = Callable[[int, Mapping[str, Tensor]], Mapping[str, Tensor]]
@@ -248,43 +246,6 @@ def decoder_of(shape: Shape, **changes: Any) -> Decoder:
             truncated=shape.rope_truncated,
         )
     return Decoder(**sizes | changes)
-
-
-def load_model(text: str) -> Model:
-    """A stranger's model from `FILE.py:Class`: the class made without arguments on the meta device,
-    described by the file's `describe(model)`, which returns a `Model`. Or transformers' from
-    `hf:FOLDER`."""
-    if text.startswith(HUB):
-        from .transformers_code import load_transformers
-
-        return load_transformers(text.removeprefix(HUB))
-    path, name = split_name(text)
-    kind, describe = load_source(path, (name, "describe"), LayoutError)
-    with running(path, LayoutError), torch.device("meta"):
-        instance = kind()
-        made = describe(instance)
-    return _only_model(made, path, instance)
-
-
-def model_of_class(
-    kind: Callable[[], object], describe: Callable[[Any], object]
-) -> Model:
-    """A model of a class that is here already, as one of a notebook."""
-    with torch.device("meta"):
-        instance = kind()
-        made = describe(instance)
-    return _only_model(made, getattr(kind, "__name__", "the model"), instance)
-
-
-def _only_model(made: object, where: str, instance: object) -> Model:
-    if not isinstance(made, Model):
-        raise LayoutError(
-            f"{where}: describe() returns a {type(made).__name__}, not a Model;"
-            " see docs/bring-your-model.md."
-        )
-    return replace(
-        made, whole=partial(whole_of_class, instance, made.pieces, made.weights)
-    )
 
 
 def start(

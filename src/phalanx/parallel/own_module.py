@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from ..layout import LayoutError, Rules, Shape
 from ..models import Decoder, decoder
-from .model import Model, model_of_class
+from .load import model_of_class
+from .model import Model
 
 Describe = Callable[[Any], object]
 WHOLE = "model"  # the only piece of a module that is not described
