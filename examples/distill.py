@@ -1,7 +1,7 @@
 """Distillation in a loop of one's own: a small model learns from a larger one, which is frozen.
 
 python examples/distill.py
-torchrun --nproc-per-node 4 examples/distill.py "dp4 zero2"
+torchrun --nproc-per-node 4 examples/distill.py "dp2 pp2 zero1 1f1b:2"
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Language(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         time = tokens.shape[1]
         mask = nn.Transformer.generate_square_subsequent_mask(time)
-        x = self.words(tokens) + self.places.weight[:time]
+        x = self.words(tokens) + self.places(torch.arange(time))
         for block in self.blocks:
             x = block(x, src_mask=mask)
         return self.out(x)
@@ -65,8 +65,8 @@ def main(world, layout: str = "", steps: int = 20) -> dict[str, Tensor]:
     teacher, student = Language(64, 4).requires_grad_(False), Language(32, 2)
     optimizer = torch.optim.AdamW(student.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    own = {"loss": distillation, "metrics": ["hard"], "clip": 1.0}
-    run = phalanx.prepare(student, optimizer, layout, world=world, **own)
+    own = {"loss": distillation, "metrics": ["hard"], "clip": 1.0, "world": world}
+    run = phalanx.prepare(student, optimizer, layout, example=next(texts(1)), **own)
     for batch in run.shard(texts(steps)):
         result = run.step({**batch, "teacher": teacher(batch["tokens"])})
         schedule.step()

@@ -370,7 +370,7 @@ def _distilled_by_hand(steps: int) -> dict[str, Tensor]:
     return student.state_dict()
 
 
-@pytest.mark.parametrize("layout", ["", "dp2 zero2"])
+@pytest.mark.parametrize("layout", ["", "pp2 zero1 1f1b:2"])
 def test_the_example_of_distillation_is_its_plain_script(layout: str) -> None:
     with loops.in_float64():
         wanted = _distilled_by_hand(4)

@@ -25,10 +25,25 @@ from ..comm.agree import exchange
 from ..generate import Generator, Sampling
 from ..layout import Layout, LayoutError, legal
 from ..layout.choices import FP16, FP32, FP64
-from ..parallel import Model, UntriedPieces, described_whole, refuse_mixing, share
+from ..parallel import (
+    Model,
+    UntriedPieces,
+    described_whole,
+    refuse_mixing,
+    refuse_unfit,
+    share,
+)
 from ..parallel.batch import count_valid
 from ..parallel.experts import cut_blocks
-from ..parallel.own_loss import LossFunction, Measure, OwnLoss, give_loss, make_whole
+from ..parallel.own_apart import refuse_other_pieces
+from ..parallel.own_loss import (
+    LossFunction,
+    Measure,
+    OwnLoss,
+    give_loss,
+    make_head,
+    make_whole,
+)
 from ..parallel.own_module import Describe, OwnModule
 from ..program import Program
 from ..train.checkpoint import Saver, owned
@@ -83,6 +98,7 @@ def prepare(
     metrics: Sequence[str] = (),
     clip: float = 0.0,
     describe: Describe | None = None,
+    example: GivenBatch | None = None,
     world: World | None = None,
 ) -> PreparedRun:
     """This rank's part of a torch module, ready for the steps of your own loop; every rank calls it.
@@ -100,16 +116,18 @@ def prepare(
     metrics: the names of the metrics that the loss returns
     clip: largest norm of the gradient of all weights; 0 for any
     describe: function that returns the pieces and the rule table of the module
-        (docs/bring-your-model.md); by default the one of that name in the module's file. Without one the
-        module is a single piece, for dp and ZeRO
+        (docs/bring-your-model.md); by default the one of that name in the module's file
+    example: a batch, by which the blocks of a module are found that nothing describes: it is run whole.
+        Without one such a module is a single piece, for dp and ZeRO
     world: this rank among the others, where they are threads; by default `phalanx.join()`
     """
     world = world or join()
     with agreement(world) as facts:
         chosen = _layout_of(layout, model, world.size)
         refuse_other_than_elementwise(optimizer)
-        own = OwnModule.of(model, describe)
-        if own.describe and not world.rank:
+        entries = None if example is None else _entries(example)
+        own = OwnModule.of(model, describe, entries)
+        if not world.rank:
             _refuse_other_forward(own, chosen)
         measure = Measure(_counted(count), tuple(metrics))
         made, names = own.model()
@@ -205,16 +223,12 @@ class PreparedRun:
             )
 
     def _microbatches(self, batch: GivenBatch) -> list[dict[str, Tensor]]:
-        entries = _named(batch)
+        entries = _entries(batch)
         if _rows(entries) < self.layout.microbatches:
             raise LoopError(
                 f"{_rows(entries)} rows are fewer than the {self.layout.microbatches} microbatches of"
                 f" {self.layout}. Use larger batches, and drop_last=True of the loader."
             )
-        if "tokens" in entries and "positions" not in entries:
-            tokens = entries["tokens"]
-            counted = torch.arange(tokens.shape[1], device=tokens.device)
-            entries["positions"] = counted.expand(tokens.shape[:2]).contiguous()
         return self.part.microbatches(entries)
 
     # ---- steps
@@ -383,8 +397,16 @@ def _layout_of(given: str | Layout, model: nn.Module, ranks: int) -> Layout:
 
 
 def _refuse_other_forward(own: OwnModule, layout: Layout) -> None:
-    """Compares the pieces of a description with the module's own forward, as `train` does."""
-    model, _ = own.model()
+    """Compares the pieces with the module's own forward: those of a description as `train` does, those
+    that were found on the example."""
+    if own.describe is None and own.example is None:
+        return
+    model, names = own.model()
+    if own.describe is None:
+        refuse_unfit(model, layout)
+        weights = {name: own.names[theirs] for name, theirs in names.items()}
+        refuse_other_pieces(own.module, model, weights, own.example or {})
+        return
     refuse_mixing(model, layout)
     try:
         described_whole(model)
@@ -411,8 +433,11 @@ def _refuse_illegal(model: Model, layout: Layout) -> None:
 def _give_loss(
     model: Model, own: OwnModule, loss: OwnLoss | None, measure: Measure
 ) -> None:
-    if own.describe is None:
-        make_whole(model.pieces[-1][1], loss, measure)
+    last = model.pieces[-1][1]
+    if own.describe is None and own.example is not None:
+        make_head(last, loss, measure)
+    elif own.describe is None:
+        make_whole(last, loss, measure)
     elif loss is not None:
         give_loss(model, loss)
     elif measure.metrics:
@@ -481,6 +506,16 @@ def _named(batch: GivenBatch) -> dict[str, Tensor]:
         raise LoopError(
             f"the tensors of a batch have one row for each sample, and these have {shapes or 'none'}."
         )
+    return entries
+
+
+def _entries(batch: GivenBatch) -> dict[str, Tensor]:
+    """The tensors of a batch by name, with the positions of its tokens."""
+    entries = _named(batch)
+    if "tokens" in entries and "positions" not in entries:
+        tokens = entries["tokens"]
+        counted = torch.arange(tokens.shape[1], device=tokens.device)
+        entries["positions"] = counted.expand(tokens.shape[:2]).contiguous()
     return entries
 
 

@@ -89,7 +89,8 @@ def model_stages(model: Model, layout: Layout) -> tuple[range, ...]:
         if layout.virtual_stages > 1:
             raise LayoutError(
                 f"{layout} has {layout.virtual_stages} stages, and the model is one piece."
-                " Describe its blocks (docs/bring-your-model.md), or use no pp."
+                " Give prepare an example batch, by which its blocks are found, describe it"
+                " (docs/bring-your-model.md), or use no pp."
             )
         return (range(count),)
     work = [1] * count
@@ -269,7 +270,9 @@ def _edge(
 ) -> Bundle:
     """Empty tensors for what a piece takes."""
     if model.edges:
-        like = model.edges(piece, batch)
+        own = next(iter(model.weights.values())).dtype
+        edges = model.edges(piece, batch)
+        like = {n: x.to(dtype) if x.dtype == own else x for n, x in edges.items()}
     else:
         width = model.shape.hidden if model.shape else 0
         shape = edge_shape(batch, width, layout.tp if layout.seq else 1)

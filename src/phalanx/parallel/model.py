@@ -61,7 +61,8 @@ class Model:
     A piece is called with the activations of the one before (the first without) and with the
     entries of the batch that its `forward` names. It may return a dict of named tensors, `x` among
     them: a later piece that names one of them gets it, those between are passed by. `edges(piece,
-    batch)` gives what comes into a piece as tensors on meta. `derived` names tensors that several pieces
+    batch)` gives what comes into a piece as tensors on meta; those in the dtype of the weights become what
+    is computed in. `derived` names tensors that several pieces
     need of a batch, such as angles of positions. Each is computed from a microbatch and the dtype of
     activations, once on a rank, and pieces name it like an entry of the batch.
 

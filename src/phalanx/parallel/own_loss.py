@@ -161,12 +161,40 @@ def make_whole(module: nn.Module, own: OwnLoss | None, measure: Measure) -> None
     _with_forward(module, _by_itself)
 
 
+def make_head(head: nn.Module, own: OwnLoss | None, measure: Measure) -> None:
+    """Makes the last piece of a module that was taken apart compute this loss of what the module
+    returns."""
+    head.__dict__["loss_of"] = own or _ReturnedLoss(measure)
+    _with_forward(head, _by_the_head)
+
+
 def _by_itself(self: Any, **batch: Tensor) -> dict[str, Tensor]:
     """A module's own forward, and the loss of what it returns."""
-    if isinstance(self.loss_of, _ReturnedLoss):
-        return {"x": self.loss_of(self.theirs, batch)}
-    output = self.theirs(**arguments_for(self.theirs, batch))
-    return _as_bundle(*self.loss_of(output, batch))
+
+    def run(x: Tensor | None, entries: Batch) -> Any:
+        return self.theirs(**arguments_for(self.theirs, entries))
+
+    return _with_loss(self.loss_of, run, None, batch)
+
+
+def _by_the_head(self: Any, x: Tensor, **batch: Tensor) -> dict[str, Tensor]:
+    """What a module's forward computes after its blocks, and the loss of what it returns."""
+
+    def run(activations: Tensor | None, entries: Batch) -> Any:
+        return self.theirs(activations, **entries)
+
+    return _with_loss(self.loss_of, run, x, batch)
+
+
+_Run = Callable[[Tensor | None, Batch], Any]  # of activations and a batch
+
+
+def _with_loss(
+    loss_of: OwnLoss | _ReturnedLoss, run: _Run, x: Tensor | None, batch: Batch
+) -> dict[str, Tensor]:
+    if isinstance(loss_of, _ReturnedLoss):
+        return {"x": loss_of(run, x, batch)}
+    return _as_bundle(*loss_of(run(x, batch), batch))
 
 
 class _ReturnedLoss:
@@ -177,18 +205,18 @@ class _ReturnedLoss:
         self.measure = measure
         self.mean: bool | None = None
 
-    def __call__(self, forward: Callable[..., Any], batch: Batch) -> Tensor:
+    def __call__(self, run: _Run, x: Tensor | None, batch: Batch) -> Tensor:
         if self.measure.metrics:
             raise LayoutError(
                 "metrics come from a loss that is given: prepare(..., loss=my_loss)."
             )
         if self.mean is None:
-            self.mean = self._is_mean(forward, batch)
-        loss = self._loss(forward, batch)
+            self.mean = self._is_mean(run, x, batch)
+        loss = self._loss(run, x, batch)
         return loss * self.measure.count(batch).to(loss.dtype) if self.mean else loss
 
-    def _loss(self, forward: Callable[..., Any], batch: Batch) -> Tensor:
-        loss = returned_loss(forward(**arguments_for(forward, batch)))
+    def _loss(self, run: _Run, x: Tensor | None, batch: Batch) -> Tensor:
+        loss = returned_loss(run(x, batch))
         if loss is None:
             raise LayoutError(
                 "the model's forward returns no loss. Give one: prepare(..., loss=my_loss), called with"
@@ -197,17 +225,18 @@ class _ReturnedLoss:
         return loss
 
     @torch.no_grad()
-    def _is_mean(self, forward: Callable[..., Any], batch: Batch) -> bool:
+    def _is_mean(self, run: _Run, x: Tensor | None, batch: Batch) -> bool:
         rows = next(iter(batch.values())).shape[0]
         if rows < 2:
-            batch = {name: torch.cat((x, x)) for name, x in batch.items()}
+            batch = {name: torch.cat((each, each)) for name, each in batch.items()}
+            x = None if x is None else torch.cat((x, x))
             rows *= 2
         middle = rows // 2
-        halves = [
-            _cut(batch, part, rows) for part in (slice(0, middle), slice(middle, rows))
-        ]
-        each = [float(self._loss(forward, part)) for part in (batch, *halves)]
-        counts = [float(self.measure.count(part)) for part in (batch, *halves)]
+        whole = x, dict(batch)
+        halves = (slice(0, middle), slice(middle, rows))
+        parts = [whole, *(_cut(whole, half, rows) for half in halves)]
+        each = [float(self._loss(run, *part)) for part in parts]
+        counts = [float(self.measure.count(part)) for _, part in parts]
         weighted = [loss * n for loss, n in zip(each, counts, strict=True)]
         if _adds_up(each):
             return False

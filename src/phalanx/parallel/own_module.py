@@ -21,6 +21,7 @@ from ..layout import LayoutError, Rules, Shape
 from ..models import Decoder, decoder
 from .load import model_of_class
 from .model import Model
+from .own_apart import take_apart
 
 Describe = Callable[[Any], object]
 WHOLE = "model"  # the only piece of a module that is not described
@@ -28,13 +29,20 @@ WHOLE = "model"  # the only piece of a module that is not described
 
 @dataclass(frozen=True, eq=False)
 class OwnModule:
-    """A module with its weights, and what describes it; None if nothing does."""
+    """A module with its weights, and what describes it; None if nothing does. Then an example batch, if
+    there is one, is run to find its blocks."""
 
     module: nn.Module
     describe: Describe | None
+    example: Mapping[str, Tensor] | None = None
 
     @classmethod
-    def of(cls, module: object, describe: Describe | None) -> OwnModule:
+    def of(
+        cls,
+        module: object,
+        describe: Describe | None,
+        example: Mapping[str, Tensor] | None = None,
+    ) -> OwnModule:
         if not isinstance(module, nn.Module):
             raise LayoutError(
                 f"prepare takes a torch.nn.Module, not a {type(module).__name__}."
@@ -44,7 +52,7 @@ class OwnModule:
         beside = getattr(sys.modules[type(module).__module__], "describe", None)
         if isinstance(module, Decoder):
             beside = _describe_decoder
-        return cls(module, describe or beside)
+        return cls(module, describe or beside, example)
 
     @cached_property
     def names(self) -> dict[str, nn.Parameter]:
@@ -60,7 +68,10 @@ class OwnModule:
             twin = nn.Parameter(like, requires_grad=parameter.requires_grad)
             memo[id(parameter)], made[twin] = twin, name
         twin_module = copy.deepcopy(self.module, memo)
-        if self.describe is None:
+        if self.describe is None and self.example is not None:
+            _refuse_batch_statistics(twin_module)
+            model = take_apart(twin_module, self.example)
+        elif self.describe is None:
             model = _one_piece(twin_module)
         else:
             model = model_of_class(lambda: twin_module, self.describe)
@@ -77,8 +88,7 @@ class OwnModule:
         return {name: self.names[own].detach() for name, own in names.items()}
 
 
-def _one_piece(module: nn.Module) -> Model:
-    """A module of which only its parameters are known: one piece, and nothing of it is cut."""
+def _refuse_batch_statistics(module: nn.Module) -> None:
     batch_norms = (
         nn.modules.batchnorm._BatchNorm,
         nn.modules.instancenorm._InstanceNorm,
@@ -89,6 +99,11 @@ def _one_piece(module: nn.Module) -> Model:
                 f"{name} is a {type(child).__name__}, whose statistics depend on how the batch is cut."
                 " Use GroupNorm or LayerNorm, or put it into eval()."
             )
+
+
+def _one_piece(module: nn.Module) -> Model:
+    """A module of which only its parameters are known: one piece, and nothing of it is cut."""
+    _refuse_batch_statistics(module)
     tensors = (*module.named_parameters(), *module.named_buffers())
     lines = [f"{WHOLE}.{name} : {' '.join('-' * x.dim())}" for name, x in tensors]
     return Model(((WHOLE, module),), Rules.parse("\n".join(lines)))

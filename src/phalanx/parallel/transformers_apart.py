@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ..layout import LayoutError
-from .transformers_frame import Frame, StandIn
+from .frame import Key, StandIn, around_blocks, take_out
+from .transformers_frame import TransformersFrame
 from .transformers_refused import error_line, refuse, refuse_attention, refuse_tables
 
 _RUN = 8  # tokens of the sequences with which a model is tried
@@ -30,10 +31,14 @@ class TakenApart:
         self.files = stored_names(causal)
         self.path, layers = layers_of(causal)
         self.blocks: list[Any] = list(layers)
-        self.frame = Frame(causal, self.path[-1])
-        self.outer = self._taken_out(layers)
+        self.frame = TransformersFrame(causal, self.path[-1])
+        self.outer = take_out(self.frame, self.path, layers, lambda owner, name: name)
+        for block in self.blocks:
+            for module in block.modules():
+                module.__dict__["frame"] = self.frame
         self.calls: dict[nn.Module, tuple[Any, Any, torch.Size]] = {}
-        self.before, self.after = self._order()
+        around = around_blocks(self._order(), self.outer)
+        self.before, self.after = around.before, around.after
         owners = [
             [m for m in block.modules() if "core" in m._modules]
             for block in self.blocks
@@ -44,28 +49,11 @@ class TakenApart:
         refuse_tables(self.blocks, self.path, modules)
         self.heads, self.kv, self.head_dim = seen.pop()
 
-    def _taken_out(self, layers: nn.ModuleList) -> dict[str, nn.Module]:
-        """The modules with weights around the blocks; stand-ins are where they and the blocks were."""
-        outer: dict[str, nn.Module] = {}
-        for owner in self.path:
-            for name, child in list(owner.named_children()):
-                if child is layers or child in self.path or not [*child.parameters()]:
-                    continue
-                refuse({f"it has two modules called {name}": name in outer})
-                outer[name] = child
-                owner._modules[name] = StandIn(self.frame, name, child)
-        for number, block in enumerate(self.blocks):
-            layers[number] = StandIn(self.frame, number, block)
-            for module in block.modules():
-                module.__dict__["frame"] = self.frame
-        return outer
+    def _order(self) -> list[Key]:
+        """The modules in the order in which the forward calls them, found by running it whole on meta."""
+        order: list[Key] = []
 
-    def _order(self) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
-        """Modules that the forward calls before the blocks, and after them, found by running it
-        whole on meta."""
-        order: list[str | int] = []
-
-        def noted(key: str | int, module: nn.Module) -> Callable[..., Any]:
+        def noted(key: Key, module: nn.Module) -> Callable[..., Any]:
             def run(*args: Any, **kwargs: Any) -> Any:
                 order.append(key)
                 y = module(*args, **kwargs)
@@ -77,7 +65,7 @@ class TakenApart:
             return run
 
         tokens = torch.empty(2, _RUN, dtype=torch.int64, device="meta")
-        every: dict[str | int, Any] = {
+        every: dict[Key, Any] = {
             n: noted(n, each) for n, each in enumerate(self.blocks)
         }
         every.update((name, noted(name, each)) for name, each in self.outer.items())
@@ -97,31 +85,7 @@ class TakenApart:
         finally:
             for hook in hooks:
                 hook.remove()
-        count = len(self.blocks)
-        refuse(
-            {
-                "its forward does not call each block once, in their order": [
-                    key for key in order if isinstance(key, int)
-                ]
-                != [*range(count)],
-                "its forward calls modules between its blocks": order.index(count - 1)
-                - order.index(0)
-                != count - 1,
-            }
-        )
-        first = order.index(0)
-        parts = set(order[:first]), set(order[first:])
-        unused = ", ".join(self.outer.keys() - set(order))
-        refuse(
-            {
-                "it uses a module before and after its blocks": parts[0] & parts[1],
-                f"its forward does not use {unused}": unused,
-            }
-        )
-        before, after = (
-            {k: self.outer[k] for k in self.outer if k in part} for part in parts
-        )
-        return before, after
+        return order
 
     def _called(self, module: nn.Module, args: Any, kwargs: Any, y: Any) -> None:
         y = y[0] if isinstance(y, tuple) else y

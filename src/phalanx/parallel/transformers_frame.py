@@ -1,9 +1,5 @@
-"""Runs the forward of a model in transformers' own code piece by piece.
+"""Runs the forward of a model in transformers' own code piece by piece, by the means of `frame.py`.
 
-Their forward runs as it is, once for each piece, with stand-ins where the modules of other pieces
-were. So what it computes between modules (scaled vectors, angles of rope, the scale of logits) stays
-theirs. It is left by an exception, `_Reached`, when it has come past the piece: a forward that is not
-ours has no other exit, and running on would compute what is between all other modules.
 Attention comes through `ALL_ATTENTION_FUNCTIONS` into a child `core`, which context parallelism replaces.
 """
 
@@ -13,6 +9,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..models import Core
 from ..models.loss import CrossEntropy
+from .frame import Frame, Key, Reached, Running, StandIn, stop
 from .transformers_refused import refuse
 
 ATTENTION = "phalanx"  # in their table of attention functions
@@ -30,16 +28,6 @@ _NOTHING = (
     "dropout is_causal position_ids use_cache cache_position position_embeddings output_attentions"
     " output_hidden_states return_dict layer_idx past_key_values"
 )
-
-
-class _Reached(Exception):
-    """Their forward has come past the piece that runs: the rest is other pieces'."""
-
-    def __init__(self, x: Tensor) -> None:
-        super().__init__(
-            "a forward of transformers ran on behind the piece that was asked for"
-        )
-        self.x = x
 
 
 class InFloat64(TorchFunctionMode):
@@ -59,42 +47,27 @@ class InFloat64(TorchFunctionMode):
         )
 
 
-class StandIn(nn.Module):
-    """Stands where a module was in their model. It passes on what it is given, unless the piece that
-    runs has something to do here."""
-
-    def __init__(self, frame: Frame, key: str | int, real: nn.Module) -> None:
-        super().__init__()
-        # Their forward may read attributes of the module; its weights are a piece's and no child here.
-        self.__dict__.update(frame=frame, key=key, real=real)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["real"], name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if (run := self.frame.running.get(self.key)) is not None:
-            return run(*args, **kwargs)
-        x = args[0] if args else next(iter(kwargs.values()))
-        if not x.is_floating_point():
-            return x.new_zeros((*x.shape, 1), dtype=self.frame.dtype)
-        return (x,) if isinstance(self.key, int) and self.frame.tuples else x
-
-
-class Frame:
-    """Their model with a stand-in for every module that has weights, and the whole of what it
-    computes around them. One thread uses it at a time."""
+class TransformersFrame(Frame):
+    """Their model, whose forward is called as transformers' are, with tables that it makes itself. A module
+    of another piece passes on what it is given."""
 
     def __init__(self, causal: Any, base: Any) -> None:
+        super().__init__()
         self.causal, self.base = causal, base
-        self.running: Mapping[str | int, Callable[..., Any]] = {}
         self.dtype, self.made = torch.float32, (torch.device("meta"), torch.float32)
         # positions, documents
         self.shared: tuple[Tensor | None, Tensor | None] = None, None
         self.tuples = False  # a block returns (x, ...)
 
+    def passed_by(self, key: Key, args: Any, kwargs: Any) -> Any:
+        x = args[0] if args else next(iter(kwargs.values()))
+        if not x.is_floating_point():
+            return x.new_zeros((*x.shape, 1), dtype=self.dtype)
+        return (x,) if isinstance(key, int) and self.tuples else x
+
     def run(
         self,
-        running: Mapping[str | int, Callable[..., Any]],
+        running: Running,
         dtype: torch.dtype,
         positions: Tensor,
         documents: Tensor | None = None,
@@ -104,11 +77,11 @@ class Frame:
     ) -> Any:
         """Run their forward with these modules in it: the value that it was stopped with, else what
         it gives."""
-        self.running, self.dtype, self.shared = running, dtype, (positions, documents)
+        self.dtype, self.shared = dtype, (positions, documents)
         wide = torch.promote_types(dtype, torch.float32)
         with InFloat64() if wide == torch.float64 else nullcontext():
             self._make_buffers(positions.device, wide)
-            given = {"input_ids": tokens}
+            given: dict[str, Any] = {"input_ids": tokens}
             # what is looked up is another piece's: its size and dtype are used
             if tokens is None:
                 given = {
@@ -116,13 +89,12 @@ class Frame:
                         (*positions.shape, 1), dtype=dtype
                     )
                 }
+            model = self.causal if whole else self.base
+            given |= {"position_ids": positions, "use_cache": False}
             try:
-                model = self.causal if whole else self.base
-                return model(**given, position_ids=positions, use_cache=False)
-            except _Reached as end:
-                return end.x
+                return self.until_reached(running, partial(model, **given))
             finally:
-                self.running, self.shared = {}, (None, None)
+                self.shared = None, None
 
     def _make_buffers(self, device: torch.device, wide: torch.dtype) -> None:
         """Their tables, as rope's frequencies, which are not on meta and not in files."""
@@ -151,17 +123,17 @@ def make_tables(
 class _Outer(nn.Module):
     """Modules of theirs around the blocks; `name` in their model is the child's name here."""
 
-    frame: Frame
+    frame: TransformersFrame
 
-    def __init__(self, frame: Frame, children: Mapping[str, nn.Module]) -> None:
+    def __init__(
+        self, frame: TransformersFrame, children: Mapping[str, nn.Module]
+    ) -> None:
         super().__init__()
         self.__dict__["frame"] = frame
         for name, child in children.items():
             self.add_module(name, child)
 
-    def running(
-        self, block: int, act: Callable[..., Any]
-    ) -> dict[str | int, Callable[..., Any]]:
+    def running(self, block: int, act: Callable[..., Any]) -> Running:
         """Modules that run in the transformers model: these, and `act` in place of a block."""
         return {**dict(self.named_children()), block: act}
 
@@ -172,20 +144,16 @@ class TransformersEmbed(_Outer):
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         dtype = next(self.parameters()).dtype
         x: Tensor = self.frame.run(
-            self.running(0, _stop), dtype, positions, tokens=tokens
+            self.running(0, stop), dtype, positions, tokens=tokens
         )
         return x
-
-
-def _stop(x: Tensor, *args: Any, **kwargs: Any) -> None:
-    raise _Reached(x)
 
 
 class TransformersHead(_Outer):
     """The part of the transformers forward after its last block, and the loss as a sum."""
 
     def __init__(
-        self, frame: Frame, children: Mapping[str, nn.Module], last: int
+        self, frame: TransformersFrame, children: Mapping[str, nn.Module], last: int
     ) -> None:
         super().__init__(frame, children)
         self.last, self.loss = last, CrossEntropy()
@@ -211,7 +179,7 @@ def _forward(
     def block(*args: Any, **kwargs: Any) -> None:
         kwargs.pop("hidden_states", None)
         y = self.theirs(x, *args[1:], **kwargs)
-        raise _Reached(y[0] if isinstance(y, tuple) else y)
+        raise Reached(y[0] if isinstance(y, tuple) else y)
 
     y: Tensor = self.frame.run({self._number: block}, x.dtype, positions, documents)
     return y

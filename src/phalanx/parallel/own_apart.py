@@ -1,0 +1,361 @@
+"""Takes a module that nobody described apart: its blocks, what runs before them, and what runs after.
+
+The module runs whole once, on meta, with an example batch. What is around the blocks is found by the
+order of its calls, and runs by the means of `frame.py`, as transformers' own code does: a module of
+another piece gives zeros of the shape that it gave then. Nothing of the weights is cut.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ..layout import LayoutError, Rules
+from .frame import (
+    Frame,
+    Key,
+    Reached,
+    Running,
+    StandIn,
+    around_blocks,
+    stop,
+    take_out,
+)
+from .model import Model
+from .own_loss import arguments_for
+from .probe import bind_weights
+from .transformers_refused import refuse
+
+Batch = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What a module around the blocks took and gave in the example, as far as a stand-in needs it."""
+
+    took: torch.Size
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def shape_for(self, took: torch.Size) -> tuple[int, ...]:
+        """The shape for another input: its first sizes are the input's as far as they were in the
+        example."""
+        alike = 0
+        for a, b in zip(self.took, self.shape, strict=False):
+            if a != b:
+                break
+            alike += 1
+        return (*took[:alike], *self.shape[alike:])
+
+
+class OwnFrame(Frame):
+    """A user's module, whose forward is called with the entries of a batch that its arguments name."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.given: dict[Key, _Given] = {}
+
+    def passed_by(self, key: Key, args: Any, kwargs: Any) -> Any:
+        x = _first_tensor(args, kwargs)
+        if isinstance(key, int):
+            return x
+        known = self.given[key]
+        zero = x.new_zeros((), dtype=known.dtype)
+        return zero.expand(known.shape_for(x.shape))
+
+    def attribute(self, real: nn.Module, name: str) -> Any:
+        value = getattr(real, name)
+        if isinstance(value, nn.Parameter):
+            raise LayoutError(
+                f"it reads the weight {name} of a {type(real).__name__} outside of that module"
+            )
+        return value
+
+    def run(self, running: Running, batch: Batch) -> Any:
+        self._bring_buffers(next(iter(batch.values())).device)
+        given = arguments_for(self.module.forward, batch)
+        return self.until_reached(running, partial(self.module, **given))
+
+    def _bring_buffers(self, device: torch.device) -> None:
+        """Tables around the pieces come to the device that computes."""
+        for module in self.module.modules():
+            own = {} if isinstance(module, StandIn) else module._buffers
+            for key, x in own.items():
+                if x is not None and device.type != "meta":
+                    module._buffers[key] = x.to(device)
+
+
+def _first_tensor(args: Any, kwargs: Any) -> Tensor:
+    every = (*args, *kwargs.values())
+    return next(x for x in every if isinstance(x, Tensor))
+
+
+class _OwnOuter(nn.Module):
+    """Modules around the blocks, by names without dots."""
+
+    frame: OwnFrame
+    takes_batch = True
+
+    def __init__(self, frame: OwnFrame, children: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.__dict__["frame"] = frame
+        for name, child in children.items():
+            self.add_module(name, child)
+
+    def running(self, block: int, act: Callable[..., Any]) -> Running:
+        return {**dict(self.named_children()), block: act}
+
+
+class OwnEmbed(_OwnOuter):
+    """The module's forward before its first block."""
+
+    def forward(self, **batch: Tensor) -> Tensor:
+        x: Tensor = self.frame.run(self.running(0, stop), batch)
+        return x
+
+
+class OwnHead(_OwnOuter):
+    """The module's forward after its last block; it returns what the module returns."""
+
+    def __init__(
+        self, frame: OwnFrame, children: Mapping[str, nn.Module], last: int
+    ) -> None:
+        super().__init__(frame, children)
+        self.last = last
+
+    def forward(self, x: Tensor, **batch: Tensor) -> Any:
+        return self.frame.run(self.running(self.last, lambda *_, **__: x), batch)
+
+
+def _block_forward(self: Any, x: Tensor, **batch: Tensor) -> Tensor:
+    """A block as a piece: with the other arguments that the forward around it makes."""
+    if self._alone is not None:
+        args, kwargs = self._alone
+        y: Tensor = self.theirs(x, *args, **kwargs)
+        return y
+
+    def block(_: Tensor, *args: Any, **kwargs: Any) -> None:
+        raise Reached(self.theirs(x, *args, **kwargs))
+
+    reached: Tensor = self.frame.run({self._number: block}, batch)
+    return reached
+
+
+@cache
+def _block_class(kind: Any) -> type[nn.Module]:
+    members = {"forward": _block_forward, "theirs": kind.forward, "takes_batch": True}
+    return type(kind.__name__, (kind,), members)
+
+
+def take_apart(module: nn.Module, example: Batch) -> Model:
+    """The pieces of a module on meta; a LayoutError says why it cannot be cut, and where."""
+    kind = type(module).__name__
+    try:
+        return _taken_apart(module, example)
+    except LayoutError as error:
+        raise LayoutError(
+            f"{kind} cannot be cut into pieces: {str(error).rstrip('.')}. Describe it"
+            " (docs/bring-your-model.md), or give no example: then it is one piece, for dp and ZeRO."
+        ) from None
+
+
+def _taken_apart(module: nn.Module, example: Batch) -> Model:
+    path, layers = _blocks_of(module)
+    blocks = list(layers.children())
+    names = {owner: name for name, owner in module.named_modules()}
+    refuse(
+        {
+            f"it has weights outside of its modules ({name})": True
+            for owner in path
+            for name, _ in owner.named_parameters(recurse=False)
+        }
+    )
+
+    def named(owner: nn.Module, child: str) -> str:
+        return f"{names[owner]}.{child}".lstrip(".").replace(".", "_")
+
+    frame = OwnFrame(module)
+    outer = take_out(frame, path, layers, named)
+    trial = _Trial(frame, blocks, outer)
+    around = around_blocks(trial.run(example), outer)
+    for number, block in enumerate(blocks):
+        own_kind: Any = type(block)
+        block.__class__ = _block_class(own_kind)
+        alone = trial.others[number]
+        block.__dict__.update(_number=number, _alone=alone, frame=frame)
+    embed = OwnEmbed(frame, around.before)
+    head = OwnHead(frame, around.after, len(blocks) - 1)
+    inner = tuple((f"blocks.{n}", block) for n, block in enumerate(blocks))
+    pieces = (("embed", embed), *inner, ("head", head))
+    given = next(iter(arguments_for(module.forward, example).values()))
+    known = _Given(given.shape, trial.edge.shape, trial.edge.dtype)
+    edges = _Edges(frame, known)
+    lines = dict[str, None]()
+    for prefix, piece in pieces:
+        for name, x in (*piece.named_parameters(), *piece.named_buffers()):
+            lines[f"{prefix}.{name} : {' '.join('-' * x.dim())}"] = None
+    return Model(pieces, Rules.parse("\n".join(lines)), edges=edges)
+
+
+def _blocks_of(module: nn.Module) -> tuple[list[nn.Module], nn.Module]:
+    """The modules from the whole down to the one that owns the blocks, and its blocks: the list of modules
+    of one class that has the most parameters."""
+    best, most = "", 0
+    for name, each in module.named_modules():
+        if not isinstance(each, nn.ModuleList | nn.Sequential):
+            continue
+        children = list(each.children())
+        size = sum(x.numel() for x in each.parameters())
+        alike = len({type(child) for child in children}) == 1
+        if name and len(children) > 1 and alike and size > most:
+            best, most = name, size
+    if not best:
+        raise LayoutError(
+            "it has no list of blocks: an nn.ModuleList or nn.Sequential of two or more modules of one"
+            " class"
+        )
+    parts = best.split(".")
+    owners = [module.get_submodule(".".join(parts[:n])) for n in range(len(parts))]
+    return owners, module.get_submodule(best)
+
+
+class _Trial:
+    """The whole forward on meta, with the calls of all modules around the blocks and of the blocks."""
+
+    def __init__(
+        self,
+        frame: OwnFrame,
+        blocks: Sequence[nn.Module],
+        outer: Mapping[str, nn.Module],
+    ) -> None:
+        self.frame, self.order = frame, list[Key]()
+        # Of each block its arguments besides the first, if none of them is a tensor.
+        self.others: dict[int, tuple[Any, Any] | None] = {}
+        self.every: dict[Key, Callable[..., Any]] = {}
+        self.roots = [frame.module, *blocks, *outer.values()]
+        for number, block in enumerate(blocks):
+            self.every[number] = partial(self._block, number, block)
+        for name, module in outer.items():
+            self.every[name] = partial(self._outer, name, module)
+
+    def run(self, example: Batch) -> list[Key]:
+        """The modules in the order in which the forward calls them."""
+        meta = {name: torch.empty_like(x, device="meta") for name, x in example.items()}
+        try:
+            # What the forward makes by itself, as a mask, is on meta too.
+            with torch.no_grad(), torch.device("meta"), self._buffers_on_meta():
+                self.frame.run(self.every, meta)
+        except LayoutError:
+            raise
+        except Exception as error:
+            raise LayoutError(_with_its_line(error)) from None
+        return self.order
+
+    @contextmanager
+    def _buffers_on_meta(self) -> Iterator[None]:
+        tables = [
+            (owner, key, x)
+            for root in self.roots
+            for owner in root.modules()
+            for key, x in owner._buffers.items()
+            if x is not None and not isinstance(owner, StandIn)
+        ]
+        for owner, key, x in tables:
+            owner._buffers[key] = torch.empty_like(x, device="meta")
+        try:
+            yield
+        finally:
+            for owner, key, x in tables:
+                owner._buffers[key] = x
+
+    def _block(self, number: int, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        self.order.append(number)
+        if not number and args:
+            self.edge = args[0]
+        y = block(*args, **kwargs)
+        kind = type(block).__name__
+        refuse(
+            {
+                f"its blocks ({kind}) do not take activations first": not args
+                or not isinstance(args[0], Tensor),
+                f"its blocks ({kind}) return a {type(y).__name__}": not isinstance(
+                    y, Tensor
+                ),
+            }
+        )
+        others = args[1:], kwargs
+        tensors = [x for x in (*args[1:], *kwargs.values()) if isinstance(x, Tensor)]
+        self.others[number] = None if tensors else others
+        return y
+
+    def _outer(self, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        self.order.append(name)
+        y = module(*args, **kwargs)
+        if not isinstance(y, Tensor):
+            raise LayoutError(f"its module {name} returns a {type(y).__name__}")
+        took = _first_tensor(args, kwargs)
+        self.frame.given[name] = _Given(took.shape, y.shape, y.dtype)
+        return y
+
+
+def _with_its_line(error: Exception) -> str:
+    """An error with the line of the user's code at which it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [each for each in frames if "/torch/" not in each.filename]
+    at = own[-1] if own else frames[-1]
+    text = " ".join(str(error).split())[:200]
+    return (
+        f"its forward cannot be run on meta: {type(error).__name__}: {text} ({at.filename}:{at.lineno}:"
+        f" {at.line})"
+    )
+
+
+@dataclass(frozen=True)
+class _Edges:
+    """Empty activations of a microbatch: each block takes what the first one took."""
+
+    frame: OwnFrame
+    known: _Given
+
+    def __call__(self, piece: int, batch: Batch) -> dict[str, Tensor]:
+        given = arguments_for(self.frame.module.forward, batch)
+        took = next(iter(given.values())).shape
+        shape = self.known.shape_for(took)
+        return {"x": torch.empty(shape, dtype=self.known.dtype, device="meta")}
+
+
+def refuse_other_pieces(
+    module: nn.Module, model: Model, weights: Mapping[str, nn.Parameter], example: Batch
+) -> None:
+    """Runs a module whole and in pieces on the example, with its own weights: both must give the same."""
+    bind_weights(model, weights)
+    with torch.no_grad():
+        whole = module(**arguments_for(module.forward, example))
+        (_, embed), *blocks, (_, head) = model.pieces
+        x = embed(**example)
+        for _, block in blocks:
+            x = block(x, **example)
+        pieces = head(x, **example)
+    pairs = zip(_tensors(whole), _tensors(pieces), strict=True)
+    for own, ours in pairs:
+        if own.shape != ours.shape or not torch.allclose(
+            own, ours, rtol=1e-4, atol=1e-5
+        ):
+            raise LayoutError(
+                f"{type(module).__name__} gives something else in pieces than whole: what runs before"
+                " its blocks is used after them, or by more than the first. Describe it"
+                " (docs/bring-your-model.md), or give no example: then it is one piece, for dp and ZeRO."
+            )
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
