@@ -185,7 +185,7 @@ def _taken_apart(module: nn.Module, example: Batch) -> Model:
 
     frame = OwnFrame(module)
     outer = take_out(frame, path, layers, named)
-    trial = _Trial(frame, blocks, outer)
+    trial = _RunOnMeta(frame, blocks, outer)
     around = around_blocks(trial.run(example), outer)
     for number, block in enumerate(blocks):
         own_kind: Any = type(block)
@@ -228,7 +228,7 @@ def _blocks_of(module: nn.Module) -> tuple[list[nn.Module], nn.Module]:
     return owners, module.get_submodule(best)
 
 
-class _Trial:
+class _RunOnMeta:
     """The whole forward on meta, with the calls of all modules around the blocks and of the blocks."""
 
     def __init__(
