@@ -220,14 +220,33 @@ def bounds_of(
         for change in compare(trace, want, rate, _Anything()):
             free[change.key] = max(free[change.key], change.error)
     bounds = {key: FACTOR * error + least for key, error in free.items()}
-    # A weight is kept in float32. Beside a small update its own rounding is large.
+    for key, rounding in _roundings_of_updates(want):
+        bounds[key] += rounding
+    return bounds
+
+
+def bounds_in_places(
+    want: Trace, rate: Callable[[int], float], compute: torch.dtype, places: float
+) -> Bounds:
+    """So many units in the last place of the dtype that is computed in, for every quantity."""
+    most = places * torch.finfo(compute).eps
+    bounds = dict.fromkeys(
+        (d.key for d in compare(want, want, rate, _Anything())), most
+    )
+    for key, rounding in _roundings_of_updates(want):
+        bounds[key] += rounding
+    return bounds
+
+
+def _roundings_of_updates(want: Trace) -> Iterator[tuple[Key, float]]:
+    """A weight is kept in float32. Beside a small update its own rounding is large."""
+    single = torch.finfo(torch.float32).eps
     for number, step in enumerate(want.steps):
         for name, moved in _moved(step.weights, want.start).items():
             size = float(moved.norm())
             if size > 0:
                 rounding = single * float(step.weights[name].double().norm()) / size
-                bounds[number, "update", name] += rounding
-    return bounds
+                yield (number, "update", name), rounding
 
 
 class _Anything(dict[Key, float]):

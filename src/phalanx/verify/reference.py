@@ -34,6 +34,7 @@ from .cases import VARIED
 
 Batch = Mapping[str, Tensor]
 Batches = Callable[[int], Batch]
+Cut = Callable[[int], Sequence[Tensor]]  # the rows of each microbatch, by their count
 VALIDATIONS = 2  # batches of the validation after the last step
 
 
@@ -94,6 +95,11 @@ class Nudge:
         moved = (x.detach().contiguous().view(integer) + up).view(x.dtype)
         return torch.where((x == 0) | ~x.isfinite() | ~moved.isfinite(), x, moved)
 
+    def apart(self) -> Nudge:
+        """One with random numbers of its own."""
+        seed = self.generator.initial_seed() + 1000
+        return Nudge(torch.Generator().manual_seed(seed))
+
 
 @dataclass
 class Passed:
@@ -153,6 +159,11 @@ def validation_of(batches: Batches, steps: int) -> list[Batch]:
     return chosen
 
 
+def in_one(rows: int) -> list[Tensor]:
+    """All rows as one microbatch."""
+    return [torch.arange(rows)]
+
+
 def reference(
     model: Model,
     batches: Batches,
@@ -163,7 +174,8 @@ def reference(
     clip: Callable[[int], float],
     precision: Precision,
     seed: int,
-    microbatches: int = 1,
+    cut: Cut = in_one,
+    own_losses: bool = False,
     scaler: torch.amp.GradScaler | None = None,
     forward: Forward | None = None,
     nudge: Nudge | None = None,
@@ -171,9 +183,10 @@ def reference(
 ) -> Trace:
     """Train the model on one process, as PyTorch's own documentation would.
 
-    `forward` computes the model in place of its own pieces. With `nudge` the weights that are computed
-    with, the inputs of every piece and the gradients that come back there are moved by one unit in the
-    last place: what this changes is rounding.
+    `forward` computes the model in place of its own pieces; `cut` says which rows make a microbatch, all of
+    them by default. `own_losses`: the pieces keep their losses, in place of torch's. With `nudge` the weights
+    that are computed with, the inputs of every piece, the gradients that come back there, and the gradient of
+    a weight by each microbatch are moved by one unit in the last place: what this changes is rounding.
     """
     train = {name: weight.requires_grad for name, weight in model.weights.items()}
     # A weight that is never updated needs no digits beyond those that are computed with.
@@ -190,13 +203,14 @@ def reference(
     )
     same = precision.compute == precision.master and nudge is None
     copies = masters if same else copies
-    forward = forward or Pieces(model, copies, nudge)
+    forward = forward or Pieces(model, copies, nudge, own_losses=own_losses)
     trained = {
         name: x
         for name, x in masters.items()
         if train[name] and name not in model.rates
     }
     update = _optimizer(optimizer, trained, rate(0), model)
+    nudge_gradients = nudge.apart() if nudge else None
     seen = []
     for step in range(steps):
         for group in update.param_groups:
@@ -209,7 +223,7 @@ def reference(
             (float(scaler.get_scale()), scaler.scale) if scaler else (1.0, None)
         )
         passed = _gradients(
-            forward, batches(step), masters, copies, microbatches, scaled
+            forward, batches(step), masters, copies, cut, scaled, nudge_gradients
         )
         if scaler:
             scaler.unscale_(update)
@@ -261,7 +275,7 @@ def passes(
     for forward in forwards(weights):
         for weight in weights.values():
             weight.grad = None
-        passed = _gradients(forward, batch, weights, weights, 1, None)
+        passed = _gradients(forward, batch, weights, weights, in_one, None)
         gradients = {
             name: torch.zeros_like(x) if x.grad is None else x.grad.clone()
             for name, x in weights.items()
@@ -393,11 +407,17 @@ class Pieces:
     """The forward of a model's own pieces, chained. They keep the weights that they are given here."""
 
     def __init__(
-        self, model: Model, weights: Weights, nudge: Nudge | None = None
+        self,
+        model: Model,
+        weights: Weights,
+        nudge: Nudge | None = None,
+        *,
+        own_losses: bool = False,
     ) -> None:
         self.model, self.nudge = model, nudge
         _install(model, weights)
-        _install_losses(model)
+        if not own_losses:
+            _install_losses(model)
 
     def __call__(self, weights: Weights, batch: Batch) -> Passed:
         passed = Passed(torch.zeros(()))
@@ -510,13 +530,15 @@ def _gradients(
     batch: Batch,
     masters: Mapping[str, nn.Parameter],
     copies: Mapping[str, nn.Parameter],
-    microbatches: int,
+    cut: Cut,
     scaled: Callable[[Tensor], Tensor] | None,
+    nudge: Nudge | None = None,
 ) -> Passed:
-    """The loss per valid token, and what was seen of every piece; gradients are added up in `masters`."""
+    """The loss per valid token, and what was seen of every piece; gradients are added up in `masters`. With
+    `nudge` each microbatch's is moved: it was rounded to the dtype that is computed in."""
     count, total = max(1, _valid(batch)), 0.0
     parts = []
-    for rows in torch.arange(_rows(batch)).chunk(microbatches):
+    for rows in cut(_rows(batch)):
         passed = forward(copies, {name: x[rows] for name, x in batch.items()})
         total += float(passed.loss.detach())
         whole = passed.loss / count + sum(passed.beside) / _rows(batch)
@@ -531,7 +553,8 @@ def _gradients(
         for name, copy in copies.items():
             if copy.grad is not None:
                 master = masters[name]
-                part = copy.grad.to(master.dtype)
+                moved = nudge(copy.grad) if nudge else copy.grad
+                part = moved.to(master.dtype)
                 master.grad = part if master.grad is None else master.grad + part
                 copy.grad = None
     outputs, routes, gaps = (

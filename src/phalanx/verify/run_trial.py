@@ -37,6 +37,7 @@ from ..train.stop import STOP
 from .journal import LoggedStep, counted_flops, journal_faults
 from .low_precision import sums_of
 from .reference import PlainForward, Trace
+from .replay import can_be_replayed, replay, rounding_of
 from .run_data import write_documents
 from .trial import TOKEN, Observed, Seen, Setting, join, token_numbers
 from .verify import (
@@ -190,7 +191,11 @@ def _verdict(trial: RunTrial, precision: str, worlds: Worlds) -> Verdict:
     setting = setting_for(first, _setting(run, precision))
     cuts = sums_of(first) if matmul else Layout()
     forward = PlainForward(run.shape, 0.0, run.z_loss)
-    truth = truth_of(maker_of(run), setting, matmul, cuts, forward)
+    make = maker_of(run)
+    truth = truth_of(make, setting, matmul, cuts, forward)
+    if can_be_replayed(first, make(), setting):
+        known = replay(make, setting, rounding_of(first))
+        truth = replace(truth, replay=known)
     try:
         before = join(_start(run, first, worlds), STOPPED)
         after = join(_start(run, second, worlds), STEPS - STOPPED)

@@ -57,6 +57,7 @@ from .reference import (
     passes,
     reference,
 )
+from .replay import can_be_replayed, replay, replay_differences, rounding_of
 from .trial import Setting, join, program_in, train_layout
 
 # What opens a world of so many ranks.
@@ -93,10 +94,12 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Truth:
-    """The result of one process, and the allowed deviation; in float64 `EXACT`."""
+    """The result of one process, and the allowed deviation; in float64 `EXACT`. `replay` is the result of
+    one process with a layout's own roundings, where that can be."""
 
     trace: Trace
     bounds: Bounds | None = None
+    replay: Trace | None = None
 
 
 def precision_named(dtype: str) -> Precision:
@@ -156,9 +159,14 @@ def verify(
     known_truth = cache(partial(truth_of, make, setting, forward=alone))
     against = model_alone(model, own if alone is own else None, setting)
 
+    known_replay = cache(partial(replay, make, setting))  # by what cuts rows
+
     def terms(layout: Layout) -> tuple[Setting, Truth]:
         cuts = sums_of(layout) if layout.matmul else Layout()
-        return setting_for(layout, setting), known_truth(layout.matmul, cuts)
+        known = known_truth(layout.matmul, cuts)
+        if can_be_replayed(layout, model, setting):
+            known = replace(known, replay=known_replay(rounding_of(layout)))
+        return setting_for(layout, setting), known
 
     by_size: dict[int, list[Layout]] = {}
     for layout in layouts:
@@ -292,6 +300,9 @@ def _line(error: Exception) -> str:
 def judge(layout: Layout, got: Trace, truth: Truth, setting: Setting) -> Verdict:
     """The verdict on what a layout has done."""
     differences = compare(got, truth.trace, setting.rate, truth.bounds)
+    if truth.replay:
+        compute = setting.precision.compute
+        differences += replay_differences(got, truth.replay, setting.rate, compute)
     unequal = [str(d) for d in differences if not d.agrees]
     # What has too few bits is the likely cause of what differs, and may be all that there is.
     first = "; ".join((*unequal[:1], *got.breaches[:1]))
@@ -367,10 +378,16 @@ def truth_of(
             if half
             else None
         )
-        microbatches = 1 if exact or whole else 3
+        parts = 1 if exact or whole else 3
         terms = replace(setting, batches=batches)
-        more = {"microbatches": microbatches, "nudge": nudge, "scaler": scaler}
-        return _reference(model, terms, forward=None if narrow else forward, **more)
+        more = {"nudge": nudge, "scaler": scaler}
+        return _reference(
+            model,
+            terms,
+            forward=None if narrow else forward,
+            cut=lambda rows: torch.arange(rows).chunk(parts),
+            **more,
+        )
 
     trace = train()
     # float16 may skip a later step: then there is no finite loss, and nothing wrong.
