@@ -650,6 +650,19 @@ def test_every_family_without_a_pick_has_its_reason() -> None:
     assert all(r.times >= 1 - 1e-6 for r in slower)
 
 
+def test_families_are_told_by_bounds_of_all_that_is_costed() -> None:
+    screened = _screened("h100x64", 64, 8, 0.85)
+    room = screened.space.request.room
+    best = screened.best(2, room)
+    told = refused.refusals(screened, best, room, budget=0)
+    # All grids are bounded anew, with what is costed by now.
+    anew = Screened(screened.space, screened.pricer)
+    anew.choices = screened.choices
+    for candidate, seconds in screened.followed.items():
+        anew.step[candidate] = max(anew.step[candidate], seconds)
+    assert refused.refusals(anew, best, room, budget=0) == told
+
+
 def test_a_family_with_very_long_steps_is_told_by_its_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

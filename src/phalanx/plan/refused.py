@@ -52,6 +52,15 @@ def refusals(
             least[i] = choice.step
     found = []
     known = screened.known()
+
+    def lowest(some: NDArray[np.intp]) -> int:
+        """The candidate with the lowest step, of bounds by all that is costed."""
+        i = int(some[np.argmin(least[some])])
+        while screened.refresh(i):
+            np.maximum(least, screened.step, out=least)
+            i = int(some[np.argmin(least[some])])
+        return i
+
     lost = [
         f for f in _families(screened) if f[1].any() and not (best and f[1][best[0]])
     ]
@@ -61,7 +70,7 @@ def refusals(
         for _ in range(_MISSES):
             # Of those that are costed, if any: what is not costed says little.
             some = able[known[able]] if known[able].any() else able
-            i = int(some[np.argmin(least[some])]) if len(some) else -1
+            i = lowest(some) if len(some) else -1
             if i < 0 or i in screened.choices or screened.spent >= limit:
                 break
             if screened.operations(i) > _LONG:
@@ -77,9 +86,8 @@ def refusals(
             if best and screened.simulate(i).parts:
                 least[i], able = screened.choices[i].step, np.flatnonzero(mask & fits)
         if len(able):
-            found.append(
-                _slower(family, screened, i, float(least[mask & fits].min()), best[0])
-            )
+            nearest = float(least[lowest(np.flatnonzero(mask & fits))])
+            found.append(_slower(family, screened, i, nearest, best[0]))
         else:
             found.append(_large(family, screened, i, room))
     return (*found, *_illegal(screened))

@@ -157,21 +157,27 @@ class Screened:
         return np.concatenate(each)
 
     def costs(self, i: int) -> None:
-        """Cost the pieces of a candidate, if they are not, and bound its grid by all that is costed. Other
-        grids keep bounds that are lower than they need be, until one of theirs comes up."""
-        number, options, (_, _, _, chosen) = self.at(i)
+        """Cost the pieces of a candidate, if they are not, and bound its grid again. Other grids keep bounds
+        that are lower than they need be, until one of their candidates comes up."""
+        _, options, (_, _, _, chosen) = self.at(i)
         split = self.layout(i).splits_backward
         self.pricer.cost(
             [self.space.cut(options.grid, options.inners[chosen], split=split)]
         )
+        self.refresh(i)
+
+    def refresh(self, i: int) -> bool:
+        """Bound the grid of a candidate by all that is costed. True if more was than before."""
+        number, options, _ = self.at(i)
         if self._costed[number] == len(self.pricer.pieces):
-            return
+            return False
         self._costed[number] = len(self.pricer.pieces)
         found = bounds(options, self.least, self.found[number])
         self.found[number] = found
         begin, end = self.starts[number : number + 2]
         self.step[begin:end] = np.maximum(self.step[begin:end], found.step.ravel())
         self.bytes[begin:end] = found.bytes.ravel()
+        return True
 
     def follow(self, i: int) -> float:
         """The bound of a candidate of which the pieces are costed, by its own schedule as well."""
