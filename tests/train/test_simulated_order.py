@@ -184,8 +184,8 @@ def timed_step(
     executor.out, executor.back = (
         Copies(clock, kinds[k]) for k in (ops.OFFLOAD, ops.RELOAD)
     )
-    moments = StepClock(torch.device("cpu"))
-    moments.moment = lambda: clock.now  # type: ignore[method-assign]
+    moments = StepClock()
+    moments.start = moments.end = lambda: clock.now  # type: ignore[method-assign]
     executor.checked, executor.clock = True, moments
     for kind, plain in list(executor.handlers.items()):
         if ops.KINDS[kind].lane == ops.COMPUTE:
