@@ -174,6 +174,22 @@ def test_a_wrong_call_gets_a_sentence(call: object, sentence: str) -> None:
         call()  # type: ignore[operator]
 
 
+class _Mine:
+    """A class of a notebook."""
+
+
+@pytest.mark.parametrize("model", [_Mine, _Mine()])
+def test_a_class_where_a_name_is_asked_for_is_told_its_ways(model: object) -> None:
+    calls = (
+        lambda: phalanx.check("dp2", model),
+        lambda: phalanx.draw("dp2 pp2 1f1b:2", model),
+        lambda: phalanx.plan(model, "h100x8"),
+    )
+    for call in calls:
+        with pytest.raises(UsageError, match=r"FILE.py:_Mine.*phalanx.prepare"):
+            call()
+
+
 def test_a_model_of_standard_input_is_verified_and_its_processes_are_refused() -> None:
     done = _fresh(
         "import sys; sys.path.insert(0, 'examples')\n"

@@ -15,7 +15,7 @@ from ..plan.search import Baseline, Plan, baselines, search
 from ..plan.step import Choice, Request
 from . import UsageError
 from .plan_text import plan_figures, plan_text
-from .request import model_of, request_for, ways_refused, where
+from .request import model_of, refuse_unnamed, request_for, ways_refused, where
 from .signature import with_keywords
 
 SEQUENCES = 1 << 24  # of a step, as in a run file
@@ -153,6 +153,7 @@ def _ways_out(request: Request, least: float, room: float) -> list[str]:
 
 def request(model: str | Shape, cluster: str, **terms: Unpack[PlanTerms]) -> Request:
     """The request that these words describe; raises if they are invalid."""
+    refuse_unnamed(model)
     shape, make = (model, None) if isinstance(model, Shape) else model_of(model)
     machine, tokens = terms.get("machine"), terms.get("batch_tokens")
     hardware = where(

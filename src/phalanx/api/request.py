@@ -72,6 +72,17 @@ def in_precision(words: str, precision: str) -> Layout:
     )
 
 
+def refuse_unnamed(model: object) -> None:
+    """Raise for a class or a module, where a model is asked for by name."""
+    if isinstance(model, str | Shape):
+        return
+    kind = model if isinstance(model, type) else type(model)
+    raise UsageError(
+        f"a model is a name or a Shape here, and this is {kind.__name__} itself. Name the class by its"
+        f" file, 'FILE.py:{kind.__name__}'; phalanx.verify takes a class, and phalanx.prepare a module."
+    )
+
+
 def model_of(name: str) -> tuple[Shape, Callable[[], Model] | None]:
     """The shape of --model, which may be a run file, and what makes a model of the user's own. Such a
     file is run, as only it knows the sizes of its model."""
@@ -189,6 +200,7 @@ def step_of_layout(
     sequence: int = 0,
 ) -> RunStep:
     """The step of a layout for a model; the optimizer is that of a run file which names the model."""
+    refuse_unnamed(model)
     run = None if isinstance(model, Shape) else run_file(model)
     shape, make = (model, None) if isinstance(model, Shape) else model_of(model)
     optimizer = optimizer or (run.optimizer.name if run else ADAMW)
