@@ -24,6 +24,7 @@ from .signature import with_keywords
 if TYPE_CHECKING:
     from ..parallel import Model
     from ..verify import Verdict
+    from ..verify.run_trial import RunTrial
 
 Maker = Callable[[], "Model"]
 
@@ -236,12 +237,14 @@ def verify_run(
 ) -> VerifiedRun:
     """A run in small against one process: by its own ranks, optimizer, schedule, precision and batches.
     `on_cpu`: GPUs are left alone."""
-    if run.own:
+    if run.own.startswith(HUB):
         raise UsageError(
-            f"{run.own} has no smaller form. Compare its layouts: phalanx verify --model {run.own}"
-            f" --layouts '{run.layout}'."
+            f"{run.own} is in transformers' own code and has no smaller form. Compare its layouts:"
+            f" phalanx verify --model {run.own} --layouts '{run.layout}'."
         )
-    shape = run.shape
+    from ..train.program import shape_of
+
+    shape = shape_of(run)
     layout = run.layout_of(shape)
     if layout is None:
         raise UsageError(
@@ -257,6 +260,8 @@ def verify_run(
     with TemporaryDirectory() as out:
         trial = run_trial(run, shape, layout, out)
         refuse_own(trial.layout)
+        if run.own:
+            _refuse_large(run, trial)
         for verdict in verdicts(trial, late_worlds if on_cpu else None):
             show(verdict)
             found.append(verdict)
@@ -265,6 +270,30 @@ def verify_run(
     return VerifiedRun(
         shape.name, dtype, tuple(found), trial.covered, trial.left_out, seconds
     )
+
+
+def _refuse_large(run: Run, trial: RunTrial) -> None:
+    """Refuses a class of the user's own that is trained in its own sizes and would not fit."""
+    from ..layout.host import available_memory
+    from ..train.program import maker_of, shape_of
+    from ..verify.memory import GIB, needed
+
+    small = trial.run
+    parameters = sum(weight.numel() for weight in maker_of(small)().weights.values())
+    need = needed(
+        shape_of(small),
+        parameters,
+        (trial.layout,),
+        steps=small.steps,
+        dtype=DTYPES[FP64].torch,
+        processes=False,
+        builtin=False,
+    )
+    if need.total > (limit := available_memory()):
+        raise UsageError(
+            f"verify of {run.own} in its own sizes needs {need}, and {limit / GIB:,.1f} GiB are available."
+            " Name a smaller one of the same file: a function that returns it, as model=FILE.py:small."
+        )
 
 
 def own_model(

@@ -93,7 +93,9 @@ def small_layout(layout: Layout) -> Layout:
 
 def small_run(run: Run, shape: Shape, layout: Layout, out: str) -> Run:
     """The run with a small model and layout, and a few steps in which its whole schedule passes."""
-    small, few = small_shape(shape), small_layout(layout)
+    # A class of the user's own has the sizes that it is made with.
+    small = replace(shape, sequence=min(TOKENS, shape.sequence)) if run.own else None
+    small, few = small or small_shape(shape), small_layout(layout)
     o, steps = run.optimizer, run.steps
     warmup = ceil(o.warmup_steps * STEPS / steps)
     if o.warmup_steps > 1:
@@ -107,16 +109,16 @@ def small_run(run: Run, shape: Shape, layout: Layout, out: str) -> Run:
     }
     return replace(
         run,
-        model=table | {"batch": batch},
+        model=run.own or table | {"batch": batch},
         layout=str(few),
         precision="",
         weights="",
         data="python",
         batch=batch,
         microbatch=0,
-        sequence=0 if small.positions == "learned" else TOKENS,
+        sequence=small.sequence if run.own or small.positions != "learned" else 0,
         steps=STEPS,
-        freeze=" ".join(small.freeze),
+        freeze=run.freeze if run.own else " ".join(small.freeze),
         out=out,
         lora=replace(run.lora, r=small.lora_r),
         optimizer=replace(o, warmup_steps=warmup, decay_steps=decay),

@@ -249,7 +249,7 @@ def reference(
         _copy(copies, masters, nudge)
     if validations is None:
         validations = validation_of(batches, steps)
-    validation = _validation(forward, copies, validations)
+    validation = _validation(forward, copies, validations, nudge)
     return Trace(start, seen, validation)
 
 
@@ -535,13 +535,16 @@ def _gradients(
     nudge: Nudge | None = None,
 ) -> Passed:
     """The loss per valid token, and what was seen of every piece; gradients are added up in `masters`. With
-    `nudge` each microbatch's is moved: it was rounded to the dtype that is computed in."""
+    `nudge` those of each microbatch, and its loss, are moved: they may be rounded to the computing dtype."""
     count, total = max(1, _valid(batch)), 0.0
     parts = []
     for rows in cut(_rows(batch)):
         passed = forward(copies, {name: x[rows] for name, x in batch.items()})
-        total += float(passed.loss.detach())
-        whole = passed.loss / count + sum(passed.beside) / _rows(batch)
+        loss = passed.loss.detach()
+        total += float(nudge.apart()(loss) if nudge else loss)
+        # A loss in float16 times the loss scale would overflow.
+        wide = passed.loss.to(torch.promote_types(passed.loss.dtype, torch.float32))
+        whole = wide / count + sum(passed.beside) / _rows(batch)
         share = scaled(whole) if scaled else whole
         share.backward()  # type: ignore[no-untyped-call]
         for name, gradient in passed.gradients.items():
@@ -598,10 +601,14 @@ def _nudged(x: Tensor, nudge: Nudge) -> Tensor:
 
 @torch.no_grad()
 def _validation(
-    forward: Forward, weights: Weights, batches: Sequence[Batch]
+    forward: Forward,
+    weights: Weights,
+    batches: Sequence[Batch],
+    nudge: Nudge | None = None,
 ) -> float | None:
     """The mean over all valid tokens of all batches."""
-    losses = sum(float(forward(weights, batch).loss) for batch in batches)
+    each = (forward(weights, batch).loss.detach() for batch in batches)
+    losses = sum(float(nudge.apart()(loss) if nudge else loss) for loss in each)
     tokens = sum(map(_valid, batches))
     return losses / tokens if tokens else None
 

@@ -30,13 +30,13 @@ from ..train.data.batches import Batches
 from ..train.lock import hold_run
 from ..train.loop import train
 from ..train.precision import precision_of
-from ..train.program import maker_of
+from ..train.program import maker_of, shape_of
 from ..train.rank import Rank, batches_of, optimizer_of
 from ..train.step import CompletedStep
 from ..train.stop import STOP
 from .journal import LoggedStep, counted_flops, journal_faults
 from .low_precision import sums_of
-from .reference import PlainForward, Trace
+from .reference import Forward, PlainForward, Trace
 from .replay import can_be_replayed, replay, rounding_of
 from .run_data import write_documents
 from .trial import TOKEN, Observed, Seen, Setting, join, token_numbers
@@ -45,6 +45,7 @@ from .verify import (
     Worlds,
     failed,
     judge,
+    own_forward,
     setting_for,
     truth_of,
     worlds_over,
@@ -84,13 +85,14 @@ class NumberedBatches:
 
 
 def run_trial(run: Run, shape: Shape, layout: Layout, out: str) -> RunTrial:
-    """The small form of a run whose model is built in. Its data are written below `out`."""
+    """The small form of a run, with its data below `out`. A class of the user's own keeps its sizes."""
     small = small_run(run, shape, layout, out)
-    size = small.shape.batch
+    few = shape_of(small)
+    size = few.batch
     path = Path(out, "documents")
-    write_documents(path, run, run.tokens(shape), batch=size, words=small.shape.vocab)
+    write_documents(path, run, run.tokens(shape), batch=size, words=few.vocab)
     small = replace(small, data=str(path))
-    chosen = small.layout_of(small.shape)
+    chosen = small.layout_of(few)
     assert chosen is not None
     resumed = resumed_layout(chosen)
     o = run.optimizer
@@ -99,19 +101,23 @@ def run_trial(run: Run, shape: Shape, layout: Layout, out: str) -> RunTrial:
         + f" with {small.optimizer.warmup_steps} of warmup" * bool(o.warmup_steps),
         "clipping that is at work in some steps" if o.clip else "no clipping",
         f"the layout as {chosen}",
-        f"{small.shape.layers} of {shape.layers} blocks, every kind of them",
+        f"{run.own} in its own sizes"
+        if run.own
+        else f"{few.layers} of {shape.layers} blocks, every kind of them",
         "masks between documents" if run.document_masks else "text that flows on",
         f"packing {run.packing}" if run.packing else "the packing of its kind of data",
         "an epoch's end",
         f"a stop after step {STOPPED} and a resume as {str(resumed) or 'one rank'}",
-        "the journal's loss, norm, rate, tokens, FLOPs and validation",
+        f"the journal's loss, norm, rate, tokens{', FLOPs' * (not run.own)} and validation",
     ]
     covered += [f"z-loss {run.z_loss:g}"] * bool(run.z_loss)
     covered += ["LoRA"] * bool(run.lora.r) + [f"frozen {run.freeze}"] * bool(run.freeze)
     left_out = [
         "its own text and its order: documents of random tokens have their lengths",
         "weights that are loaded",
-        f"widths, {shape.vocab:,} words, and sequences of {run.tokens(shape):,} tokens",
+        f"sequences of {run.tokens(shape):,} tokens"
+        if run.own
+        else f"widths, {shape.vocab:,} words, and sequences of {run.tokens(shape):,} tokens",
     ]
     left_out += ["its named stages"] * bool(layout.stages)
     return RunTrial(small, chosen, resumed, tuple(covered), tuple(left_out))
@@ -141,7 +147,7 @@ def verify_run(trial: RunTrial, worlds: Worlds | None = None) -> Iterator[Verdic
 
 def _setting(run: Run, precision: str) -> Setting:
     """The run's terms for the one process."""
-    batches = batches_of(run, run.shape)
+    batches = batches_of(run, shape_of(run))
     count = min(run.validation.batches, batches.validations)
     return Setting(
         batches.batch,
@@ -156,14 +162,20 @@ def _setting(run: Run, precision: str) -> Setting:
     )
 
 
+def _alone(run: Run) -> Forward | None:
+    """The model on one process in float64: its plain form, or its class, whose forward knows no z-loss."""
+    if not run.own:
+        return PlainForward(run.shape, 0.0, run.z_loss)
+    return None if run.z_loss else own_forward(maker_of(run))
+
+
 def _clipping_at_work(run: Run) -> Run:
     """The run with a limit between the gradient norms of its small steps, so that clipping is at work in
     some of them and not in others."""
     if not run.optimizer.clip:
         return run
     free = replace(run, optimizer=replace(run.optimizer, clip=0.0))
-    forward = PlainForward(free.shape, 0.0, free.z_loss)
-    truth = truth_of(maker_of(free), _setting(free, FP64), forward=forward)
+    truth = truth_of(maker_of(free), _setting(free, FP64), forward=_alone(free))
     norms = [step.norm for step in truth.trace.steps]
     return replace(run, optimizer=replace(run.optimizer, clip=statistics.median(norms)))
 
@@ -190,9 +202,8 @@ def _verdict(trial: RunTrial, precision: str, worlds: Worlds) -> Verdict:
     run = replace(trial.run, out=str(Path(trial.run.out, precision)))
     setting = setting_for(first, _setting(run, precision))
     cuts = sums_of(first) if matmul else Layout()
-    forward = PlainForward(run.shape, 0.0, run.z_loss)
     make = maker_of(run)
-    truth = truth_of(make, setting, matmul, cuts, forward)
+    truth = truth_of(make, setting, matmul, cuts, _alone(run))
     if can_be_replayed(first, make(), setting):
         known = replay(make, setting, rounding_of(first))
         truth = replace(truth, replay=known)
@@ -265,7 +276,7 @@ def _resume_faults(before: Trace, after: Trace) -> Iterator[str]:
 
 
 def _journal_faults(run: Run, before: Trace, after: Trace) -> Iterator[str]:
-    shape = run.shape
+    shape = shape_of(run)
     traced = [*before.steps, *after.steps]
     steps = [
         LoggedStep(step.logged, step.norm, plain_rate(run.optimizer, STEPS, number))
@@ -276,7 +287,7 @@ def _journal_faults(run: Run, before: Trace, after: Trace) -> Iterator[str]:
         read_journal(Path(run.out, "metrics.jsonl")),
         steps,
         shape.batch * sequence,
-        counted_flops(shape, shape.batch, sequence),
+        None if run.own else counted_flops(shape, shape.batch, sequence),
         after.validation,
     )
 
