@@ -207,10 +207,20 @@ def _last_line(output: str) -> str:
     return lines[-1][:300] if lines else ""
 
 
+# Packages whose tests say little by their names: all files of their folder are run.
+WHOLE = {
+    "comm": Path("tests", "comm"),
+    "program": Path("tests", "program"),
+    "torch_shm": Path("torch-shm", "tests"),
+}
+
+
 def nearest(tree: Tree, mutation: Mutation, most: int) -> list[Path]:
     """The files of tests that are nearest to a function: by its name, its class's, its file's and its
-    package's."""
+    package's; of some packages all that they have."""
     package = package_of(mutation.path)
+    if most and package in WHOLE:
+        return [WHOLE[package]]
     inside = Path(mutation.path).relative_to(PACKAGES[package])
     *rooms, module = inside.with_suffix("").parts
     names = [name.strip("_") for name in mutation.function.split(".")]
