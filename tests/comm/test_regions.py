@@ -98,11 +98,13 @@ DIMS = [(0, 1), (1, 0), (0, 2), (2, 0), (1, 2), (2, 1), (-1, 0), (0, -1)]
 
 
 def exchanges(world):
-    """Every pair of dims: the values, and the gradient of a weighted sum."""
+    """Every pair of dims: the values, and the gradient of a weighted sum. In memory the last dim of
+    what is exchanged comes first."""
     group = world.split("cp", [range(world.size)])
     results = []
     for split, join in DIMS:
-        x = whole(4, 8, 4).chunk(world.size, join)[world.rank].clone().requires_grad_()
+        mine = whole(4, 8, 4).chunk(world.size, join)[world.rank]
+        x = mine.mT.contiguous().mT.requires_grad_()
         y = regions.exchange(x, group, split, join)
         (
             y * whole(4, 8, 4, seed=1).chunk(world.size, split)[world.rank]
