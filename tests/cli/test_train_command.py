@@ -422,7 +422,7 @@ def _descendants(pid: int) -> list[int]:
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             number, rest = path.read_text().split(" (", 1)
-            watches = "hang.watcher" in path.with_name("cmdline").read_text()
+            watches = "rank_watch.watcher" in path.with_name("cmdline").read_text()
         except OSError:
             continue
         if int(rest.rpartition(") ")[2].split()[1]) == pid and not watches:

@@ -18,11 +18,10 @@ from phalanx.parallel.data import Segment
 from phalanx.parallel.pool import BufferPool
 from phalanx.parallel.tensor import RowLinear, VocabularyEmbedding, Weight
 from phalanx.parallel.works import Then
-from phalanx.train import executor
 from phalanx.train.executor import Executor
 from phalanx.train.optimizer import Update
 
-from .fault import fault, swapped
+from .fault import counted_by, fault, swapped
 
 
 def _whole(x: Tensor, group: Group, *dims: int) -> Tensor:
@@ -310,7 +309,8 @@ def _() -> AbstractContextManager[None]:
 
     def fill(*args: Any) -> None:
         right_fill(*args)
-        gathered.difference_update(map(id, args[1].values()))  # this rank's units
+        of_rank = [unit for each in args[0].values() for unit in each]
+        gathered.difference_update(map(id, of_rank))
 
     @contextmanager
     def both() -> Iterator[None]:
@@ -338,7 +338,7 @@ def _() -> AbstractContextManager[None]:
     def count(batch: Mapping[str, Tensor]) -> Tensor:
         return torch.tensor(next(iter(batch.values())).numel())
 
-    return swapped(executor, "count_valid", count)
+    return counted_by(count)
 
 
 @fault("the norm counts whole weights on every rank of tp", "gqa", "tp2", "the norm")

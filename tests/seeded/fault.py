@@ -7,12 +7,15 @@ wrong in. They act on ranks that are threads of this process.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from phalanx.layout import Layout
+from phalanx.parallel.own_loss import BY_TARGETS
 
 Patch = Callable[[], AbstractContextManager[None]]
 HALVES = ("bfloat16", "float16")
@@ -89,3 +92,14 @@ def fault(
         return patch
 
     return enter
+
+
+@contextmanager
+def counted_by(count: Callable[[Mapping[str, Tensor]], Tensor]) -> Iterator[None]:
+    """A rank counts what its loss is divided by with this function for a while."""
+    right = BY_TARGETS.count
+    object.__setattr__(BY_TARGETS, "count", count)  # a value that all executors have
+    try:
+        yield
+    finally:
+        object.__setattr__(BY_TARGETS, "count", right)

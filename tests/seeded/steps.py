@@ -14,17 +14,16 @@ from torch import Tensor
 
 from phalanx.comm import Work
 from phalanx.models import loss
-from phalanx.parallel import Unit, tensor
+from phalanx.parallel import Unit, count_valid, tensor
 from phalanx.parallel.pool import BufferPool
 from phalanx.parallel.works import Then
 from phalanx.program import Op
-from phalanx.train import executor
 from phalanx.train.executor import Executor
 from phalanx.train.muon import MuonUpdate
 from phalanx.train.optimizer import Scale
 from phalanx.train.precision import LossScale
 
-from .fault import fault, swapped
+from .fault import counted_by, fault, swapped
 
 HALF = ("float16",)
 
@@ -99,12 +98,10 @@ def _() -> AbstractContextManager[None]:
     "ranks without a target take no part in the count", "gqa", "dp4", "step 1: the loss"
 )
 def _() -> AbstractContextManager[None]:
-    right = executor.count_valid
-
     def count(batch: Any) -> Tensor:
-        return right(batch).clamp(min=1)
+        return count_valid(batch).clamp(min=1)
 
-    return swapped(executor, "count_valid", count)
+    return counted_by(count)
 
 
 # ---- numbers that every rank knows

@@ -241,7 +241,7 @@ def ranks_of(pid: int) -> list[int]:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()
-            watcher = b"hang.watcher" in (stat.parent / "cmdline").read_bytes()
+            watcher = b"rank_watch.watcher" in (stat.parent / "cmdline").read_bytes()
         except OSError:
             continue
         if int(fields[1]) == pid and not watcher:

@@ -12,7 +12,9 @@ import pytest
 from loop_worlds import small, trained
 
 import phalanx
+from phalanx.api.own_loop import LoopError
 from phalanx.cli.main import main
+from phalanx.cli.train_verify import RunDiffers
 from phalanx.comm import CommError, RankFailed, Report, World, launch
 from phalanx.comm.agree import PeerFailed, RanksDiffer
 from phalanx.comm.base import CommMisuse, exit_code_of
@@ -47,8 +49,16 @@ def families() -> Iterator[type[ValueError]]:
             yield kind
 
 
-# the run had begun
-BEGUN = {TrainError, CopiesDiffer, JournalError, SaveError, FolderReplaced}
+# the run had begun, or was refuted before it could
+BEGUN = {
+    TrainError,
+    CopiesDiffer,
+    JournalError,
+    SaveError,
+    FolderReplaced,
+    RunDiffers,
+    LoopError,
+}
 # sentences, though they are errors between ranks
 AMONG_RANKS = {RanksDiffer, PeerFailed}
 

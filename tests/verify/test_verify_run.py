@@ -85,12 +85,12 @@ def without_clip() -> AbstractContextManager[None]:
 
 
 def with_another_seed() -> AbstractContextManager[None]:
-    plain = local._fill
+    plain = local._draw
 
-    def fill(model: Any, numbers: Any, seed: int, *more: Any) -> None:
-        plain(model, numbers, 1, *more)
+    def draw(model: Any, units: Any, seed: int, *more: Any) -> None:
+        plain(model, units, 1, *more)
 
-    return swapped(local, "_fill", fill)
+    return swapped(local, "_draw", draw)
 
 
 def with_the_data_from_the_beginning() -> AbstractContextManager[None]:
