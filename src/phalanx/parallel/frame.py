@@ -54,11 +54,11 @@ class Frame:
         self.running: Running = {}
 
     def passed_by(self, key: Key, args: Any, kwargs: Any) -> Any:
-        """What a module of another piece gives in its place."""
+        """The value that stands for what a module of another piece gives. Each kind of frame has its own."""
         raise NotImplementedError
 
     def attribute(self, real: nn.Module, name: str) -> Any:
-        """What the forward reads of a module of another piece."""
+        """The attribute that the forward reads of a module of another piece."""
         return getattr(real, name)
 
     def until_reached(self, running: Running, call: Callable[[], Any]) -> Any:
@@ -133,3 +133,19 @@ def around_blocks(order: Sequence[Key], outer: Mapping[str, nn.Module]) -> Aroun
     )
     before, after = ({k: outer[k] for k in outer if k in part} for part in parts)
     return Around(before, after)
+
+
+class OuterModules(nn.Module):
+    """Modules around the blocks; `name` in their model is the child's name here."""
+
+    frame: Any
+
+    def __init__(self, frame: Frame, children: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.__dict__["frame"] = frame  # no child: it holds the whole model
+        for name, child in children.items():
+            self.add_module(name, child)
+
+    def running(self, block: int, act: Callable[..., Any]) -> Running:
+        """The modules that run in the whole model: these, and `act` in place of a block."""
+        return {**dict(self.named_children()), block: act}

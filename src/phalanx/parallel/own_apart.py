@@ -22,6 +22,7 @@ from ..layout import LayoutError, Rules
 from .frame import (
     Frame,
     Key,
+    OuterModules,
     Reached,
     Running,
     StandIn,
@@ -39,7 +40,7 @@ Batch = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class _Given:
-    """What a module around the blocks took and gave in the example, as far as a stand-in needs it."""
+    """The input and output of a module around the blocks in the example, as a stand-in needs them."""
 
     took: torch.Size
     shape: torch.Size
@@ -99,20 +100,11 @@ def _first_tensor(args: Any, kwargs: Any) -> Tensor:
     return next(x for x in every if isinstance(x, Tensor))
 
 
-class _OwnOuter(nn.Module):
+class _OwnOuter(OuterModules):
     """Modules around the blocks, by names without dots."""
 
     frame: OwnFrame
     takes_batch = True
-
-    def __init__(self, frame: OwnFrame, children: Mapping[str, nn.Module]) -> None:
-        super().__init__()
-        self.__dict__["frame"] = frame
-        for name, child in children.items():
-            self.add_module(name, child)
-
-    def running(self, block: int, act: Callable[..., Any]) -> Running:
-        return {**dict(self.named_children()), block: act}
 
 
 class OwnEmbed(_OwnOuter):

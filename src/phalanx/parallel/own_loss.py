@@ -32,7 +32,7 @@ _APART = 1e-3  # relative; sums of other parts in float32 differ by less
 
 @dataclass(frozen=True)
 class Measure:
-    """What losses are divided by, and the names of the metrics that come with them."""
+    """The count that losses are divided by, and the names of the metrics that come with them."""
 
     count: Callable[[Batch], Tensor] = count_valid
     metrics: tuple[str, ...] = ()
@@ -178,7 +178,7 @@ def _by_itself(self: Any, **batch: Tensor) -> dict[str, Tensor]:
 
 
 def _by_the_head(self: Any, x: Tensor, **batch: Tensor) -> dict[str, Tensor]:
-    """What a module's forward computes after its blocks, and the loss of what it returns."""
+    """The end of a module's forward after its blocks, with the loss of what it returns."""
 
     def run(activations: Tensor | None, entries: Batch) -> Any:
         return self.theirs(activations, **entries)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..models import Core
 from ..models.loss import CrossEntropy
-from .frame import Frame, Key, Reached, Running, StandIn, stop
+from .frame import Frame, Key, OuterModules, Reached, Running, StandIn, stop
 from .transformers_refused import refuse
 
 ATTENTION = "phalanx"  # in their table of attention functions
@@ -120,22 +120,10 @@ def make_tables(
         causal._init_weights(module)
 
 
-class _Outer(nn.Module):
-    """Modules of theirs around the blocks; `name` in their model is the child's name here."""
+class _Outer(OuterModules):
+    """Modules of theirs around the blocks."""
 
     frame: TransformersFrame
-
-    def __init__(
-        self, frame: TransformersFrame, children: Mapping[str, nn.Module]
-    ) -> None:
-        super().__init__()
-        self.__dict__["frame"] = frame
-        for name, child in children.items():
-            self.add_module(name, child)
-
-    def running(self, block: int, act: Callable[..., Any]) -> Running:
-        """Modules that run in the transformers model: these, and `act` in place of a block."""
-        return {**dict(self.named_children()), block: act}
 
 
 class TransformersEmbed(_Outer):

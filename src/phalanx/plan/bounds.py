@@ -55,7 +55,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Bounds:
-    """Of one grid's candidates, arrays over (ZeRO, microbatches, pipeline, inner choices): seconds
+    """Bounds of one grid's candidates, arrays over (ZeRO, microbatches, pipeline, inner choices): seconds
     of a step, bytes of the fullest rank."""
 
     step: Array
@@ -65,8 +65,9 @@ class Bounds:
 
 
 def bounds(options: Options, least: LeastTimes, before: Bounds | None = None) -> Bounds:
-    """Of all candidates of a grid. What is not costed yet is bounded by what is: `before` are the bounds
-    when less was costed. Numbers of weights, and so the times of units, are the same for all of them."""
+    """Bounds of all candidates of a grid. What is not costed yet is bounded by what is: `before` are
+    the bounds when less was costed. Numbers of weights, and so the times of units, are the same for all of
+    them."""
     space = least.space
     split = [traits(pipe.schedule).splits_backward for pipe in options.pipelines]
     step, held = np.zeros(options.sizes), np.zeros(options.sizes)
@@ -632,7 +633,7 @@ def _stages(
     slots = max(len(rank.shares) for ranks in held for rank in ranks)
 
     def array(of: Callable[[_Held], object]) -> Array:
-        """Of every rank, (..., pipelines, 1, ranks)."""
+        """Values of all ranks, (..., pipelines, 1, ranks)."""
         found = np.array([[of(rank) for rank in ranks] for ranks in held], float)
         return np.moveaxis(found, (0, 1), (-2, -1))[..., None, :]
 
@@ -650,7 +651,7 @@ def _stages(
 
 
 class _Held(NamedTuple):
-    """What one rank of a pipeline holds: blocks of each kind, and the parts of them in its stages."""
+    """Pieces that one rank of a pipeline holds: blocks of each kind, and the parts of them in its stages."""
 
     blocks: tuple[int, ...]
     embed: bool

@@ -47,7 +47,7 @@ def journal_faults(
     flops: CountedFlops | None,
     validation: float | None,
 ) -> Iterator[str]:
-    """What is wrong in the journal of a trial, one sentence each. Without `flops` none are compared."""
+    """Mistakes in the journal of a trial, one sentence each. Without `flops` none are compared."""
     lines = [record for record in records if record["event"] == "step"]
     numbers = [line["step"] for line in lines]
     if numbers != [*range(1, len(steps) + 1)]:

@@ -76,7 +76,7 @@ def parts_of(rows: int, layout: Layout) -> Iterator[Tensor]:
 def replay_differences(
     got: Trace, known: Trace, rate: Callable[[int], float], compute: torch.dtype
 ) -> list[Difference]:
-    """What differs from the replay in the first step and its update."""
+    """Differences from the replay in the first step and its update."""
     got = replace(got, steps=got.steps[: len(known.steps)], validation=None)
     bounds = bounds_in_places(known, rate, compute, PLACES)
     return compare(got, known, rate, bounds)

@@ -58,7 +58,7 @@ def write_documents(
 
 
 def _starts(sizes: list[int], most: int) -> NDArray[np.int64]:
-    """Where documents begin, of which so many are taken that they have at most this number of tokens."""
+    """First tokens of documents, of which so many are taken that they have at most this number of tokens."""
     ends = np.cumsum(sizes * (1 + most // sum(sizes)))
     kept = ends[ends <= most]
     kept = kept if len(kept) else np.array([most])

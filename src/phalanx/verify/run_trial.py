@@ -239,7 +239,7 @@ def _on_rank(world: World, run: Run, layout: Layout) -> Seen:
 
 
 class _Notes:
-    """What one rank of a run does, from the step it begins with. A STOP file ends the first start."""
+    """Notes of one rank of a run, from the step it begins with. A STOP file ends the first start."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
