@@ -1,7 +1,8 @@
-"""The built-in models, plain torch: a decoder and the deep MLP of teaching examples.
+"""The built-in models in plain torch: a decoder, and the deep MLP of the teaching
+examples.
 
-Nothing here knows how a model is cut; `decoder.describe` and `mlp.describe` tell its pieces and
-the names of its weights' dims.
+Nothing here knows how a model is sharded. `decoder.describe` and `mlp.describe` return
+a model's pieces and the names of its weights' dims.
 """
 
 from . import decoder, mlp

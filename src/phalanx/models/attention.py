@@ -1,7 +1,8 @@
-"""Grouped-query and latent attention with rotary positions; their core is a child that may be replaced.
+"""Grouped-query and latent attention with rotary positions. The core is a child module,
+so it can be replaced.
 
-Not here: a key-value cache, dropout of attention probabilities (a fused kernel
-draws that from its own generator, so no two layouts would agree on it).
+Not here: a key-value cache, and dropout of attention probabilities (a fused kernel
+draws it from its own generator, so no two layouts would agree on it).
 """
 
 from __future__ import annotations
@@ -22,21 +23,23 @@ from .norm import RMSNorm, norm_of
 from .rope import rotate
 from .sizes import DecoderSizes
 
-LATENT_EPS = 1e-6  # of latents' norms, whatever that of the others is
+# For the norms of latent vectors, whatever eps the model's other norms use.
+LATENT_EPS = 1e-6
 
 
 class Core(nn.Module):
     """softmax(q k' / sqrt(head_dim)) v, causal in the order of the time dim.
 
-    Called `core(q, k, v, positions, documents)` with q (B, T, heads, head_dim) and k, v (B, T,
-    kv_heads, head_dim), where kv_heads divides heads and each key head serves a run of neighbouring
-    query heads; returns (B, T, heads, head_dim). With `documents` (B, T), on the host, a token
-    attends only to its own run of equal numbers, with a `window` only to itself and the window - 1
-    tokens before it. `positions` (B, T) are not needed here, nor do they order the tokens: they begin
+    Call it as `core(q, k, v, positions, documents)` with q (B, T, heads, head_dim) and
+    k, v (B, T, kv_heads, head_dim), where kv_heads divides heads and each key head
+    serves a run of neighbouring query heads. It returns (B, T, heads, head_dim). With
+    `documents` (B, T), on the host, a token attends only to its own run of equal
+    numbers. With a `window` it attends only to itself and the window - 1 tokens before
+    it. `positions` (B, T) are not used here and do not order the tokens: they start
     again with each document.
 
-    With a `softcap` c a score s is c tanh(s / c). Where there are `sinks` (heads), they come last in the
-    call: the scores of one more key for each head, whose value is zero.
+    With a `softcap` c, a score s becomes c tanh(s / c). `sinks` (heads), the optional
+    last argument, are the scores of one more key for each head, whose value is zero.
     """
 
     def __init__(self, window: int = 0, softcap: float = 0.0) -> None:
@@ -52,28 +55,33 @@ class Core(nn.Module):
         documents: Tensor | None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        # On meta nobody knows where documents end; what is counted there is counted without them.
+        # Meta tensors do not say where documents end, so costs are counted without
+        # them.
         documents = None if q.is_meta else documents
         window = self.window if self.window < q.shape[1] else 0
         if documents is not None or sinks is not None or window or self.softcap:
             return attention(q, k, v, documents, sinks, window, self.softcap)
         grouped = q.shape[2] != k.shape[2]
         if grouped and q.dtype not in HALVES and q.device.type not in ("cpu", "meta"):
-            # A GPU's kernel for 32 bits takes no groups, and what takes its place keeps all scores.
+            # A GPU's float32 kernel takes no groups, and its fallback keeps the whole
+            # score matrix.
             k, v = (
                 each.repeat_interleave(q.shape[2] // k.shape[2], 2) for each in (k, v)
             )
             grouped = False
-        # (B, heads, T, head_dim), as torch's kernels take them
+        # (B, heads, T, head_dim) or (B, kv_heads, T, head_dim), as torch's kernels
+        # expect
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         return y.transpose(1, 2)  # (B, T, heads, head_dim)
 
 
 class HeadsAttention(nn.Module, ABC):
-    """The common end of every attention: core, dropout, `wo`. Subclasses compute q, k and v.
+    """Base class of all attentions: core, dropout and `wo`. Subclasses compute q, k and
+    v.
 
-    `heads` holds the index of each query head in the uncut model; cut it as wq's heads are cut.
+    `heads` holds each query head's index in the unsharded model. Shard it as wq's heads
+    are sharded.
     """
 
     heads: Tensor
@@ -97,7 +105,9 @@ class HeadsAttention(nn.Module, ABC):
     def projected(
         self, x: Tensor, positions: Tensor, angles: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v, as the core takes them. Without `angles` (see `shared_angles`) it computes them."""
+        """Return q, k and v, as the core expects them. Computes the angles unless given
+        (see `shared_angles`).
+        """
 
     def forward(
         self,
@@ -110,11 +120,12 @@ class HeadsAttention(nn.Module, ABC):
         sinks = () if self.sinks is None else (self.sinks,)
         q, k, v = self.projected(x, positions, angles)
         y: Tensor = self.core(q, k, v, positions, documents, *sinks)
-        y = y[..., : self.value_dim].flatten(2)  # (B, T, heads * value_dim)
+        # without padding, (B, T, heads * value_dim)
+        y = y[..., : self.value_dim].flatten(2)
         if noise is not None:
             feature = torch.arange(self.value_dim, device=x.device)  # (value_dim)
             index = (self.heads.unsqueeze(-1) * self.value_dim + feature).flatten()
-            # index: (heads * value_dim), of the uncut model's features
+            # index: (heads * value_dim), feature numbers of the unsharded model
             y = self.dropout(y, noise, index)
         out: Tensor = self.wo(y)  # (B, T, hidden)
         return out
@@ -122,30 +133,33 @@ class HeadsAttention(nn.Module, ABC):
     def _turn(
         self, positions: Tensor, angles: Tensor | None, dtype: torch.dtype
     ) -> Callable[[Tensor], Tensor]:
-        """Rotates queries or keys (B, T, heads, turned_dim); nothing where positions are learned."""
+        """Return the rotation of queries or keys (B, T, heads, turned_dim); the
+        identity for learned positions.
+        """
         if self.rope is None:
             return lambda x: x
         if angles is None:
-            # each (B, T, 1, turned_dim / 2)
             cos, sin = self.rope.angles(positions, self.turned_dim, dtype)
         else:
-            # each (B, T, 1, turned_dim / 2)
             cos, sin = angles[self.rope_number].unbind()
+        # cos, sin: (B, T, 1, turned_dim / 2)
         return lambda x: rotate(x, cos, sin, self.rope_pairs)
 
     def reset_buffers(self) -> None:
-        """Number the heads again, after `to_empty` has left them undefined."""
+        """Number the heads again, after `to_empty` has left the buffer undefined."""
         torch.arange(self._heads, out=self.heads)
 
 
 class Attention(HeadsAttention):
-    """Grouped-query attention: q, k, v, optional norms of q and k (of each head, or wide: over all
-    heads together), rotation."""
+    """Grouped-query attention with optional norms of q and k, either per head or over
+    all heads ("wide").
+    """
 
     def __init__(self, sizes: DecoderSizes, window: int = 0) -> None:
         super().__init__(sizes, sizes.head_dim, window)
         self.head_dim = sizes.head_dim
-        # On q, so that the core may stay what it is: it divides by the root of head_dim.
+        # Scale q, so that any core can divide by sqrt(head_dim) and need not know the
+        # query scalar.
         scalar = sizes.query_scalar or sizes.head_dim
         self.query_scale = math.sqrt(sizes.head_dim / scalar)
         wide, narrow = sizes.heads * self.head_dim, sizes.kv_heads * self.head_dim
@@ -164,8 +178,9 @@ class Attention(HeadsAttention):
         self, x: Tensor, positions: Tensor, angles: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         per_head = (-1, self.head_dim)
-        # q and k stay wide for a norm over all heads; v (B, T, kv_heads, head_dim)
-        q, k, v = self.wq(x), self.wk(x), self.wv(x).unflatten(-1, per_head)
+        # (B, T, heads * head_dim), (B, T, kv_heads * head_dim)
+        q, k = self.wq(x), self.wk(x)
+        v = self.wv(x).unflatten(-1, per_head)  # (B, T, kv_heads, head_dim)
         if self.q_wide_norm is not None and self.k_wide_norm is not None:
             q, k = self.q_wide_norm(q), self.k_wide_norm(k)
         # (B, T, heads or kv_heads, head_dim)
@@ -180,10 +195,14 @@ class Attention(HeadsAttention):
 
 
 class LatentAttention(HeadsAttention):
-    """Attention whose queries, keys and values are made of narrow normed vectors (DeepSeek-V2 2024). The
-    last `rope_dim` features of a head are turned; of a key these are the same for all heads.
+    """Attention whose queries, keys and values are expanded from narrow, normalized
+    latent vectors.
 
-    The core has heads of one size: what is narrower, a value mostly, has zeros behind it there.
+    DeepSeek-V2 2024. The last `rope_dim` features of a head are rotated; a key's
+    rotated features are shared by all heads.
+
+    The core takes heads of one size, so the narrower of keys and values (mostly the
+    values) is padded with zeros.
     """
 
     def __init__(self, sizes: DecoderSizes, window: int = 0) -> None:
@@ -191,7 +210,8 @@ class LatentAttention(HeadsAttention):
         hidden, heads, q_latent = sizes.hidden, sizes.heads, sizes.q_latent
         self.head_dim, self.rope_dim = sizes.head_dim, sizes.rope_dim
         self.kv_latent = sizes.kv_latent
-        # Of the core's heads, by whose root it divides.
+        # The core's head size. It divides by the square root of this, so `query_scale`
+        # corrects for it.
         self.size = max(self.head_dim, self.value_dim)
         self.query_scale = math.sqrt(self.size / (sizes.query_scalar or self.head_dim))
         linear, norm = partial(nn.Linear, bias=False), partial(RMSNorm, eps=LATENT_EPS)
@@ -199,6 +219,7 @@ class LatentAttention(HeadsAttention):
         self.wq_a: Any = linear(hidden, q_latent) if q_latent else None
         self.q_a_norm: Any = norm(q_latent) if q_latent else None
         self.wq_b: Any = linear(q_latent, heads * self.head_dim) if q_latent else None
+        # the latent vector, and the keys' shared rotated features
         self.wkv_a = linear(hidden, self.kv_latent + self.rope_dim)
         self.kv_a_norm = norm(self.kv_latent)
         plain = self.head_dim - self.rope_dim
@@ -209,27 +230,29 @@ class LatentAttention(HeadsAttention):
     ) -> tuple[Tensor, Tensor, Tensor]:
         plain = self.head_dim - self.rope_dim
         q_head, kv_head = (-1, self.head_dim), (-1, plain + self.value_dim)
-        # (B, T, q_latent or hidden)
+        # queries: (B, T, q_latent or hidden)
         queries = x if self.wq_a is None else self.q_a_norm(self.wq_a(x))
         q = self.wq_b(queries) if self.wq is None else self.wq(x)
         q = q.view(*x.shape[:-1], *q_head)  # (B, T, heads, head_dim)
+        # (B, T, kv_latent), (B, T, rope_dim)
         latent, k_turned = torch.split(
             self.wkv_a(x), [self.kv_latent, self.rope_dim], -1
         )
-        # latent (B, T, kv_latent) becomes (B, T, heads, plain + value_dim)
+        # both: (B, T, heads, plain + value_dim)
         both = self.wkv_b(self.kv_a_norm(latent)).unflatten(-1, kv_head)
         # (B, T, heads, plain), (B, T, heads, value_dim)
         k, v = torch.split(both, [plain, self.value_dim], -1)
-        # q_turned (B, T, heads, rope_dim)
+        # (B, T, heads, plain), (B, T, heads, rope_dim)
         q, q_turned = torch.split(q, [plain, self.rope_dim], -1)
         assert self.rope is not None
         turn = self._turn(positions, angles, q.dtype)
         # k_turned (B, T, 1, rope_dim)
         q_turned, k_turned = turn(q_turned), turn(k_turned.unsqueeze(-2))
-        # one for all heads: (B, T, heads, rope_dim)
+        # shared by all heads: (B, T, heads, rope_dim)
         k_turned = k_turned.expand(*k.shape[:-1], -1)
+        # q, k: (B, T, heads, head_dim)
         q, k = torch.cat((q, q_turned), -1), torch.cat((k, k_turned), -1)
         q = q * self.query_scale if self.query_scale != 1 else q
-        # each (B, T, heads, size), as a kernel takes heads of one size only
+        # each (B, T, heads, size): kernels take heads of one size only
         q, k, v = (F.pad(each, (0, self.size - each.shape[-1])) for each in (q, k, v))
         return q, k, v

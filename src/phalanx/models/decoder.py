@@ -1,12 +1,15 @@
-"""A decoder-only transformer in plain torch: GPT-2, Llama 2/3, Mistral, Qwen2/3, Gemma 2/3, Phi-3,
-OLMo-2, Mixtral, Qwen3 with experts, DeepSeek-V3 and gpt-oss are configurations of its constructor.
+"""A decoder-only transformer in plain torch. GPT-2, Llama 2/3, Mistral, Qwen2/3, Gemma
+2/3, Phi-3, OLMo-2, Mixtral, Qwen3 MoE, DeepSeek-V3 and gpt-oss are configurations of
+its constructor.
 
-It is a list of pieces: `embed` (tokens to activations), `layers` (blocks, each called
-`x = block(x, **shared)`) and `head` (last norm, output projection, loss). Each can be called alone;
-`Decoder.forward` only chains them. Activations are (batch, time, hidden). No head count, width or
-vocabulary size is read in a forward, so weights may be cut before a call; attention's core, the
-token lookup and the loss are children of their own, so each may be replaced by one that works on a
-part. Not here: sampling.
+The model is a list of pieces: `embed` (tokens to activations), `layers` (blocks, each
+called `x = block(x, **shared)`) and `head` (last norm, output projection, loss). Each
+can be called alone; `Decoder.forward` only chains them. Activations are (batch, time,
+hidden).
+
+No forward reads a head count, a width or the vocabulary size, so weights may be sharded
+before a call. The attention core, the token lookup and the loss are child modules, so
+each can be replaced by one that works on a shard. Not here: sampling.
 """
 
 from __future__ import annotations
@@ -96,17 +99,19 @@ class Mlp(nn.Module):
 
 
 class NumberedPart(nn.Module):
-    """A block or a part of one.
+    """A block of the decoder, or a part of one.
 
-    `piece` is the block's number in the model and enters its noise. It is a tensor, as an int that
-    differs from block to block would have each block compiled anew.
+    `piece` is the block's number in the model and seeds its dropout. It is a tensor
+    because an int that differs from block to block would make torch.compile compile
+    each block anew.
     """
 
     piece: Tensor
 
     def __init__(self, number: int) -> None:
         super().__init__()
-        # With an underscore: blocks that differ in nothing else are of one kind.
+        # The underscore hides the number: blocks that differ in nothing else are of one
+        # kind.
         self._number = number
         self.register_buffer("piece", torch.tensor([number]), persistent=False)
 
@@ -119,8 +124,11 @@ class NumberedPart(nn.Module):
 
 
 class Block(NumberedPart):
-    """x + attention(norm(x)), then x + mlp(norm(x)). Norms may also, or only, stand behind attention
-    and mlp; one that is None is not there."""
+    """A transformer block: x + attention(norm(x)), then x + mlp(norm(x)).
+
+    Norms may also, or only, follow attention and the MLP. A norm that is None is
+    absent.
+    """
 
     def __init__(
         self, piece: int, attn: HeadsAttention, mlp: nn.Module, sizes: DecoderSizes
@@ -133,8 +141,9 @@ class Block(NumberedPart):
         self.attn_post_norm = norm() if behind else None
         self.mlp_post_norm = norm() if behind else None
         self.attn, self.mlp = attn, mlp
-        # Outside attn and mlp: whatever completes their outputs comes before the features are
-        # dropped, and where the residual stream is cut in time, their noise is cut with it.
+        # Dropout stands outside attn and mlp. So sums over ranks that complete their
+        # outputs run first, and where the residual stream is sharded in time, its noise
+        # is sharded with it.
         self.attn_dropout = Dropout(sizes.dropout, place=1)
         self.mlp_dropout = Dropout(sizes.dropout, place=2)
 
@@ -153,8 +162,10 @@ class Block(NumberedPart):
 
 
 class ExpertBlock(Block):
-    """A block with experts. Where the batch is padded in time, `valid` (B, T) says which tokens count.
-    The losses of its router are left out here: see `with_losses`."""
+    """A block with experts. `valid` (B, T) marks the tokens that are not padding.
+
+    Its router's losses are left out here: see `with_losses`.
+    """
 
     mlp: Experts
 
@@ -174,17 +185,22 @@ class ExpertBlock(Block):
         return _add_mlp(self, x, m, noise)
 
     def with_losses(self) -> nn.Module:
-        """The block as a module that also puts out what its router's losses are made of."""
+        """Return the block as a module that also outputs the terms of its router's
+        losses.
+        """
         return BlockWithLosses(self) if self.mlp.router.has_losses else self
 
     def parts(self) -> tuple[nn.Module, nn.Module, nn.Module]:
-        """The block as three modules with its own weights, between which tokens may travel: up to where
-        they are sent to experts, the experts, and what puts their results together."""
+        """Split the block at the two points where tokens travel: routing, experts,
+        merging.
+
+        The three modules share the block's weights.
+        """
         return RoutingPart(self), ExpertsPart(self), MergingPart(self)
 
 
 class BlockWithLosses(NumberedPart):
-    """A block with experts that puts out what its router's losses are made of."""
+    """A block with experts that also outputs the terms of its router's losses."""
 
     def __init__(self, block: ExpertBlock) -> None:
         super().__init__(block._number)
@@ -198,7 +214,7 @@ class BlockWithLosses(NumberedPart):
 
     @property
     def loss_router(self) -> Router:
-        """The router whose losses' terms this module puts out beside its output."""
+        """The router whose loss terms this module outputs."""
         return self.mlp.router
 
     def forward(
@@ -218,7 +234,9 @@ class BlockWithLosses(NumberedPart):
 
 
 class RoutingPart(NumberedPart):
-    """The first part of a block with experts: attention, and the tokens on their way to experts."""
+    """The first part of a block with experts: attention, routing, and the tokens sorted
+    for sending.
+    """
 
     def __init__(self, block: ExpertBlock) -> None:
         super().__init__(block._number)
@@ -230,12 +248,12 @@ class RoutingPart(NumberedPart):
 
     @property
     def gives(self) -> tuple[str, ...]:
-        """The names of what it gives to the next parts."""
+        """The names of the outputs for the next parts."""
         return ("x", *self.mlp.gives)
 
     @property
     def loss_router(self) -> Router | None:
-        """The router whose losses' terms this module puts out beside its output."""
+        """The router whose loss terms this module outputs, if it has losses."""
         router = self.mlp.router
         return router if router.has_losses else None
 
@@ -255,7 +273,9 @@ class RoutingPart(NumberedPart):
 
 
 class ExpertsPart(nn.Module):
-    """The second part of a block with experts: the experts, on the tokens that came."""
+    """The second part of a block with experts: the expert MLPs, applied to the tokens
+    received.
+    """
 
     gives = ("sent",)
 
@@ -264,13 +284,17 @@ class ExpertsPart(nn.Module):
         self.mlp = nn.ModuleDict({"routed": block.mlp.routed.products()})
 
     def forward(self, sent: Tensor, routes: Tensor) -> dict[str, Tensor]:
-        """`sent` (n, hidden) came in runs, `routes` (senders, experts) long."""
+        """Apply the experts to `sent` (n, hidden), received in runs of lengths `routes`
+        (senders, experts).
+        """
         routed: Any = self.mlp["routed"]
         return {"sent": routed.on_runs(sent, routes)}
 
 
 class MergingPart(NumberedPart):
-    """The last part of a block with experts: adds the results that came back to the residual stream."""
+    """The last part of a block with experts: adds the experts' results to the residual
+    stream.
+    """
 
     def __init__(self, block: ExpertBlock) -> None:
         super().__init__(block._number)
@@ -288,12 +312,12 @@ class MergingPart(NumberedPart):
         shared: Tensor | None = None,
         noise: Tensor | None = None,
     ) -> Tensor:
-        m = self.merge(sent, gates, order)
+        m = self.merge(sent, gates, order)  # (B, T, hidden)
         m = m if shared is None else m + shared
         return _add_mlp(self, x, m, self.own_noise(noise))
 
 
-# ---- what blocks and their parts have in common
+# ---- shared by blocks and their parts
 
 
 def _through(norm: nn.Module | None, x: Tensor) -> Tensor:
@@ -308,7 +332,8 @@ def _attend(
     documents: Tensor | None,
     noise: Tensor | None,
 ) -> Tensor:
-    """The first half of a block."""
+    """The first half of a block: attention and its residual connection."""
+    # (B, T, hidden); with `seq`, x holds this rank's part of the time dim
     a = block.attn(_through(block.attn_norm, x), positions, documents, noise, angles)
     y: Tensor = x + block.attn_dropout(_through(block.attn_post_norm, a), noise)
     return y
@@ -320,13 +345,17 @@ def _add_mlp(
     m: Tensor,
     noise: Tensor | None,
 ) -> Tensor:
-    """The end of a block: the output `m` of its MLP joins the residual stream."""
+    """The end of a block: adds the MLP's output `m` (B, T, hidden) to the residual
+    stream.
+    """
     y: Tensor = x + block.mlp_dropout(_through(block.mlp_post_norm, m), noise)
     return y
 
 
 class Embed(nn.Module):
-    """The tokens' vectors times `scale`, and those of their positions where these are learned."""
+    """Token embeddings times `scale`, plus position embeddings where positions are
+    learned.
+    """
 
     def __init__(
         self, vocab: int, hidden: int, sequence: int | None = None, scale: float = 1.0
@@ -339,16 +368,18 @@ class Embed(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         x: Tensor = self.tokens(tokens)  # (B, T) becomes (B, T, hidden)
         if self.scale != 1:
-            # rounded to x's dtype first, as Gemma was trained
+            # Rounded to x's dtype first, as in Gemma's training.
             x = x * x.new_full((), self.scale)
         return x if self.positions is None else x + self.positions(positions)
 
 
 class Head(nn.Module):
-    """Norm, output projection, loss. The loss is a sum: who knows all tokens divides by their count.
+    """Last norm, output projection and loss. The loss is a sum; the caller divides by
+    the token count.
 
-    `output.weight` may be the embedding's own parameter or another of that shape. With a `softcap` c
-    a logit l is c tanh(l / c); that keeps a second matrix of logits for backward.
+    `output.weight` may be the embedding's own parameter or another of the same shape.
+    With a `softcap` c, a logit l becomes c tanh(l / c), which keeps a second matrix of
+    logits for backward.
     """
 
     def __init__(
@@ -381,7 +412,9 @@ def _block(sizes: DecoderSizes, piece: int) -> Block:
 
 
 class Decoder(nn.Module):
-    """The whole model; see the module's first lines. Its keywords are those of `DecoderSizes`."""
+    """The whole model, described in the module's docstring. Its keywords are the fields
+    of `DecoderSizes`.
+    """
 
     def __init__(self, **sizes: Any) -> None:
         super().__init__()
@@ -401,8 +434,9 @@ class Decoder(nn.Module):
     def forward(
         self, tokens: Tensor, targets: Tensor, **shared: Tensor | None
     ) -> Tensor:
-        """The summed loss. `shared` is what every block is called with: positions, if need be
-        documents and noise."""
+        """Return the summed loss. Every block is called with `shared`: positions,
+        optional documents and noise.
+        """
         if shared.get("positions") is None:
             time = torch.arange(tokens.shape[1], device=tokens.device)
             shared["positions"] = time.expand_as(tokens)
@@ -410,17 +444,20 @@ class Decoder(nn.Module):
         shared |= {name: make(shared, x.dtype) for name, make in self.derived.items()}
         for block in self.layers:
             x = block(x, **shared)
-        loss: Tensor = self.head(x, targets)  # one number: a sum over tokens
+        loss: Tensor = self.head(x, targets)  # scalar: a sum over tokens
         return loss
 
     @property
     def derived(self) -> dict[str, Callable[[Mapping[str, Any], torch.dtype], Tensor]]:
-        """Tensors that all blocks take and that follow from a batch: names, and the functions that compute
-        them."""
+        """Tensors that all blocks take and that follow from a batch: names, and
+        functions that compute them.
+        """
         return {"angles": self.angles} if self._sizes.ropes else {}
 
     def angles(self, batch: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
-        """The angles of a batch's positions, see `shared_angles`; activations are of this dtype."""
+        """The rotary angles of a batch's positions, for activations of this dtype; see
+        `shared_angles`.
+        """
         sizes = self._sizes
         return shared_angles(sizes.ropes, batch["positions"], sizes.turned_dim, dtype)
 
@@ -428,26 +465,31 @@ class Decoder(nn.Module):
     def draw(
         self, name: str, weight: Tensor, generator: torch.Generator | None = None
     ) -> None:
-        """Fill the `weight` of that name, or a part, with its start, as GPT-2 did (Radford et al. 2019).
+        """Fill a weight, or a part of it, with its initial values, as GPT-2 does
+        (Radford et al. 2019).
 
-        By name, so that each weight can be drawn alone, in any order, wherever it will live.
+        Initialization goes by name, so each weight can be drawn alone, in any order, on
+        any device.
         """
         if name.endswith("bias"):
             weight.zero_()
         elif name.endswith("norm.weight"):
             weight.fill_(0.0 if self._plus_one else 1.0)
         else:
-            # Each block adds twice to the residual stream; this keeps its variance level.
+            # Each block adds twice to the residual stream. This keeps the stream's
+            # variance constant in depth.
             into_residual = name.endswith(("wo.weight", "down.weight", "routed.down"))
             spread = 0.02 / math.sqrt(2 * self._depth) if into_residual else 0.02
             weight.normal_(0.0, spread, generator=generator)
 
 
 def describe(model: Decoder) -> tuple[tuple[tuple[str, nn.Module], ...], str]:
-    """The pieces in their order, and a line `pattern : dim dim` for every weight and buffer.
+    """Return the pieces in their order, and a line `pattern : dim dim` for every weight
+    and buffer.
 
-    Dims: vocab, embed (the residual width), experts, heads and kv (whole heads times head_dim), head (one
-    head's features, shared by all heads), ffn, position. A line that names nothing is left out.
+    Dims: vocab, embed (the residual width), experts, heads and kv (number of heads
+    times head_dim), head (one head's features, shared by all heads), ffn, position.
+    Lines that match no name are left out.
     """
     blocks = tuple((f"layers.{n}", block) for n, block in enumerate(model.layers))
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]

@@ -1,7 +1,8 @@
-"""Experts in place of a block's MLP: a router sends each token through the few that it scores highest.
+"""Experts in place of a block's MLP: a router sends each token to the experts that
+score highest.
 
-Nothing is dropped: an expert takes as many tokens as come to it, also none. Scores are computed in
-float32 or wider. Not here: which rank has which expert.
+No token is dropped: an expert takes all tokens routed to it, and may get none. Scores
+are computed in float32 or wider. Not here: the placement of experts on ranks.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from torch.nn import functional as F
 from .kernels import HALVES
 from .sizes import DecoderSizes
 
-Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of x, weights and biases
-LIMIT, ALPHA = 7.0, 1.702  # of gpt-oss
+# takes x, a weight and a bias
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+LIMIT, ALPHA = 7.0, 1.702  # constants of gpt-oss
 
 
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """The input of a gated MLP's last product. `clamped` is the form of gpt-oss (OpenAI 2025)."""
+    """The input of a gated MLP's down projection. `clamped` is gpt-oss's activation
+    (OpenAI 2025).
+    """
     if activation == "clamped":
         gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
         return (up + 1) * gate * torch.sigmoid(ALPHA * gate)
@@ -32,8 +36,12 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 class _Counted(torch.autograd.Function):
-    """The gates as they are. In backward, which runs once for each microbatch however often its
-    forward does, the bias gets as its gradient how far each expert is above the mean of all."""
+    """Identity on the gates; the bias's gradient is each expert's excess of tokens over
+    the mean.
+
+    It is a gradient because backward runs once for each microbatch, and forward again
+    when recomputed.
+    """
 
     @staticmethod
     def forward(ctx: Any, gates: Tensor, bias: Tensor, excess: Tensor) -> Tensor:
@@ -47,7 +55,9 @@ class _Counted(torch.autograd.Function):
 
 
 class _Share(torch.autograd.Function):
-    """One of so many parts of a weight that add up to it: what comes back is the gradient of their sum."""
+    """One rank's share, weight / ranks, of a bias that all ranks add. Backward is the
+    gradient of the full bias.
+    """
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, ranks: int) -> Tensor:
@@ -58,22 +68,20 @@ class _Share(torch.autograd.Function):
         return gradient, None
 
 
-# Names of what a router gives for its losses.
-CHOICES = (
-    # (B, experts): how often tokens of each sequence chose each expert; no gradient
-    "choices"
-)
-SCORED = (
-    # (B, experts): sums over the tokens of each sequence of their shares of the scores
-    "scored"
-)
-# one number: the sum over tokens of the squared log-sum-exp of their scores
+# Names of a router's outputs for its losses.
+# (B, experts): the number of times each sequence chose each expert; no gradient
+CHOICES = "choices"
+# (B, experts): each expert's share of the scores, summed over the tokens of a sequence
+SCORED = "scored"
+# scalar: the squared log-sum-exp of the scores, summed over tokens
 SQUARED = "squared"
-TERMS = (SCORED, SQUARED)  # in which the losses are linear
+TERMS = (SCORED, SQUARED)  # the losses are linear in these
 
 
 class Routed(NamedTuple):
-    """A router's result: gates and experts, each (B, T, top_k), and what its losses are made of."""
+    """A router's result: gates and chosen experts, each (B, T, top_k), and the terms of
+    its losses.
+    """
 
     gates: Tensor
     chosen: Tensor
@@ -83,16 +91,18 @@ class Routed(NamedTuple):
 class Router(nn.Module):
     """Chooses the experts of each token, and the gates that multiply their results.
 
-    With `balanced` a bias is added to the scores for this choice alone (Wang et al. 2024). Its
-    gradient is experts x its expert's tokens - all choices, in whole numbers: below zero for an
-    expert with fewer tokens than the mean. An update moves it by a fixed rate against the sign of
-    that gradient.
+    With `balanced`, a bias is added to the scores for this choice alone (Wang et al.
+    2024). Its gradient is experts x (the expert's tokens) - (all choices), an integer:
+    negative for an expert with fewer tokens than the mean. An update moves the bias by
+    a fixed rate against the sign of that gradient.
 
-    With f the share of tokens for which each expert was chosen and p the mean of its score, the
-    router's losses are experts x sum f p (Fedus et al. 2021), over each sequence or over the batch, and
-    the squared log-sum-exp of the scores (Zoph et al. 2022). f is a count, without a gradient, and covers
-    all tokens, of which a rank may have a part. So a forward gives the counts and the terms in which the
-    losses are linear; whoever has summed the counts asks `term_gradients` and goes backward from there.
+    Let f be the share of tokens that chose each expert, and p the mean of its score.
+    The router's losses are experts x sum f p (Fedus et al. 2021), over each sequence or
+    over the batch, and the squared log-sum-exp of the scores (Zoph et al. 2022). f is a
+    count over all tokens, without a gradient, and a rank may hold only some of them. So
+    a forward returns the counts and the terms in which the losses are linear. The
+    caller sums the counts over ranks, asks `term_gradients`, and starts backward from
+    there.
 
     While `tally` (experts) is a tensor, it counts the choices of each expert.
     """
@@ -102,7 +112,7 @@ class Router(nn.Module):
         self.top_k, self.scores = sizes.top_k, sizes.scores
         self.normalized, self.scale = sizes.normalized, sizes.routed_scale
         self.groups, self.top_groups = sizes.expert_groups, sizes.top_groups
-        # Factors of the losses: of each sequence, of the batch, of the scores' size.
+        # Factors of the losses: the per-sequence loss, the batch loss and the z-loss.
         self.sequence_loss, self.batch_loss = sizes.sequence_loss, sizes.batch_loss
         self.z_loss = sizes.z_loss
         self.experts = sizes.experts
@@ -122,11 +132,13 @@ class Router(nn.Module):
         return bool(self.sequence_loss or self.batch_loss or self.z_loss)
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Routed:
-        """Routes x (B, T, hidden). Tokens that are not `valid` (B, T) pad; they are sent like others and
-        not counted."""
-        logits = self.logits(x)
+        """Route x (B, T, hidden). Tokens not `valid` (B, T) are padding: routed as
+        others, but not counted.
+        """
+        logits = self.logits(x)  # (B, T, experts)
         scores = self.scored(logits)  # (B, T, experts)
         chosen = self.ranked(scores).topk(self.top_k, -1).indices  # (B, T, top_k)
+        # sent: (B, T, top_k), 1 for each choice that counts
         sent = (
             torch.ones_like(chosen)
             if valid is None
@@ -142,14 +154,15 @@ class Router(nn.Module):
         if not (balances or self.has_losses):
             return Routed(gates, chosen, {})
         sent = sent.to(gates.dtype)
-        each = sent.new_zeros(len(x), len(self.weight))  # of each sequence
+        # (B, experts): choices per sequence
+        each = sent.new_zeros(len(x), len(self.weight))
         each.scatter_add_(1, chosen.flatten(1), sent.flatten(1))
         terms = (
             self._terms(logits, scores, each, sent[..., 0]) if self.has_losses else {}
         )
         if not balances:
             return Routed(gates, chosen, terms)
-        counts = each.sum(0)  # (experts): of the batch
+        counts = each.sum(0)  # (experts): choices in the whole batch
         excess = (counts * len(counts) - sent.sum()).to(torch.float32)
         counted: Tensor = _Counted.apply(gates, self.bias, excess)  # type: ignore[no-untyped-call]
         return Routed(counted, chosen, terms)
@@ -157,7 +170,7 @@ class Router(nn.Module):
     def _terms(
         self, logits: Tensor, scores: Tensor, choices: Tensor, sent: Tensor
     ) -> dict[str, Tensor]:
-        """The terms that these tokens, of which `sent` (B, T) count, give to the losses."""
+        """The loss terms of these tokens. `sent` (B, T) is 1 for tokens that count."""
         terms = {CHOICES: choices}
         if not torch.is_grad_enabled():
             return terms
@@ -169,14 +182,18 @@ class Router(nn.Module):
             )
             terms[SCORED] = (p * sent.unsqueeze(-1)).sum(1)  # (B, experts)
         if self.z_loss:
-            terms[SQUARED] = (logits.logsumexp(-1).square() * sent).sum()
+            terms[SQUARED] = (logits.logsumexp(-1).square() * sent).sum()  # scalar
         return terms
 
     def term_gradients(
         self, share: Tensor, of_sequences: Tensor, of_batch: Tensor
     ) -> dict[str, Tensor]:
-        """The gradients of the terms. `share` (one number) is what a token is of all tokens of the step;
-        choices of whole sequences are (B, experts), those of the batch (1, experts)."""
+        """Return the gradients of the loss terms.
+
+        `share` is the weight of one token: 1 / (all tokens of the step). `of_sequences`
+        (B, experts) counts the choices of whole sequences, `of_batch` (1, experts)
+        those of the batch.
+        """
         share = share.view(()).to(of_sequences.dtype)
         gradients = {}
         if self.sequence_loss or self.batch_loss:
@@ -192,26 +209,29 @@ class Router(nn.Module):
         return gradients
 
     def _per_token(self, choices: Tensor) -> Tensor:
-        """The mean number of times that a token chooses each expert; together top_k."""
+        """The mean number of times a token chooses each expert (sums to top_k)."""
         return self.top_k * choices / choices.sum(-1, keepdim=True)
 
     def logits(self, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         bias = None if self.logit_bias is None else self.logit_bias.to(wide)
-        return F.linear(x.to(wide), self.weight.to(wide), bias)
+        return F.linear(x.to(wide), self.weight.to(wide), bias)  # (B, T, experts)
 
     def scored(self, logits: Tensor) -> Tensor:
         return logits.softmax(-1) if self.scores == "softmax" else logits.sigmoid()
 
     def ranked(self, scores: Tensor) -> Tensor:
-        """The scores that decide the choice, without gradients. Among groups of experts, only those
-        whose two best scores have the highest sums remain (DeepSeek-V3 2024, 2.1.2)."""
+        """The scores that decide the choice, without gradients.
+
+        With groups of experts, only the groups whose two best scores have the highest
+        sums remain (DeepSeek-V3 2024, 2.1.2).
+        """
         ranked = scores if self.bias is None else scores + self.bias.to(scores.dtype)
         if self.groups == 1:
             return ranked.detach()
-        # (B, T, groups, experts / groups)
+        # grouped: (B, T, groups, experts / groups)
         grouped = ranked.detach().view(*ranked.shape[:-1], self.groups, -1)
-        # (B, T, top_groups)
+        # best: (B, T, top_groups)
         best = grouped.topk(2, -1).values.sum(-1).topk(self.top_groups, -1).indices
         left = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(
             -1, best, True
@@ -220,22 +240,24 @@ class Router(nn.Module):
 
 
 def loss_router(piece: nn.Module) -> Router | None:
-    """The router whose losses' terms a piece puts out beside its output, if it does."""
+    """The router whose loss terms a piece outputs, or None."""
     router: Router | None = getattr(piece, "loss_router", None)
     return router
 
 
 def _inverse(order: Tensor) -> Tensor:
+    # The inverse permutation of `order` (n).
     return torch.empty_like(order).scatter_(
         0, order, torch.arange(len(order), device=order.device)
     )
 
 
 class _Ordered(torch.autograd.Function):
-    """Rows in another order, which names each row once. The gradients return by the inverse order.
+    """Permutes rows by `order`. Backward applies the inverse permutation to the
+    gradients.
 
-    The backward of `index_select` would add them up: on a GPU with atomics, whose order differs from
-    run to run, and in the digits of the rows.
+    The backward of `index_select` would add rows instead: on a GPU with atomics, in an
+    order that differs from run to run, and in the precision of the rows.
     """
 
     @staticmethod
@@ -250,8 +272,11 @@ class _Ordered(torch.autograd.Function):
 
 
 class _Repeated(torch.autograd.Function):
-    """Each row so many `times`, in an order of all copies. The gradients of a row's copies are summed
-    with one rounding, always in the same order."""
+    """Repeats each row `times` times, then permutes the copies by `order`.
+
+    Backward sums the gradients of a row's copies with one rounding, always in the same
+    order.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, times: int) -> Tensor:
@@ -264,7 +289,7 @@ class _Repeated(torch.autograd.Function):
         (order,) = ctx.saved_tensors
         # (rows * times, hidden), the copies of a row side by side
         copies = gradient.index_select(0, _inverse(order))
-        of_rows = copies.view(-1, ctx.times, copies.shape[-1])
+        of_rows = copies.view(-1, ctx.times, copies.shape[-1])  # (rows, times, hidden)
         return of_rows.sum(1), None, None
 
 
@@ -274,18 +299,20 @@ def _ordered(x: Tensor, order: Tensor) -> Tensor:
 
 
 class Spread(nn.Module):
-    """Tokens as often as experts were chosen for them, sorted by expert."""
+    """Copies each token once for every expert it chose, sorted by expert."""
 
     def __init__(self, experts: int) -> None:
         super().__init__()
-        self.experts = experts  # in the uncut model
+        self.experts = experts  # the count in the unsharded model
 
     def forward(
         self, x: Tensor, gates: Tensor, chosen: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Tokens (n, hidden), gates, from where each comes (n), and how many for each expert."""
+        """Return tokens (n, hidden), gates, source indices (n), and the number of
+        tokens per expert.
+        """
         flat = chosen.flatten()  # (n), n = B * T * top_k
-        order = flat.argsort(stable=True)  # by expert, and within one by token
+        order = flat.argsort(stable=True)  # by expert, then by token
         counts = flat.new_zeros(self.experts)  # (experts)
         counts.scatter_add_(0, flat, torch.ones_like(flat))
         top_k = chosen.shape[-1]
@@ -294,24 +321,28 @@ class Spread(nn.Module):
 
 
 class Merge(nn.Module):
-    """Merges the experts' results: restores the tokens' order, multiplies by the gates, and sums."""
+    """Merges the experts' results: restores the tokens' order, multiplies by the gates,
+    and sums.
+    """
 
     def forward(self, y: Tensor, gates: Tensor, order: Tensor) -> Tensor:
-        # (B, T, top_k, hidden)
+        # each: (B, T, top_k, hidden)
         each = _ordered(y, _inverse(order)).view(*gates.shape, -1)
         return (each * gates.unsqueeze(-1)).sum(-2).to(y.dtype)  # (B, T, hidden)
 
 
 class ExpertProducts(nn.Module):
-    """The products of experts, each a gated MLP: down(silu(gate(x)) * up(x)), on tokens that are sorted
-    already. Weights are (experts, out, in), biases (experts, out). Where `ranks` have parts of each expert,
-    each adds its share of down's bias."""
+    """The matmuls of the experts, each a gated MLP, on tokens already sorted by expert.
+
+    Weights are (experts, out, in), biases (experts, out). Where tp shards each expert,
+    every one of the `ranks` adds its share of down's bias.
+    """
 
     def __init__(self, sizes: DecoderSizes) -> None:
         super().__init__()
         hidden, ffn, experts = sizes.hidden, sizes.expert_ffn, sizes.experts
         self.activation, self.ranks = sizes.activation, 1
-        self.product: Product = F.linear  # of an expert's tokens with its weight
+        self.product: Product = F.linear  # replaceable, for example by an fp8 matmul
         self.gate = nn.Parameter(torch.empty(experts, ffn, hidden))
         self.up = nn.Parameter(torch.empty(experts, ffn, hidden))
         self.down = nn.Parameter(torch.empty(experts, hidden, ffn))
@@ -321,37 +352,47 @@ class ExpertProducts(nn.Module):
         self.down_bias = nn.Parameter(torch.empty(experts, hidden)) if biases else None
 
     def biases(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The biases of gate, up and down, in the form in which they are added here."""
+        """The biases of gate, up and down, as this rank adds them."""
         down = self.down_bias
         if down is not None and self.ranks > 1:
             down = _Share.apply(down, self.ranks)  # type: ignore[no-untyped-call]
         return self.gate_bias, self.up_bias, down
 
     def on_runs(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        """Each expert on its tokens, of which several senders have sent a run each, sorted by expert:
-        `counts` (senders, experts). Results are in the order of the tokens."""
+        """Apply each expert to its tokens, which arrive in one run, sorted by expert,
+        from each sender.
+
+        `counts` (senders, experts) are the tokens sent. Results keep the order of
+        `tokens` (n, hidden).
+        """
         expert = torch.arange(counts.shape[1], device=counts.device).repeat(
             counts.shape[0]
         )
-        # (n): each token's expert
+        # runs: (n), each token's expert
         runs = expert.repeat_interleave(counts.flatten(), output_size=len(tokens))
         order = runs.argsort(stable=True)
         y = self.on_sorted(_ordered(tokens, order), counts.sum(0))
         return _ordered(y, _inverse(order))
 
     def on_sorted(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        """Each expert on its run of the tokens (n, hidden): `counts` (experts) are their lengths."""
+        """Apply each expert to its run of the sorted tokens (n, hidden); `counts`
+        (experts) are the runs' lengths.
+        """
         if tokens.is_meta:
             return self._as_if_even(tokens)
         widths = self.up.shape[1:]
         plain, narrow = self.product is F.linear, tokens.dtype in HALVES
+        # `grouped_mm` loads 16 bytes at once, so widths in 16 bits must be multiples of
+        # 8.
         if tokens.is_cuda and plain and narrow and not any(n % 8 for n in widths):
             return self.grouped(tokens, counts)
-        # Unbound at once: the gradient of `weight[e]` would be of the size of all experts.
+        # Unbind at once: the gradient of `weight[e]` would have the size of all
+        # experts.
         parts: list[Any] = [x.unbind() for x in (self.gate, self.up, self.down)]
         parts += [
             (x,) * len(self.up) if x is None else x.unbind() for x in self.biases()
         ]
+        # `tolist` waits for a GPU: the lengths of the runs are read on the host.
         runs, product = torch.split(tokens, counts.tolist()), self.product
         return torch.cat(
             [
@@ -365,10 +406,13 @@ class ExpertProducts(nn.Module):
         )
 
     def grouped(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        """The three products as three grouped kernels, which read the lengths on the device."""
+        """The three matmuls as three grouped kernels, which read the lengths of the
+        runs on the device.
+        """
         offsets = counts.cumsum(0).to(torch.int32)
 
         def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            # (n, in) with (experts, out, in) becomes (n, out)
             y = F.grouped_mm(x, weight.mT, offs=offsets)
             if bias is None:
                 return y
@@ -377,27 +421,31 @@ class ExpertProducts(nn.Module):
         return self._by(product, tokens)
 
     def _by(self, product: Product, x: Tensor) -> Tensor:
-        """The experts by a product with all their weights."""
+        """Apply the experts by a `product` that takes the stacked weights of all of
+        them.
+        """
         of_gate, of_up, of_down = self.biases()
         gate, up = product(x, self.gate, of_gate), product(x, self.up, of_up)
         return product(gated(gate, up, self.activation), self.down, of_down)
 
     def _as_if_even(self, tokens: Tensor) -> Tensor:
-        """Without numbers nobody knows who goes where: as many tokens for each expert."""
+        """Apply the experts to equal numbers of tokens: meta tensors have no counts."""
         each = -(-len(tokens) // len(self.up))
-        # (experts * each, hidden)
+        # padded: (experts * each, hidden)
         padded = F.pad(tokens, (0, 0, 0, each * len(self.up) - len(tokens)))
         runs = padded.view(len(self.up), each, -1)  # (experts, each, hidden)
 
         def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            y = x @ weight.mT
+            y = x @ weight.mT  # (experts, each, out)
             return y if bias is None else y + bias.unsqueeze(1)
 
         return self._by(product, runs).flatten(0, 1)[: len(tokens)]
 
 
 class ExpertMlps(ExpertProducts):
-    """The experts in one place: their products, with the tokens sorted before them and merged after."""
+    """All experts on one rank: sorts the tokens, applies the expert MLPs and merges the
+    results.
+    """
 
     def __init__(self, sizes: DecoderSizes) -> None:
         super().__init__(sizes)
@@ -405,13 +453,15 @@ class ExpertMlps(ExpertProducts):
         self.spread, self.merge = Spread(sizes.experts), Merge()
 
     def forward(self, x: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:
-        """x (B, T, hidden); gates and chosen (B, T, top_k)."""
+        """Route x (B, T, hidden) through the experts `chosen`, weighted by `gates`,
+        both (B, T, top_k).
+        """
         tokens, gates, order, counts = self.spread(x, gates, chosen)
         y: Tensor = self.merge(self.on_sorted(tokens, counts), gates, order)
         return y
 
     def products(self) -> ExpertProducts:
-        """The products alone, with these weights."""
+        """The expert matmuls alone, sharing these weights."""
         with torch.device("meta"):
             made = ExpertProducts(self._sizes)
         for name, weight in self.named_parameters(recurse=False):
@@ -420,7 +470,7 @@ class ExpertMlps(ExpertProducts):
 
 
 class Experts(nn.Module):
-    """Routed experts, and beside them `shared`, through which all tokens go."""
+    """Routed experts, and the `shared` experts that every token passes through."""
 
     def __init__(
         self, router: Router, routed: ExpertMlps, shared: nn.Module | None
@@ -434,14 +484,16 @@ class Experts(nn.Module):
     def with_terms(
         self, x: Tensor, valid: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The experts' output, and what the router's losses are made of."""
+        """Return the experts' output and the terms of the router's losses."""
         gates, chosen, terms = self.router(x, valid)
         y: Tensor = self.routed(x, gates, chosen)
         return y if self.shared is None else y + self.shared(x), terms
 
 
 class Sending(nn.Module):
-    """The part of a block's experts before tokens travel: where each token goes, and the shared experts."""
+    """The part of an expert MLP before tokens travel: routing, sorting and the shared
+    experts.
+    """
 
     def __init__(self, experts: Experts) -> None:
         super().__init__()
@@ -450,13 +502,17 @@ class Sending(nn.Module):
 
     @property
     def gives(self) -> tuple[str, ...]:
-        """The names of what travels to the part that merges the results, and to the experts."""
+        """The outputs' names: what travels to the experts, and what merging needs."""
         beside = () if self.shared is None else ("shared",)
         return ("sent", "counts", "gates", "order", *beside)
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> dict[str, Tensor]:
-        """The tokens to send, their number for each expert, the gates and the order that merge the
-        results, the output of the shared experts, and what the router's losses are made of."""
+        """Return the sorted tokens, the number for each expert, and the gates and order
+        needed for merging.
+
+        Where they exist, also the output of the shared experts and the terms of the
+        router's losses.
+        """
         gates, chosen, terms = self.router(x, valid)
         tokens, gates, order, counts = self.spread(x, gates, chosen)
         beside = {} if self.shared is None else {"shared": self.shared(x)}

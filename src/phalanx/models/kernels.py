@@ -1,10 +1,13 @@
-"""Attention with its log-sum-exp, by torch's fused kernels: documents, windows, soft caps, sinks.
+"""Attention and its log-sum-exp by torch's fused kernels, with documents, windows, soft
+caps and sinks.
 
-What attends is cut into blocks of queries and keys of which all meet, or those under a diagonal. So
-no work is done for pairs of different documents. Where a window is shorter than a document, a GPU's
-kernel for variable lengths has it in 16 bits; elsewhere blocks are strips of rows with the keys that
-these see, and a mask as large as a strip. Documents are known on the host: how many blocks there
-are decides what is launched, and a GPU would have to be waited for to say it.
+The pairs that attend are cut into blocks of queries and keys, each of them full or
+causal, so no work is spent on pairs from different documents. Where a window is shorter
+than a document, a GPU uses its 16-bit kernel for variable lengths. Elsewhere the blocks
+are strips of rows with the keys that these rows see, and a mask of the size of a strip.
+
+Documents are known on the host. Their number decides which kernels are launched, and
+reading it from a GPU would wait for the GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
-# rows; on a CPU 512 took 1.3 to 2.2 times as long in windows and with soft caps
+# Rows of a strip. On a CPU, 512 took 1.3 to 2.2 times as long with windows and soft
+# caps.
 STRIP = 128
 HALVES = (torch.bfloat16, torch.float16)
 # Compute capabilities on which torch prefers cuDNN's attention (sdp_utils.cpp).
@@ -31,9 +35,12 @@ CUDNN_FIRST = ((9, 0), (10, 0))
 
 
 class AttentionBlock(NamedTuple):
-    """Queries and the keys that they see, of some sequences of a batch: all, or with `causal`, where there
-    are as many of both, those under the diagonal. With a `band` (first, window) row i sees the
-    last `window` of the keys up to first + i."""
+    """A block of queries and the keys they see, of some sequences of a batch.
+
+    Every query sees every key, unless `causal`: then there are as many keys as queries,
+    and they see the keys under the diagonal. With a `band` (first, window) row i sees
+    the last `window` of the keys up to first + i.
+    """
 
     batch: slice
     rows: slice
@@ -51,12 +58,15 @@ def attention(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Tensor:
-    """softmax(q k' / sqrt(size)) v for q (B, rows, heads, size), and k and v (B, keys, ...) with the same
-    or fewer heads; the rows are the last of the keys' times.
+    """softmax(q k' / sqrt(size)) v, causal.
 
-    Causal, with `documents` (B, keys), on the host, each run of equal numbers by itself; with a `window`
-    a token sees the last so many, itself included. With a `softcap` c a score s is c tanh(s / c).
-    `sinks` (heads) are scores of one more key for each head, whose value is zero.
+    q is (B, rows, heads, size); k and v are (B, keys, ...) with as many heads or fewer.
+    The rows are the last of the keys' times. With `documents` (B, keys), on the host, a
+    token attends only to its own run of equal numbers; with a `window`, only to the
+    last `window` tokens, itself included.
+
+    With a `softcap` c, a score s becomes c tanh(s / c). `sinks` (heads) are the scores
+    of one more key for each head, whose value is zero.
     """
     args = q, k, v, documents, sinks, window, softcap
     out: Tensor = torch.ops.phalanx.attention(*args)[0]
@@ -76,7 +86,7 @@ def all_gradients(
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     into = own_gradients(gradient, (q, k, v), documents, out, lse, window, softcap)
-    # A compiled graph counts on the strides of `_no_gradients`.
+    # A compiled graph relies on the strides of `_no_gradients`.
     dq, dk, dv = (x.contiguous() for x in into)
     return dq, dk, dv, sink_gradients(gradient, out, lse, sinks)
 
@@ -93,8 +103,11 @@ def _back(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """A result (B, T, heads, size) and its log-sum-exp (B, T, heads) with one more key for each head. What
-    a backward makes of these two is then right for all other keys."""
+    """Add one more key for each head to a result (B, T, heads, size) and its
+    log-sum-exp (B, T, heads).
+
+    From these two, a backward computes the right gradients for all other keys.
+    """
     if sinks is None:
         return out, lse
     total = torch.logaddexp(lse, sinks.to(lse.dtype))
@@ -104,10 +117,14 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, T
 def sink_gradients(
     gradient: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None
 ) -> Tensor:
-    """The gradient of the sinks; `out` and `lse` are with these. Empty without sinks."""
+    """The gradient of the sinks (heads), or an empty tensor without sinks. `out` and
+    `lse` include them.
+    """
     if sinks is None:
         return gradient.new_empty(0)
+    # (B, T, heads): the sink's softmax weight
     share = (sinks.to(lse.dtype) - lse).exp()
+    inside = (gradient.to(lse.dtype) * out).sum(-1)  # (B, T, heads)
     inside = (gradient.to(lse.dtype) * out).sum(-1)
     return -(share * inside).flatten(0, 1).sum(0).to(sinks.dtype)
 
@@ -123,14 +140,15 @@ def _room(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 # ---- all documents of a batch
 
 
-# What follows from the documents of a batch is the same in every layer and direction, so it is derived
-# once, as long as the batch lives: where documents begin, and that on each device.
+# Facts about a batch's documents hold in every layer and in both directions, so they
+# are computed once and cached while the batch lives: the edges of documents, and their
+# starts on each device.
 _known_edges: Any = WeakIdKeyDictionary()
 _known_starts: Any = WeakIdKeyDictionary()
 
 
 def _edges(documents: Tensor) -> list[list[int]]:
-    """For each row where its documents begin, and its length."""
+    """The start of each document and the row's length, for each row."""
     version, known = _known_edges.get(documents, (-1, None))
     if known is None or version != documents._version:
         known = [
@@ -143,7 +161,7 @@ def _edges(documents: Tensor) -> list[list[int]]:
 
 
 def _cutting(documents: Tensor | None) -> Tensor | None:
-    """The documents, or None where each row is one document."""
+    """The documents, or None if each row is a single document."""
     if documents is None or any(len(edges) > 2 for edges in _edges(documents)):
         return documents
     return None
@@ -152,9 +170,11 @@ def _cutting(documents: Tensor | None) -> Tensor | None:
 def _own_blocks(
     q: Tensor, k: Tensor, documents: Tensor | None, window: int
 ) -> list[AttentionBlock]:
-    """Each document by itself. Neighbouring sequences that are cut alike share blocks."""
+    """The blocks of every document. Neighbouring sequences with the same edges share
+    blocks.
+    """
     before, keys = k.shape[1] - q.shape[1], k.shape[1]
-    # where shapes are counted alone: so many keys as a row has on average
+    # When only shapes are counted: as many keys as a row sees on average.
     if q.is_meta and window:
         seen = np.minimum(np.arange(before, keys) + 1, window).mean()
         return [AttentionBlock(slice(None), slice(None), slice(0, math.ceil(seen)))]
@@ -196,7 +216,7 @@ def attend_own(
     window: int = 0,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """The result like q, and its log-sum-exp (B, rows, heads)."""
+    """Return the attention output (like q) and its log-sum-exp (B, rows, heads)."""
     documents = _cutting(documents)
     if _by_lengths(q, k, documents, window, softcap):
         out, lse = _varlen(q, k, v, documents, window)
@@ -220,7 +240,7 @@ def own_gradients(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Sequence[Tensor]:
-    """The gradients of q, k and v; `out` and `lse` are what `attend_own` gave."""
+    """The gradients of q, k and v; `out` and `lse` come from `attend_own`."""
     q, k, _ = qkv
     documents = _cutting(documents)
     if _by_lengths(q, k, documents, window, softcap):
@@ -229,7 +249,8 @@ def own_gradients(
     once = q.shape[1] == k.shape[1] and all(block.band is None for block in blocks)
     if once and len(blocks) == 1 and blocks[0].causal:
         return attend_gradients(gradient, qkv, out, lse, blocks[0], softcap, whole=True)
-    # Rows are in one block each; so are keys, where no strips share them.
+    # Each row is in one block, so its gradient is assigned. Keys shared by strips need
+    # a sum in float32.
     into_q, *into_kv = (
         _room(x) if once or x is q else torch.zeros_like(x, dtype=_wide(x)) for x in qkv
     )
@@ -247,7 +268,7 @@ def own_gradients(
 def _by_lengths(
     q: Tensor, k: Tensor, documents: Tensor | None, window: int, softcap: float
 ) -> bool:
-    """True if one kernel takes all documents, and windows in them."""
+    """True if one variable-length kernel handles all documents and their windows."""
     cut = documents is not None or window > 0
     return cut and not softcap and q.shape[1] == k.shape[1] and _kernels(q) is FLASH
 
@@ -259,8 +280,9 @@ def _no_gradients(gradient: Tensor, *given: Any) -> tuple[Tensor, ...]:
     )
 
 
-# One operation for autograd, for recomputation and for a compiled graph, which cannot know the blocks.
-# Not by `torch.library.custom_op`: the first call of such an operation imports torch's compiler.
+# A single operation for autograd, for recomputation and for compiled graphs, which
+# cannot know the blocks. Not `torch.library.custom_op`: its first call imports torch's
+# compiler.
 for _name, _function, _fake in (
     (
         "phalanx::attention",
@@ -277,8 +299,9 @@ torch.library.register_autograd("phalanx::attention", _back, setup_context=_keep
 
 
 def _starts(documents: Tensor | None, like: Tensor) -> tuple[Tensor, int]:
-    """Offsets at which documents begin, over all rows concatenated, on the device; and the length
-    of the longest."""
+    """Document starts (documents + 1) over all rows concatenated, on the device, and
+    the longest length.
+    """
     rows, length = like.shape[:2]
     if documents is None:
         return _starts_of([[0, length]] * rows, length, like.device)
@@ -307,7 +330,7 @@ def _varlen(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int
 ) -> tuple[Tensor, Tensor]:
     starts, longest = _starts(documents, q)
-    flat = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
+    flat = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]  # (B * T, heads, size)
     op = torch.ops.aten._flash_attention_forward
     ends = starts, starts, longest, longest
     # lse: (heads, tokens)
@@ -327,7 +350,7 @@ def _varlen_back(
     g, q, k, v, o = (x.reshape(-1, *x.shape[2:]) for x in (gradient, *qkv, out))
     op = torch.ops.aten._flash_attention_backward
     ends = starts, starts, longest, longest
-    heads_first = lse.flatten(0, 1).T.contiguous()
+    heads_first = lse.flatten(0, 1).T.contiguous()  # (heads, tokens)
     into = op(
         g, q, k, v, o, heads_first, *ends, 0.0, True, *_no_dropout(g), **_within(window)
     )  # fmt: skip
@@ -346,10 +369,12 @@ def attend(
     *,
     whole: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The result (B, rows, heads, size) over these keys alone, its log-sum-exp (B, rows, heads).
+    """Return the result (B, rows, heads, size) over the block's keys and its
+    log-sum-exp (B, rows, heads).
 
-    A block is `whole` if it is causal and has all rows, so that its shape is that of every step.
+    A `whole` block is causal and has all rows, so its shape is the same in every step.
     """
+    # q: (B, heads, rows, size); k, v: (B, kv_heads, keys, size)
     q, k, v = _heads_first(block, (q,), (k, v))
     mask = _mask_of(block, q)
     own = _block_kernels(q, mask, softcap, whole=whole)
@@ -367,7 +392,9 @@ def attend_gradients(
     *,
     whole: bool = False,
 ) -> list[Tensor]:
-    """Gradients of q, k and v from these pairs; `out` and `lse` cover all keys."""
+    """The gradients of q, k and v from the block's pairs; `out` and `lse` cover all
+    keys.
+    """
     q, k, v = qkv
     g, q, out, lse, k, v = _heads_first(block, (gradient, q, out, lse), (k, v))
     mask = _mask_of(block, q)
@@ -385,20 +412,21 @@ def _heads_first(
 
 
 def _mask_of(block: AttentionBlock, q: Tensor) -> Tensor | None:
-    """The mask added to the scores (B, heads, rows, keys), expanded over sequences and heads
-    without memory."""
+    """The mask added to the scores, (B, heads, rows, keys), expanded over B and heads
+    without memory.
+    """
     if block.band is None:
         return None
     first, window = block.band
     rows, keys = q.shape[2], block.keys.stop - block.keys.start
-    # Kernels on a GPU want rows of 16 bytes.
+    # GPU kernels need mask rows aligned to 16 bytes.
     room = q.new_full((rows, -(-keys // 8) * 8), -math.inf)[:, :keys]
     sees = torch.ones(rows, keys, dtype=torch.bool, device=q.device)
     sees = sees.tril(first).triu(first + 1 - window)
     return room.masked_fill_(sees, 0.0).expand(*q.shape[:2], -1, -1)
 
 
-# ---- kernels: heads before time
+# ---- kernels, which take (B, heads, time, size)
 
 Qkv = tuple[Tensor, Tensor, Tensor]
 Mask = Tensor | None
@@ -407,8 +435,11 @@ Backward = Callable[[Tensor, Qkv, Tensor, Tensor, bool, Mask], Sequence[Tensor]]
 
 
 class Kernels(NamedTuple):
-    """Attention of q, k, v, whether it is causal, and a mask or none; its gradients from out and
-    log-sum-exp."""
+    """The forward and the backward of an attention kernel.
+
+    Forward takes q, k, v, a causal flag and an optional mask; backward also the output
+    and log-sum-exp.
+    """
 
     name: str
     forward: Forward
@@ -416,7 +447,7 @@ class Kernels(NamedTuple):
 
 
 def _capped(softcap: float) -> Kernels:
-    """No fused kernel of torch caps scores."""
+    """The plain kernel with a softcap: no fused kernel of torch has one."""
     return Kernels(
         PLAIN.name,
         partial(_plain, softcap=softcap),
@@ -426,7 +457,9 @@ def _capped(softcap: float) -> Kernels:
 
 @cache
 def _has_flash(device: torch.device) -> bool:
-    """True if a device has torch's flash kernels. NVIDIA's before Ampere, such as T4 and V100, have none."""
+    """True if a device has torch's flash kernels. NVIDIA GPUs before Ampere, such as T4
+    and V100, lack them.
+    """
     if device.type != "cuda" or torch.version.hip:
         return True
     return torch.cuda.get_device_capability(device) >= (8, 0)
@@ -434,7 +467,9 @@ def _has_flash(device: torch.device) -> bool:
 
 @cache
 def _prefers_cudnn(device: torch.device) -> bool:
-    """True if torch's own attention takes cuDNN's kernels first on a device: H100, B200 and their kin."""
+    """True if torch's own attention prefers cuDNN's kernels on this device: H100, B200
+    and their variants.
+    """
     if device.type != "cuda" or torch.version.hip:
         return False
     if os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED"):
@@ -445,7 +480,7 @@ def _prefers_cudnn(device: torch.device) -> bool:
 
 
 def _kernels(q: Tensor, mask: Mask = None) -> Kernels:
-    """The kernels for these queries and a mask or none."""
+    """The kernels for these queries, with or without a mask."""
     return _kernels_of(q.device, q.dtype, q.shape[-1], masked=mask is not None)
 
 
@@ -457,9 +492,11 @@ def _kernels_of(
     masked: bool = False,
     whole: bool = False,
 ) -> Kernels:
-    """The kernels that a device has for a dtype and a head size. On meta, the CPU's give the shapes.
+    """The kernels of a device for a dtype and a head size. Meta tensors use the CPU's,
+    for the shapes.
 
-    A `whole` block may take cuDNN's, which are built anew for each shape, in some 30 ms.
+    Only a `whole` block may take cuDNN's kernels: they are built for each new shape, in
+    some 30 ms.
     """
     if device.type in ("cpu", "meta"):
         return CPU
@@ -468,7 +505,7 @@ def _kernels_of(
         return CUDNN
     if flash and _has_flash(device):
         return FLASH
-    # It loads 16 bytes at once.
+    # The memory-efficient kernel loads 16 bytes at once.
     fits = size * dtype.itemsize % 16 == 0
     return EFFICIENT if dtype != torch.float64 and fits else PLAIN
 
@@ -482,7 +519,7 @@ def _block_kernels(q: Tensor, mask: Mask, softcap: float, *, whole: bool) -> Ker
 
 
 def kernel_names(device: torch.device, dtype: torch.dtype, size: int) -> dict[str, str]:
-    """The names of the kernels that heads of a size take, by what cuts their rows."""
+    """The names of the kernels used for heads of this size, by the kind of mask."""
     lengths = _kernels_of(device, dtype, size)
     masked = _kernels_of(device, dtype, size, masked=True)
     flash = lengths is FLASH
@@ -496,9 +533,11 @@ def kernel_names(device: torch.device, dtype: torch.dtype, size: int) -> dict[st
 
 @cache
 def use_flash_3(device: torch.device) -> bool:
-    """Has torch take FlashAttention 3 for 2 on Hopper, if its package is installed; returns True then.
+    """Make torch use FlashAttention 3 on Hopper, if its package is installed. Returns
+    True if it does.
 
-    `phalanx` calls flash attention by torch's operators, whose kernels this replaces in the process.
+    `phalanx` calls flash attention through torch's operators, whose kernels this
+    replaces for the process.
     """
     from torch.nn import attention as of_torch
 
@@ -549,14 +588,14 @@ def _cudnn(
 ) -> tuple[Tensor, Tensor]:
     op = torch.ops.aten._scaled_dot_product_cudnn_attention
     out, lse = op(q, k, v, None, True, 0.0, causal)[:2]
-    return out, lse.reshape(q.shape[:-1])  # (B, heads, rows, 1)
+    return out, lse.reshape(q.shape[:-1])  # from (B, heads, rows, 1)
 
 
 def _cudnn_back(
     g: Tensor, qkv: Qkv, out: Tensor, lse: Tensor, causal: bool, mask: Mask
 ) -> Sequence[Tensor]:
     op = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
-    # Without dropout nothing is drawn.
+    # The state of the random generator, which is unused without dropout.
     seed, offset = (
         torch.zeros((), dtype=torch.int64, device=g.device) for _ in range(2)
     )
@@ -568,7 +607,7 @@ def _cudnn_back(
 
 
 def _no_dropout(g: Tensor) -> tuple[Tensor, Tensor]:
-    """The state of a generator, of which nothing is drawn without dropout."""
+    """The state of a random generator, unused without dropout."""
     seed, offset = (
         torch.zeros(n, dtype=torch.uint64, device=g.device) for n in ((2,), ())
     )
@@ -579,10 +618,10 @@ def _efficient(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Mask
 ) -> tuple[Tensor, Tensor]:
     groups = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(groups, 1) for x in (k, v))  # it knows no groups
+    k, v = (x.repeat_interleave(groups, 1) for x in (k, v))  # it takes no groups
     op = torch.ops.aten._scaled_dot_product_efficient_attention
     out, lse = op(q, k, v, mask, True, 0.0, causal)[:2]
-    return out, lse[..., : q.shape[2]]  # which comes in multiples of 32
+    return out, lse[..., : q.shape[2]]  # the kernel pads it to a multiple of 32
 
 
 def _efficient_back(
@@ -597,18 +636,22 @@ def _efficient_back(
     )
     lse, wanted = F.pad(lse, (0, -lse.shape[2] % 32)), [True, True, True, False]
     into = op(g, q, k, v, mask, out, lse, seed, offset, 0.0, wanted, causal)
+    # the gradients of k and v, summed over the query heads that share each
     return into[0], *(x.unflatten(1, (kv_heads, groups)).sum(2) for x in into[1:3])
 
 
 def _plain(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Mask, softcap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """A few products, in strips of queries, so that no matrix of scores is longer than a strip."""
+    """Attention by matmuls, in strips of queries: no score matrix has more rows than a
+    strip.
+    """
     parts = []
     for _, seen, scores in _strips(q, k, causal, mask, softcap):
         lse = scores.logsumexp(-1)
         out = (scores - lse.unsqueeze(-1)).exp_() @ v[:, :, :seen].to(scores.dtype)
         shape = *q.shape[:2], -1
+        # from heads folded into rows to (B, heads, rows, size) and (B, heads, rows)
         parts.append((out.view(*shape, q.shape[3]).to(q.dtype), lse.view(shape)))
     outs, lses = zip(*parts, strict=True)
     return torch.cat(outs, 2), torch.cat(lses, 2)
@@ -636,7 +679,8 @@ def _plain_back(
         inside = weights * (
             dy @ v[:, :, :seen].mT.to(wide) - (dy * y).sum(-1, keepdim=True)
         )
-        # of c tanh(s / c); nothing where a key is not seen, at minus infinity
+        # Derivative of c tanh(s / c). Clamped, as it is zero for masked keys, whose
+        # score is -inf.
         if softcap:
             inside *= (1 - (scores / softcap).square_()).clamp_(min=0)
         inside *= q.shape[-1] ** -0.5
@@ -649,8 +693,11 @@ def _plain_back(
 def _strips(
     q: Tensor, k: Tensor, causal: bool, mask: Mask, softcap: float
 ) -> Iterator[tuple[slice, int, Tensor]]:
-    """Rows of queries, how many keys they see, and the scores of these (B, kv heads, rows of all heads
-    that share one, keys); -inf for later keys."""
+    """Yield strips of rows, the number of keys they see, and their scores; -inf marks
+    later keys.
+
+    Scores are (B, kv_heads, query heads per kv head * rows, keys), in float32 or wider.
+    """
     wide, length = _wide(q), q.shape[2]
     for start in range(0, length, STRIP):
         rows = slice(start, min(start + STRIP, length))
@@ -669,7 +716,9 @@ def _strips(
 
 
 def _folded(x: Tensor, k: Tensor) -> Tensor:
-    """The query heads that share a key head one below another."""
+    """Stack the query heads that share a key head: (B, kv_heads, heads / kv_heads *
+    rows, size).
+    """
     return x.reshape(x.shape[0], k.shape[1], -1, x.shape[-1])
 
 

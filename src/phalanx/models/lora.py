@@ -1,4 +1,6 @@
-"""Low-rank adapters (Hu et al. 2021): beside a frozen linear a trained product of two thin matrices."""
+"""Low-rank adapters (Hu et al. 2021): a trained product of two thin matrices beside a
+frozen linear.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from torch.nn import functional as F
 
 
 class Lora(nn.Module):
-    """b(a(x)) times alpha / r."""
+    """The adapter: b(a(x)) * alpha / r."""
 
     def __init__(self, into: int, out: int, r: int, alpha: float) -> None:
         super().__init__()
@@ -23,7 +25,7 @@ class Lora(nn.Module):
 
 
 class LoraLinear(nn.Linear):
-    """A linear with an adapter; its own weight and bias keep their names."""
+    """A linear with an adapter. Its own weight and bias keep their names."""
 
     lora: Lora
 
@@ -36,7 +38,9 @@ class LoraLinear(nn.Linear):
 
 
 def adapt(linear: nn.Linear, r: int, alpha: float) -> None:
-    """Give a linear an adapter. Another class and not another module, so that its names remain."""
+    """Give a linear an adapter. Changing its class, not the module, keeps the names of
+    its weights.
+    """
     linear.lora = Lora(linear.in_features, linear.out_features, r, alpha)
     linear.__class__ = LoraLinear
 
@@ -45,7 +49,7 @@ def adapt(linear: nn.Linear, r: int, alpha: float) -> None:
 def draw_lora(
     name: str, weight: Tensor, generator: torch.Generator | None = None
 ) -> None:
-    """The start of a factor, as peft's: `a` uniform by its number of columns, `b` zero."""
+    """Initialize a factor as peft does: `a` uniform within 1 / sqrt(columns), `b` zero."""
     if name.endswith("lora.b.weight"):
         weight.zero_()
     else:

@@ -1,8 +1,9 @@
-"""The loss of a vocabulary without a second matrix of logits.
+"""Cross-entropy over the vocabulary, without a second matrix of logits.
 
-Logits of 8,192 tokens over 128k words are 2 GiB in 16 bits. In float32 beside them, as softmax, and
-once more as gradient they would be 14. So they are read a few rows at a time, only a number for each
-token is kept, and in backward the gradient is written over the logits.
+The logits of 8,192 tokens over 128k words take 2 GiB in 16 bits. With a float32 copy,
+its softmax and its gradient they would take 14 GiB. So the logits are read a few rows
+at a time, forward keeps one number for each token, and backward overwrites the logits
+with their gradient.
 """
 
 from __future__ import annotations
@@ -15,25 +16,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-IGNORED = -100  # a target that counts nothing
+IGNORED = -100  # targets with this value add nothing to the loss
 
-# Numbers of a chunk by device: a float32 copy that stays in a CPU's cache, or keeps a GPU busy.
+# Elements in a chunk, by device: a float32 copy fits in a CPU's cache, or keeps a GPU
+# busy.
 NUMBERS, LARGE = {"cpu": 1 << 20}, 1 << 25
 
 Agree = Callable[[Tensor, str], object]
 
 
 class _Chunk(NamedTuple):
-    """Some tokens of the logits."""
+    """A chunk of tokens of the logits."""
 
     rows: slice
     logits: Tensor  # (tokens, width): a view
-    wide: Tensor  # the same in float32 or wider, a copy where they are narrower
-    room: Tensor  # of that size and dtype, which all chunks share
+    wide: Tensor  # in float32 or wider, (tokens, width); a copy if the logits are narrower
+    room: Tensor  # scratch of that size and dtype, shared by all chunks
 
 
 def _chunks(logits: Tensor, width: int) -> Iterator[_Chunk]:
-    """Some tokens at a time of the `width` first words."""
+    """Yield chunks of tokens, with the first `width` words of each."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     numbers = NUMBERS.get(logits.device.type, LARGE)
     tokens = logits.shape[0]
@@ -44,7 +46,7 @@ def _chunks(logits: Tensor, width: int) -> Iterator[_Chunk]:
         for _ in range(1 + copied)
     ]
     if logits.is_meta:
-        # Sizes alone count here: all tokens at once, in the memory of a chunk.
+        # On meta only sizes count: all tokens at once, with the memory of one chunk.
         rooms = [room.as_strided((tokens, width), (width, 1)) for room in rooms]
         count = tokens
     for start in range(0, tokens, count):
@@ -56,8 +58,11 @@ def _chunks(logits: Tensor, width: int) -> Iterator[_Chunk]:
 
 
 class _TokenLoss(torch.autograd.Function):
-    """The loss over all words. Softmax and its logarithm are one fused kernel each: on a CPU they take
-    half as long as exp, sum and log one after the other."""
+    """The loss over all words.
+
+    Softmax and its logarithm are one fused kernel each: on a CPU they take half as long
+    as exp, sum and log one after the other.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, z: float) -> Tensor:
@@ -81,10 +86,12 @@ class _TokenLoss(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         logits, targets, totals = ctx.saved_tensors
-        # (tokens,): the gradient of a token's loss
+        # (tokens,): the gradient of each token's loss
         each = gradient * (targets != IGNORED)
         share = each
-        if totals is not None:  # the softmax is the gradient of the log of the sum, too
+        if (
+            totals is not None
+        ):  # d log(sum exp) is the softmax as well, so z-loss scales it
             share = each * (1.0 + 2.0 * ctx.z * totals)
         into = _write_gradient(
             logits, logits.shape[1], targets.clamp(min=0), share, -each
@@ -93,7 +100,9 @@ class _TokenLoss(torch.autograd.Function):
 
 
 class _CutTokenLoss(torch.autograd.Function):
-    """The loss over words of which this rank has a part: two numbers a token are all-reduced."""
+    """The loss over a vocabulary sharded among ranks: two numbers per token are
+    all-reduced.
+    """
 
     @staticmethod
     def forward(
@@ -106,21 +115,21 @@ class _CutTokenLoss(torch.autograd.Function):
         z: float,
     ) -> Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
-        mine = (targets >= first) & (targets < first + width)  # (tokens,)
-        at = torch.where(mine, targets - first, 0)
+        mine = (targets >= first) & (targets < first + width)  # (tokens,): on this rank
+        at = torch.where(mine, targets - first, 0)  # (tokens,): columns of this rank
         chosen = torch.zeros_like(targets, dtype=wide)  # each target's logit
-        # log of the sum of exp of this rank's words
+        # (tokens,): the log-sum-exp of this rank's words
         own = torch.full_like(chosen, -math.inf)
         if width:
             chosen.copy_(logits.gather(-1, at.unsqueeze(-1)).squeeze(-1)).mul_(mine)
             for rows, _, x, room in _chunks(logits, width):
                 torch.log_softmax(x, -1, out=room)
                 own[rows] = _log_sum(x, room)
-        total = own  # the same of all words
+        total = own  # (tokens,): the log-sum-exp of all words
         if agree is not None:
             most = own.clone()
             agree(most, "max")
-            sums = torch.stack(((own - most).exp_(), chosen))
+            sums = torch.stack(((own - most).exp_(), chosen))  # (2, tokens)
             agree(sums, "sum")
             total, chosen = most.add_(sums[0].log()), sums[1]
         valid = targets != IGNORED
@@ -135,8 +144,8 @@ class _CutTokenLoss(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         logits, own, total, at, mine, valid = ctx.saved_tensors
-        each = gradient * valid  # (tokens,): the gradient of a token's loss
-        # of this rank's softmax, which adds up to one by itself
+        each = gradient * valid  # (tokens,): the gradient of each token's loss
+        # Weight of this rank's softmax, which sums to one over this rank's words alone.
         share = each * (own - total).exp()
         if ctx.z:
             share = share * (1.0 + 2.0 * ctx.z * total)
@@ -145,18 +154,24 @@ class _CutTokenLoss(torch.autograd.Function):
 
 
 def _log_sum(x: Tensor, logs: Tensor) -> Tensor:
-    """The log of the sum of exp of each row, where `logs` is log_softmax(x).
+    """The log-sum-exp of each row, where `logs` is log_softmax(x).
 
-    The largest logit less its logarithm, which is between -log(width) and 0: few digits are lost."""
+    Computed as the largest logit minus its log-probability, which lies between
+    -log(width) and 0, so few digits are lost.
+    """
     return x.amax(-1) - logs.amax(-1)
 
 
 def _write_gradient(
     logits: Tensor, width: int, at: Tensor, share: Tensor, target: Tensor
 ) -> Tensor:
-    """The logits, overwritten by their gradient: for each token its `share` of the softmax of the first
-    `width` words, `target` added at the word `at`, and zero for the other words."""
-    into = logits.detach()  # if anything else saved them, the version check names it
+    """Overwrite the logits (tokens, words) with their gradient.
+
+    Each token gets its `share` (tokens) of the softmax of the first `width` words, plus
+    `target` (tokens) at the word `at` (tokens). The other words get zero.
+    """
+    # Shares storage. If anything else saved the logits, autograd's version check raises.
+    into = logits.detach()
     if width < into.shape[1]:
         into[:, width:] = 0.0
     for rows, x, wide, room in _chunks(into, width) if width else ():
@@ -178,12 +193,15 @@ def token_loss(
     agree: Agree | None = None,
     z: float = 0.0,
 ) -> Tensor:
-    """The sum of the tokens' cross-entropies, in float32 or wider. Backward overwrites the logits.
+    """The sum of the tokens' cross-entropies, in float32 or wider. Backward overwrites
+    the logits.
 
-    With `z` each token adds z log(Z)^2, where Z is the sum of exp of its logits: PaLM's z-loss.
+    With `z`, each token adds z log(Z)^2, where Z is the sum of exp of its logits:
+    PaLM's z-loss.
 
-    Logits are (..., words). Where the words are cut, this rank has `width` of them from `first`, any
-    further columns are padding, and `agree` all-reduces a tensor in place ("max" or "sum").
+    Logits are (..., words). If the vocabulary is sharded, this rank has `width` words
+    from `first` on, any further columns are padding, and `agree` all-reduces a tensor
+    in place ("max" or "sum").
     """
     words = logits.shape[-1]
     width = words if width is None else width
@@ -197,7 +215,9 @@ def token_loss(
 
 
 class CrossEntropy(nn.Module):
-    """The sum of the tokens' cross-entropies, in float32 or wider; targets of -100 count nothing."""
+    """The sum of the tokens' cross-entropies, in float32 or wider. Targets of -100 add
+    nothing.
+    """
 
     z = 0.0  # see `token_loss`
 

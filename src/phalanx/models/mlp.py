@@ -1,7 +1,8 @@
-"""The deep MLP of teaching examples: layers of gelu(x @ W) with square W, mean square as loss.
+"""The deep MLP of the teaching examples: layers of gelu(x @ W) with square W, and a
+mean-square loss.
 
-Pieces as in the decoder: `embed` passes its numbers on, `layers` are called
-`x = layer(x, **shared)`, `head` is the loss. No width is read in a forward.
+Its pieces match the decoder's: `embed` passes its input on, `layers` are called `x =
+layer(x, **shared)`, `head` is the loss. No width is read in a forward.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ RULES = "layers.*.weight : embed ffn"
 
 
 class Identity(nn.Module):
-    """The first piece: what goes in comes out; positions mean nothing to an MLP."""
+    """The first piece: returns its input. An MLP has no use for positions."""
 
     def forward(self, inputs: Tensor, positions: Tensor | None = None) -> Tensor:
         return inputs
 
 
 class Layer(nn.Module):
-    """gelu(x @ weight), weight (in, out); what blocks share means nothing to it.
+    """gelu(x @ weight) with weight (in, out). Ignores the tensors that blocks share.
 
-    `weight_product` is a method so that a layout with weight gradients of their own can put in another."""
+    `weight_product` is a method, so that a layout that computes weight gradients apart
+    can replace it.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -39,7 +42,9 @@ class Layer(nn.Module):
 
 
 class MeanSquare(nn.Module):
-    """The sum over rows of a row's mean square distance to its target or to zero, in float32 or wider."""
+    """The mean square distance of each row to its target (or zero), summed over rows,
+    in float32 or wider.
+    """
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -47,7 +52,7 @@ class MeanSquare(nn.Module):
 
 
 class DeepMlp(nn.Module):
-    """`layers` layers of `width`; forward gives the summed loss of rows (..., width)."""
+    """`layers` layers of `width`. Forward returns the summed loss of rows (..., width)."""
 
     def __init__(self, *, width: int, layers: int) -> None:
         super().__init__()
@@ -70,12 +75,16 @@ class DeepMlp(nn.Module):
     def draw(
         self, name: str, weight: Tensor, generator: torch.Generator | None = None
     ) -> None:
-        """Fill the `weight` of that name, or a part, with its start (He et al. 2015: gelu halves too)."""
+        """Fill a weight, or a part of it, with its initial values (He et al. 2015: gelu
+        halves the variance too).
+        """
         weight.normal_(0.0, math.sqrt(2 / self.width), generator=generator)
 
 
 def describe(model: DeepMlp) -> tuple[tuple[tuple[str, nn.Module], ...], str]:
-    """The pieces and rules of the MLP, in the form of `decoder.describe`. A layer's output
-    features, if cut, are gathered before the next layer."""
+    """The pieces and rules of the MLP, in the form of `decoder.describe`.
+
+    If a layer's output features are sharded, they are gathered before the next layer.
+    """
     layers = tuple((f"layers.{n}", layer) for n, layer in enumerate(model.layers))
     return (("embed", model.embed), *layers, ("head", model.head)), RULES

@@ -1,4 +1,6 @@
-"""Dropout whose mask is a function of integers, so that no layout and no recomputation changes it."""
+"""Dropout whose mask is a hash of integers, so no layout and no recomputation changes
+it.
+"""
 
 from __future__ import annotations
 
@@ -22,29 +24,34 @@ def _scramble(x: Any) -> Any:
 
 
 def _stir(key: Any, salt: Any) -> Any:
-    """A new key from a 32-bit key and a number below 2^31."""
+    """Derive a new key from a 32-bit key and a number below 2^31."""
     return _scramble((key + salt * 0x9E3779B1) & _WORD)
 
 
 def token_noise(seed: int, step: int, tokens: Tensor) -> Tensor:
-    """The `noise` of blocks: a key for each token, from its index in the whole batch of the step."""
+    """The noise of a step's tokens: a 63-bit key from each token's index in the whole
+    batch of the step.
+    """
     above: int = _stir(_scramble(seed & _WORD), step & (_WORD >> 1)) >> 1
     return tokens + (above << 32)
 
 
 def block_noise(noise: Tensor, piece: Tensor) -> Tensor:
-    """The 32-bit keys of one block's tokens, from their 63-bit noise and the block's number."""
+    """The 32-bit keys of one block's tokens, from their 63-bit noise and the block's
+    number.
+    """
     folded = _scramble(_scramble(noise & _WORD) ^ ((noise >> 32) & _WORD))
     keys: Tensor = _stir(folded, piece)  # (B, T)
     return keys
 
 
 class Dropout(nn.Module):
-    """Zeroes a share of the features of each token, the same ones wherever and whenever it runs.
+    """Zeroes a share of the features of each token: the same ones in every layout.
 
-    Whether a feature stays is a hash of (the token's noise, `place` in the block, the feature's
-    index in the uncut width): recomputing draws the same mask, and so does a rank that holds only
-    some tokens or heads. Without noise nothing is dropped.
+    A hash of the token's noise, the `place` in the block and the feature's index in the
+    unsharded width decides about each feature. Recomputing therefore draws the same
+    mask, and so does a rank that holds only some tokens or heads. Without noise nothing
+    is dropped.
     """
 
     def __init__(self, rate: float, place: int) -> None:
@@ -54,13 +61,16 @@ class Dropout(nn.Module):
     def forward(
         self, x: Tensor, noise: Tensor | None, index: Tensor | None = None
     ) -> Tensor:
-        """`x` (B, T, features), `noise` (B, T), `index` (features) or None for 0, 1, 2, ..."""
+        """`x` (B, T, features), `noise` (B, T), `index` (features) or None for 0, 1, 2,
+        ...
+        """
         if noise is None or self.rate == 0.0:
             return x
         if index is None:
             index = torch.arange(x.shape[-1], device=x.device)
         draw = _stir(_stir(noise, self.place).unsqueeze(-1), index)  # (B, T, features)
-        # `where` keeps one byte per element for backward; a product would keep the mask in x's dtype.
+        # `where` keeps one byte per element for backward; a product would keep the mask
+        # in x's dtype.
         return torch.where(
             draw >= round(self.rate * 2**32), x * (1.0 / (1.0 - self.rate)), 0.0
         )

@@ -1,4 +1,4 @@
-"""The two norms of a decoder: small modules that keep little for backward."""
+"""The norms of a decoder: small modules that save little for backward."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch.nn import functional as F
 
 
 class _RootMeanSquare(torch.autograd.Function):
-    """x / rms(x) * weight that keeps x as it is and one number per row.
+    """x / rms(x) * weight, saving only x and one number per row.
 
-    `F.rms_norm` does so on CUDA only: elsewhere it keeps two float32 copies, 8 bytes per element
-    of a bf16 x where this keeps 2.
+    Outside CUDA, `F.rms_norm` saves two float32 copies: 8 bytes per element of a bf16
+    x, where this saves 2.
     """
 
     @staticmethod
@@ -27,16 +27,17 @@ class _RootMeanSquare(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
-        normed, g = x * scale, gradient.to(scale.dtype)
+        normed, g = x * scale, gradient.to(scale.dtype)  # (..., size)
         product = g * normed
-        # (..., 1): the part along x
+        # (..., 1): the component along x
         along = (product @ weight.to(scale.dtype)).unsqueeze(-1) / x.shape[-1]
         into_x = (g * weight - normed * along) * scale
         return into_x.to(x.dtype), product.flatten(0, -2).sum(0).to(weight.dtype), None
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dim, in float32 or in x's dtype if that is wider.
+    """Root-mean-square norm over the last dim, in float32 or in x's dtype if that is
+    wider.
 
     With `plus_one` it multiplies by 1 + weight, as Gemma does.
     """
@@ -48,20 +49,21 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.plus_one:
-            # Added in float32: in 16 bits 1 + w has fewer digits than w.
+            # Added in float32: in 16 bits, 1 + w has fewer digits than w.
             scale = 1.0 + self.weight.to(torch.promote_types(x.dtype, torch.float32))
             z: Tensor = _RootMeanSquare.apply(x, scale, self.eps)  # type: ignore[no-untyped-call]
             return z
-        if x.is_cuda:  # one fused kernel, and it keeps the same three tensors
+        if x.is_cuda:  # one fused kernel that saves the same three tensors
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         y: Tensor = _RootMeanSquare.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
         return y
 
 
 class _LayerNormalized(torch.autograd.Function):
-    """`F.layer_norm` whose statistics and sums over tokens are in float32.
+    """`F.layer_norm` with its statistics and its sums over tokens in float32.
 
-    On a CPU torch keeps both in x's dtype: a bias's gradient in bfloat16 is off by 5 % at 2,048 tokens.
+    On a CPU torch computes both in x's dtype: a bias gradient in bfloat16 is off by 5 %
+    at 2,048 tokens.
     """
 
     @staticmethod
@@ -87,7 +89,7 @@ class _LayerNormalized(torch.autograd.Function):
 
 
 class LayerNorm(nn.LayerNorm):
-    """torch's, in bfloat16 with sums over tokens in float32 also on a CPU."""
+    """torch's LayerNorm, with float32 sums over tokens for bfloat16 on a CPU too."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cpu and x.dtype == torch.bfloat16:
@@ -98,7 +100,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 def norm_of(kind: str, size: int, eps: float) -> nn.Module:
-    """By a shape's word for it: rms, rms1 (its weights count from one) or layer."""
+    """The norm for a shape's word: rms, rms1 (multiplies by 1 + weight) or layer."""
     return (
         LayerNorm(size, eps)
         if kind == "layer"

@@ -1,4 +1,4 @@
-"""Rotary positions (Su et al. 2021), and how they are stretched to longer contexts."""
+"""Rotary positions (Su et al. 2021) and their scaling to longer contexts."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """A stretch of rope's frequencies to a longer context than the first training's, `sequence`.
+    """Scales rope's frequencies to a longer context than that of the first training,
+    `sequence`.
 
-    `llama3`: waves longer than `sequence / low` slow down by `factor`, those shorter than
-    `sequence / high` stay, the ones between are blended. `yarn` (Peng et al. 2023) blends by the
-    frequency's index instead, from and to whole indices where `truncated`, and multiplies cosine and
-    sine by `attention`. `linear` slows down all. `dynamic` raises theta as far as the trained length,
-    `longest`, asks for.
+    `llama3` slows waves longer than `sequence / low` by `factor`, keeps those shorter
+    than `sequence / high`, and blends in between. `yarn` (Peng et al. 2023) blends by
+    the frequency's index, between integer indices if `truncated`, and multiplies cosine
+    and sine by `attention`. `linear` slows all waves. `dynamic` raises theta as the
+    trained length, `longest`, requires.
     """
 
     factor: float = 8.0
@@ -31,7 +32,7 @@ class RopeScaling:
     truncated: bool = True
 
     def __call__(self, theta: float, half: Tensor) -> Tensor:
-        """The frequencies, where `half` (head_dim / 2) is 0, 2/head_dim, 4/head_dim, ..."""
+        """The frequencies (head_dim / 2), for `half` = 0, 2/head_dim, 4/head_dim, ..."""
         dim = 2 * half.shape[0]
         if self.kind == "dynamic":
             grown = (
@@ -46,7 +47,8 @@ class RopeScaling:
         if self.kind == "linear":
             return frequency / self.factor
         if self.kind == "yarn":
-            # The indices at which a wave turns `high` and `low` times within the sequence.
+            # The indices at which a wave turns `high` and `low` times within the
+            # sequence.
             first, last = (
                 dim
                 * math.log(self.sequence / (turns * 2 * math.pi))
@@ -69,8 +71,8 @@ class RopeScaling:
 class Rope:
     """The angles of rotary positions.
 
-    They are computed from a batch's own positions. A table of all positions would need a longest
-    sequence, and would be lost on the meta device.
+    They are computed from each batch's positions. A table of all positions would need a
+    maximum sequence length, and would be lost on the meta device.
     """
 
     theta: float
@@ -79,7 +81,7 @@ class Rope:
     def angles(
         self, positions: Tensor, head_dim: int, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Cosine and sine, each (B, T, 1, head_dim / 2), of float32 or wider."""
+        """Cosine and sine, each (B, T, 1, head_dim / 2), in float32 or wider."""
         wide = torch.promote_types(dtype, torch.float32)
         half = (
             torch.arange(0, head_dim, 2, device=positions.device, dtype=wide) / head_dim
@@ -100,17 +102,22 @@ class Rope:
 def shared_angles(
     ropes: Sequence[Rope], positions: Tensor, head_dim: int, dtype: torch.dtype
 ) -> Tensor:
-    """The angles that all blocks of a model share: (ropes, 2, B, T, 1, head_dim / 2), cosine first."""
-    # 16-bit angles would be wrong from position 256 on, so activations' dtype is only a lower limit.
+    """The angles shared by all blocks of a model: (ropes, 2, B, T, 1, head_dim / 2),
+    cosine first.
+    """
+    # 16-bit angles would be wrong from position 256 on, so the activations' dtype is
+    # only a lower bound.
     pairs = (rope.angles(positions, head_dim, dtype) for rope in ropes)
     return torch.stack([torch.stack(pair) for pair in pairs])
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: str = "halves") -> Tensor:
-    """`x` (B, T, heads, head_dim), its feature i turned together with feature i + head_dim / 2.
+    """Rotate `x` (B, T, heads, head_dim): feature i pairs with feature i + head_dim / 2
+    ("halves").
 
-    Published weights in the Hugging Face form pair features so; Meta's own and DeepSeek's pair
-    `neighbours`. What these become stands in halves: queries and keys alike, so scores are the same.
+    Published weights in the Hugging Face format pair features this way. Meta's own and
+    DeepSeek's pair `neighbours`. Those come out in halves too: queries and keys are
+    permuted alike, so scores are the same.
     """
     wide = x.to(cos.dtype)
     first, second = (

@@ -1,6 +1,7 @@
-"""The sizes and choices of a decoder, which its modules are made from. A shape's keys have these names.
+"""The sizes and choices of a decoder. Its modules are built from them, and a shape's
+keys have these names.
 
-Not here: what they mean together is in the modules that read them.
+The modules that read a combination of sizes document its meaning.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ _CHOICES = {
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSizes:
-    """`sequence` limits learned positions only; a zero stands for what follows from the others."""
+    """The sizes of a decoder. Zero means a default derived from the others.
+
+    `sequence` limits learned positions only.
+    """
 
     vocab: int = 1
     hidden: int
@@ -96,7 +100,9 @@ class DecoderSizes:
             yield f"dropout={self.dropout} is not in [0, 1)"
 
     def rope(self, window: int) -> Rope | None:
-        """Rotary angles of a block with this window; None with learned positions."""
+        """The rotary angles of a block with this window, or None with learned
+        positions.
+        """
         if self.positions == "learned":
             return None
         if window and self.rope_local_theta:
@@ -105,11 +111,11 @@ class DecoderSizes:
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
-        """The different ropes of all blocks."""
+        """The distinct ropes of all blocks."""
         every = (self.rope(window) for window in self.windows or (0,))
         return tuple(dict.fromkeys(rope for rope in every if rope is not None))
 
     @property
     def turned_dim(self) -> int:
-        """The features of a head that rope turns."""
+        """The number of features of a head that rope rotates."""
         return self.rope_dim if self.kv_latent else self.head_dim
