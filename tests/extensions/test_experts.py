@@ -20,7 +20,7 @@ from phalanx.comm.launch import launch
 from phalanx.layout import Layout, Rules, plain_pieces, rules
 from phalanx.parallel import Model, Precision, microbatches, start
 from phalanx.parallel.local import build_local
-from phalanx.parallel.works import Together
+from phalanx.parallel.works import WorkGroup
 from phalanx.program import (
     Costs,
     Kind,
@@ -193,7 +193,7 @@ class ExpertExecutor(Executor):
         new = {name: torch.empty_like(x) for name, x in old.items()}
         bundles[key] = {**bundles[key], **new}
         works = [self.experts.all_to_all(new[n], old[n], wait=False) for n in names]
-        return Together(works)
+        return WorkGroup(works)
 
 
 # ---- the claims

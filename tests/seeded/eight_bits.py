@@ -102,7 +102,7 @@ def _() -> AbstractContextManager[None]:
 )
 def _() -> AbstractContextManager[None]:
     from phalanx.parallel.pieces import Piece, _Factor
-    from phalanx.parallel.products import How
+    from phalanx.parallel.products import MatmulSpec
 
     plain = Piece.__init__
 
@@ -114,8 +114,10 @@ def _() -> AbstractContextManager[None]:
                     module, "weight_product"
                 ):
                     own: Any = module
-                    how = How(transposed=False, matmul=unit.precision.matmul)
-                    own.weight_product = self._product(_Factor(weight, unit, name, how))
+                    spec = MatmulSpec(transposed=False, matmul=unit.precision.matmul)
+                    own.weight_product = self._product(
+                        _Factor(weight, unit, name, spec)
+                    )
 
     return swapped(Piece, "__init__", init)
 

@@ -17,7 +17,7 @@ from phalanx.parallel import Unit, count_valid, local, tensor
 from phalanx.parallel.data import Segment
 from phalanx.parallel.pool import BufferPool
 from phalanx.parallel.tensor import RowLinear, VocabularyEmbedding, Weight
-from phalanx.parallel.works import Then
+from phalanx.parallel.works import ChainedWork
 from phalanx.train.executor import Executor
 from phalanx.train.optimizer import Update
 
@@ -254,7 +254,7 @@ def _summed(change: Callable[[Unit, Tensor], object]) -> AbstractContextManager[
 def _() -> AbstractContextManager[None]:
     def reduce_replicas(self: Unit) -> Work:
         part = self.parts.pop(0)
-        return Then(Work(), lambda: self.summed(part, part))
+        return ChainedWork(Work(), lambda: self.summed(part, part))
 
     return swapped(Unit, "reduce_replicas", reduce_replicas)
 

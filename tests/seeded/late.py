@@ -14,7 +14,7 @@ from phalanx.comm import Group
 from phalanx.comm.base import Work
 from phalanx.comm.threads import ThreadGroup
 from phalanx.parallel import Unit
-from phalanx.parallel.works import Then
+from phalanx.parallel.works import ChainedWork
 from phalanx.program import ops
 from phalanx.train.executor import Executor
 
@@ -101,7 +101,7 @@ def _updated_while_gathered() -> AbstractContextManager[None]:
     def gather(self: Unit) -> Work:
         work = right(self)
         return (
-            Then(work, lambda: self.home.mul_(1.5))
+            ChainedWork(work, lambda: self.home.mul_(1.5))
             if self.groups.gather.size > 1
             else work
         )
@@ -116,7 +116,7 @@ def used_at_once(name: str) -> AbstractContextManager[None]:
     def call(self: Group, out: Any, *args: Any, **kwargs: Any) -> Work:
         work = right(self, out, *args, **kwargs)
         early = out.detach().clone()
-        return Then(work, lambda: out.copy_(early)) if self.size > 1 else work
+        return ChainedWork(work, lambda: out.copy_(early)) if self.size > 1 else work
 
     return swapped(Group, name, call)
 

@@ -83,7 +83,7 @@ def _() -> AbstractContextManager[None]:
 
     def weight_gradient(self: Piece, m: int) -> None:
         if m == 2:
-            self.kept[m].due.clear()
+            self.kept[m].pending.clear()
         right(self, m)
 
     return swapped(Piece, "weight_gradient", weight_gradient)
@@ -115,7 +115,9 @@ def _() -> AbstractContextManager[None]:
     right = Piece.weight_gradient
 
     def weight_gradient(self: Piece, m: int) -> None:
-        self.kept[m].due = [due._replace(x=due.x.flip(0)) for due in self.kept[m].due]
+        self.kept[m].pending = [
+            each._replace(x=each.x.flip(0)) for each in self.kept[m].pending
+        ]
         right(self, m)
 
     return swapped(Piece, "weight_gradient", weight_gradient)

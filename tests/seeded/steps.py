@@ -16,7 +16,7 @@ from phalanx.comm import Work
 from phalanx.models import loss
 from phalanx.parallel import Unit, count_valid, tensor
 from phalanx.parallel.pool import BufferPool
-from phalanx.parallel.works import Then
+from phalanx.parallel.works import ChainedWork
 from phalanx.program import Op
 from phalanx.train.executor import Executor
 from phalanx.train.muon import MuonUpdate
@@ -291,7 +291,7 @@ def _() -> AbstractContextManager[None]:
             if self.rank and self.scale:
                 self.scale = self.scale._replace(skip=self.scale.skip * 0)
 
-        return Then(right(self, op), own)
+        return ChainedWork(right(self, op), own)
 
     return swapped(Executor, "_agree", agree)
 

@@ -26,7 +26,7 @@ from phalanx.parallel.groups import Groups, UnitGroups, open_groups
 from phalanx.parallel.local import build_local
 from phalanx.parallel.low_precision import matmul_named
 from phalanx.parallel.pieces import CopyLane
-from phalanx.parallel.works import Then
+from phalanx.parallel.works import ChainedWork
 from phalanx.program import (
     Costs,
     Op,
@@ -122,7 +122,7 @@ class Copies(CopyLane):
         def copied() -> None:
             self.clock.now = max(self.clock.now, end)
 
-        return Then(work, copied)
+        return ChainedWork(work, copied)
 
 
 GROUPS = {

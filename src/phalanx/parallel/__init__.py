@@ -1,4 +1,4 @@
-"""Floor 4: one file for every way to split a model and its step."""
+"""Parallelism: one file for each way to split a model and its training step."""
 
 from .batch import count_valid, microbatches, on_device, share, time_multiple
 from .context import install_context

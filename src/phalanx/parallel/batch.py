@@ -1,13 +1,15 @@
-"""The part of a step's batch that one rank works on, in microbatches.
+"""One rank's part of a step's batch, in microbatches.
 
-A batch is named tensors whose first dim is the sequence (or row) and, for tokens, the second is time.
-Nothing needs to divide: shares differ by one sequence at most, time is padded at its end.
+A batch is named tensors whose first dim is the sequence (or row) and, for tokens, the
+second is time. Nothing needs to divide evenly: shares differ by at most one sequence,
+and time is padded at its end.
 
-Along cp time is cut by head and tail. With a ring of n there are 2n chunks, and rank r holds chunks
-r and 2n - 1 - r: an early one that few keys precede and a late one that many do, so that causal
-attention costs every rank the same (Brandon et al. 2023, "Striped Attention", name the imbalance;
-the halves are Llama 3's). Inside a rank of the ring, Ulysses ranks hold equal runs of its tokens,
-and with `seq` ranks of tp hold equal runs of those.
+Along cp, time is cut by head and tail. With a ring of n there are 2n chunks, and rank r
+holds chunks r and 2n - 1 - r: an early one, preceded by few keys, and a late one,
+preceded by many. So causal attention costs every rank the same (Brandon et al. 2023,
+"Striped Attention", name the imbalance; the halves are Llama 3's). Inside a rank of the
+ring, the Ulysses ranks hold equal runs of its tokens, and with `seq`, ranks of tp hold
+equal runs of those.
 """
 
 from __future__ import annotations
@@ -21,37 +23,41 @@ from torch import Tensor
 from ..layout import Layout
 from ..models import IGNORED
 
-VALID = "valid"  # a batch whose time is padded says which of its tokens are not padding
-# Padding is a document of its own whose targets count nothing.
+VALID = "valid"  # in a padded batch, marks the tokens that are not padding
+# Padding is a document of its own, and its targets are ignored.
 DOCUMENTS = "documents"
 _FILLS = {"targets": IGNORED, DOCUMENTS: -1}
 
 
 def share(size: int, parts: int, index: int) -> slice:
-    """The slice of `size` items that part `index` of `parts` takes; the first parts take one more."""
+    """The slice of `size` items for part `index` of `parts`. The first parts take one
+    item more.
+    """
     each, more = divmod(size, parts)
     start = index * each + min(index, more)
     return slice(start, start + each + (index < more))
 
 
 def time_multiple(layout: Layout) -> int:
-    """The multiple to which sequence lengths are padded, so that every rank holds equally many
-    tokens."""
+    """The multiple to which sequence lengths are padded, so that all ranks hold equally
+    many tokens.
+    """
     ring, ulysses = layout.mesh.of("cp.ring"), layout.mesh.of("cp.ulysses")
     inside = ulysses * (layout.tp if layout.seq else 1)
-    # A rank of a ring holds two chunks of one length.
+    # A rank of a ring holds two chunks of equal length.
     return ring * (math.lcm(2, inside) if ring > 1 else inside)
 
 
 def held_times(length: int, ring: int, ulysses: int, cp: int) -> Tensor:
-    """Token indices of a sequence that the rank `cp` holds, in the order in which it holds them.
+    """The token indices of a sequence that rank `cp` holds, in the order in which it
+    holds them.
 
     `length` is a multiple of `time_multiple`. No other function knows this order.
     """
     outer, inner = divmod(cp, ulysses)
     times = torch.arange(length)
     if ring > 1:
-        chunks = times.view(2 * ring, -1)
+        chunks = times.view(2 * ring, -1)  # (2 * ring, length / (2 * ring))
         times = torch.cat((chunks[outer], chunks[2 * ring - 1 - outer]))
     return times.view(ulysses, -1)[inner]
 
@@ -59,11 +65,13 @@ def held_times(length: int, ring: int, ulysses: int, cp: int) -> Tensor:
 def microbatches(
     batch: Mapping[str, Tensor], layout: Layout, dp: int | None, cp: int = 0
 ) -> list[dict[str, Tensor]]:
-    """The microbatches of the ranks at these coordinates on dp and cp; where there is ep, `dp` counts
-    over both. With `dp` None the batch's rows are those of one rank on dp already.
+    """The microbatches of the ranks at these coordinates on dp and cp.
 
-    Every tensor that has a number for each token is cut alike, positions among them: they come from
-    the batch, so a cp rank turns its queries and keys by where their tokens really stand.
+    With ep, `dp` counts over dp and ep. If `dp` is None, the batch already holds one dp
+    rank's rows alone.
+
+    Every per-token tensor is sharded alike, also positions: they come from the batch,
+    so a cp rank rotates its queries and keys by the tokens' true positions.
     """
     whole = _held(batch, layout, cp)
     size = next(iter(whole.values())).shape[0]
@@ -74,10 +82,12 @@ def microbatches(
 
 
 def on_device(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """The batch where the rank computes. Documents stay on the host, which launches by them."""
+    """Copy the batch to the device. Documents stay on the host, where kernel launches
+    depend on them.
+    """
 
     def sent(x: Tensor) -> Tensor:
-        # From pinned memory a GPU fetches it while the host goes on.
+        # A GPU copies from pinned memory while the host continues.
         pinned = x.pin_memory() if device.type == "cuda" and not x.is_cuda else x
         return pinned.to(device, non_blocking=True)
 
@@ -85,7 +95,7 @@ def on_device(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Te
 
 
 def _held(batch: Mapping[str, Tensor], layout: Layout, cp: int) -> dict[str, Tensor]:
-    """The batch with each per-token tensor padded in time and then cut along cp."""
+    """The batch, with each per-token tensor padded in time and then sharded along cp."""
     if "tokens" not in batch:
         return dict(batch)
     size, held = batch["tokens"].shape[:2], dict(batch)
@@ -99,7 +109,8 @@ def _held(batch: Mapping[str, Tensor], layout: Layout, cp: int) -> dict[str, Ten
             fill = x.new_full((x.shape[0], short, *x.shape[2:]), _FILLS.get(name, 0))
             x = torch.cat((x, fill), 1)
         if layout.cp > 1 and name != DOCUMENTS:
-            # Documents are of all tokens on every rank: who attends to whom is nothing to send.
+            # Every rank holds the documents of all tokens, so attention masks need no
+            # messages.
             x = x[:, held_times(x.shape[1], ring, ulysses, cp).to(x.device)]
         held[name] = x
     return held
@@ -108,8 +119,11 @@ def _held(batch: Mapping[str, Tensor], layout: Layout, cp: int) -> dict[str, Ten
 def edge_shape(
     batch: Mapping[str, Tensor], width: int, time_cut: int
 ) -> tuple[int, ...]:
-    """The shape of what passes between two pieces, for a microbatch as this rank holds it; with
-    `seq` ranks of tp hold equal parts of its time."""
+    """The shape of the activations between two pieces, for a microbatch as this rank
+    holds it.
+
+    With `seq`, ranks of tp hold equal parts of its time.
+    """
     if "tokens" not in batch:
         return tuple(next(iter(batch.values())).shape)
     rows, tokens = batch["tokens"].shape
@@ -117,15 +131,18 @@ def edge_shape(
 
 
 def count_tokens(batch: Mapping[str, Tensor]) -> Tensor:
-    """Number of real tokens in a batch, with or without targets, as a tensor on the batch's device."""
+    """The number of real tokens in a batch, with or without targets, as a tensor on its
+    device.
+    """
     return (
         batch[VALID].sum() if VALID in batch else torch.ones_like(batch["tokens"]).sum()
     )
 
 
 def count_valid(batch: Mapping[str, Tensor]) -> Tensor:
-    """Number of real targets in a batch, by which the loss is divided, as a tensor on the batch's
-    device."""
+    """The number of real targets in a batch, which divides the loss, as a tensor on its
+    device.
+    """
     targets = batch.get("targets")
     if targets is None or targets.is_floating_point():
         first = next(iter(batch.values()))

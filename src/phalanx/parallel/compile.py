@@ -1,11 +1,14 @@
-"""Pieces as compiled graphs: one for each kind of piece, with its weights as arguments.
+"""Compiled pieces: one graph for each kind of piece, with the weights as its arguments.
 
-Pieces of one class share a function given to `torch.compile`. Weights and buffers are arguments of its
-graph, so equal blocks share one; where pieces differ in what their forward reads, it is compiled anew.
-Products of a weight's gradient stay outside, as they go into the flat gradient, at once or in `W`: a
-product has two *taps*, stand-ins without memory for its input and its output, and the compiled
-backward returns as their gradients the two factors. Groups are opaque operations inside a graph, and
-the loss, which writes over the logits, is between graphs.
+Pieces of one class share a function given to `torch.compile`. Weights and buffers are
+arguments of its graph, so equal blocks share one graph. Pieces that differ in what
+their forward reads are compiled anew.
+
+The matmuls of weight gradients stay outside, as they add to the flat gradient, at once
+or in `W`. For that, a matmul has two *taps*: stand-ins without memory for its input and
+its output. The compiled backward returns the two factors as the taps' gradients. Groups
+are opaque operations in a graph. The loss, which overwrites the logits, runs between
+graphs.
 """
 
 from __future__ import annotations
@@ -31,21 +34,25 @@ from ..comm import regions
 from ..layout import LayoutError
 from ..layout.choices import COMPILE_MAX
 from ..models.loss import CrossEntropy
-from .products import How, into_input, multiply
+from .products import MatmulSpec, into_input, multiply
 from .recompute import is_kept
 from .tensor import VocabularyCrossEntropy
 
 Named = Mapping[str, Tensor]
 _lock = threading.Lock()
-# in the environment: which of torch.compile's, for tests
+# Environment variable that names torch.compile's backend, for tests.
 BACKEND = "PHALANX_COMPILE_BACKEND"
 _LOSSES = CrossEntropy, VocabularyCrossEntropy
-_ENTRIES = 64  # graphs of a kind, before torch would run it eagerly without a word
+# The graphs of a kind. Beyond this number torch would run it eagerly, without a warning.
+_ENTRIES = 64
 
 
 class Graphs(NamedTuple):
-    """Compiled graphs of this process. A kind of piece needs one graph with gradients and, if it
-    also runs without, another; all further ones are `recompiles`."""
+    """The number of graphs compiled in this process.
+
+    A kind of piece needs one graph with gradients and, if it also runs without, a
+    second. All others are `recompiles`.
+    """
 
     compiled: int
     recompiles: int
@@ -57,7 +64,7 @@ class Factors(NamedTuple):
     weight: nn.Parameter
     x: Tensor  # (..., in)
     gradient: Tensor  # (..., out)
-    how: How
+    spec: MatmulSpec
 
 
 _counts: Counter[tuple[type[nn.Module], str, bool]] = Counter()
@@ -68,7 +75,7 @@ def graphs() -> Graphs:
 
 
 def refuse_uncompiled(device: torch.device) -> None:
-    """Raise a LayoutError where nothing here can compile."""
+    """Raise a LayoutError if this machine cannot compile."""
     if os.environ.get(BACKEND, "inductor") != "inductor":
         return
     names = (os.environ.get("CXX", "g++"), "g++", "clang++")
@@ -82,33 +89,35 @@ def refuse_uncompiled(device: torch.device) -> None:
 
         if not has_triton():
             raise LayoutError(
-                "compile needs Triton to make kernels for a GPU, and it is not installed or does not"
-                " know this one. Install the triton package, or leave compile out of the layout."
+                "compile needs Triton to make GPU kernels, and Triton is not installed or does not"
+                " support this GPU. Install the triton package, or leave compile out of the layout."
             )
 
 
 class _TappedProduct(torch.autograd.Function):
-    """A product whose backward gives the factors of the weight's gradient to the taps."""
+    """A matmul whose backward returns the factors of the weight's gradient as the taps'
+    gradients.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, bias: Tensor | None, weight: Tensor, *more: Any
     ) -> Tensor:
-        _x_tap, _y_tap, scales, how = more
+        _x_tap, _y_tap, scales, spec = more
         ctx.save_for_backward(x, weight, scales)
-        ctx.biased, ctx.how = bias is not None, how
-        return multiply(x, weight, bias, how._replace(scales=scales))
+        ctx.biased, ctx.spec = bias is not None, spec
+        return multiply(x, weight, bias, spec._replace(scales=scales))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scales = ctx.saved_tensors
-        into = into_input(gradient, weight, ctx.how._replace(scales=scales))
+        into = into_input(gradient, weight, ctx.spec._replace(scales=scales))
         bias = gradient.flatten(0, -2).sum(0) if ctx.biased else None
         return into, bias, None, x, gradient, None, None
 
 
 class _Taps(torch.autograd.Function):
-    """Stand-ins of some shapes; `take` gets their gradients."""
+    """Stand-ins of given shapes. Their gradients go to `take`."""
 
     @staticmethod
     def forward(
@@ -119,7 +128,9 @@ class _Taps(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.take = take
         return tuple(
-            leaf.new_zeros((), dtype=dtype).expand(size) for size, dtype in shapes
+            # `expand` of one element: a shape without memory
+            leaf.new_zeros((), dtype=dtype).expand(size)
+            for size, dtype in shapes
         )
 
     @staticmethod
@@ -128,26 +139,31 @@ class _Taps(torch.autograd.Function):
         return None, None, None
 
 
-def _product(owner: Any, how: How, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The product with a module's weight, as a compiled forward calls it."""
+def _product(
+    owner: Any, spec: MatmulSpec, x: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """The product with a module's weight, as a compiled forward computes it."""
     if owner.taps is None:
-        return multiply(x, owner.weight, bias, how._replace(scales=owner.scales))
-    args = x, bias, *owner.taps, owner.scales, how
+        return multiply(x, owner.weight, bias, spec._replace(scales=owner.scales))
+    args = x, bias, *owner.taps, owner.scales, spec
     y: Tensor = _TappedProduct.apply(*args)  # type: ignore[no-untyped-call]
     return y
 
 
 class _Tapped(NamedTuple):
-    """A module whose product has taps, and their shapes."""
+    """A module whose matmul has taps, and the taps' shapes."""
 
     owner: Any
-    how: How
+    spec: MatmulSpec
     shapes: tuple[tuple[torch.Size, torch.dtype], ...]
 
 
 class CompiledModule:
-    """A piece's module, called as the module is. `take` gets the factors of a weight's gradient when
-    backward has computed the input's."""
+    """A piece's module, compiled and called like the module.
+
+    When backward has computed the input's gradient, `take` receives the factors of the
+    weight gradients.
+    """
 
     def __init__(
         self,
@@ -158,18 +174,19 @@ class CompiledModule:
         selective: bool = False,
     ) -> None:
         self.module, self.device = module, device
-        self.owners: list[tuple[Any, How]] = []
+        self.owners: list[tuple[Any, MatmulSpec]] = []
         self.loss: Callable[..., Tensor] | None = None
         self.known: dict[tuple[Any, ...], list[_Tapped]] = {}
         self.function = compiled_call(type(module), mode, selective)
 
-    def add(self, owner: Any, how: How) -> None:
-        """A module that multiplies by its `weight` in `weight_product`."""
-        # Scales are an argument of the graph, so they stand in the module.
-        owner.taps, owner.scales = None, how.scales
-        how = how._replace(scales=None)
-        owner.weight_product = partial(_product, owner, how)
-        self.owners.append((owner, how))
+    def add(self, owner: Any, spec: MatmulSpec) -> None:
+        """Add a module that multiplies by its `weight` in `weight_product`."""
+        # Scales change, so they are an argument of the graph and are kept in the
+        # module.
+        owner.taps, owner.scales = None, spec.scales
+        spec = spec._replace(scales=None)
+        owner.weight_product = partial(_product, owner, spec)
+        self.owners.append((owner, spec))
 
     def __call__(
         self, x: Tensor | None, named: Named, take: Callable[[list[Factors]], None]
@@ -186,7 +203,7 @@ class CompiledModule:
             pairs = zip(tapped, gradients[::2], gradients[1::2], strict=True)
             take(
                 [
-                    Factors(o.owner.weight, x, gradient, o.how)
+                    Factors(o.owner.weight, x, gradient, o.spec)
                     for o, x, gradient in pairs
                 ]
             )
@@ -196,21 +213,22 @@ class CompiledModule:
             shapes = [shape for each in tapped for shape in each.shapes]
             taps = _Taps.apply(leaf, taken, shapes)  # type: ignore[no-untyped-call]
             for each, *pair in zip(tapped, taps[::2], taps[1::2], strict=True):
-                # Of a parameter the graph would return zeros as gradient. `vars`: it takes less time.
+                # A parameter would get zeros as its gradient from the graph. `vars` is
+                # faster than setattr.
                 vars(each.owner)["taps"] = each.owner.weight.detach(), *pair
         try:
             y = self.function(self.module, x, named)
         finally:
             for each in tapped:
-                vars(each.owner)["taps"] = None  # which lead to what backward needs
+                vars(each.owner)["taps"] = None  # frees what the taps' graph saves
         return self.loss(*y) if self.loss else y
 
     def _trace(self, x: Tensor | None, named: Named) -> list[_Tapped]:
-        """Shapes that each product takes and gives, from a run on fake tensors. A product that is
-        called twice, or whose input needs no gradient, has no taps: autograd adds its weight's
-        gradient.
+        """Find the shapes of each matmul's taps by a run on fake tensors.
 
-        A loss at the very end of the piece stays out of the graph from here on.
+        A matmul that is called twice, or whose input needs no gradient, has no taps:
+        autograd adds its weight's gradient. A loss at the very end of the piece stays
+        out of the graph from here on.
         """
         from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -221,11 +239,11 @@ class CompiledModule:
             return mode.from_tensor(x.detach()).requires_grad_(x.requires_grad)
 
         def product(
-            owner: Any, how: How, x: Tensor, bias: Tensor | None = None
+            owner: Any, spec: MatmulSpec, x: Tensor, bias: Tensor | None = None
         ) -> Tensor:
-            # Detached: a gradient that is there already may be of another dtype.
+            # Detached, as a gradient that exists already may have another dtype.
             weight = owner.weight.detach().requires_grad_(owner.weight.requires_grad)
-            y = multiply(x, weight, bias, how._replace(scales=owner.scales))
+            y = multiply(x, weight, bias, spec._replace(scales=owner.scales))
             taps = (
                 x.requires_grad
                 and x.dim() > 1
@@ -233,7 +251,7 @@ class CompiledModule:
                 and weight.requires_grad
             )
             shapes = ((x.shape, x.dtype), (y.shape, y.dtype)) if taps else ()
-            calls[owner].append(_Tapped(owner, how, shapes))
+            calls[owner].append(_Tapped(owner, spec, shapes))
             return y
 
         losses: list[Any] = [m for m in self.module.modules() if isinstance(m, _LOSSES)]
@@ -246,8 +264,8 @@ class CompiledModule:
             return sums[-1]
 
         try:
-            for owner, how in self.owners:
-                owner.weight_product = partial(product, owner, how)
+            for owner, spec in self.owners:
+                owner.weight_product = partial(product, owner, spec)
             for loss in losses:
                 loss.forward = nothing
             with torch.enable_grad(), mode, regions.opaque():
@@ -256,8 +274,8 @@ class CompiledModule:
         finally:
             for loss, forward in zip(losses, before, strict=True):
                 loss.forward = forward
-            for owner, how in self.owners:
-                owner.weight_product = partial(_product, owner, how)
+            for owner, spec in self.owners:
+                owner.weight_product = partial(_product, owner, spec)
         if len(sums) == 1 and y is sums[0] and len(losses) == 1:
             self.loss, losses[0].forward = losses[0].forward, _both
         return [each[0] for each in calls.values() if len(each) == 1 and each[0].shapes]
@@ -271,8 +289,8 @@ def _call(module: nn.Module, x: Tensor | None, named: Named) -> Any:
     return module(**named) if x is None else module(x, **named)
 
 
-def _again(module: nn.Module, x: Tensor | None, named: Named) -> Any:
-    """Calls a piece with selective recomputation as a part of the graph."""
+def _call_recomputing(module: nn.Module, x: Tensor | None, named: Named) -> Any:
+    """Call a piece with selective recomputation as part of the graph."""
     contexts = partial(create_selective_checkpoint_contexts, _policy)
     more: Any = {
         "use_reentrant": False,
@@ -288,10 +306,12 @@ def _policy(context: Any, op: Any, *args: Any, **more: Any) -> CheckpointPolicy:
 
 
 def compiled_call(kind: Any, mode: str, selective: bool) -> Any:
-    """The function that calls modules of a class, compiled for each kind when it is called first."""
+    """The compiled call for modules of a class. Each kind of piece is compiled at its
+    first call.
+    """
     import torch._dynamo
 
-    config: Any = torch._dynamo.config  # each thread has its own
+    config: Any = torch._dynamo.config  # thread-local
     config.recompile_limit = max(config.recompile_limit, _ENTRIES)
     with _lock:
         return _compiled(kind, mode, selective, os.environ.get(BACKEND, "inductor"))
@@ -301,7 +321,7 @@ def compiled_call(kind: Any, mode: str, selective: bool) -> Any:
 def _compiled(kind: Any, mode: str, selective: bool, backend: str) -> Any:
     inner: Any = torch._dynamo.lookup_backend(backend)
     if backend == "inductor":
-        # Graphs of CUDA would copy the weights, which lie in buffers that change.
+        # CUDA graphs would copy the weights, as their buffers change.
         options = {"max_autotune": True} if mode == COMPILE_MAX else None
         inner = partial(torch._inductor.compile, options=options)
 
@@ -309,8 +329,9 @@ def _compiled(kind: Any, mode: str, selective: bool, backend: str) -> Any:
         _counts[kind, mode, torch.is_grad_enabled()] += 1
         return inner(graph, inputs)
 
-    # A code object of its own: what torch has compiled hangs on it, and is searched at each call.
-    plain = _again if selective else _call
+    # A code object of its own: torch keeps compiled graphs with it and searches them at
+    # each call.
+    plain = _call_recomputing if selective else _call
     function = FunctionType(
         plain.__code__.replace(co_name=f"call_{kind.__name__}"), globals()
     )

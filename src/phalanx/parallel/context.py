@@ -1,10 +1,12 @@
-"""Context parallelism: attention's core replaced by one whose tokens lie on several ranks.
+"""Context parallelism: an attention core whose tokens are spread over several ranks.
 
-*Ring* (Liu et al. 2023): queries stay, blocks of keys and values pass from rank to rank, partial
-results are merged by their log-sum-exp. *Ulysses* (Jacobs et al. 2023): an all-to-all gives each
-rank all tokens of some heads. Both together: Ulysses inside each rank of the ring. Which tokens a
-rank holds follows from `batch.held_times`; the causal mask follows from that order and not from
-`positions`, which begin again with each document.
+*Ring* (Liu et al. 2023): queries stay, blocks of keys and values pass from rank to
+rank, and partial results are merged by their log-sum-exp. *Ulysses* (Jacobs et al.
+2023): an all-to-all gives each rank all tokens of some heads. Combined, Ulysses runs
+inside each rank of the ring.
+
+`batch.held_times` decides which tokens a rank holds. The causal mask follows from that
+order and not from `positions`, which start again with each document.
 """
 
 from __future__ import annotations
@@ -33,16 +35,16 @@ from ..models.kernels import (
 from .batch import held_times
 from .model import Model
 
-Ids = Tensor | None  # (batch, time): a number for each token
+Ids = Tensor | None  # (B, T): a number for each token
 Sinks = Tensor | None  # (heads)
 
 
 def install_context(model: Model, layout: Layout, ring: Group, ulysses: Group) -> None:
-    """Every child named `core` becomes one that works on this rank's tokens.
+    """Replace every child module named `core` by one that works on this rank's tokens.
 
-    A ring replaces it: it must compute what `phalanx.models.Core` does; one with a window or a soft
-    cap gathers keys and values instead. Under Ulysses alone the model's own core goes on, whatever it
-    computes, on all tokens and fewer heads.
+    A ring replaces a core that computes what `phalanx.models.Core` does. A core with a
+    window or a soft cap gathers keys and values instead. Under Ulysses alone the
+    model's own core is kept, whatever it computes, with all tokens and fewer heads.
     """
     if layout.cp == 1:
         return
@@ -61,16 +63,17 @@ def install_context(model: Model, layout: Layout, ring: Group, ulysses: Group) -
             setattr(piece.get_submodule(owner), child, swapped)
     if not replaced:
         raise LayoutError(
-            f"cp={layout.cp} cuts attention's core, and no piece has a child named 'core'.\n"
+            f"cp={layout.cp} shards attention's core, but no piece has a child named 'core'.\n"
             "  Put softmax(q k') v in a child of that name, called core(q, k, v, positions,"
             " documents), or use dp instead of cp."
         )
 
 
 class UlyssesCore(nn.Module):
-    """A core that gives each rank all tokens of some heads, and `inner` computes on them.
+    """A core that gives each rank all tokens of some heads, on which `inner` computes.
 
-    Of k and v with fewer heads than ranks each is sent to several; their gradients are added.
+    If k and v have fewer heads than there are ranks, each head goes to several ranks
+    and their gradients are added.
     """
 
     def __init__(self, inner: nn.Module, group: Group) -> None:
@@ -92,29 +95,36 @@ class UlyssesCore(nn.Module):
                 f"ulysses={ranks} does not divide the {heads} heads of a rank.\n"
                 f"  Use a ring for the rest of cp."
             )
-        # So often that the ranks divide them; it still divides the query heads, as both do.
+        # Repeat the KV heads up to lcm(kv_heads, ranks). That still divides the query
+        # heads, as both do.
         copies = ranks // math.gcd(ranks, kv_heads)
         if copies > 1:
             k, v = k.repeat_interleave(copies, 2), v.repeat_interleave(copies, 2)
-        # One message for q, k and v: each rank's heads of all three together.
+        # One message for q, k and v: each part holds one rank's heads of all three.
         parts = [
+            # (ranks, B, T / ranks, heads / ranks, head_dim)
             x.view(*x.shape[:2], ranks, -1, x.shape[3]).permute(2, 0, 1, 3, 4)
             for x in (q, k, v)
         ]
         sizes = [x.shape[3] for x in parts]  # heads of q, k and v for each rank
-        # (ranks, B, T / ranks, heads of all, head_dim) becomes (B, T, heads of all, head_dim)
+        # (ranks, B, T / ranks, q + k + v heads, head_dim) to (B, T, q + k + v heads,
+        # head_dim)
         mine = regions.exchange(torch.cat(parts, 3), self.group, 0, 2).squeeze(0)
         if positions is not None:
             positions = regions.gather(positions, self.group, 1)
-        # Documents are those of whole sequences as they are.
+        # Every rank already has the documents of whole sequences.
         own = (x.chunk(ranks)[self.group.rank] for x in sinks)
         y: Tensor = self.inner(*torch.split(mine, sizes, 2), positions, documents, *own)
         return regions.exchange(y, self.group, 1, 2)  # (B, T / ranks, heads, head_dim)
 
 
 class GatheredCore(nn.Module):
-    """A core with a window or a soft cap, where each rank of a ring holds two chunks of time: keys and
-    values of all ranks are gathered, as Llama 3 was trained (Dubey et al. 2024, section 3.3.2)."""
+    """A ring's core with a window or a soft cap: gathers the keys and values of all
+    ranks.
+
+    Llama 3 was trained this way (Dubey et al. 2024, section 3.3.2). Each rank holds two
+    chunks of time.
+    """
 
     def __init__(self, plain: Any, group: Group) -> None:
         super().__init__()
@@ -130,13 +140,13 @@ class GatheredCore(nn.Module):
         sinks: Sinks = None,
     ) -> Tensor:
         ring, length = self.group, q.shape[1] * self.group.size
-        # (2, B, T, kv_heads, head_dim), in the ranks' order
+        # kv: (2, B, T, kv_heads, head_dim), in the ranks' order
         kv = regions.gather_sum(torch.stack((k, v)), ring, 2)
         times = torch.cat(
             [held_times(length, ring.size, 1, rank) for rank in range(ring.size)]
         )
         k, v = kv.index_select(2, times.argsort().to(q.device))  # in order of time
-        # of time: a rank has one of each half
+        # In time order, a rank has one chunk of each half of the sequence.
         chunk, parts = length // (2 * ring.size), []
         for rows, own in zip(
             q.chunk(2, 1), (ring.rank, 2 * ring.size - 1 - ring.rank), strict=True
@@ -152,12 +162,14 @@ class GatheredCore(nn.Module):
 
 
 class RingCore(nn.Module):
-    """softmax(q k' / sqrt(head_dim)) v, causal, where each rank of a ring holds two chunks of time.
+    """Causal softmax(q k' / sqrt(head_dim)) v, where each rank of a ring holds two
+    chunks of time.
 
-    While a rank computes with a block of keys and values, it is already passing it to the next
-    rank and receiving another from the one before. Every block visits every rank, whatever of it
-    is needed there, so all ranks send the same. In backward a block makes the round again, and its
-    gradient behind it, one rank later; after as many steps as ranks that is home.
+    While a rank computes with one block of keys and values, it passes that block to the
+    next rank and receives another from the previous one. Every block visits every rank,
+    needed there or not, so all ranks send the same amount. In backward the blocks make
+    the round again. A block's gradient follows it one rank behind, and is home after as
+    many steps as there are ranks.
     """
 
     def __init__(self, group: Group) -> None:
@@ -173,11 +185,11 @@ class RingCore(nn.Module):
         documents: Ids,
         sinks: Sinks = None,
     ) -> Tensor:
-        assert q.shape[1] % 2 == 0, "a rank of a ring holds two chunks of one length"
-        # Contiguous, so that what is kept is no view of something larger.
-        # kv (2, B, T / ranks, kv_heads, head_dim)
+        assert q.shape[1] % 2 == 0, "a rank of a ring holds two chunks of equal length"
+        # Contiguous, so that what is saved is no view of something larger. kv: (2, B, T
+        # / ranks, kv_heads, head_dim)
         q, kv = q.contiguous(), torch.stack((k, v))
-        # On meta nobody knows where documents end: see `models.Core`.
+        # Meta tensors do not say where documents end: see `models.Core`.
         ids = None if documents is None or q.is_meta else documents
         if regions.is_opaque():
             y: Tensor = _ring_op(q, kv, ids, sinks, self.group.name)[0]
@@ -187,7 +199,9 @@ class RingCore(nn.Module):
 
 
 class _Ring(torch.autograd.Function):
-    """Keeps q, k, v, the result and its log-sum-exp for this rank's own tokens; no visitors."""
+    """Saves q, k, v, the output and its log-sum-exp for this rank's own tokens, not the
+    visiting blocks.
+    """
 
     @staticmethod
     def forward(
@@ -206,8 +220,8 @@ class _Ring(torch.autograd.Function):
         return dq, dkv, None, None if sinks is None else own, None
 
 
-# A compiled graph cannot hold a group: there the ring is an opaque op that carries the group's name,
-# as a region is.
+# A compiled graph cannot hold a group. There the ring is an opaque op that carries the
+# group's name, as a region is.
 
 
 @torch.library.custom_op("phalanx::ring", mutates_args=())
@@ -264,11 +278,13 @@ def around(ranks: int) -> list[tuple[int, int]]:
 
 
 def needed(step: int, rank: int, ranks: int, length: int) -> AttentionBlock:
-    """Rows and keys that meet in the block visiting at a step, and whether a diagonal cuts them.
+    """The rows and keys of the block visiting at a step that attend, and whether the
+    block is causal.
 
-    Chunk c of time precedes chunk d if c < d. A rank has one chunk of the first half and its mirror
-    in the last half. So two of the four pairs of chunks are needed from any other rank, and three
-    of its own, two of which the diagonal cuts: every rank computes the same amount at every step.
+    Chunk c of time precedes chunk d if c < d. A rank has one chunk of the first half
+    and its mirror image in the second half. So it needs two of the four pairs of chunks
+    from any other rank, and three of its own, two of them causal: every rank computes
+    the same amount at every step.
     """
     source = (rank - step) % ranks
     whole, half = slice(0, length), length // 2
@@ -282,14 +298,18 @@ def needed(step: int, rank: int, ranks: int, length: int) -> AttentionBlock:
 def visiting_blocks(
     step: int, group: Group, length: int, documents: Tensor | None
 ) -> list[AttentionBlock]:
-    """Parts of the visiting block that this rank's rows attend to. All its keys precede the rows,
-    so the only common document is the one that ends the keys and begins the rows."""
+    """The parts of the visiting block that this rank's rows attend to.
+
+    All keys of the block precede the rows, so the only shared document is the one in
+    which the keys end and the rows begin.
+    """
     block = needed(step, group.rank, group.size, length)
     if documents is None:
         return [block]
     source = (group.rank - step) % group.size
     ids, its = (_ids_of(documents, group, rank) for rank in (group.rank, source))
-    rows, keys = ids[:, block.rows], its[:, block.keys]  # each (B, rows or keys)
+    rows, keys = ids[:, block.rows], its[:, block.keys]  # (B, rows), (B, keys)
+    # (B) each: rows, and keys, that belong to the shared document
     counts = ((x == keys[:, -1:]).sum(1).tolist() for x in (rows, keys))
     return [
         AttentionBlock(
@@ -303,7 +323,9 @@ def visiting_blocks(
 
 
 def _ids_of(documents: Tensor, group: Group, rank: int) -> Tensor:
-    """Each token's document, counted along its row, for the tokens of a rank of the ring."""
+    """The document number of each token held by a rank of the ring, counted along its
+    sequence.
+    """
     counted = (documents.diff(dim=1, prepend=documents[:, :1]) != 0).cumsum(1)  # (B, T)
     return counted[:, held_times(counted.shape[1], group.size, 1, rank)]
 
@@ -311,7 +333,9 @@ def _ids_of(documents: Tensor, group: Group, rank: int) -> Tensor:
 def ring_attention(
     q: Tensor, kv: Tensor, documents: Tensor | None, sinks: Sinks, group: Group
 ) -> tuple[Tensor, Tensor]:
-    """The result (B, T, heads, size) of this rank's queries and its log-sum-exp (B, T, heads)."""
+    """Return the output (B, T, heads, size) for this rank's queries and its log-sum-exp
+    (B, T, heads).
+    """
     wide = torch.promote_types(q.dtype, torch.float32)
     for step, (k, v) in enumerate(_visits(kv, group)):
         if step == 0:
@@ -341,12 +365,15 @@ def ring_gradients(
     lse: Tensor,
     group: Group,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of this rank's q and kv, and what its queries give to that of the sinks; `out` and
-    `lse` are what `ring_attention` gave."""
+    """The gradients of this rank's q and kv, and its queries' contribution to the
+    sinks' gradient.
+
+    `out` and `lse` come from `ring_attention`.
+    """
     gradient = gradient.contiguous()
     wide = torch.promote_types(q.dtype, torch.float32)
     into_q = torch.zeros_like(q, dtype=wide)  # (B, T / ranks, heads, head_dim)
-    behind: _Passing | None = None  # the gradient that follows the block which is here
+    behind: _Passing | None = None  # the gradient that follows the visiting block
     for step, (k, v) in enumerate(_visits(kv, group)):
         # (2, B, T / ranks, kv_heads, head_dim)
         into_kv = torch.zeros_like(kv, dtype=wide)
@@ -366,7 +393,7 @@ def ring_gradients(
             into_kv += behind.come()
         behind = _Passing(into_kv, group)
     assert behind is not None
-    into_kv = behind.come()  # home
+    into_kv = behind.come()  # home: the gradient of this rank's own block
     return (
         into_q.to(q.dtype),
         into_kv.to(q.dtype),
@@ -375,10 +402,12 @@ def ring_gradients(
 
 
 class _Passing:
-    """A tensor on its way to the next rank, and another on its way from the one before."""
+    """A tensor on its way to the next rank, and another on its way from the previous
+    rank.
+    """
 
     def __init__(self, x: Tensor, group: Group) -> None:
-        # what leaves lives until it has left
+        # The reference keeps the tensor alive until it is sent.
         self.x, self.coming = x, torch.empty_like(x)
         before, after = (group.rank - 1) % group.size, (group.rank + 1) % group.size
         self.works = (
@@ -393,8 +422,10 @@ class _Passing:
 
 
 def _visits(kv: Tensor, group: Group) -> Iterator[Tensor]:
-    """The blocks in the order in which they come, one's own first. While the caller works with one
-    the next is on its way."""
+    """Yield the blocks of keys and values as they arrive, this rank's own first.
+
+    While the caller works with one block, the next is on its way.
+    """
     for step in range(group.size):
         passing = _Passing(kv, group) if step + 1 < group.size else None
         yield kv
@@ -403,10 +434,11 @@ def _visits(kv: Tensor, group: Group) -> Iterator[Tensor]:
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Add the softmax over other keys to one, each costed by its share of the sum.
+    """Merge attention over other keys into a result, weighting each by its share of the
+    softmax sum.
 
-    Nothing seen yet is -inf, and so is nothing seen in this part; the first part of a row is its
-    own rank's, where it sees at least itself.
+    Rows that have seen no key yet have -inf, and so have rows that see none in this
+    part. A row's first part is its own rank's, where it sees at least itself.
     """
     both = torch.logaddexp(lse, part_lse)
     scale = torch.where(both == -math.inf, 0.0, both)  # -inf minus -inf would be NaN

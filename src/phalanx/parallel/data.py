@@ -1,9 +1,9 @@
-"""Data parallel by one mechanism: a unit's weights and gradients in flat buffers.
+"""Data parallelism by one mechanism: a unit's weights and gradients in flat buffers.
 
-DDP, ZeRO-1, 2, 3 and HSDP are the same code here; they differ by how many parts a unit is cut into
-and by where G, D and S stand in the program. The gathered buffer *is* the weights: parameters are
-views of it, and so are their gradients of the flat gradient. Only gradients that go to no other rank
-are left to autograd: see `PlainUnit`.
+DDP, ZeRO-1, 2, 3 and HSDP share this code. They differ in the number of shards of a
+unit, and in the places of G, D and S in the program. The gathered buffer *is* the
+weights: parameters are views of it, and their gradients are views of the flat gradient.
+Only gradients that go to no other rank are left to autograd: see `PlainUnit`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,17 @@ from .groups import UnitGroups
 from .pool import BufferPool, storage_of
 from .products import Matmul
 from .tensor import Weight
-from .works import Then, Together
+from .works import ChainedWork, WorkGroup
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes in which weights are computed and kept, and in which gradients are summed. `matmul`
-    multiplies by the weights of blocks, unless torch does so in the dtype `compute`."""
+    """The dtypes in which weights are computed with and kept, and in which gradients
+    are summed.
+
+    `matmul` multiplies by the weights of blocks; without it torch does, in the dtype
+    `compute`.
+    """
 
     compute: torch.dtype = torch.float32
     master: torch.dtype = torch.float32
@@ -41,8 +45,9 @@ class Precision:
 class Segment(NamedTuple):
     """A run of the flat order whose weights are updated alike.
 
-    Runs are the same on all ranks that hold copies. A fused kernel rounds the last few numbers of
-    a run differently from the rest, so copies in runs of other lengths would drift apart.
+    Runs are the same on all ranks that hold copies. A fused kernel rounds the last few
+    elements of a run differently from the rest, so copies in runs of different lengths
+    would drift apart.
     """
 
     start: int
@@ -50,12 +55,15 @@ class Segment(NamedTuple):
     adds: str
     decay: bool
     rate: float
-    matrices: bool = False  # where an optimizer takes these apart
+    matrices: bool = False  # matrices that the optimizer updates separately
 
 
 class Entry(NamedTuple):
-    """A part of a weight in this rank's shard: elements `start` to `stop` of the weight as this
-    rank of tp holds it, flattened, begin at `offset` of the shard."""
+    """The part of a weight that lies in this rank's shard.
+
+    Elements `start` to `stop` of the weight, as this rank of tp holds it and flattened,
+    begin at `offset` of the shard.
+    """
 
     weight: Weight
     start: int
@@ -64,28 +72,30 @@ class Entry(NamedTuple):
 
 
 class UnitBytes(NamedTuple):
-    """Bytes of a unit's buffers on one rank, whether they are there now or not."""
+    """The sizes in bytes of a unit's buffers on one rank, whether allocated now or not."""
 
-    home: int  # this rank's part in master precision, which is always there
-    weights: int  # the whole weights; 0 where the home is all of them
-    shared: int  # those of the home that lie in the whole weights
-    beside: int  # what is always there besides
+    home: int  # this rank's shard in master precision, always allocated
+    weights: int  # the whole weights; 0 if the home is all of them
+    shared: int  # bytes of the home that lie inside the whole weights
+    beside: int  # other bytes, always allocated
     gradient: int  # the whole gradient
-    gradient_shard: int  # this rank's part of it
+    gradient_shard: int  # this rank's shard of it
 
 
 class Unit:
-    """The weights of one piece on one rank: a home (this rank's part, in master precision), the
-    weights (whole, views of a flat buffer, there or dropped) and the gradient.
+    """The weights of one piece on one rank.
 
-    Of a piece that is trained in part there are two: of the weights that are `frozen` there is no
-    gradient, and they are kept in what they are computed with."""
+    A unit has a home (this rank's shard, in master precision), the weights (whole,
+    views of a flat buffer, gathered or dropped) and the gradient. A piece that is
+    trained in part has two units: the unit of its `frozen` weights has no gradient and
+    keeps them in the compute dtype.
+    """
 
-    plain = False  # autograd does its normal work
-    scaled = False  # gathers need scales that the shards agree on: see `narrow.py`
-    # of weights that travel in 8 bits
+    plain = False  # True: gradients stay autograd's own
+    scaled = False  # True: gathers need scales agreed on by the shards, see `narrow.py`
+    # of weights gathered in 8 bits
     scales: Mapping[str, Tensor] = MappingProxyType({})
-    beside = 0  # bytes that are always there, besides the home and the buffer
+    beside = 0  # bytes always allocated besides the home and the buffer
 
     def __init__(
         self,
@@ -99,10 +109,10 @@ class Unit:
         at_host: bool = False,
         replicas_apart: bool = False,
         frozen: bool = False,
-        piece: int = -1,  # if that is not the unit's number: see `Model.unit_of`
+        piece: int = -1,  # if it is not the unit's number: see `Model.unit_of`
     ) -> None:
         self.piece = piece if piece >= 0 else number
-        if frozen:  # nothing is added to them that fewer digits would lose
+        if frozen:  # no update adds to them, so they need no wider master copy
             precision = replace(precision, master=precision.compute)
         self.number, self.groups, self.pool, self.precision = (
             number,
@@ -111,9 +121,11 @@ class Unit:
             precision,
         )
         self.frozen = frozen
-        self.replicas_apart = replicas_apart  # the program has an operation for them
-        # What is summed apart stands together, and in it what decays comes first. Nothing here may
-        # differ between tp ranks, `counted` for instance: see `Segment`.
+        # the program sums over replicas in an operation of its own
+        self.replicas_apart = replicas_apart
+        # Weights summed apart lie together, and among these the decayed ones come
+        # first. The order must not differ between tp ranks, so it cannot depend on
+        # `counted` for instance: see `Segment`.
         self.order = sorted(
             weights, key=lambda w: (w.adds, w.rate, not w.decay, w.local == w.shape)
         )
@@ -124,7 +136,8 @@ class Unit:
             total += _numel(weight)
         self.used = total
         shards = groups.gather.size
-        # Nobody else's gradient: its memory is the activations' in the next forward.
+        # No other rank adds to this gradient: its memory serves activations in the next
+        # forward.
         self.alone = groups.reduce.size == groups.replica.size == 1
         self.numel = -(-total // shards) * shards
         self.part = self.numel // shards
@@ -140,17 +153,21 @@ class Unit:
         for name in self._matrices if not (frozen or self.plain) else ():
             parameter: Any = self.parameters[name]  # its stubs are not typed
             parameter.register_hook(partial(self._before_adding, name))
-        # At home on the host, the master weights and the optimizer's state stay there; a gather or a
-        # refresh brings what is computed with. Without a GPU that is a copy all the same.
+        # With the home on the host, master weights and the optimizer's state stay
+        # there. A gather or a refresh brings the compute copy. Without a GPU this is a
+        # copy too, so the path is tested.
         self.buffer: Tensor | None = None  # the whole weights
         self.full: Tensor | None = None  # the whole gradient, open for contributions
-        # weights that no contribution has come to: memory as it was
+
+        # Weights without a contribution yet: their gradient's memory is uninitialized.
         self.fresh: set[str] = set()
-        self.parts: list[Tensor] = []  # this rank's parts, summed over the shards alone
-        self.gradient: Tensor | None = None  # this rank's part of it, summed
+        # this rank's shards, summed over the shards alone
+        self.parts: list[Tensor] = []
+        self.gradient: Tensor | None = None  # this rank's shard of the gradient, summed
+
         self.resident, self.at_host = resident, at_host
-        self.loaded = False  # the own part is in the buffer, from the host
-        # True if the part at home is a run of the whole weights.
+        self.loaded = False  # True: the host's shard has been copied into the buffer
+        # True if the home is a run of the whole weights.
         self.home_inside = inside = (
             resident and not at_host and self.dtype == precision.master
         )
@@ -161,7 +178,7 @@ class Unit:
                 self.part, dtype=precision.master, pin_memory=pinned
             )
         elif inside:
-            # The part at home is a run of the whole weights, and gathering leaves it where it is.
+            # The home is a run of the whole weights, and a gather leaves it in place.
             whole = (
                 pool.empty(self.numel, precision.master)
                 if self.same
@@ -181,7 +198,7 @@ class Unit:
 
     @property
     def bytes(self) -> UnitBytes:
-        """Bytes of this unit's buffers."""
+        """The sizes in bytes of this unit's buffers."""
         home = self.part * self.precision.master.itemsize
         width = 0 if self.frozen else self.precision.reduce.itemsize
         return UnitBytes(
@@ -196,7 +213,9 @@ class Unit:
     # ---- the flat order
 
     def segments(self, *, matrices: bool = False) -> list[Segment]:
-        """The whole flat order in runs that are treated alike, `matrices` apart from the others."""
+        """The whole flat order, in runs that are updated alike, with `matrices` apart
+        if asked.
+        """
         runs: list[Segment] = []
         for weight, offset in zip(self.order, self.offsets, strict=True):
             alike = (
@@ -212,7 +231,7 @@ class Unit:
         return runs
 
     def own_segments(self, *, matrices: bool = False) -> list[Segment]:
-        """The segments, clipped to this rank's part and counted from its start."""
+        """The segments of this rank's shard, counted from its start."""
         stop = self.start + self.part
         clipped = (
             s._replace(start=max(s.start, self.start), stop=min(s.stop, stop))
@@ -225,7 +244,7 @@ class Unit:
         ]
 
     def entries(self) -> Iterator[Entry]:
-        """The elements of each weight that this rank's part holds."""
+        """Yield the part of each weight that lies in this rank's shard."""
         for weight, offset in zip(self.order, self.offsets, strict=True):
             start = max(offset, self.start)
             stop = min(offset + _numel(weight), self.start + self.part)
@@ -234,7 +253,7 @@ class Unit:
 
     @property
     def moved(self) -> int:
-        """Elements of this rank's part that belong to matrices brought to owners."""
+        """The elements of this rank's shard that belong to matrices sent to owners."""
         matrices = (
             e for e in self.entries() if e.weight.matrices and self.groups.matrices
         )
@@ -242,7 +261,7 @@ class Unit:
 
     @cached_property
     def counted_runs(self) -> list[slice]:
-        """The runs of this rank's part that the gradient norm counts here."""
+        """The runs of this rank's shard that it counts in the gradient norm."""
         runs: list[slice] = []
         for weight, start, stop, offset in self.entries():
             if weight.counted and not weight.rate:
@@ -254,18 +273,22 @@ class Unit:
     # ---- weights
 
     def bring_up(self) -> None:
-        """Completes the weights after their parts at home were drawn or read; every rank calls it."""
+        """Complete the weights after their homes are drawn or read. Every rank calls
+        it.
+        """
         self.refresh()
         self.agree_scales().wait()
         if self.resident and self.groups.gather.size > 1:
             self.gather().wait()
 
     def agree_scales(self) -> Work:
-        """Begin to agree with the other shards on the scales of what is gathered in 8 bits."""
+        """Start agreeing with the other shards on the scales of weights gathered in 8
+        bits.
+        """
         return Work()
 
     def gather(self) -> Work:
-        """Begin to fetch the whole weights; they are readable after the work's wait."""
+        """Start gathering the whole weights. They are readable after the work's wait."""
         if self.at_host and not self.loaded:
             self.load()()
         self.loaded = False
@@ -276,13 +299,16 @@ class Unit:
             part = self.home.to(
                 self.pool.device, self.precision.compute, non_blocking=True
             )
-        # The home changes in an update only. That follows the sum of this unit's gradient over the
-        # same ranks, which nobody comes to before it has these weights. A buffer changes sooner.
+        # `still`: the home changes only in an update. An update follows the sum of this
+        # unit's gradient over the same ranks, which no rank reaches before it has these
+        # weights. A buffer may change sooner.
         still = not self.at_host
         return self.groups.gather.all_gather(buffer, part, still=still, wait=False)
 
     def load(self) -> Callable[[], object]:
-        """Take a buffer; what then copies the own part into it from the host, before a gather."""
+        """Take a buffer, and return the copy of the host's shard into it, for a later
+        gather.
+        """
         self.loaded = True
         part = self._take()[self.start : self.start + self.part]
         return lambda: part.copy_(self.home, non_blocking=True)
@@ -294,15 +320,18 @@ class Unit:
         return self.buffer
 
     def storage(self) -> int:
-        """The identity of the weights' buffer; 0 after it is dropped."""
+        """The identity of the weights' buffer, or 0 after it is dropped."""
         return 0 if self.buffer is None else storage_of(self.buffer)
 
     def drop(self) -> None:
-        """Give the weights' buffer back. Nothing may hold a view of it: see `pieces.py`."""
+        """Return the weights' buffer to the pool. Nothing may hold a view of it: see
+        `pieces.py`.
+        """
         assert self.buffer is not None, (
             f"unit {self.number} is dropped and was not gathered"
         )
-        # The shape stays, without memory: a gradient may be bound while the weights are away.
+        # Keep the shape, without memory: a gradient may be bound while the weights are
+        # away.
         nothing = torch.empty((), dtype=self.buffer.dtype, device=self.buffer.device)
         for weight in self.order:
             self.parameters[weight.name].data = nothing.expand(weight.local)
@@ -310,7 +339,7 @@ class Unit:
         self.buffer = None
 
     def refresh(self) -> None:
-        """After an update: weights that no gather brings again are written here."""
+        """Copy an update into weights that no gather brings again."""
         if self.buffer is not None and not self.same and self.groups.gather.size == 1:
             self.buffer.copy_(self.home)
 
@@ -318,8 +347,9 @@ class Unit:
         return self.pool.take(self.numel, self.dtype)
 
     def _bind(self, buffer: Tensor) -> None:
-        # `p.data = view`: wrapping views in new Parameters, or writing through a detached buffer,
-        # shares the version counter, and a later gather raises "modified by an inplace operation".
+        # `p.data = view`: new Parameters around views, or writes through a detached
+        # buffer, would share the version counter, and a later gather would raise
+        # "modified by an inplace operation".
         self.buffer = buffer
         for parameter, view in zip(
             self.parameters.values(), self._views(buffer), strict=True
@@ -334,7 +364,9 @@ class Unit:
 
     @property
     def is_open(self) -> bool:
-        """True if gradient contributions have arrived, or may arrive, that are not yet summed."""
+        """True if gradient contributions that are not yet summed have arrived, or may
+        arrive.
+        """
         return self.full is not None
 
     @property
@@ -342,20 +374,20 @@ class Unit:
         return self.gradient is not None
 
     def gradients(self, runs: Sequence[slice]) -> list[Tensor]:
-        """This rank's gradient, summed: a flat tensor for each of some runs."""
+        """This rank's summed gradient: a flat tensor for each run."""
         assert self.gradient is not None, (
             f"unit {self.number} is updated without a gradient"
         )
         return [self.gradient[run] for run in runs]
 
     def counted(self) -> list[Tensor]:
-        """The gradients that this rank counts in the gradient norm."""
+        """The parts of the gradient that this rank counts in the gradient norm."""
         return self.gradients(self.counted_runs)
 
     def open(self) -> None:
-        """Make room for contributions: from here on backward adds into one flat gradient.
+        """Allocate the flat gradient, into which backward adds from here on.
 
-        Matrices are not zeroed: the first product is written there, see `contribute`.
+        Matrices are not zeroed: the first product overwrites them, see `contribute`.
         """
         if self.full is not None:
             return
@@ -371,7 +403,7 @@ class Unit:
         self.full[self.used :].zero_()
 
     def _before_adding(self, name: str, gradient: Tensor) -> None:
-        """Autograd is about to add a contribution of its own."""
+        """Zero a fresh gradient before autograd adds its own contribution."""
         if name in self.fresh:
             self.fresh.discard(name)
             grad = self.parameters[name].grad
@@ -379,8 +411,12 @@ class Unit:
             grad.zero_()
 
     def contribute(self, name: str, a: Tensor, b: Tensor) -> None:
-        """Add the product of two matrices to the gradient of a weight: without a temporary, and
-        the first one without zeros to add it to. Called where gradients are off."""
+        """Add the product of two matrices to the gradient of a weight, without a
+        temporary.
+
+        The first product is written without zeros to add to. Call it with gradients
+        disabled.
+        """
         grad = self.parameters[name].grad
         assert grad is not None
         first = name in self.fresh
@@ -389,8 +425,8 @@ class Unit:
         if grad.dtype == a.dtype:
             torch.mm(a, b, out=grad) if first else grad.addmm_(a, b)
         elif grad.dtype == torch.float32 and _sums_wide(a):
-            # In float32 as it comes out of the product: a rounding to 16 bits between is as large as
-            # what a microbatch of many adds.
+            # Accumulate in float32 straight from the matmul: an intermediate rounding
+            # to 16 bits is as large as one microbatch's share among many.
             if first:
                 _aten.mm.dtype_out(a, b, grad.dtype, out=grad)
             else:
@@ -400,15 +436,18 @@ class Unit:
             grad.copy_(product) if first else grad.add_(product)
 
     def contribute_sum(self, name: str, product: Tensor) -> None:
-        """Add what has been multiplied already to the gradient of a weight."""
+        """Add a product that has been computed already to the gradient of a weight."""
         grad = self.parameters[name].grad
         assert grad is not None
         grad.copy_(product) if name in self.fresh else grad.add_(product)
         self.fresh.discard(name)
 
     def reduce(self) -> Work:
-        """Begin to sum the gradient over the shards, or where there are none over the replicas.
-        Later contributions open a new one."""
+        """Start summing the gradient over the shards, or over the replicas if there are
+        none.
+
+        Later contributions open a new gradient.
+        """
         full, self.full = self.full, None
         assert full is not None, f"unit {self.number} is summed and has no gradient"
         for name in tuple(self.fresh):
@@ -420,33 +459,37 @@ class Unit:
             self.parts.append(full)
             return Work()
         if shards.size == 1:
-            return Then(
+            return ChainedWork(
                 replica.all_reduce(full, wait=False), lambda: self.summed(full, full)
             )
         part = self.pool.take(self.part, self.precision.reduce)
         work = shards.reduce_scatter(part, full, wait=False)
         if not self.replicas_apart:
-            return Then(work, lambda: self.summed(full, part))
+            return ChainedWork(work, lambda: self.summed(full, part))
         self.parts.append(part)
-        return Then(work, lambda: self.pool.give(full))
+        return ChainedWork(work, lambda: self.pool.give(full))
 
     def reduce_replicas(self) -> Work:
-        """Begin to sum this rank's part, reduced over the shards, over its replicas."""
+        """Start summing this rank's shard, already reduced over the shards, over its
+        replicas.
+        """
         part = self.parts.pop(0)
         work = self.groups.replica.all_reduce(part, wait=False)
-        return Then(work, lambda: self.summed(part, part))
+        return ChainedWork(work, lambda: self.summed(part, part))
 
     def sum_parts(self) -> Work:
-        """Begin to add, to this rank's part, those of the ranks of tp that did other work."""
+        """Start adding the gradient sums of the tp ranks that did other work to this
+        rank's shard.
+        """
         assert self.gradient is not None
         runs = [s for s in self.own_segments() if s.adds]
         parts = [
             (self.groups.also[s.adds], self.gradient[s.start : s.stop]) for s in runs
         ]
-        return Together([group.all_reduce(part, wait=False) for group, part in parts])
+        return WorkGroup([group.all_reduce(part, wait=False) for group, part in parts])
 
     def summed(self, full: Tensor, part: Tensor) -> None:
-        """A sum has arrived: it becomes this rank's gradient, or is added to it."""
+        """Accept a finished sum: it becomes this rank's gradient, or is added to it."""
         if part is not full:
             self.pool.give(full)
         if self.gradient is None:
@@ -456,16 +499,19 @@ class Unit:
             self.pool.give(part, keep=not self.alone)
 
     def spend(self) -> None:
-        """The gradient has been used by an update."""
+        """Release the gradient after an update has used it."""
         assert self.gradient is not None
         self.pool.give(self.gradient, keep=not self.alone)
         self.gradient = None
 
 
 class PlainUnit(Unit):
-    """Weights that lie here as they are computed with, and whose gradients go to no other rank and come
-    once a step. A gradient stays the tensor that backward has made, in the weight's `.grad`: to
-    gather them in one buffer is work that nobody needs."""
+    """Weights kept in the compute dtype, whose gradients go to no other rank and come
+    once a step.
+
+    A gradient stays the tensor that backward made, in the weight's `.grad`: gathering
+    gradients in one buffer would be work that nobody needs.
+    """
 
     plain = True
     _open = _summed = False
@@ -505,13 +551,13 @@ class PlainUnit(Unit):
         def arrived() -> None:
             self._summed = True
             for parameter in self.parameters.values():
-                if parameter.grad is None:  # nothing of the loss depends on it
+                if parameter.grad is None:  # the loss does not depend on it
                     parameter.grad = torch.zeros_like(parameter)
 
-        return Then(Work(), arrived)
+        return ChainedWork(Work(), arrived)
 
     def sum_parts(self) -> Work:
-        return Work()  # of no weight here, but of others of the piece
+        return Work()  # no weight here needs it, but others of the piece may
 
     def spend(self) -> None:
         self._summed = False
@@ -524,8 +570,9 @@ _aten: Any = torch.ops.aten
 
 
 def _sums_wide(a: Tensor) -> bool:
-    """True if a product of these 16-bit tensors can accumulate in float32, which newer builds offer
-    on GPUs."""
+    """True if a matmul of these 16-bit tensors can accumulate in float32: on GPUs, in
+    newer builds of torch.
+    """
     gpu = a.device.type not in ("cpu", "meta")
     return gpu and a.dtype in HALVES and hasattr(_aten.addmm, "dtype_out")
 

@@ -1,8 +1,9 @@
-"""Expert parallelism: ranks of `ep` have other sequences and share the experts.
+"""Expert parallelism: ranks of `ep` hold different sequences and share the experts.
 
-A block with experts is three pieces, so that what travels between them is operations of the program:
-tokens to the ranks that have their experts, and back. How many go where is data: ranks tell one another
-first, then exchange as many, and an expert may have none. Not here: what the pieces compute.
+A block with experts becomes three pieces, so that the program contains the messages
+between them: tokens to the ranks that hold their experts, and back. The number of
+tokens depends on the data, so ranks exchange counts first, and then that many tokens.
+An expert may receive none. Not here: what the pieces compute.
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ from ..models import ExpertBlock, ExpertProducts, ExpertsPart
 from .groups import Groups
 from .model import Model
 from .pieces import Bundle
-from .works import Then, Together
+from .works import ChainedWork, WorkGroup
 
-SENT = "sent"  # in a bundle: the tokens that travel
+SENT = "sent"  # the bundle's name for tokens that travel
 
 
 def cut_blocks(model: Model, layout: Layout) -> Model:
-    """The model with three pieces for each block with experts, if these are apart; else with blocks that
-    put out what their routers' losses are made of."""
+    """Split each block with experts into three pieces, if the layout keeps these apart.
+
+    Otherwise blocks stay whole and also output the terms of their routers' losses.
+    """
     pieces: list[tuple[str, nn.Module]] = []
     for name, piece in model.pieces:
         if type(piece) is ExpertBlock:
@@ -45,74 +48,89 @@ def cut_blocks(model: Model, layout: Layout) -> Model:
 def _refuse_hidden_experts(name: str, piece: nn.Module, layout: Layout) -> None:
     if any(isinstance(module, ExpertProducts) for module in piece.modules()):
         raise LayoutError(
-            f"{layout}: {name} has experts and is a {type(piece).__name__}, which does not say where"
+            f"{layout}: {name} has experts and is a {type(piece).__name__}, which does not show where"
             " tokens leave it. Make it an ExpertBlock, or use dp in place of ep and no compile."
         )
 
 
 class Choices:
-    """Counts of the choices of each expert in a microbatch: by the tokens of each sequence (B, experts), and
-    by those of the batch (1, experts). This rank's tokens first, then those of all ranks."""
+    """The number of times each expert was chosen in a microbatch.
+
+    Counted per sequence, (B, experts), and over the batch, (1, experts). First over
+    this rank's tokens, after `sum` over those of all ranks.
+    """
 
     def __init__(self, own: Tensor) -> None:
         self.of_sequences = own.clone()
         self.of_batch = own.sum(0, keepdim=True)
 
     def sum(self, groups: Groups) -> Work:
-        """Begin to sum over the ranks that have other tokens of the same sequences, or of the batch."""
+        """Start summing over the ranks that hold other tokens of the same sequences, or
+        of the batch.
+        """
         both = (groups.sequences, self.of_sequences), (groups.batch, self.of_batch)
-        return Together([group.all_reduce(x, wait=False) for group, x in both if group])
+        return WorkGroup(
+            [group.all_reduce(x, wait=False) for group, x in both if group]
+        )
 
 
 class Routes(NamedTuple):
-    """Numbers of tokens that this rank sends to each rank of ep, and receives from each."""
+    """The number of tokens that this rank sends to each rank of ep, and receives from
+    each.
+    """
 
     sends: Sequence[int]
     takes: Sequence[int]
 
 
 class Exchange:
-    """Tokens of microbatches on their way to experts and back, over the ranks of ep."""
+    """Microbatches' tokens on their way to the experts and back, over the ranks of ep."""
 
     def __init__(self, tokens: Group, counts: Group, experts: Collection[int]) -> None:
         self.tokens, self.counts, self.experts = tokens, counts, frozenset(experts)
-        # by experts and microbatch
-        self.told: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        # by (expert piece, microbatch)
+        self.pending_counts: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.routes: dict[tuple[int, int], Routes] = {}
 
-    def tell(self, piece: int, microbatch: int, bundle: Bundle) -> Work:
-        """Tell each rank how many tokens come to each of its experts; the bundle gets what comes here.
-        A rank has as many experts as the first, the last ones maybe fewer."""
+    def exchange_counts(self, piece: int, microbatch: int, bundle: Bundle) -> Work:
+        """Send each rank the counts of tokens for its experts. The bundle gets the
+        counts for this rank's.
+
+        Every rank has as many experts as the first; the last ranks may have fewer.
+        """
         counts, size = bundle.pop("counts"), self.counts.size
         if size == 1:
             bundle["routes"] = counts.view(1, -1)
             return Work()
         each = -(-len(counts) // size)
+        # (ranks, experts of a rank): to send
         ours = F.pad(counts, (0, each * size - len(counts))).view(size, each)
-        # from each rank, how many for each expert of this one
+        # (ranks, experts of this rank): the counts that arrive
         theirs = torch.empty_like(ours)
-        self.told[piece, microbatch] = ours, theirs
+        self.pending_counts[piece, microbatch] = ours, theirs
         bundle["routes"] = theirs
         return self.counts.all_to_all(theirs, ours, wait=False)
 
     def begin(
         self, piece: int, microbatch: int, bundle: Bundle, *, gradient: bool
     ) -> Work:
-        """Begin to send a bundle's tokens into a piece, or their gradients out of it."""
+        """Start sending a bundle's tokens into a piece, or their gradients out of it."""
         if self.tokens.size == 1:
             return Work()
         key = piece if piece in self.experts else piece - 1, microbatch
-        if told := self.told.pop(key, None):
-            # One read: the host waits here until the device has the counts.
-            both = torch.stack([counts.sum(1) for counts in told])
+        if pending_counts := self.pending_counts.pop(key, None):
+            # One read for both: the host waits here until the device has the counts.
+            both = torch.stack([counts.sum(1) for counts in pending_counts])
             self.routes[key] = Routes(*both.tolist())
         sends, takes = self.routes[key]
         if (piece in self.experts) == gradient:  # home from the experts
             sends, takes = takes, sends
-        x = bundle[SENT].contiguous()
+        x = bundle[SENT].contiguous()  # (tokens, hidden)
         y = x.new_empty(sum(takes), *x.shape[1:])
 
         def arrived() -> None:
             bundle[SENT] = y
 
-        return Then(self.tokens.all_to_all(y, x, takes, sends, wait=False), arrived)
+        return ChainedWork(
+            self.tokens.all_to_all(y, x, takes, sends, wait=False), arrived
+        )

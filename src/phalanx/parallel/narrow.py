@@ -24,7 +24,7 @@ from .model import Model
 from .pieces import narrowable
 from .pool import BufferPool
 from .tensor import Weight
-from .works import Then
+from .works import ChainedWork
 
 
 def narrow_names(model: Model, matmul: object) -> frozenset[str]:
@@ -122,7 +122,9 @@ class NarrowUnit(Unit):
             squares.copy_(largest_of(rows, self.run, square=True))
         group = self.groups.scales
         assert group is not None, f"unit {self.number} has no group for its scales"
-        return Then(group.all_reduce(self.common, "max", wait=False), self._rescale)
+        return ChainedWork(
+            group.all_reduce(self.common, "max", wait=False), self._rescale
+        )
 
     @torch.no_grad()
     def _rescale(self) -> None:

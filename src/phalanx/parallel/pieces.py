@@ -30,10 +30,10 @@ from .data import Unit
 from .low_precision import EightBits, of_expert
 from .model import EVERY
 from .pool import storage_of
-from .products import How, into_input, multiply
+from .products import MatmulSpec, into_input, multiply
 from .recompute import Selected, giving, keeping
 from .tensor import RowLinear
-from .works import Then
+from .works import ChainedWork
 
 Bundle = dict[str, Tensor]
 
@@ -100,35 +100,39 @@ class CopyLane:
     def begin(self, copy: Callable[[], object]) -> Work:
         """Begin a copy of what the device has computed so far."""
         if self.stream is None:
-            return Then(Work(), self.thread.submit(copy).result)
+            return ChainedWork(Work(), self.thread.submit(copy).result)
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream):
             copy()
         copied = self.stream.record_event()
-        return Then(Work(), lambda: torch.cuda.current_stream().wait_event(copied))
+        return ChainedWork(
+            Work(), lambda: torch.cuda.current_stream().wait_event(copied)
+        )
 
 
-class _Due(NamedTuple):
+class _PendingGradient(NamedTuple):
     """A weight gradient still to be computed: what went in, and the gradient of what came out."""
 
     unit: Unit
     name: str
     x: Tensor  # (..., in)
     gradient: Tensor  # (..., out)
-    how: How
+    spec: MatmulSpec
 
     def contribute(self) -> None:
         _contribute(*self)
 
 
-def _contribute(unit: Unit, name: str, x: Tensor, gradient: Tensor, how: How) -> None:
+def _contribute(
+    unit: Unit, name: str, x: Tensor, gradient: Tensor, spec: MatmulSpec
+) -> None:
     """Adds a product's weight gradient to that of its unit."""
-    if how.matmul:
-        product = how.matmul.weight_gradient(x, gradient)
-        unit.contribute_sum(name, product.mT if how.transposed else product)
+    if spec.matmul:
+        product = spec.matmul.weight_gradient(x, gradient)
+        unit.contribute_sum(name, product.mT if spec.transposed else product)
         return
     x, gradient = x.flatten(0, -2), gradient.flatten(0, -2)
-    if how.transposed:
+    if spec.transposed:
         unit.contribute(name, x.mT, gradient)
     else:
         unit.contribute(name, gradient.mT, x)
@@ -152,7 +156,7 @@ class _Kept:
     into: Bundle = field(default_factory=dict)  # where the inputs' gradients arrive
     past: tuple[str, ...] = ()  # what went past the piece: its gradients do, too
     boxes: list[Box] = field(default_factory=list)
-    due: list[_Due] = field(default_factory=list)
+    pending: list[_PendingGradient] = field(default_factory=list)
     whole: Callable[[], None] | None = None  # a backward put off as a whole
 
 
@@ -185,7 +189,7 @@ class _Factor(NamedTuple):
     weight: nn.Parameter
     unit: Unit
     name: str
-    how: How
+    spec: MatmulSpec
 
 
 class _Product(_Function):
@@ -199,27 +203,29 @@ class _Product(_Function):
         x: Tensor,
         bias: Tensor | None,
         factor: _Factor,
-        due: list[_Due] | None,
+        pending: list[_PendingGradient] | None,
     ) -> Tensor:
-        weight, unit, _, how = ctx.factor = factor
-        ctx.due = due
+        weight, unit, _, spec = ctx.factor = factor
+        ctx.pending = pending
         if not unit.frozen:
             ctx.save_for_backward(x)
-        return multiply(x, weight, bias, how)
+        return multiply(x, weight, bias, spec)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        weight, unit, name, how = ctx.factor
-        into = into_input(gradient, weight, how)
+        weight, unit, name, spec = ctx.factor
+        into = into_input(gradient, weight, spec)
         bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
         if unit.frozen:
             return into, bias, None, None
         (x,) = ctx.saved_tensors
-        if ctx.due is None:
-            _contribute(unit, name, x, gradient, how)
+        if ctx.pending is None:
+            _contribute(unit, name, x, gradient, spec)
         else:
             # Detached: an input with its graph would lead back to the list, and neither be freed.
-            ctx.due.append(_Due(unit, name, x.detach(), gradient.detach(), how))
+            ctx.pending.append(
+                _PendingGradient(unit, name, x.detach(), gradient.detach(), spec)
+            )
         return into, bias, None, None
 
 
@@ -279,7 +285,7 @@ class Piece:
             p: (u, name) for u in self.units for name, p in u.parameters.items()
         }
         # Of the forward that is running, where backward is split.
-        self.due: list[_Due] | None = None
+        self.pending: list[_PendingGradient] | None = None
         ours = {weight for weight, (unit, _) in self.owners.items() if not unit.plain}
         # The head's and an adapter's thin products lose more by fewer digits than they gain.
         narrow = set() if first or last else set(narrowable(module))
@@ -300,16 +306,16 @@ class Piece:
                 transposed = not isinstance(child, _Linear | RowLinear | LoraLinear)
                 unit, name = self.owners[own.weight]
                 matmul = unit.precision.matmul if child in narrow else None
-                how = How(transposed, matmul, unit.scales.get(name))
+                spec = MatmulSpec(transposed, matmul, unit.scales.get(name))
                 if compiled:
-                    compiled.add(own, how)
+                    compiled.add(own, spec)
                 else:
-                    factor = _Factor(own.weight, unit, name, how)
+                    factor = _Factor(own.weight, unit, name, spec)
                     own.weight_product = self._product(factor)
 
     def _product(self, factor: _Factor) -> Callable[..., Tensor]:
         """F.linear (or x @ weight), with `_Product`'s backward if there will be one."""
-        weight, how = factor.weight, factor.how
+        weight, spec = factor.weight, factor.spec
 
         def product(x: Tensor, bias: Tensor | None = None) -> Tensor:
             # Of an input that needs no gradient autograd would not come to the product at all.
@@ -319,9 +325,9 @@ class Piece:
                 and x.dim() > 1
                 and weight.dim() == 2
             ):
-                y: Tensor = _Product.call(x, bias, factor, self.due)
+                y: Tensor = _Product.call(x, bias, factor, self.pending)
                 return y
-            return multiply(x, weight, bias, how)
+            return multiply(x, weight, bias, spec)
 
         return product
 
@@ -351,7 +357,7 @@ class Piece:
             with torch.no_grad():
                 return past | self._call(mine, named)
         kept = _Kept({}, self.leaf, past=taken.past)
-        self.due = kept.due if self.splits else None
+        self.pending = kept.pending if self.splits else None
         if selected is None and not self.packs and torch.is_grad_enabled():
             out = self._call(self._edges(mine, kept.into), named)
         else:
@@ -366,7 +372,7 @@ class Piece:
             with torch.enable_grad(), self._packing(kept.boxes, stays), again:
                 out = self._call(self._edges(mine, kept.into), named)
         # the list would keep what it holds after its weight gradients are done
-        self.due = None
+        self.pending = None
         if keep:
             kept.roots = {
                 name: get_gradient_edge(y) for name, y in out.items() if y.requires_grad
@@ -402,17 +408,19 @@ class Piece:
             named = {**mine, **named}
             del named[first]
         if self.compiled:
-            y = self.compiled(x, named, partial(self._take, self.due))
+            y = self.compiled(x, named, partial(self._take, self.pending))
         else:
             y = self.module(**named) if x is None else self.module(x, **named)
         return {"x": y} if isinstance(y, Tensor) else dict(y)
 
-    def _take(self, due: list[_Due] | None, factors: Sequence[Factors]) -> None:
+    def _take(
+        self, pending: list[_PendingGradient] | None, factors: Sequence[Factors]
+    ) -> None:
         """Accepts the weight gradients' factors that a compiled backward leaves."""
         for factor in factors:
             unit, name = self.owners[factor.weight]
-            one = _Due(unit, name, *factor[1:])
-            one.contribute() if due is None else due.append(one)
+            one = _PendingGradient(unit, name, *factor[1:])
+            one.contribute() if pending is None else pending.append(one)
 
     def _edges(self, mine: Bundle, into: Bundle) -> Bundle:
         edges = dict(mine)
@@ -431,7 +439,7 @@ class Piece:
         kept = self.kept.pop(microbatch)
         self._run(kept, gradients)
         # where a schedule splits the backward of other microbatches into I and W
-        if kept.due:
+        if kept.pending:
             self._contribute(kept)
         return self._passed(kept, gradients)
 
@@ -450,8 +458,8 @@ class Piece:
 
     @torch.no_grad()
     def _contribute(self, kept: _Kept) -> None:
-        for due in kept.due:
-            due.contribute()
+        for pending in kept.pending:
+            pending.contribute()
 
     @torch.no_grad()
     def weight_gradient(self, microbatch: int) -> None:

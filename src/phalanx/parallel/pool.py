@@ -1,4 +1,4 @@
-"""Flat buffers for weights and gradients that come and go, and the identity of a storage."""
+"""A pool of flat buffers for weights and gradients, and the identity of a storage."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 
 class BufferPool:
-    """A small set of flat buffers, taken and given back; what was once made is used again.
+    """A small set of flat buffers that are taken, given back and reused.
 
-    `check` proves how many are out at once; `most` is how many there were. `empty` makes them: where
-    ranks share memory, in what they share, so that the others read and write them where they lie.
-    With `poison` a buffer is NaN until it is written to, when it is new and after it was given back, so
-    that a use before the gather or after the drop shows.
+    `check` proves how many buffers are in use at once; `most` is the number seen.
+    `empty` allocates them: where ranks share memory, in a shared region, so that other
+    ranks read and write them in place. With `poison`, new and returned buffers are
+    filled with NaN, so a use before the gather or after the drop shows.
     """
 
     def __init__(
@@ -43,13 +43,13 @@ class BufferPool:
         return new.fill_(math.nan) if self.poison else new
 
     def count(self, numel: int, dtype: torch.dtype, by: int = 1) -> None:
-        """Count so much memory as made, or as let go."""
+        """Count `by` buffers as made; a negative number as released."""
         key = numel, dtype
         self.made[key] += by
         self.most[key] = max(self.most[key], self.made[key])
 
     def give(self, buffer: Tensor, *, keep: bool = True) -> None:
-        """Give a buffer back: to be used again, or to `keep` nothing of it, to the allocator."""
+        """Give a buffer back, to be reused or, without `keep`, to be freed."""
         if self.poison:
             buffer.fill_(math.nan)
         if keep:
@@ -59,5 +59,7 @@ class BufferPool:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """One number for all views of one storage. Not its address: on meta all have the same."""
+    """A number shared by all views of one storage. Not its address: on meta all
+    addresses are equal.
+    """
     return int(tensor.untyped_storage()._cdata)

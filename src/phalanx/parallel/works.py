@@ -1,4 +1,6 @@
-"""Calls under way, put together: one with what follows it, and several that are one operation."""
+"""Combined calls under way: a call with a follow-up, and several calls as one
+operation.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,8 @@ from collections.abc import Callable, Sequence
 from ..comm import Work
 
 
-class Then(Work):
-    """A call under way, and what follows when it is waited for."""
+class ChainedWork(Work):
+    """A call under way, and a function to run after it has been waited for."""
 
     def __init__(self, work: Work, finish: Callable[[], object]) -> None:
         self.work, self.finish = work, finish
@@ -21,8 +23,8 @@ class Then(Work):
         return self.work.done()
 
 
-class Together(Work):
-    """Several calls that are one operation."""
+class WorkGroup(Work):
+    """Several calls under way that form one operation."""
 
     def __init__(self, works: Sequence[Work]) -> None:
         self.works = works

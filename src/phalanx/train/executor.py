@@ -34,7 +34,7 @@ from ..parallel.local import LocalModel
 from ..parallel.own_loss import BY_TARGETS, METRICS, Measure
 from ..parallel.pieces import Box, Bundle, CopyLane
 from ..parallel.recompute import Selected
-from ..parallel.works import Then, Together
+from ..parallel.works import ChainedWork, WorkGroup
 from ..program import Op, Program, ProgramError, Span, Timeline, ops
 from ..program.graph import lane
 from ..program.state import INPUT, State, restarts
@@ -371,7 +371,9 @@ class Executor:
         def counted() -> None:
             self.count, self.tokens = total[:1], total[1:]
 
-        return Then(self.local.groups.count.all_reduce(total, wait=False), counted)
+        return ChainedWork(
+            self.local.groups.count.all_reduce(total, wait=False), counted
+        )
 
     def _agree(self, op: Op) -> Work:
         # Each logical weight is counted by one rank of its copies, and on one stage. Kept, as a unit's
@@ -391,7 +393,9 @@ class Executor:
             self.metrics = sums[3:] / self._divisor
             self.scale = Scale.of(self.norm, self.clip, self._loss_scale)
 
-        return Then(self.local.groups.everyone.all_reduce(sums, wait=False), agreed)
+        return ChainedWork(
+            self.local.groups.everyone.all_reduce(sums, wait=False), agreed
+        )
 
     def _use_sums(self, sums: Tensor) -> None:
         """Takes the values summed with the norm: all losses, and the number of ranks that want to
@@ -498,7 +502,7 @@ class Executor:
                 if selected is not None:
                     self.selected[key] = selected
 
-            return Then(
+            return ChainedWork(
                 self.back.begin(lambda: tree_map_only(Box, Box.come_back, boxed)), back
             )
         if key in self.again:
@@ -520,7 +524,7 @@ class Executor:
 
     def _count_routes(self, op: Op) -> Work:
         key = op.piece, op.index
-        return self.local.exchange.tell(*key, self.inputs[key])
+        return self.local.exchange.exchange_counts(*key, self.inputs[key])
 
     def _exchange(self, op: Op) -> Work:
         gradient = op.kind == ops.EXCHANGE_GRADIENT
@@ -548,7 +552,7 @@ class Executor:
             for n, x in edge.items()
         }
         to = self.program.host[op.peer]
-        return Together(
+        return WorkGroup(
             [group.send(x.contiguous(), to, wait=False) for x in there.values()]
         )
 
@@ -556,19 +560,19 @@ class Executor:
         way, group, edge = self._edge(op)
         self.arrivals[way][op.piece, op.index] = edge
         at = self.program.host[op.peer]
-        return Together([group.receive(x, at, wait=False) for x in edge.values()])
+        return WorkGroup([group.receive(x, at, wait=False) for x in edge.values()])
 
     # ---- weights and gradients
 
     def _gather(self, op: Op) -> Work:
         units = self.local.of_piece(op.piece)
-        return Together(
+        return WorkGroup(
             [unit.gather() for unit in units if not (unit.frozen and unit.same)]
         )
 
     def _agree_scales(self, op: Op) -> Work:
         units = self.local.of_piece(op.piece, trained=True)
-        return Together([unit.agree_scales() for unit in units])
+        return WorkGroup([unit.agree_scales() for unit in units])
 
     def _load(self, op: Op) -> Work:
         copies = [unit.load() for unit in self.local.of_piece(op.piece)]
@@ -582,7 +586,7 @@ class Executor:
         return self._of_trained(methodcaller("reduce"), op)
 
     def _of_trained(self, call: Callable[[Unit], Work], op: Op) -> Work:
-        return Together([*map(call, self.local.of_piece(op.piece, trained=True))])
+        return WorkGroup([*map(call, self.local.of_piece(op.piece, trained=True))])
 
     def _tie(self, op: Op) -> Work:
         unit = self.local.units[op.piece]
@@ -590,10 +594,10 @@ class Executor:
         return unit.groups.tie.all_reduce(unit.gradient, wait=False)
 
     def _to_owners(self, op: Op) -> Work:
-        return Together([update.to_owners(self.scale) for update in self._updates(op)])
+        return WorkGroup([update.to_owners(self.scale) for update in self._updates(op)])
 
     def _from_owners(self, op: Op) -> Work:
-        return Together([update.from_owners() for update in self._updates(op)])
+        return WorkGroup([update.from_owners() for update in self._updates(op)])
 
     def _update(self, op: Op) -> None:
         # Every rank has the same norm, so either all update or all leave their weights as they are.

@@ -20,7 +20,7 @@ from ..layout.matrices import STEPS, dealt, orthogonal_work
 from ..parallel import Unit
 from ..parallel.groups import UnitPlace
 from ..parallel.tensor import Weight
-from ..parallel.works import Then
+from ..parallel.works import ChainedWork
 from .optimizer import AdamW, Scale, Update
 
 COEFFICIENTS, TINY = (3.4445, -4.7750, 2.0315), 1e-7
@@ -279,7 +279,7 @@ class MuonUpdate(Update):
     def from_owners(self) -> Work:
         """Begin to bring every rank its part of the results; they are in its weights after the wait."""
         came, work = self._exchange(self.result, self.results, self.of_theirs)
-        return Then(work, lambda: self._apply(came))
+        return ChainedWork(work, lambda: self._apply(came))
 
     @torch.no_grad()
     def _apply(self, came: Tensor) -> None:

@@ -45,7 +45,7 @@ from ..parallel.pieces import Bundle
 from ..parallel.pool import storage_of
 from ..parallel.rows import model_rows
 from ..parallel.tensor import Weight
-from ..parallel.works import Then
+from ..parallel.works import ChainedWork
 from ..program import Op, Program, StepOptions, build, check, ops
 from ..program.build import DEFAULT
 from ..train.executor import Executor
@@ -496,7 +496,7 @@ class _Placing(Executor):
         exchange, group = self.local.exchange, self.local.exchange.tokens
         key = op.piece if op.piece in exchange.experts else op.piece - 1, op.index
         # nobody knows who goes where: as many to each rank
-        if exchange.told.pop(key, None):
+        if exchange.pending_counts.pop(key, None):
             tokens, size = len(self.inputs[op.piece, op.index][SENT]), group.size
             even = [tokens // size + (rank < tokens % size) for rank in range(size)]
             exchange.routes[key] = Routes(even, [even[group.rank]] * size)
@@ -518,7 +518,7 @@ class _Placing(Executor):
                 places[axis] = sent[axis]
             self.walk.known.set(bundle[SENT], tuple(places))
 
-        return Then(work, home)
+        return ChainedWork(work, home)
 
     def _reduce(self, op: Op) -> Work:
         self.walk.tied(op)
@@ -752,7 +752,7 @@ class _Walk:
         if work is None:
             look()
             return None
-        return Then(work, look)
+        return ChainedWork(work, look)
 
 
 def _axes_of(group: Group) -> tuple[int, ...]:
