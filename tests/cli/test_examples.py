@@ -78,7 +78,7 @@ def test_a_stranger_s_loss_that_is_a_mean_is_found(
         )
         == 2
     )
-    assert "it is no sum over the tokens" in capsys.readouterr().err
+    assert "it is not a sum over the tokens" in capsys.readouterr().err
 
 
 def test_the_example_schedule_hides_messages_and_holds_more_than_1f1b() -> None:

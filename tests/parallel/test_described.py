@@ -35,7 +35,7 @@ Change = tuple[str, str]
 WRONG: dict[str, tuple[Sequence[Change], str]] = {
     "a scaled embedding": (
         [(EMBED, f"{EMBED} * HIDDEN**0.5")],
-        r"blocks\.0 takes something else in Stranger\.forward than what embed gives",
+        r"blocks\.0 gets an input in Stranger\.forward that differs from the output of the piece embed",
     ),
     "blocks listed in reverse": (
         [(LISTED, "for n, block in reversed([*enumerate(model.blocks)]))")],
@@ -43,15 +43,15 @@ WRONG: dict[str, tuple[Sequence[Change], str]] = {
     ),
     "a residual around a block": (
         [(BLOCK, f"x = x + {BLOCK.removeprefix('x = ')}")],
-        r"blocks\.1 takes something else in Stranger\.forward than what blocks\.0 gives",
+        r"blocks\.1 gets an input in Stranger\.forward that differs from the output of the piece blocks\.0",
     ),
     "a residual around all blocks": (
         [(EMBED, f"start = {EMBED}"), (BLOCK, BLOCK), (HEAD, "return self.head(x + start, targets)")],
-        r"head takes something else in Stranger\.forward than what blocks\.3 gives",
+        r"head gets an input in Stranger\.forward that differs from the output of the piece blocks\.3",
     ),
     "a block that is left out": (
         [("for block in self.blocks:", "for block in self.blocks[1:]:")],
-        r"blocks\.1 takes something else .* than what blocks\.0 gives",
+        r"blocks\.1 gets an input .* differs from the output of the piece blocks\.0",
     ),
     "a block that runs twice": (
         [(HEAD, "return self.head(self.blocks[0](x, positions=positions), targets)")],
@@ -59,7 +59,7 @@ WRONG: dict[str, tuple[Sequence[Change], str]] = {
     ),
     "documents that only the pieces see": (
         [WITH_DOCUMENTS],
-        r"blocks\.0 gives something else in Stranger\.forward than as a piece .* other arguments",
+        r"blocks\.0 has a different output in Stranger\.forward than as a piece .* other arguments",
     ),
     "a mean over all targets": (
         [(HEAD, f"{HEAD} / targets.numel()")],
@@ -67,7 +67,7 @@ WRONG: dict[str, tuple[Sequence[Change], str]] = {
     ),
     "a gradient that stops": (
         [(HEAD, "return self.head(x.detach() + 0 * x, targets)")],
-        r"the gradient of blocks\.3\.mlp\.down\.bias is another one",
+        r"the gradient of blocks\.3\.mlp\.down\.bias differs between",
     ),
     "a parameter in no piece": (
         [("self.head = Head()", "self.head = Head()\n        self.scale = nn.Parameter(torch.ones(()))")],
@@ -167,7 +167,7 @@ def test_a_loss_that_is_no_sum_is_refused(forward: bool, tmp_path: Path) -> None
     changes += [] if forward else [(FORWARD, "def other(self, tokens, targets):")]
     model = load_model(f"{changed(tmp_path, changes)}:Stranger")
     with pytest.raises(
-        LayoutError, match=r"the loss of head is .* it is no sum over the tokens"
+        LayoutError, match=r"the loss of head is .* it is not a sum over the tokens"
     ):
         described_whole(model)
 
@@ -194,7 +194,7 @@ def test_the_commands_refuse_it_before_a_rank_starts(
         assert main(argv) == 2, argv
         said = capsys.readouterr().err
         assert (
-            "blocks.0 takes something else in Stranger.forward than what embed gives"
+            "blocks.0 gets an input in Stranger.forward that differs from the output of the piece embed"
             in said
         )
         assert "Traceback" not in said
@@ -243,7 +243,8 @@ def test_attention_outside_the_table_is_refused_under_seq(
 def test_a_sum_that_nanogpt_forgets_is_named(tmp_path: Path) -> None:
     changes = [("x = tok_emb + pos_emb", "x = tok_emb")]
     with pytest.raises(
-        LayoutError, match=r"h\.0 takes something else in GPT\.forward than what embed"
+        LayoutError,
+        match=r"h\.0 gets an input in GPT\.forward that differs from the output of the piece embed",
     ):
         described_whole(load_model(f"{changed(tmp_path, changes, NANOGPT)}:GPT"))
 

@@ -292,13 +292,13 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str, str, str]] = {
         ),
         "blocks.2.mlp.gate : embed ffn\n",
         "tp2",
-        "blocks.2.mlp.gate is cut by tp",
+        "blocks.2.mlp.gate is sharded by tp",
     ),
     "two dims cut": (
         lambda model: None,
         "blocks.3.mlp.up.weight : ffn heads\n",
         "tp2",
-        "blocks.3.mlp.up.weight is cut by tp in two",
+        "blocks.3.mlp.up.weight is sharded by tp in two",
     ),
     "label smoothing": (
         put("head.loss", lambda m: Smoothed()),
@@ -506,7 +506,7 @@ def test_a_buffer_that_nobody_fills_is_refused() -> None:
     )
     (wrong,) = misfits(model, Layout())
     assert wrong.startswith(
-        "blocks.1.attention.masked has the buffer mask, and no method reset_buffers"
+        "blocks.1.attention.masked has the buffer mask but no method reset_buffers"
     )
     filled = changed(
         lambda model: model.blocks[1].attention.add_module("masked", Filled())
@@ -547,5 +547,5 @@ def test_experts_of_a_class_that_does_not_say_where_tokens_leave_are_refused(
         pieces[number] = pieces[number][0], _Wrapped(block)
         model = replace(model, pieces=tuple(pieces))
     assert cut_blocks(model, Layout.parse("dp2")) is model
-    with pytest.raises(LayoutError, match="which does not say where tokens leave it"):
+    with pytest.raises(LayoutError, match="which does not show where tokens leave it"):
         cut_blocks(model, Layout.parse("ep2"))

@@ -465,7 +465,7 @@ def test_pieces_that_are_not_what_transformers_computes_are_not_compared(
         assert main(words) == 2
     said = capsys.readouterr().err
     assert "GraniteForCausalLM.forward one of" in said
-    assert "Their code was not understood" in said
+    assert "transformers' code was not understood" in said
     embedded = transformers_frame.TransformersEmbed.forward
 
     def scaled(self: Any, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -487,7 +487,7 @@ def test_pieces_that_are_not_what_transformers_computes_are_not_compared(
         assert main(argv) == 2
         said = capsys.readouterr().err
         assert (
-            "layers.0 takes something else in GraniteForCausalLM.forward than what embed"
+            "layers.0 gets an input in GraniteForCausalLM.forward that differs from the output"
             in said
         )
 

@@ -1,9 +1,10 @@
-"""Compares the pieces of a description with the forward of the class that they describe.
+"""Compares the pieces of a description with the forward of the class they describe.
 
-Every layout computes with the pieces, so a description that leaves out a scale, lists the blocks in
-another order or drops a residual trains another model, and all layouts agree on it. Before anything else
-the class's own forward therefore runs whole, once, on a small batch with random weights, and the pieces
-run one after the other on the same. Their outputs, the loss and every gradient must be equal.
+Every layout computes with the pieces. A description that leaves out a scale, lists
+blocks in another order or drops a residual would train another model, and all layouts
+would agree on it. So before anything else the class's own forward runs once on a small
+batch with random weights, and the pieces run one after the other on the same batch.
+Their outputs, the loss and every gradient must be equal.
 """
 
 from __future__ import annotations
@@ -34,31 +35,38 @@ from .probe import (
 )
 from .whole import INPUTS, TARGETS, TOKENS, Whole, valid_count
 
-# multiply-adds of all weights: with many of them the sequences are shorter
+# Multiply-adds of all weights. Models with more weights are tried with shorter
+# sequences.
 _WORK = 2e11
-_LONGEST, _SHORTEST = 16, 4  # tokens of a sequence
-# Of the largest value. Rounding makes less, also where a loss is computed in float32.
+_LONGEST, _SHORTEST = 16, 4  # tokens in a sequence
+# Tolerance relative to the largest value. Rounding differs by less, even in a float32
+# loss.
 _APART = {torch.float64: 1e-6, torch.float32: 1e-3}
 
 
 class UntriedPieces(LayoutError):
-    """Pieces that do not run on a CPU, so that they could not be compared with their class."""
+    """Raised for pieces that do not run on a CPU, so cannot be compared with their
+    class.
+    """
 
 
 @dataclass(frozen=True)
 class _OwnRun:
-    """One forward and backward: the loss as a sum, each gradient as a number for each row."""
+    """One forward and backward: the loss as a sum, and for each gradient one number per
+    row.
+    """
 
     loss: float
     gradients: Mapping[str, Tensor]
 
 
 def described_whole(model: Model) -> Whole | None:
-    """The class that a model describes, which computes what the pieces do; None if it has no forward, or
-    the model is built in.
+    """Return the class that a model describes, if its forward computes what the pieces
+    do.
 
-    Raises a LayoutError that names the first piece, or the first parameter, where the two differ. The
-    model's weights are replaced: make another one to go on with.
+    Returns None if the class has no forward or the model is built in. Raises a
+    LayoutError that names the first piece, or the first parameter, that differs. The
+    model's weights are replaced: create a new model to continue.
     """
     if model.whole is None:
         return None
@@ -75,7 +83,9 @@ def described_whole(model: Model) -> Whole | None:
 
 
 class _PieceTrial:
-    """The pieces of a description on one small batch, with weights that hide nothing."""
+    """The pieces of a description on one small batch, with weights that hide no
+    mistake.
+    """
 
     def __init__(self, model: Model, whole: Whole | None) -> None:
         self.model = model
@@ -93,7 +103,7 @@ class _PieceTrial:
         bind_weights(model, self.weights)
 
     def run(self) -> ProbeRun:
-        """The pieces one after the other; their loss must be a sum."""
+        """Run the pieces one after the other, and check that their loss is a sum."""
         twice = {name: torch.cat((x, x)) for name, x in self.batch.items()}
         try:
             pieces = run_pieces(self.model, self.batch)
@@ -103,14 +113,14 @@ class _PieceTrial:
         except Exception as error:
             text = str(error) if isinstance(error, ProbeFailed) else error_text(error)
             raise UntriedPieces(
-                f"The pieces cannot be tried on one process: {text}"
+                f"The pieces cannot be run on one process: {text}"
             ) from error
         once, both = (float(loss_of(run).detach()) for run in (pieces, doubled))
         if abs(both - 2 * once) > _APART[self.dtype] * abs(once):
             name = self.model.pieces[-1][0]
             raise LayoutError(
-                f"the loss of {name} is {once:.10g}, and {both:.10g} when every sequence comes twice: it is"
-                " no sum over the tokens. Return a sum, as ranks and microbatches add up their losses, and"
+                f"the loss of {name} is {once:.10g}, and {both:.10g} with every sequence repeated: it is"
+                " not a sum over the tokens. Return a sum: ranks and microbatches add up their losses, and"
                 " training divides by the count of all tokens."
             )
         return pieces
@@ -122,7 +132,7 @@ def loss_of(run: ProbeRun) -> Tensor:
 
 
 class _Comparison:
-    """A class beside the pieces of its description, which have run."""
+    """A class compared with the pieces of its description, which have already run."""
 
     def __init__(self, trial: _PieceTrial, whole: Whole, pieces: ProbeRun) -> None:
         self.model, self.dtype, self.batch = trial.model, trial.dtype, trial.batch
@@ -132,7 +142,7 @@ class _Comparison:
             make_buffers(module)
 
     def agreeing(self) -> Whole:
-        """The class, if its forward computes what the pieces do."""
+        """Return the class, if its forward computes what the pieces do."""
         described = self._backward(loss_of(self.pieces))
         notes = CallNotes(self.whole.module)
         try:
@@ -153,20 +163,24 @@ class _Comparison:
 
     def _way_out(self) -> str:
         if self.model.original:
-            return "Their code was not understood: this model cannot be trained."
+            return (
+                "transformers' code was not understood: this model cannot be trained."
+            )
         return "Change describe(), or the forward, until both compute the same."
 
     def _failure(self, inside: str, error: Exception) -> str:
         where = f" in {inside}" if inside else ""
         return (
-            f"{self.whole.name} cannot be run{where}: {error_text(error)}. What the pieces compute is"
-            " compared with it. A class whose forward is removed is what its pieces compute."
+            f"{self.whole.name} cannot be run{where}: {error_text(error)}. It is compared with the"
+            " pieces. If the class has no forward, the pieces alone define it."
         )
 
     # ---- a run
 
     def _backward(self, loss: Tensor) -> _OwnRun:
-        """Each gradient is multiplied by a fixed vector and given back at once, so little is held."""
+        """Run backward, and reduce each gradient at once by a fixed vector, so little
+        memory is held.
+        """
         gradients: dict[str, Tensor] = {}
         hooks: list[Any] = []
         for name, weight in self.weights.items():
@@ -182,27 +196,32 @@ class _Comparison:
     # ---- differences, in the order in which a forward makes them
 
     def _other_order(self, ran: list[int], listed: list[int]) -> str:
-        """Names the first piece that the class's forward runs at another place; "" if there is none."""
+        """Name the first piece that the class's forward runs in another place, or
+        return "".
+        """
         names = [name for name, _ in self.model.pieces]
         for own, ours in zip(ran, listed, strict=False):
             if own != ours:
                 return (
                     f"{self.whole.name} runs {names[own]} where the list of pieces has {names[ours]}:"
-                    " pieces stand in the order in which the forward runs them."
+                    " list pieces in the order in which the forward runs them."
                 )
         if more := ran[len(listed) :]:
-            return f"{self.whole.name} runs {names[more[0]]} once more than the list of pieces has it."
+            return f"{self.whole.name} runs {names[more[0]]} more often than the list of pieces has it."
         if less := listed[len(ran) :]:
             return f"{self.whole.name} runs {names[less[0]]} less often than the list of pieces has it."
         return ""
 
     def _other_values(self, calls: list[ModuleCall]) -> str:
-        """Names the first piece that runs, takes or gives something else in the class's forward."""
+        """Name the first piece whose place, input or output differs in the class's
+        forward, or return "".
+        """
         pieces = self.pieces
         numbers = {part: number for number, part in self.whole.parts.items()}
         own = [call for call in calls if call.module in numbers]
         ran = [numbers[call.module] for call in own]
-        # A forward may do the work of a piece without calling it: then its results are compared.
+        # A forward may do the work of a piece without calling its module: only results
+        # are compared then.
         listed = [
             numbers[part] for part in self.whole.parts.values() if numbers[part] in ran
         ]
@@ -217,26 +236,29 @@ class _Comparison:
                 before = self.model.pieces[number - 1][0]
                 if apart := self._apart(call.took, pieces.gave[number - 1].get("x")):
                     return (
-                        f"{name} takes something else in {self.whole.name} than what {before} gives"
-                        f" as a piece ({apart}): what the forward computes between the two, such as a"
-                        " scale or a residual, is in no piece."
+                        f"{name} gets an input in {self.whole.name} that differs from the"
+                        f" output of the piece {before} ({apart}): the forward computes"
+                        " something between the two, such as a scale or a residual, that is"
+                        " in no piece."
                     )
             given = call.gave.get("x", call.gave.get("0"))
             if apart := self._apart(given, pieces.gave[number].get("x")):
                 return (
-                    f"{name} gives something else in {self.whole.name} than as a piece ({apart}), from"
+                    f"{name} has a different output in {self.whole.name} than as a piece ({apart}), from"
                     " the same activations: the forward calls it with other arguments."
                 )
         return ""
 
     def _other_loss(self, own: _OwnRun, described: _OwnRun, *, mean: bool) -> str:
-        """Compares the loss, then each gradient from the last weight to the first."""
+        """Compare the loss, then each gradient from the last weight to the first.
+        Returns a sentence or "".
+        """
         count = valid_count(self.batch)
         factor = count if mean else 1
         if not self._close(own.loss * factor, described.loss):
             return (
-                f"the pieces have a loss of {described.loss:.10g}, summed over {count} tokens, and"
-                f" {self.whole.name} one of {own.loss:.10g}, which is neither this sum nor its mean."
+                f"the loss of the pieces is {described.loss:.10g}, summed over {count} tokens, and that of"
+                f" {self.whole.name} is {own.loss:.10g}, which is neither this sum nor its mean."
             )
         for name in reversed(self.weights):
             want = own.gradients.get(name)
@@ -248,8 +270,8 @@ class _Comparison:
             want = zeros if want is None else want * factor
             if apart := self._apart(want, zeros if got is None else got):
                 return (
-                    f"the gradient of {name} is another one by {self.whole.name} than by the pieces"
-                    f" ({apart}), though their losses are equal."
+                    f"the gradient of {name} differs between {self.whole.name} and the pieces"
+                    f" ({apart}), although the losses are equal."
                 )
         return ""
 
@@ -262,9 +284,11 @@ class _Comparison:
         return abs(a - b) <= _APART[self.dtype] * max(abs(a), abs(b))
 
     def _apart(self, own: Tensor | None, ours: Tensor | None) -> str:
-        """The distance of two tensors and its place, in words; "" if they are equal up to rounding."""
+        """Describe the largest difference between two tensors and its place; "" if
+        equal up to rounding.
+        """
         if own is None or ours is None or not own.is_floating_point() or not ours.dim():
-            return ""  # no activations: tokens, or a loss
+            return ""  # not activations: tokens, or a loss
         if own.shape != ours.shape:
             return f"of shape {list(own.shape)} and {list(ours.shape)}"
         difference = (own.detach() - ours.detach()).abs()
@@ -281,7 +305,9 @@ class _Comparison:
 def _batch(
     model: Model, entries: set[str], tokens: int, dtype: torch.dtype
 ) -> Mapping[str, Tensor]:
-    """Two sequences with targets that count nothing, and with two documents if the forward takes them."""
+    """Two sequences, with ignored targets, and with two documents if the forward takes
+    documents.
+    """
     draw = torch.Generator().manual_seed(0)
     shape = model.shape
     if shape is not None and shape.kind == "mlp":
@@ -302,7 +328,9 @@ def _batch(
 
 
 class _Collector:
-    """Multiplies a gradient with a fixed vector along its last dim, keeps that, and frees the gradient."""
+    """Keeps a gradient's product with a fixed vector along its last dim, and frees the
+    gradient.
+    """
 
     def __init__(self, name: str, gradients: dict[str, Tensor]) -> None:
         self.name, self.gradients = name, gradients

@@ -1,8 +1,9 @@
-"""Refuses, by name and before anything runs, layouts that would silently change a model.
+"""Refuses layouts that would silently change a model, by name and before anything runs.
 
-Weights become views of flat buffers, tensor parallelism replaces modules whose weight it cuts, and
-a ring replaces attention's core. Each of these is right only for plain torch modules: anything that
-somebody added to one of them would be lost. `verify` tests the rule table itself.
+Weights become views of flat buffers, tensor parallelism replaces modules whose weights
+it shards, and a ring replaces attention's core. Each replacement is right only for
+plain torch modules: anything that a user added to one of them would be lost. `verify`
+tests the rule table itself.
 """
 
 from __future__ import annotations
@@ -30,17 +31,20 @@ _HOOKS = (
 
 
 def refuse_unfit(model: Model, layout: Layout) -> None:
-    """Raise a LayoutError with every part of the model that this layout would compute wrongly."""
+    """Raise a LayoutError that lists every part of the model that this layout would
+    compute wrongly.
+    """
     if wrong := misfits(model, layout):
         raise LayoutError("\n".join(wrong))
 
 
 def fitting(model: Model, layouts: Iterable[Layout]) -> tuple[Layout, ...]:
     """The layouts that compute the model correctly."""
-    known: dict[tuple[bool, ...], bool] = {}  # by all that a misfit depends on
+    known: dict[tuple[bool, ...], bool] = {}  # by everything that a misfit depends on
     chosen = []
     for layout in layouts:
-        # Layouts of one key differ in sizes alone, which no misfit depends on.
+        # Layouts with the same key differ in sizes alone, and no misfit depends on
+        # sizes.
         cp = layout.mesh.of("cp.ring") > 1, layout.mesh.of("cp.ulysses") > 1
         key = layout.tp > 1, layout.seq, *cp, bool(layout.compile)
         if key not in known:
@@ -51,10 +55,10 @@ def fitting(model: Model, layouts: Iterable[Layout]) -> tuple[Layout, ...]:
 
 
 def misfits(model: Model, layout: Layout) -> tuple[str, ...]:
-    """Every part of the model that this layout would compute wrongly, a sentence each."""
+    """A sentence for every part of the model that this layout would compute wrongly."""
     wrong = [*_unnamed(model), *_untrainable(model)]
     if model.original and layout.compile:
-        wrong.append("transformers' own code is not compiled here. Leave compile out.")
+        wrong.append("transformers' own code cannot be compiled. Leave compile out.")
     if layout.seq and layout.tp > 1 and not wrong:
         wrong += _uncut(model)
     for prefix, piece in model.pieces:
@@ -69,7 +73,7 @@ def misfits(model: Model, layout: Layout) -> tuple[str, ...]:
 
 
 def _unnamed(model: Model) -> Iterator[str]:
-    """Every dim of every weight must be named by a rule."""
+    """Yield a sentence for every weight whose dims no rule names."""
     for name, parameter in model.weights.items():
         try:
             model.rules.dims(name, parameter.dim())
@@ -78,7 +82,9 @@ def _unnamed(model: Model) -> Iterator[str]:
 
 
 def _untrainable(model: Model) -> Iterator[str]:
-    """Parameters are replaced by views of a unit's weights, which have no hooks."""
+    """Yield a sentence for every parameter with gradient hooks, which views of a unit
+    would not call.
+    """
     for name, parameter in model.weights.items():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             yield f"{name} has hooks on its gradient, which would never be called. Remove them."
@@ -90,16 +96,16 @@ def _untrainable(model: Model) -> Iterator[str]:
 def _anywhere(name: str, module: nn.Module) -> Iterator[str]:
     if isinstance(module, _DropoutNd) and module.p > 0:
         yield (
-            f"{name} is a {type(module).__name__}: its mask comes from torch's generator, which no"
-            " two layouts use alike. Use phalanx.models.Dropout, or p=0."
+            f"{name} is a {type(module).__name__}: its mask comes from torch's generator, so no"
+            " two layouts would draw the same. Use phalanx.models.Dropout, or p=0."
         )
     if isinstance(module, nn.Embedding):
         yield from _embedding(name, module)
     empty = [key for key, x in module._buffers.items() if x is not None and x.is_meta]
     if empty and not callable(getattr(module, "reset_buffers", None)):
         yield (
-            f"{name} has the buffer {', '.join(empty)}, and no method reset_buffers() to fill it: a"
-            " model is made on the meta device, where a buffer has no values. Add the method, or"
+            f"{name} has the buffer {', '.join(empty)} but no method reset_buffers() to fill it: a"
+            " model is created on the meta device, where a buffer has no values. Add the method, or"
             " compute the values in the forward."
         )
     if type(module) is nn.Linear and "weight" not in module._parameters:
@@ -112,19 +118,19 @@ def _anywhere(name: str, module: nn.Module) -> Iterator[str]:
 def _embedding(name: str, module: nn.Embedding) -> Iterator[str]:
     if module.max_norm is not None:
         yield (
-            f"{name} has max_norm={module.max_norm}: it changes weights in a forward, and these are"
-            " copies on several ranks. Leave max_norm out; scale the rows that were looked up."
+            f"{name} has max_norm={module.max_norm}: its forward changes weights, and several ranks hold"
+            " copies of these. Leave max_norm out; scale the rows that were looked up."
         )
     if module.scale_grad_by_freq:
         yield (
             f"{name} has scale_grad_by_freq=True: a rank sees a part of the batch and cannot know"
-            " how often a token is in it. Leave it out."
+            " how often a token occurs in all of it. Leave it out."
         )
     if module.sparse:
-        yield f"{name} has sparse=True, and gradients are kept dense here. Leave it out."
+        yield f"{name} has sparse=True, but gradients are dense here. Leave it out."
 
 
-# ---- what tensor parallelism cuts and replaces
+# ---- modules that tensor parallelism shards and replaces
 
 
 def _cut(
@@ -139,14 +145,14 @@ def _cut(
             continue
         if len(over_tp) > 1:
             yield (
-                f"{name}.{key} is cut by tp in two dims ({' '.join(dims)}); a rank would hold one"
+                f"{name}.{key} is sharded by tp in two dims ({' '.join(dims)}); a rank would hold one"
                 " block of the diagonal. Name one of them '-'."
             )
         elif isinstance(module, ExpertProducts):
-            continue  # cut as a whole
+            continue  # sharded as a whole
         elif key != "weight" or parameter.dim() != 2:
             yield (
-                f"{name}.{key} is cut by tp along {over_tp[0]!r}, and the parts are joined only for"
+                f"{name}.{key} is sharded by tp along {over_tp[0]!r}, but the shards can be joined only for"
                 " the weight (two dims) of an nn.Linear or nn.Embedding. Use one of these, name its"
                 f" dims '{' '.join('-' for _ in dims)}', or use no tp."
             )
@@ -161,7 +167,9 @@ def _cut(
 def _replaced(
     name: str, module: nn.Module, dim: str, *, cut_first: bool
 ) -> Iterator[str]:
-    """The module whose weight is cut must compute what the one that stands in for it does."""
+    """Yield a sentence if a sharded module computes more than the module that replaces
+    it.
+    """
     way_out = (
         f" Put what it adds into the module that owns it, name the dim {dim!r} of its weight '-',"
         " or use no tp."
@@ -175,8 +183,8 @@ def _replaced(
     if not isinstance(module, plain):
         if cut_first:
             yield (
-                f"{name} is a {kind}: tp cuts the first dim of its weight, {dim!r}, and only"
-                f" nn.Linear and nn.Embedding are known by what they do with it.{way_out}"
+                f"{name} is a {kind}: tp shards the first dim of its weight, {dim!r}, and knows only"
+                f" how nn.Linear and nn.Embedding use it.{way_out}"
             )
             return
     elif (
@@ -185,23 +193,25 @@ def _replaced(
     ):
         yield f"{name} is a {kind}: tp computes nn.{plain.__name__}, without what it adds.{way_out}"
     elif more := {*module._parameters, *module._buffers, *module._modules} - owned:
-        yield f"{name} has {', '.join(sorted(more))} beside what tp cuts.{way_out}"
+        yield f"{name} has {', '.join(sorted(more))} besides what tp shards.{way_out}"
     if "forward" in vars(module):
         yield f"{name} has a forward of its own, set on the module.{way_out}"
     if any(getattr(module, hooks) for hooks in _HOOKS):
-        yield f"{name} has hooks, which would see a part of its features under tp.{way_out}"
+        yield f"{name} has hooks, which would see only a part of its features under tp.{way_out}"
 
 
 def _loss(name: str, piece: nn.Module, path: str) -> Iterator[str]:
-    """The loss beside an output projection is replaced by one over a cut vocabulary."""
+    """Yield a sentence if the loss beside an output projection is no cross-entropy that
+    tp can replace.
+    """
     owner = piece.get_submodule(path.rpartition(".")[0])
     beside = name.rpartition(".")[0]
     loss = owner._modules.get("loss")
-    if type(loss) is CrossEntropy:  # which may have a z-loss
+    if type(loss) is CrossEntropy:  # replaced with its z-loss
         return
     if loss is None:
         yield (
-            f"{name} gives logits that tp cuts over the vocabulary, and {beside} has no child named"
+            f"{name} computes logits that tp shards over the vocabulary, but {beside} has no child named"
             " 'loss' to take them. Put the loss there, or name the vocabulary's dim '-'."
         )
         return
@@ -210,15 +220,18 @@ def _loss(name: str, piece: nn.Module, path: str) -> Iterator[str]:
     want = F.cross_entropy(logits[0], targets[0], ignore_index=IGNORED, reduction="sum")
     if why := _differs(loss, (logits, targets), want):
         yield (
-            f"{beside}.loss is a {type(loss).__name__}: tp puts the summed cross-entropy, without"
-            f" targets of {IGNORED}, in its place, and {why}. Compute that and nothing else in it,"
+            f"{beside}.loss is a {type(loss).__name__}: tp replaces it by the summed cross-entropy, without"
+            f" targets of {IGNORED}, and {why}. Compute only that in it,"
             " name the vocabulary's dim '-', or use no tp."
         )
 
 
 def _uncut(model: Model) -> Iterator[str]:
-    """Under seq what is not cut over features sees a part of the time, which attention and the loss
-    must not."""
+    """Yield a sentence for attention or a loss that would see only a part of the time
+    under `seq`.
+
+    Modules not sharded over features see a part of the time, which these two must not.
+    """
     for prefix, piece in model.pieces:
         for path, module in piece.named_modules():
             if "core" in module._modules:
@@ -233,8 +246,8 @@ def _uncut(model: Model) -> Iterator[str]:
                 ]
                 if dims and not any(AXIS_OF.get(dim) == "tp" for dim in dims):
                     yield (
-                        f"{prefix}.{path} attends with all of its heads on every rank of tp, and"
-                        " under seq a rank has a part of the time. Leave seq out."
+                        f"{prefix}.{path} attends with all of its heads on every rank of tp, but"
+                        " under seq a rank has only a part of the time. Leave seq out."
                     )
     prefix, head = model.pieces[-1]
     names = [name for name, x in head.named_parameters() if x.dim() == 2]
@@ -242,17 +255,17 @@ def _uncut(model: Model) -> Iterator[str]:
         "vocab" in model.rules.dims(f"{prefix}.{name}") for name in names
     ):
         yield (
-            f"{prefix} has the whole vocabulary on every rank of tp, and under seq a rank has a part"
+            f"{prefix} has the whole vocabulary on every rank of tp, but under seq a rank has only a part"
             " of the time. Leave seq out."
         )
 
 
-# ---- what a ring replaces
+# ---- modules that a ring replaces
 
 
 def _core(model: Model, name: str, core: nn.Module) -> Iterator[str]:
     if type(core) is Core and not any(getattr(core, hooks) for hooks in _HOOKS):
-        return  # our own: nothing to try, which would take real memory
+        return  # our own: a trial would only take memory
     heads = model.counts.get("heads", 2)
     kv = model.counts.get("kv", heads)
     size = model.shape.head_dim if model.shape else 8
@@ -267,13 +280,13 @@ def _core(model: Model, name: str, core: nn.Module) -> Iterator[str]:
         core, (q, k, v, positions, None), Core()(q, k, v, positions, None)
     ):
         yield (
-            f"{name} is a {type(core).__name__}: a ring computes causal softmax attention in its"
-            f" place, and {why}. Use cp:ulysses, which keeps it, or no cp."
+            f"{name} is a {type(core).__name__}: a ring replaces it by causal softmax attention,"
+            f" and {why}. Use cp:ulysses, which keeps it, or no cp."
         )
 
 
 def _differs(module: nn.Module, inputs: tuple[Tensor | None, ...], want: Tensor) -> str:
-    """Explains why a module does not give this, by calling it, or returns ""."""
+    """Call a module and explain why it does not return `want`, or return ""."""
     if any(getattr(module, hooks) for hooks in _HOOKS):
         return "it has hooks"
     if next(module.parameters(), None) is not None:
@@ -282,10 +295,12 @@ def _differs(module: nn.Module, inputs: tuple[Tensor | None, ...], want: Tensor)
         with torch.no_grad():
             got = module(*inputs)
     except Exception as error:
-        return f"called by itself it raises {type(error).__name__}: {error}"
+        return f"called on its own, it raises {type(error).__name__}: {error}"
     if not isinstance(got, Tensor) or got.shape != want.shape:
-        return "it gives something else"
+        return "it returns something else"
     apart = float((got - want).abs().max() / want.abs().max())
     return (
-        "" if apart < 1e-4 else f"it gives something else (relative error {apart:.1g})"
+        ""
+        if apart < 1e-4
+        else f"it returns something else (relative error {apart:.1g})"
     )

@@ -1,8 +1,8 @@
 """The process groups of a layout: those of a rank, and those of each of its units.
 
-A gradient is summed over every axis on which copies of its weight did different work, and over none
-that cuts the weight. `unit_axes` derives the axes of a unit from the rule table. Units differ in
-their groups and in nothing else.
+A gradient is summed over every axis on which copies of its weight did different work,
+and over no axis that shards the weight. `unit_axes` derives a unit's axes from the rule
+table. Units differ in their groups and in nothing else.
 """
 
 from __future__ import annotations
@@ -18,19 +18,23 @@ from ..program import Program, ops
 from .context import around
 from .model import Model
 
-# disjoint groups of ranks that together are all ranks
+# Disjoint groups of ranks that together contain all ranks.
 Ranks = tuple[tuple[int, ...], ...]
 
 
 class UnitAxes(NamedTuple):
-    """The mesh axes over which a unit is sharded, and over which its shards are replicated."""
+    """The mesh axes over which a unit is sharded, and over which its shards are
+    replicated.
+    """
 
     shard: tuple[str, ...]
     replica: tuple[str, ...]
 
 
 class UnitPlace(NamedTuple):
-    """The part of a unit that a rank has: its part of tp, its shard of that, and its replica."""
+    """The part of a unit that a rank holds: its tp rank, its shard index and its
+    replica index.
+    """
 
     tp: int
     shard: int
@@ -39,47 +43,55 @@ class UnitPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitGroups:
-    """The groups of one unit. `gather`, `reduce` and `scales` are the same ranks with a communicator
-    each, so that a gather does not queue behind a reduction, nor scales behind gathers."""
+    """The groups of one unit.
+
+    `gather`, `reduce` and `scales` contain the same ranks but have a communicator each,
+    so that a gather does not queue behind a reduction, nor scales behind gathers.
+    """
 
     gather: Group  # shards of the weights
     reduce: Group  # shards of the gradients
     replica: Group  # ranks that hold the same shard
     tie: Group  # stages of one pipeline that use the same weights
-    # by `Weight.adds`: ranks of tp whose copies did different work
+    # By `Weight.adds`: ranks of tp whose copies did different work.
     also: Mapping[str, Group]
-    # Of an optimizer that needs whole matrices: all ranks that have parts of the unit's, and what of
-    # it each of them has.
+    # For an optimizer that needs whole matrices: all ranks that hold parts of the
+    # unit's, and the part that each of them holds.
     matrices: Group | None = None
     places: tuple[UnitPlace, ...] = ()
-    scales: Group | None = None  # of weights that travel in 8 bits
+    scales: Group | None = None  # agrees on the scales of weights gathered in 8 bits
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Every group that one rank belongs to. A group of one rank is a group like any other."""
+    """Every group that one rank belongs to. A group of one rank is a group like any
+    other.
+    """
 
     tp: Group  # regions of tensor parallelism
     ring: Group  # context parallelism: blocks of keys and values
     ulysses: Group  # context parallelism: all tokens of some heads
     ep: Group  # ranks that share experts
-    routes: Group  # the same, for how many tokens come: never behind the tokens
+    routes: Group  # the same ranks, for token counts: these never queue behind tokens
     count: Group  # ranks that saw other tokens
-    # Stages of one pipeline. Under a V schedule both kinds go both ways, so each has its own order.
+    # Stages of one pipeline. Under a V schedule both kinds go both ways, so each needs
+    # its own order.
     activations: Group
     gradients: Group
     everyone: Group
-    # For the losses of routers: ranks with other tokens of the same sequences, or of the batch.
+    # For the losses of routers: ranks with other tokens of the same sequences, or of
+    # the batch.
     sequences: Group | None
     batch: Group | None
-    # Of every unit, also of those on other stages, and of every piece's unit of experts.
+    # For every unit, including those of other stages, and for every piece's unit of
+    # experts.
     units: tuple[UnitGroups, ...]
-    # Of the frozen weights of every unit, where each rank keeps them whole.
+    # For the frozen weights of every unit, if each rank keeps them whole.
     whole: tuple[UnitGroups, ...] | None
 
 
 def unit_axes(model: Model, layout: Layout, unit: int) -> UnitAxes:
-    """The layout's data-parallel axes, without those that cut the unit's weights."""
+    """The layout's data-parallel axes, without those that shard the unit's weights."""
     parts = {"dp": ("dp.replicate", "dp.shard")}
     axes = [
         tuple(part for axis in chosen for part in parts.get(axis, (axis,)))
@@ -101,24 +113,30 @@ def unit_axes(model: Model, layout: Layout, unit: int) -> UnitAxes:
     if len(different) > 1:
         name = model.pieces[unit % len(model.pieces)][0]
         raise LayoutError(
-            f"the weights of {name} are sharded over different axes of data parallelism, and a unit has"
+            f"the weights of {name} are sharded over different axes of data parallelism, but a unit has"
             " one group for all. Put them into pieces of their own."
         )
     return different.pop() if different else UnitAxes(*axes)
 
 
 def _cuts_frozen(layout: Layout) -> bool:
-    """True if frozen weights are sharded, which is so where weights are gathered and dropped.
-    ZeRO-1 and 2 shard what belongs to a gradient, and frozen weights have none; gathering them each
-    step would bring unchanged values."""
+    """True if frozen weights are sharded, as they are if weights are gathered and
+    dropped.
+
+    ZeRO-1 and 2 shard what belongs to a gradient, and frozen weights have none.
+    Gathering them in each step would bring unchanged values.
+    """
     return layout.zero == 3 or layout.weights_on_host
 
 
 def open_groups(
     world: World, layout: Layout, model: Model, program: Program, *, prefix: str = ""
 ) -> Groups:
-    """All groups of a layout and its program; a collective call of the whole world, with the same
-    order on every rank. With a `prefix` of its own a second set can be open beside the first."""
+    """Open all groups of a layout and its program. All ranks call it collectively, in
+    the same order.
+
+    With a `prefix` of its own, a second set of groups can be open beside the first.
+    """
     if world.size != layout.ranks:
         raise LayoutError(
             f"layout {str(layout)!r} is for {layout.ranks} ranks; {world.size} were started."
@@ -143,7 +161,8 @@ def open_groups(
     routers = [
         m for _, piece in model.pieces for m in piece.modules() if isinstance(m, Router)
     ]
-    over_tp = ("tp",) if layout.seq else ()  # else its ranks see the same tokens
+    # without seq, its ranks see the same tokens
+    over_tp = ("tp",) if layout.seq else ()
     sequences = batch = None
     if any(router.sequence_loss for router in routers):
         sequences = along("sequences", "cp", *over_tp)
@@ -178,7 +197,8 @@ def _open_units(
 ) -> tuple[UnitGroups, ...]:
     """The groups of every unit. Units over the same ranks share their groups."""
     mesh = layout.mesh
-    # Where all are replicas, a step's count, sums and agreement follow one another on every rank.
+    # If all ranks are replicas, a step's count, sums and norm follow one another on
+    # every rank in one order.
     opened: dict[tuple[str, Ranks], Group] = {("replica", (everyone.ranks,)): everyone}
 
     def shared(name: str, ranks: Ranks) -> Group:
@@ -187,13 +207,14 @@ def _open_units(
             opened[name, ranks] = world.split(f"{prefix}{name}{number or ''}", ranks)
         return opened[name, ranks]
 
-    # Apart from the regions' group: never between two messages of a region.
+    # Apart from the regions' group, so that no sum comes between two messages of a
+    # region.
     heads = model.counts.get("kv", 0)
     same = layout.tp // heads if heads and layout.tp > heads else 1
     over_tp = mesh.groups(["tp"])
     whole = {op.piece for row in program.rows for op in row if op.kind == ops.TO_OWNERS}
     also = {
-        # ranks with the same key and value head
+        # ranks that hold the same KV head
         "kv": shared("kv", _in_runs(over_tp, same)),
         "norms": shared("norms", over_tp),
     }
@@ -206,7 +227,7 @@ def _open_units(
         if layout.gathers_in_8_bits:
             scales = shared("scales", mesh.groups(axes.shard))
         if unit % len(model.pieces) in whole:
-            # Ranks of tp that share experts have no parts of each other's.
+            # Ranks of tp that share experts hold different experts.
             routed = isinstance(model.pieces[unit % len(model.pieces)][1], ExpertsPart)
             own = {"tp"} - set(layout.experts if routed else ())
             matrices = shared(
@@ -231,8 +252,11 @@ def _open_units(
 def _open_whole(
     world: World, layout: Layout, model: Model, count: Group, prefix: str
 ) -> tuple[UnitGroups, ...]:
-    """The groups of every unit whose ranks keep it whole: the ranks with the same part of the model are
-    replicas. For experts these are fewer, as ranks that share experts have others of them."""
+    """The groups of every unit whose ranks keep it whole.
+
+    Ranks with the same part of the model are replicas. Experts have fewer of them, as
+    ranks that share experts hold different ones.
+    """
     mesh = layout.mesh
     alone = world.split(f"{prefix}alone", mesh.groups(()))
     every = mesh.groups(("dp", "cp", "ep"))
@@ -256,12 +280,14 @@ def _place(mesh: Mesh, axes: UnitAxes, rank: int) -> UnitPlace:
 
 
 def _in_runs(groups: Ranks, size: int) -> Ranks:
-    """Groups cut into runs of `size` neighbours."""
+    """Split groups into runs of `size` neighbours."""
     return tuple(g[i : i + size] for g in groups for i in range(0, len(g), size))
 
 
 def _stages(pipelines: Ranks, stages: set[int]) -> Ranks:
-    """Groups the ranks of these stages in each pipeline, if there are several; all others stay alone."""
+    """Group the ranks of these stages in each pipeline, if there are several. All
+    others stay alone.
+    """
     together = stages if len(stages) > 1 else set[int]()
     groups: list[tuple[int, ...]] = []
     for pipeline in pipelines:

@@ -1,4 +1,6 @@
-"""Pieces of a model that are alike: what is found out about one of them holds for all."""
+"""Kinds of pieces: equal pieces of a model, so that costs found for one hold for all of
+its kind.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from .model import Model
 
 
 def alike(model: Model) -> tuple[int, ...]:
-    """For each piece the number of its kind, in the order in which the kinds come."""
+    """The kind of each piece, numbered in the order in which kinds first occur."""
     kinds: dict[Any, int] = {}
     names = {parameter: name for name, parameter in model.weights.items()}
     every = (_signature(model, number, names) for number in range(len(model.pieces)))
@@ -24,9 +26,11 @@ def alike(model: Model) -> tuple[int, ...]:
 def _signature(
     model: Model, number: int, names: Mapping[nn.Parameter, str]
 ) -> tuple[Any, ...]:
-    """All that a piece's cost can depend on: its modules, their plain attributes, weights and buffers.
+    """Everything that a piece's cost can depend on: its modules, their plain
+    attributes, weights and buffers.
 
-    Attributes that begin with _ are a module's own affair: our blocks note their place in one.
+    Attributes that begin with _ are private to a module: our blocks keep their number
+    in one.
     """
     module = model.pieces[number][1]
     parts = []
@@ -56,15 +60,20 @@ def _signature(
 
 
 def _plain(value: object) -> bool:
-    """True for a value that tells two modules apart, as a size, a tuple of sizes or an activation."""
+    """True for a value that can distinguish two modules: a size, a tuple of sizes, an
+    activation.
+    """
     if isinstance(value, tuple | list):
         return all(map(_plain, value))
     return isinstance(value, bool | int | float | str | FunctionType | None)
 
 
 def _hashable(value: Any) -> Any:
-    """A value that equals another's if both do the same. A function made anew for each module, as a lambda
-    in a constructor, is known by its code and by what it closes over."""
+    """A hashable value that is equal for values with the same effect.
+
+    A function created anew for each module, such as a lambda in a constructor, is known
+    by its code and its closure.
+    """
     if isinstance(value, tuple | list):
         return tuple(map(_hashable, value))
     if not isinstance(value, FunctionType):
@@ -74,7 +83,7 @@ def _hashable(value: Any) -> Any:
 
 
 def one_of_each(model: Model) -> Model:
-    """A model of its own with the first piece of every kind."""
+    """A separate model with the first piece of every kind."""
     kinds = alike(model)
     firsts = [kinds.index(kind) for kind in range(max(kinds) + 1)]
     pieces = copy.deepcopy(tuple(model.pieces[n] for n in firsts))

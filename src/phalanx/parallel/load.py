@@ -1,4 +1,4 @@
-"""Models of others as values: of a file's class, of a class that is here, in transformers' own code."""
+"""Loads models of users: from a file, from a class, or in transformers' own code."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,9 +16,12 @@ from .whole import whole_of_class
 
 
 def load_model(text: str) -> Model:
-    """A stranger's model from `FILE.py:Class`: the class made without arguments on the meta device,
-    described by the file's `describe(model)`, which returns a `Model`. Or transformers' from
-    `hf:FOLDER`."""
+    """Load a user's model from `FILE.py:Class`, or transformers' model from
+    `hf:FOLDER`.
+
+    The class is created without arguments on the meta device and described by the
+    file's `describe(model)`, which returns a `Model`.
+    """
     if text.startswith(HUB):
         return load_transformers(text.removeprefix(HUB))
     path, name = split_name(text)
@@ -32,7 +35,7 @@ def load_model(text: str) -> Model:
 def model_of_class(
     kind: Callable[[], object], describe: Callable[[Any], object]
 ) -> Model:
-    """A model of a class that is here already, as one of a notebook."""
+    """A model from a class that is already loaded, for example in a notebook."""
     with torch.device("meta"):
         instance = kind()
         made = describe(instance)

@@ -1,4 +1,4 @@
-"""A rank's share of a model: the pieces of its stages, cut and bound to its units."""
+"""One rank's part of a model: the pieces of its stages, sharded and bound to its units."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -31,31 +31,35 @@ from .tensor import Weight, cut_of, cut_weights, install_regions
 
 @dataclass(frozen=True, eq=False)
 class LocalModel:
-    """One rank's pieces, units by number (see `Model.unit_of`), groups to other ranks, buffers' pool."""
+    """One rank's pieces, its units by number (see `Model.unit_of`), its groups and its
+    buffer pool.
+    """
 
     pieces: dict[int, Piece]
-    units: dict[int, Unit]  # of the weights that are trained
-    frozen: dict[int, Unit]  # of those that are not, by the same numbers
+    units: dict[int, Unit]  # of the trained weights
+    frozen: dict[int, Unit]  # of the frozen weights, by the same numbers
+
     groups: Groups
-    exchange: Exchange  # of tokens with the ranks that share experts
+    exchange: Exchange  # sends tokens to the ranks that share experts
     pool: BufferPool
-    coordinates: dict[str, int]  # where the rank sits on each axis
-    # empty tensors for what a piece takes
+    coordinates: dict[str, int]  # the rank's place on each axis
+    # Makes empty tensors in the shapes of a piece's inputs.
     edge: Callable[[int, Mapping[str, Tensor]], Bundle]
-    # what its pieces take of it
+    # Tensors derived from a microbatch, by the names under which this rank's pieces
+    # take them.
     derived: Mapping[str, Callable[[Mapping[str, Tensor]], Tensor]]
-    # gives weights (all, or those `chosen` by name) a seed's start
+    # Initializes weights from a seed: all, or those `chosen` by name.
     draw: Callable[..., None]
-    # gives all weights the values of whole tensors, by name
+    # Fills all weights with the values of whole tensors, by name.
     fill: Callable[[Mapping[str, Tensor]], None]
 
     @torch.no_grad()
     def complete(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A microbatch with what the rank's pieces derive from it."""
+        """A microbatch with the tensors that the rank's pieces derive from it."""
         return {**batch, **{name: make(batch) for name, make in self.derived.items()}}
 
     def weights(self, unit: int) -> list[Unit]:
-        """All weights of a unit: what it trains, and what of it is frozen."""
+        """A unit's trained weights and its frozen weights."""
         return [units[unit] for units in (self.units, self.frozen) if unit in units]
 
     @property
@@ -67,7 +71,7 @@ class LocalModel:
         ]
 
     def of_piece(self, piece: int, *, trained: bool = False) -> list[Unit]:
-        """The weights of a piece, or those of them that are trained: also its unit of experts."""
+        """The units of a piece, including its experts; only the trained ones if asked."""
         return self._by_piece[piece, trained]
 
     @cached_property
@@ -81,16 +85,18 @@ class LocalModel:
 
 
 def model_stages(model: Model, layout: Layout) -> tuple[range, ...]:
-    """The pieces of every virtual stage; without a shape they are balanced by their parameters."""
+    """The pieces of every virtual stage. Without a shape, stages are balanced by
+    parameter counts.
+    """
     if model.shape is not None:
         return stage_pieces(layout, model.shape)
     count = len(model.pieces)
     if count < 3:
         if layout.virtual_stages > 1:
             raise LayoutError(
-                f"{layout} has {layout.virtual_stages} stages, and the model is one piece."
-                " Give prepare an example batch, by which its blocks are found, describe it"
-                " (docs/bring-your-model.md), or use no pp."
+                f"{layout} has {layout.virtual_stages} stages, but the model is one piece."
+                " Pass an example batch to prepare, which finds the model's blocks with it;"
+                " describe the model (docs/bring-your-model.md); or use no pp."
             )
         return (range(count),)
     work = [1] * count
@@ -113,10 +119,10 @@ def build_local(
     poison: bool = False,
     prefix: str = "",
 ) -> LocalModel:
-    """This rank's part of a model, with the weights of the run's start. Without a seed they are zeros,
-    until they are read or drawn.
+    """Build this rank's part of a model, with the weights of the run's start.
 
-    Every rank calls it; the model's modules are changed and belong to this rank from here on.
+    Without a seed the weights are zeros until they are read or drawn. Every rank calls
+    it. The model's modules are changed and belong to this rank from here on.
     """
     refuse_unfit(model, layout)
     model = cut_blocks(model, layout)
@@ -162,13 +168,13 @@ def build_local(
 
 @dataclass(frozen=True)
 class _Role:
-    """The part of a rank in a program, as far as its units and pieces depend on it."""
+    """The role of a rank in a program, as far as its units and pieces depend on it."""
 
-    pieces: tuple[int, ...]  # that it computes
-    dropped: frozenset[int]  # pieces whose weights it drops after use
-    splits: bool  # its backward comes in two parts
-    offloads: bool  # its activations go to the host
-    adds: bool  # gradients are added up in place, which autograd's own are not
+    pieces: tuple[int, ...]  # the pieces it computes
+    dropped: frozenset[int]  # the pieces whose weights it drops after use
+    splits: bool  # backward comes in two parts
+    offloads: bool  # activations go to the host
+    adds: bool  # gradients accumulate in place, which autograd's own cannot
 
     @classmethod
     def of(cls, program: Program, rank: int) -> "_Role":
@@ -186,7 +192,9 @@ class _Role:
 
 
 class _UnitMaker:
-    """Makes a rank's units, each of the class that its weights, groups and gradients ask for."""
+    """Creates a rank's units, each of the class that its weights, groups and gradients
+    need.
+    """
 
     def __init__(
         self,
@@ -205,14 +213,15 @@ class _UnitMaker:
         self.at_host = layout.weights_on_host
         own = {unit for piece in role.pieces for unit in program.units(piece)}
         experts = [piece + self.count for piece in role.pieces]
-        # The numbers of this rank's units: those of its pieces, and those of their experts.
+        # The numbers of this rank's units: those of its pieces, and those of their
+        # experts.
         self.held = sorted(own) + [n for n in experts if n in model.unit_of.values()]
         self.narrow = frozenset[str]()
         if layout.gathers_in_8_bits:
             self.narrow = narrow_names(model, precision.matmul)
 
     def units(self, *, frozen: bool) -> dict[int, Unit]:
-        """The units of the weights that are trained, or of those that are frozen."""
+        """The units of the trained weights, or of the frozen ones."""
         units = {}
         for number in self.held:
             chosen = [
@@ -220,7 +229,8 @@ class _UnitMaker:
                 for name, weight in self.weights.items()
                 if self.model.unit_of[name] == number and weight.frozen == frozen
             ]
-            # A piece may have no weights, and a unit of trained ones all the same.
+            # A piece without weights still has a unit of trained ones, unless the
+            # program freezes it.
             of_piece = not frozen and number < self.count
             if number not in self.program.frozen if of_piece else chosen:
                 units[number] = self._unit(number, chosen, frozen=frozen)
@@ -248,7 +258,9 @@ class _UnitMaker:
 
     @cached_property
     def _may_be_plain(self) -> bool:
-        """True if weights lie as they are computed with, and their gradients come once."""
+        """True if weights are stored in the compute dtype and their gradients come once
+        a step.
+        """
         p = self.precision
         same = p.compute == p.master == p.reduce and not p.matmul
         stays = not (self.at_host or self.role.dropped or self.program.replicated)
@@ -268,7 +280,7 @@ def _edge(
     piece: int,
     batch: Mapping[str, Tensor],
 ) -> Bundle:
-    """Empty tensors for what a piece takes."""
+    """Empty tensors in the shapes of a piece's inputs."""
     if model.edges:
         own = next(iter(model.weights.values())).dtype
         edges = model.edges(piece, batch)
@@ -287,7 +299,9 @@ def _at_dtype(
 
 
 def _real(x: Tensor, device: torch.device) -> Tensor:
-    """Memory for a tensor on meta. `empty_like` of one imports sympy, which takes 0.3 s."""
+    """Allocate memory for a meta tensor. `empty_like` of one imports sympy, which takes
+    0.3 s.
+    """
     return torch.empty(x.shape, dtype=x.dtype, device=device)
 
 
@@ -300,7 +314,8 @@ def _stays(weights: Sequence[Weight], groups: UnitGroups) -> bool:
 def world_place(layout: Layout, rank: int) -> dict[str, int]:
     at = layout.mesh.coordinates(rank)
     at = {**dict.fromkeys(("dp", "pp", "cp", "tp", "ep"), 0), **at}
-    return at | {"data": at["dp"] * layout.ep + at["ep"]}  # which share of the batch
+    # "data" is the index of this rank's share of the batch
+    return at | {"data": at["dp"] * layout.ep + at["ep"]}
 
 
 def _piece(
@@ -313,7 +328,7 @@ def _piece(
     device: torch.device,
 ) -> Piece:
     module, compiled = model.pieces[piece][1], None
-    # On meta each operation is costed.
+    # On meta each operation is costed on its own, so nothing is compiled.
     if layout.compile and device.type != "meta" and not isinstance(module, ExpertsPart):
         refuse_uncompiled(device)
         again = layout.recompute == "selective" and 0 < piece < program.pieces - 1
@@ -339,7 +354,9 @@ def _place(
     at: Mapping[str, int],
     device: torch.device,
 ) -> None:
-    """The model's parameters become those of the units; its buffers are made and cut."""
+    """Replace the model's parameters by those of the units, and create and shard its
+    buffers.
+    """
     originals = {parameter: name for name, parameter in model.weights.items()}
     every = [unit for each in units.values() for unit in each]
     bound = {name: p for unit in every for name, p in unit.parameters.items()}
@@ -365,7 +382,7 @@ def _place(
                 ].clone()
 
 
-# The rows (ascending) and columns of a weight, where all dims but the last make the rows.
+# The rows (ascending) and columns of a weight. All dims but the last form the rows.
 _Part = tuple[Tensor, slice]
 _PartOf = Callable[[str, torch.dtype, _Part], Tensor]
 

@@ -1,16 +1,18 @@
-"""Products with the weights of blocks in 8 bits: the words fp8, fp8:tile and mxfp8 of a layout.
+"""Matmuls with the weights of blocks in 8 bits: the words fp8, fp8:tile and mxfp8 of a
+layout.
 
-Both factors of a product are rounded to an 8-bit float, with scales that several numbers along the sum
-share: all of them (fp8), 128 (fp8:tile, and 128 x 128 of a weight) or 32 (mxfp8). A linear has three
-products, each with a sum over another dim, and so rounds each tensor twice. Sums are in float32.
-Weights, their gradients and what is sent keep their precision.
+Both factors of a matmul are rounded to an 8-bit float. Elements along the sum share
+scales: all of them (fp8), 128 (fp8:tile, and 128 x 128 of a weight) or 32 (mxfp8). A
+linear has three matmuls that sum over different dims, so each tensor is rounded twice.
+Sums are in float32. Weights, their gradients and messages keep their precision.
 
-Where a sum is over tokens, as that of a weight's gradient is, no scale reaches past one sequence. So none
-depends on which rank has how many sequences, and dp, ZeRO, pp, accumulation and recomputation give the
-numbers of one process. tp and cp cut sums, and each rank has scales of its own part.
+If a sum is over tokens, as for a weight's gradient, no scale extends past one sequence.
+So scales do not depend on the number of sequences that a rank holds, and dp, ZeRO, pp,
+accumulation and recomputation give the results of one process. tp and cp shard sums,
+and each rank has scales of its own part.
 
-On a GPU the products are `scaled_mm`'s. Elsewhere the same rounded numbers are multiplied in float32, or
-in float64 where the model is in float64.
+On a GPU the matmuls are `scaled_mm`'s. Elsewhere the same rounded values are multiplied
+in float32, or in float64 if the model is in float64.
 """
 
 import math
@@ -25,21 +27,25 @@ from ..layout import LayoutError
 from ..layout.choices import MATMULS, MatmulTraits
 from .products import Matmul, Narrow
 
-_LEAST = 1e-12  # in place of a largest number of zero, as torchao has it
+_LEAST = 1e-12  # replaces a maximum of zero, as in torchao
 
 
 class Rounded(NamedTuple):
-    """A matrix in 8 bits whose last dim is summed over; with three dims, one for each sequence. Zeros pad
-    k to whole runs."""
+    """A matrix in 8 bits whose last dim is summed over; with three dims, one matrix for
+    each sequence.
+
+    Zeros pad k to whole runs.
+    """
 
     numbers: Tensor  # (..., m, k)
-    # (..., m, k / run), or of squares (m / run, k / run); numbers are times these
+    # (..., m, k / run), or of square tiles (m / run, k / run); values = numbers *
+    # scales
     scales: Tensor
     run: int
     square: bool
 
     def restored(self, dtype: torch.dtype) -> Tensor:
-        """The values that the product uses: rounded numbers times their scales."""
+        """The values that the matmul uses: rounded numbers times their scales."""
         scales = self.of_rows().to(dtype)
         if self.run < self.numbers.shape[-1]:
             scales = scales.unsqueeze(-1).expand(*scales.shape, self.run).flatten(-2)
@@ -61,29 +67,32 @@ def rounded(
     power: bool = False,
     largest: Tensor | None = None,
 ) -> Rounded:
-    """x (..., m, k) in the 8-bit `form` of torch's name, `run` numbers of k with one scale; 0: all.
+    """Round x (..., m, k) to the 8-bit `form` (torch's name), with one scale for `run`
+    elements of k (0: all).
 
-    The scale is torchao's: the form's largest number over the largest of these, in float32. With
-    `power` it brings the largest into the form's last binade (OCP Microscaling Formats 1.0, 6.3).
-    `largest`: these numbers, where x is a part of what has the scale.
+    The scale is torchao's: the format's maximum over the maximum of these elements, in
+    float32. With `power` the scale brings the maximum into the format's last binade
+    (OCP Microscaling Formats 1.0, 6.3). `largest` gives the maxima if x is only a part
+    of the elements that share a scale.
     """
     dtype = getattr(torch, form)
     most, run = torch.finfo(dtype).max, run or max(x.shape[-1], 1)
-    parts = _in_runs(x, run)
+    parts = _in_runs(x, run)  # (..., m, k / run, run)
     largest = largest_of(x, run, square=square) if largest is None else largest
     factor, scales = _scales(largest, most, power)
     if square:
         factor = factor.repeat_interleave(run, 0)[: len(x)]
-    # First in float32: of a float64 the format's rounding would otherwise be another one.
+    # To float32 first: rounding float64 straight to the format would give other values.
     numbers = (parts * factor.unsqueeze(-1)).float().clamp(-most, most).to(dtype)
-    # What pads the last run stays: cut off, a kernel of torch.compile has other numbers (2.13, CPU).
+    # Keep the padding of the last run: without it a torch.compile kernel computes other
+    # values (2.13, CPU).
     return Rounded(numbers.flatten(-2), scales, run, square)
 
 
 def _scales(largest: Tensor, most: float, power: bool) -> tuple[Tensor, Tensor]:
-    """Factors that multiply the values before rounding, and those that restore them after."""
+    """Factors that multiply the values before rounding, and those that restore them."""
     if power:
-        # A float8_e8m0fnu is the exponent of a float32: 255 where that is infinite or no number.
+        # A float8_e8m0fnu is the exponent of a float32; 255 means infinity or NaN.
         bits = largest.float().view(torch.int32) >> 23
         stored = torch.where(
             bits < 255, (bits - math.frexp(most)[1] + 1).clamp(min=0), 255
@@ -95,15 +104,17 @@ def _scales(largest: Tensor, most: float, power: bool) -> tuple[Tensor, Tensor]:
 
 
 def _in_runs(x: Tensor, run: int) -> Tensor:
-    """x (..., m, k) as (..., m, k / run, run), padded."""
+    """Reshape x (..., m, k) to (..., m, k / run, run), padded."""
     k = x.shape[-1]
     padded = F.pad(x, (0, -k % run)) if k % run else x
     return padded.reshape(*x.shape[:-1], padded.shape[-1] // run, run)
 
 
 def largest_of(x: Tensor, run: int, *, square: bool) -> Tensor:
-    """The largest numbers of x (..., m, k) that share a scale: (..., m, k / run), or of squares
-    (m / run, k / run)."""
+    """The largest magnitudes of x (..., m, k) that share a scale.
+
+    (..., m, k / run), or (m / run, k / run) for square tiles.
+    """
     largest = _in_runs(x, run).abs().amax(-1)
     if not square:
         return largest
@@ -112,8 +123,8 @@ def largest_of(x: Tensor, run: int, *, square: bool) -> Tensor:
 
 
 def product(a: Rounded, b: Rounded, out: torch.dtype) -> Tensor:
-    """a (m, k) times b (n, k) transposed, summed over sequences where there are some."""
-    if a.numbers.is_meta:  # one product, in place of kernels that the device has
+    """a (m, k) times b (n, k) transposed, summed over sequences if there are several."""
+    if a.numbers.is_meta:  # costed as one matmul, for the device's kernels
         k = a.numbers[..., 0, :].numel()
         one = a.numbers.new_empty((), dtype=out)
         return one.expand(a.numbers.shape[-2], k) @ one.expand(k, b.numbers.shape[-2])
@@ -127,7 +138,7 @@ def product(a: Rounded, b: Rounded, out: torch.dtype) -> Tensor:
 
 
 class EightBits:
-    """The fp8 product that a word of `MATMULS` names."""
+    """The fp8 matmul named by a word of `MATMULS`."""
 
     def __init__(self, traits: MatmulTraits) -> None:
         self.traits = traits
@@ -135,8 +146,11 @@ class EightBits:
 
     @property
     def one_copy(self) -> bool:
-        """True if one fp8 copy of a weight serves both its product and the input's gradient, as
-        with square tiles."""
+        """True if one fp8 copy of a weight serves both its matmul and the input's
+        gradient.
+
+        Square tiles allow that.
+        """
         return self.traits.square
 
     def forward(self, x: Tensor, weight: Tensor | Narrow) -> Tensor:
@@ -151,6 +165,7 @@ class EightBits:
 
     def weight_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
         a, b = (
+            # (sequences, features, tokens): scales run along the tokens of one sequence
             rounded(z.flatten(0, -3).mT if z.dim() > 2 else z.mT, form, **self.shared)
             for z, form in ((gradient, self.traits.gradient), (x, self.traits.forward))
         )
@@ -167,21 +182,26 @@ class EightBits:
         return self.narrowed(weight)
 
     def narrowed(self, weight: Tensor, largest: Tensor | None = None) -> Rounded:
-        """A weight, or rows of one from where a square begins, with the `largest` of its squares."""
+        """Round a weight, or rows of one that begin at a tile, with the `largest`
+        magnitudes of its tiles.
+        """
         square = self.traits.square
         return rounded(
             weight, self.traits.forward, square=square, largest=largest, **self.shared
         )
 
     def scales(self, largest: Tensor) -> Tensor:
-        """The scales of a weight whose runs have these largest numbers."""
+        """The scales of a weight from the largest magnitudes of its runs."""
         most = torch.finfo(getattr(torch, self.traits.forward)).max
         return _scales(largest, most, self.traits.power)[1]
 
 
 class _OfExpert(torch.autograd.Function):
-    """A product of an expert's tokens. Which of them are on one rank, and in which order, is the layout's:
-    so the weight's gradient, a sum over them, keeps the layout's precision."""
+    """A matmul with the tokens of one expert.
+
+    The layout decides which of these tokens are on one rank, and in which order. So the
+    weight's gradient, a sum over them, keeps the layout's precision.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, matmul: Matmul) -> Tensor:
@@ -197,14 +217,14 @@ class _OfExpert(torch.autograd.Function):
 
 
 def of_expert(matmul: Matmul, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The product of an expert's tokens x (n, in), of which there may be none."""
+    """The fp8 matmul of an expert's tokens x (n, in); n may be 0."""
     y: Tensor = _OfExpert.apply(x, weight, matmul)  # type: ignore[no-untyped-call]
     return y if bias is None else y + bias
 
 
 @cache
 def matmul_named(word: str) -> Matmul | None:
-    """The product with the weights of blocks that a layout's word names, or None."""
+    """The matmul for the weights of blocks that a layout's word names, or None."""
     return EightBits(MATMULS[word]) if word else None
 
 
@@ -212,7 +232,7 @@ def matmul_named(word: str) -> Matmul | None:
 
 
 def refuse_without_kernels(word: str, device: torch.device) -> None:
-    """Raise a LayoutError where a GPU has no such products."""
+    """Raise a LayoutError if a GPU lacks the kernels for these matmuls."""
     if not word or device.type != "cuda":
         return
     has = torch.cuda.get_device_capability(device)
@@ -231,12 +251,12 @@ def refuse_without_kernels(word: str, device: torch.device) -> None:
         raise LayoutError(
             f"{word} needs a GPU of compute capability {least}, and"
             f" {torch.cuda.get_device_name(device)} has {has[0]}.{has[1]}. Leave {word} out of the"
-            " layout, or take another of " + ", ".join(MATMULS) + "."
+            " layout, or use another of " + ", ".join(MATMULS) + "."
         )
 
 
 def _takes(a: Rounded, b: Rounded) -> bool:
-    """True if fp8 kernels accept matrices of these sizes."""
+    """True if the fp8 kernels accept matrices of these sizes."""
     k, n = a.numbers.shape[-1], b.numbers.shape[-2]
     m = a.numbers.shape[-2]
     return (
@@ -245,7 +265,7 @@ def _takes(a: Rounded, b: Rounded) -> bool:
 
 
 def _on_device(a: Rounded, b: Rounded, out: torch.dtype) -> Tensor:
-    """`scaled_mm`, which puts out bfloat16; once for each sequence."""
+    """Multiply with `scaled_mm`, which returns bfloat16; one call for each sequence."""
     if a.numbers.dim() > 2:
         y = a.numbers.new_zeros(a.numbers.shape[-2], b.numbers.shape[-2], dtype=out)
         for n in range(len(a.numbers)):
@@ -255,7 +275,7 @@ def _on_device(a: Rounded, b: Rounded, out: torch.dtype) -> Tensor:
             y += _on_device(one, other, out)
         return y
     (scale_a, recipe_a, swizzle), (scale_b, recipe_b, _) = (_recipe(z) for z in (a, b))
-    if recipe_b == recipe_a and scale_b.shape[1:] == (1,):  # of rows
+    if recipe_b == recipe_a and scale_b.shape[1:] == (1,):  # per-row scales
         scale_b = scale_b.t()
     kernel: Any = F.scaled_mm
     scaled = scale_a, recipe_a, scale_b, recipe_b, swizzle, swizzle
@@ -265,11 +285,14 @@ def _on_device(a: Rounded, b: Rounded, out: torch.dtype) -> Tensor:
 
 
 def _recipe(z: Rounded) -> tuple[Tensor, Any, Any]:
-    """Scales as `scaled_mm` takes them, what they are called there, and their order."""
+    """The scales in the layout that `scaled_mm` expects, its name for them, and their
+    swizzle.
+    """
     kind: Any = F.ScalingType
     order: Any = F.SwizzleType
     if z.scales.dtype == torch.float8_e8m0fnu:
-        # Tiles of 128 x 4, in each of which row r stands in line r % 32 (cuBLAS, 1D block scaling).
+        # Tiles of 128 x 4, in which row r is stored in line r % 32 (cuBLAS, 1D block
+        # scaling).
         m, runs = z.scales.shape
         padded = F.pad(z.scales.view(torch.uint8), (0, -runs % 4, 0, -m % 128))
         tiles = padded.view(-1, 4, 32, padded.shape[1] // 4, 4).permute(0, 3, 2, 1, 4)
