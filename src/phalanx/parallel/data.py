@@ -158,13 +158,11 @@ class Unit:
         # copy too, so the path is tested.
         self.buffer: Tensor | None = None  # the whole weights
         self.full: Tensor | None = None  # the whole gradient, open for contributions
-
         # Weights without a contribution yet: their gradient's memory is uninitialized.
         self.fresh: set[str] = set()
         # this rank's shards, summed over the shards alone
         self.parts: list[Tensor] = []
         self.gradient: Tensor | None = None  # this rank's shard of the gradient, summed
-
         self.resident, self.at_host = resident, at_host
         self.loaded = False  # True: the host's shard has been copied into the buffer
         # True if the home is a run of the whole weights.

@@ -38,7 +38,6 @@ class LocalModel:
     pieces: dict[int, Piece]
     units: dict[int, Unit]  # of the trained weights
     frozen: dict[int, Unit]  # of the frozen weights, by the same numbers
-
     groups: Groups
     exchange: Exchange  # sends tokens to the ranks that share experts
     pool: BufferPool

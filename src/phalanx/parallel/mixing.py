@@ -1,12 +1,15 @@
-"""Finds modules that mix tokens where a rank has only a part of them, by a trial on a short sequence.
+"""Finds modules that mix tokens where a rank holds only some of them, by a trial on a
+short sequence.
 
-Under `seq` a rank of tp computes on its own tokens, except between a column and a row weight of the rule
-table. Under cp every rank does, except in attention's `core`. A module that mixes tokens anywhere else
-(attention without a row in the table, a convolution over time, a mean over time) raises no error and
-computes something else. Its code does not say so, therefore each kind of piece runs once whole, and once
-on ranks that are threads of this process, with the regions that training installs.
+Under `seq` a rank of tp computes on its own tokens, except between a column and a row
+weight of the rule table. Under cp every rank does, except in attention's `core`. A
+module that mixes tokens anywhere else (attention missing from the table, a convolution
+or a mean over time) raises no error and computes something else. Its code does not show
+this, so each kind of piece runs once whole, and once on ranks that are threads of this
+process, with the regions that training installs.
 
-A trial sees what a sequence of up to 1,024 tokens shows. `verify` compares gradients too.
+A trial shows what a sequence of up to 1,024 tokens can show. `verify` compares
+gradients too.
 """
 
 from __future__ import annotations
@@ -43,23 +46,28 @@ from .probe import (
 from .tensor import Weight, cut_of, cut_weights, install_regions
 
 _LONGEST, _SHORTEST = 1024, 16  # tokens
-# multiply-adds of the largest piece: with large pieces the sequence is shorter
+# Multiply-adds of the largest piece. Larger pieces are tried with shorter sequences.
 _WORK = 2e10
-# Of the largest value. Sums in another order differ by less, and tokens that are missing make more.
+# Tolerance relative to the largest value. Sums in another order differ by less, missing
+# tokens by more.
 _APART = 1e-3
-_SECONDS = 120.0  # that a rank waits for another one
+_SECONDS = 120.0  # time limit for a rank that waits for another
 
 _known: WeakKeyDictionary[Model, dict[Layout, str]] = WeakKeyDictionary()
 
 
 def refuse_mixing(model: Model, layout: Layout) -> None:
-    """Raise a LayoutError with every module that this layout would give too few tokens."""
+    """Raise a LayoutError that lists every module to which this layout would give too
+    few tokens.
+    """
     if wrong := mixing(model, layout):
         raise LayoutError("\n".join(wrong))
 
 
 def mixing(model: Model, layout: Layout) -> tuple[str, ...]:
-    """A sentence for each way in which this layout separates tokens that the model mixes."""
+    """A sentence for each way in which this layout separates tokens that the model
+    mixes.
+    """
     if all(
         type(piece).__module__.startswith("phalanx.models.")
         for _, piece in model.pieces
@@ -75,7 +83,7 @@ def mixing(model: Model, layout: Layout) -> tuple[str, ...]:
 
 
 def _trials(layout: Layout) -> Iterator[Layout]:
-    """The smallest layouts that cut the tokens of a sequence in the same ways."""
+    """The smallest layouts that shard the tokens of a sequence in the same ways."""
     if layout.seq and layout.tp > 1:
         yield Layout.parse(f"tp{_smallest_factor(layout.tp)} seq")
     for way in ("ring", "ulysses"):
@@ -92,7 +100,7 @@ def _smallest_factor(number: int) -> int:
 
 
 class _Difference(RuntimeError):
-    """The first piece that computes something else, and the module in it."""
+    """Raised for the first piece that computes something else, and the module in it."""
 
     def __init__(self, piece: int, path: str, kind: str) -> None:
         super().__init__(f"{path} ({kind})")
@@ -101,7 +109,9 @@ class _Difference(RuntimeError):
 
 @dataclass(frozen=True)
 class _Trial:
-    """One piece of each kind, random weights for them, a batch of one sequence, and a layout."""
+    """One piece of each kind, random weights for them, a batch of one sequence, and a
+    layout.
+    """
 
     model: Model
     layout: Layout
@@ -126,9 +136,10 @@ class _Trial:
         return self.batch["tokens"].shape[1]
 
     def wrong(self) -> str:
-        """Why the model computes something else in the layout; "" if it computes the same."""
+        """Explain the difference that the layout makes to the model, or return ""."""
         if not self.tokens:
-            # a sequence shorter than the ranks, which the layout refuses elsewhere
+            # The sequence is shorter than the number of ranks, which the layout refuses
+            # elsewhere.
             return ""
         try:
             whole = self._alone()
@@ -139,12 +150,12 @@ class _Trial:
         found = self._difference(whole)
         plain = replace(self, layout=replace(self.layout, seq=False))
         if not found or (self.layout.seq and plain._difference(whole)):
-            # a table that is wrong in every layout of tp is for `verify` to show
+            # A table that is wrong in every layout with tp is left to `verify`.
             return ""
         return found
 
     def _difference(self, whole: ProbeRun) -> str:
-        """The difference from the whole run, in a sentence; "" where nothing is."""
+        """Describe the difference from the whole run in a sentence, or return ""."""
         try:
             ranks = run_threads(_on_rank, self.layout.ranks, (self,), _SECONDS, 0)
             self._compare(whole, ranks)
@@ -169,14 +180,14 @@ class _Trial:
         return f"{what}. Name its weights in the table (heads, kv, ffn) in place of '-', or use no seq."
 
     def _alone(self) -> ProbeRun:
-        """The pieces as one process computes them."""
+        """Run the pieces on one process."""
         model = one_of_each(self.model)
         bind_weights(model, frozen_parameters(self.weights))
         with torch.no_grad():
             return run_pieces(model, self.batch)
 
     def on_rank(self, world: World) -> ProbeRun:
-        """The pieces on one rank of the layout."""
+        """Run the pieces on one rank of the layout."""
         model, layout, at = one_of_each(self.model), self.layout, {"tp": 0, "cp": 0}
         at |= layout.mesh.coordinates(world.rank)
         every, alone = [range(world.size)], [[n] for n in range(world.size)]
@@ -196,13 +207,14 @@ class _Trial:
             return run_pieces(model, batch)
 
     def _compare(self, whole: ProbeRun, ranks: list[ProbeRun]) -> None:
-        """Raise a _Difference for the first piece that a rank computes otherwise."""
+        """Raise a _Difference for the first piece that a rank computes differently."""
         for piece, (name, module) in enumerate(self.model.pieces):
             last = piece == len(self.model.pieces) - 1
             for rank, run in enumerate(ranks):
                 times = self._times(rank)
                 gave = whole.gave[piece]
-                # The loss of a rank of cp is that of its own tokens: there is no whole to compare with.
+                # A cp rank's loss covers its own tokens, so there is no whole value to
+                # compare with.
                 partial = last and self.layout.cp > 1
                 same = partial or all(
                     _same(
@@ -218,7 +230,7 @@ class _Trial:
                     raise _Difference(piece, name, type(module).__name__)
 
     def _times(self, rank: int) -> Tensor:
-        """The tokens of the sequence that a rank has."""
+        """The token indices of the sequence that a rank holds."""
         layout, at = self.layout, self.layout.mesh.coordinates(rank)
         ring, ulysses = layout.mesh.of("cp.ring"), layout.mesh.of("cp.ulysses")
         times = held_times(self.tokens, ring, ulysses, at.get("cp", 0))
@@ -232,7 +244,9 @@ def _on_rank(world: World, trial: _Trial) -> ProbeRun:
 def _culprit(
     whole: list[ModuleCall], own: list[ModuleCall], times: Tensor
 ) -> ModuleCall | None:
-    """The innermost module that took the right tokens and gave something else for them."""
+    """The innermost module that took the right tokens and returned other values for
+    them.
+    """
     there = {call.path: call for call in reversed(whole)}
     for call in own:
         want = there.get(call.path)
@@ -253,10 +267,13 @@ def _culprit(
 def _same(
     own: Tensor | None, whole: Tensor, times: Tensor, *, cut: bool = False
 ) -> bool:
-    """True if a rank has its tokens' part of a tensor; or all of it, where that need not be `cut`."""
+    """True if `own` is a rank's tokens of `whole`, or all of it unless it must be
+    sharded (`cut`).
+    """
     if own is None:
         return False
     differs = cut or own.shape != whole.shape
+    # (batch, time, ...)
     if differs and whole.dim() > 1 and whole.shape[1] > times.max():
         whole = whole.index_select(1, times)
     if own.shape != whole.shape:
@@ -271,7 +288,7 @@ def _same(
 
 
 def _part(whole: Tensor, weight: Weight) -> Tensor:
-    """A rank's part of a weight, with zeros where it is padded."""
+    """A rank's part of a weight, with zeros as padding."""
     part = whole[weight.box]
     if tuple(part.shape) == weight.local:
         return part
@@ -283,7 +300,7 @@ def _part(whole: Tensor, weight: Weight) -> Tensor:
 def _bind_part(
     model: Model, held: Mapping[str, Weight], trial: _Trial, at: Mapping[str, int]
 ) -> None:
-    """Put a rank's parts of the weights into the modules, and its parts of their buffers."""
+    """Bind a rank's parts of the weights and buffers to the modules."""
     parts = {name: _part(trial.weights[name], weight) for name, weight in held.items()}
     bind_weights(model, frozen_parameters(parts))
     for prefix, piece in model.pieces:

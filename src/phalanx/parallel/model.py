@@ -1,6 +1,7 @@
-"""A model as the engine sees it: pieces, the names of its weights' dims, how a weight starts.
+"""A model as the engine sees it: pieces, dims of its weights, and their initialization.
 
-What a stranger's model must say stands here too: `describe` of its file returns a `Model`.
+It also defines the interface for users' models: `describe` in their file returns a
+`Model`.
 """
 
 from __future__ import annotations
@@ -33,12 +34,13 @@ from .whole import Whole
 Draw = Callable[[str, Tensor, torch.Generator], None]
 Edges = Callable[[int, Mapping[str, Tensor]], Mapping[str, Tensor]]
 Derive = Callable[[Mapping[str, Tensor], torch.dtype], Tensor]
-EVERY = "*"  # among the names that a piece takes: all entries of the batch
-COLUMNS, NUMBERS = 256, 1 << 16  # of a tile that is drawn apart, at most
+EVERY = "*"  # in the names that a piece takes: all entries of the batch
+# the most columns and elements of a tile drawn on its own
+COLUMNS, NUMBERS = 256, 1 << 16
 
 
 def _draw(name: str, weight: Tensor, generator: torch.Generator) -> None:
-    """The start of a weight whose model says nothing: as GPT-2's."""
+    """The default initialization of a weight, as GPT-2's."""
     if weight.dim() < 2:
         weight.fill_(0.0 if name.endswith("bias") else 1.0)
     else:
@@ -47,8 +49,9 @@ def _draw(name: str, weight: Tensor, generator: torch.Generator) -> None:
 
 @dataclass(frozen=True)
 class Original:
-    """A model in transformers' own code: the names of its weights in files, and what its plan for tp
-    and pp gets wrong."""
+    """A model in transformers' own code: its weights' names in files, and faults of its
+    tp and pp plans.
+    """
 
     files: Mapping[str, str]
     notes: tuple[str, ...]
@@ -58,17 +61,19 @@ class Original:
 class Model:
     """Pieces in the order of the data, on the meta device or with weights of their own.
 
-    A piece is called with the activations of the one before (the first without) and with the
-    entries of the batch that its `forward` names. It may return a dict of named tensors, `x` among
-    them: a later piece that names one of them gets it, those between are passed by. `edges(piece,
-    batch)` gives what comes into a piece as tensors on meta; those in the dtype of the weights become what
-    is computed in. `derived` names tensors that several pieces
-    need of a batch, such as angles of positions. Each is computed from a microbatch and the dtype of
-    activations, once on a rank, and pieces name it like an entry of the batch.
+    A piece is called with the activations of the previous piece (the first piece
+    without) and with the entries of the batch that its `forward` names. It may return a
+    dict of named tensors, `x` among them. A later piece that names one of them gets it,
+    and the pieces between pass it by. `edges(piece, batch)` returns a piece's inputs as
+    meta tensors; those in the dtype of the weights take the dtype of the computation.
+    `derived` names tensors computed from a microbatch and the activations' dtype, such
+    as angles of positions. Each is computed once on a rank, and pieces name it like an
+    entry of the batch.
 
-    `counts` says how many whole units a dim has that is cut in units: heads and kv. `rates` names weights
-    that an update moves by their gradient's sign alone, and how far; the gradient's norm is without them.
-    The last piece returns the loss as a sum. A parameter that requires no gradient is frozen.
+    `counts` gives the number of indivisible units in a dim that is sharded by units:
+    heads and kv. `rates` names weights that an update moves by the sign of their
+    gradient alone, and the distance; the gradient norm excludes them. The last piece
+    returns the loss as a sum. A parameter that requires no gradient is frozen.
     """
 
     pieces: tuple[tuple[str, nn.Module], ...]
@@ -77,17 +82,17 @@ class Model:
     draw: Draw = _draw
     shape: Shape | None = None
     rates: Mapping[str, float] = field(default_factory=dict)
-    edges: Edges | None = None  # where more than `x` passes from stage to stage
+    edges: Edges | None = None  # needed if more than `x` passes between stages
     derived: Mapping[str, Derive] = field(default_factory=dict)
     original: Original | None = None
-    # The model as it was before it was taken apart; None if it has no forward of its own. To be called
-    # while the weights are still on meta.
+    # Makes the model as it was before it was taken apart, or None if it has no forward
+    # of its own. Call it while the weights are still on meta.
     whole: Callable[[], Whole | None] | None = None
-    # a lookup's weight: its padding token's row
+    # By the name of a lookup's weight: the row of its padding token.
     padding: Mapping[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        # Now, as a layout replaces lookups and parameters.
+        # Collected now, because a layout replaces lookups and parameters.
         names = {parameter: name for name, parameter in self.weights.items()}
         rows = {
             names[cast(nn.Parameter, module.weight)]: module.padding_idx
@@ -99,7 +104,7 @@ class Model:
 
     @cached_property
     def weights(self) -> dict[str, nn.Parameter]:
-        """Every parameter once, under the name by which the model meets it first."""
+        """Every parameter once, under the first name by which the model refers to it."""
         first: dict[nn.Parameter, str] = {}
         for prefix, module in self.pieces:
             for name, parameter in module.named_parameters():
@@ -115,8 +120,11 @@ class Model:
 
     @cached_property
     def unit_of(self) -> dict[str, int]:
-        """The unit of each parameter: the first piece that uses it. Experts beside other weights are a
-        unit of their own, as they have groups of their own: so many further as there are pieces."""
+        """The unit of each parameter: the first piece that uses it.
+
+        Experts that share a piece with other weights are a unit of their own, as they
+        have groups of their own. Its number is the piece's plus the number of pieces.
+        """
         names = {parameter: name for name, parameter in self.weights.items()}
         units: dict[str, int] = {}
         for piece, (_, module) in enumerate(self.pieces):
@@ -129,7 +137,9 @@ class Model:
 
     @cached_property
     def tied(self) -> tuple[tuple[int, int], ...]:
-        """(piece, unit): the piece also uses a weight of an earlier piece's unit."""
+        """The (piece, unit) pairs in which a piece also uses a weight of an earlier
+        piece's unit.
+        """
         names, count = (
             {parameter: name for name, parameter in self.weights.items()},
             len(self.pieces),
@@ -142,8 +152,11 @@ class Model:
         return tuple(dict.fromkeys((p, unit) for p, unit in pairs if p != unit % count))
 
     def takes(self, piece: int) -> tuple[str, ...]:
-        """The names that a piece takes. All pieces but the first take the activations first, under
-        any name. A piece with `takes_batch` takes every entry of the batch."""
+        """The names of a piece's inputs.
+
+        All pieces but the first take the activations as their first argument, under any
+        name. A piece with `takes_batch` takes every entry of the batch.
+        """
         signature = inspect.signature(type(self.pieces[piece][1]).forward).parameters
         names = [
             n
@@ -160,8 +173,11 @@ class Model:
 
 
 class Undrawn(TorchFunctionMode):
-    """While it is on nothing is drawn or counted: on the meta device there is nothing to, and torch
-    imports its compiler to do so, which takes longer than everything else at the start."""
+    """Skips random initialization and `arange` while active.
+
+    On the meta device there is nothing to fill, but torch imports its compiler for it,
+    which takes longer than all the rest of the start.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -175,7 +191,7 @@ class Undrawn(TorchFunctionMode):
 
 
 def build_model(shape: Shape, *, dropout: float = 0.0) -> Model:
-    """The built-in model of a shape, on the meta device."""
+    """Build the built-in model of a shape on the meta device."""
     with torch.device("meta"), Undrawn():
         if shape.kind == "mlp":
             deep = DeepMlp(width=shape.hidden, layers=shape.layers)
@@ -197,7 +213,9 @@ def build_model(shape: Shape, *, dropout: float = 0.0) -> Model:
 
 
 def _freeze(model: Model, shape: Shape) -> Model:
-    """Freeze what the shape does not train. A weight that two pieces use is the first one's."""
+    """Freeze the weights that the shape does not train. A shared weight belongs to the
+    first piece using it.
+    """
     for name, weight in model.weights.items():
         weight.requires_grad_(
             is_lora(name)
@@ -208,7 +226,9 @@ def _freeze(model: Model, shape: Shape) -> Model:
 
 
 def _adapt(model: Decoder, rules: Rules, shape: Shape) -> str:
-    """Give the linears that the shape names low-rank adapters; the lines of their factors."""
+    """Give low-rank adapters to the linears that the shape names. Returns the rules of
+    their factors.
+    """
     lines = []
     for name, module in model.layers.named_modules():
         block, _, path = name.partition(".")
@@ -231,10 +251,10 @@ def is_lora(name: str) -> bool:
 
 
 def decoder_of(shape: Shape, **changes: Any) -> Decoder:
-    """The built-in decoder of a shape; its keywords are called as a shape's keys."""
+    """The built-in decoder of a shape. Keywords have the names of a shape's keys."""
     names = {each.name for each in fields(DecoderSizes)} & vars(shape).keys()
     sizes: dict[str, Any] = {name: getattr(shape, name) for name in names}
-    sizes["rope_scaling"] = None  # a shape has a word of that name
+    sizes["rope_scaling"] = None  # in a shape, this key is a word
     if shape.rope_factor != 1:
         sizes["rope_scaling"] = RopeScaling(
             shape.rope_factor,
@@ -256,12 +276,13 @@ def start(
     dtype: torch.dtype = torch.float32,
     part: Any = None,
 ) -> Tensor:
-    """The weight of that name as it is before the first step, in every layout the same: whole, or of
-    `part`, (ascending rows, columns), where all dims but the last make the rows.
+    """The initial value of a weight, the same in every layout.
 
-    Tiles of a matrix are drawn apart, so that a rank draws hardly more than what it holds; a model's own
-    rule gets the weight whole, as it may ask for its shape. Drawn in float32 whatever the dtype, so
-    that a run in another precision starts from the same.
+    Returns the whole weight, or `part`: (ascending rows, columns), where all dims but
+    the last form the rows. Tiles of a matrix are drawn on their own, so a rank draws
+    little more than its part. A user's own rule gets the weight whole, as it may read
+    its shape. Values are drawn in float32 for any dtype, so runs in other precisions
+    start from the same weights.
     """
     shape = model.weights[name].shape
     high, wide = shape[:-1].numel(), shape[-1] if shape else 1
@@ -296,5 +317,5 @@ def start(
                 own if all_rows else own[rows[here] - i * down]
             )
     if model.draw is _draw and name in model.padding:
-        out[rows == model.padding[name]] = 0.0  # as nn.Embedding itself starts
+        out[rows == model.padding[name]] = 0.0  # as nn.Embedding initializes it
     return (out if part else out.view(shape)).to(dtype)

@@ -1,10 +1,12 @@
-"""Weights that travel in 8 bits: a unit of ZeRO whose matrices are multiplied in squares with one scale.
+"""Weights gathered in 8 bits: a ZeRO unit whose matrices are multiplied in square tiles
+with one scale each.
 
-A rank rounds its part of them before it sends it, and what is gathered is what products take. So it
-takes half of the memory, too, and nothing is rounded for each product. The numbers are those of the
-whole weight rounded afterwards: a square that lies in the parts of several ranks has the largest number
-of all of them. Scales of rows or of 32 numbers are others for a weight's transpose, which the input's
-gradient takes; two copies in 8 bits would be no fewer bytes than one in 16.
+A rank rounds its shard before sending it, and matmuls use the gathered bytes as they
+are. So the buffer takes half the memory, and nothing is rounded for each matmul. The
+values equal those of the whole weight rounded afterwards: a tile that lies in several
+ranks' shards uses the maximum over all of them. Scales per row or per 32 elements
+differ between a weight and its transpose, which the input's gradient needs; two copies
+in 8 bits would save nothing against one in 16.
 """
 
 from __future__ import annotations
@@ -28,14 +30,16 @@ from .works import ChainedWork
 
 
 def narrow_names(model: Model, matmul: object) -> frozenset[str]:
-    """The weights that are multiplied in 8 bits alone, and that one copy in 8 bits serves."""
+    """The weights that are only multiplied in 8 bits, with one 8-bit copy for both
+    directions.
+    """
     one_copy = isinstance(matmul, EightBits) and matmul.one_copy
     return linear_weights(model) if one_copy else frozenset()
 
 
 def linear_weights(model: Model) -> frozenset[str]:
-    """The weights of blocks by which linear layers multiply, and nothing else reads."""
-    # Code of transformers may look at a weight where it multiplies by none.
+    """The weights of blocks that only linear layers read."""
+    # transformers' code may read a weight elsewhere than in a matmul.
     if model.original:
         return frozenset()
     names = {parameter: name for name, parameter in model.weights.items()}
@@ -51,11 +55,13 @@ def linear_weights(model: Model) -> frozenset[str]:
 
 
 class NarrowUnit(Unit):
-    """A unit with matrices that travel in 8 bits. Its buffer has a byte for each number of the flat order.
-    The other weights (norms, biases, routers) are always whole here, as they are computed with.
+    """A unit with matrices gathered in 8 bits. Its buffer has one byte for each element
+    of the flat order.
 
-    An update changes these, and the largest number of each square. Once a step, before the first gather,
-    one all-reduce of maxima brings both to all ranks, each of which has its own part in it.
+    The other weights (norms, biases, routers) are always whole here, in the compute
+    dtype. An update changes them and each tile's maximum. Once a step, before the first
+    gather, an all-reduce of maxima brings both to all ranks, each of which contributes
+    its own part.
     """
 
     scaled = True
@@ -85,7 +91,7 @@ class NarrowUnit(Unit):
             sum(numbers), dtype=self.precision.compute, device=device
         )
         views = zip(shapes.items(), torch.split(self.common, numbers), strict=True)
-        # Of a matrix the largest number of each square; of others all numbers.
+        # For a matrix, the maximum of each tile; for other weights, all values.
         self.views = {name: flat.view(shape) for (name, shape), flat in views}
         self.scales = {
             name: torch.empty(shapes[name], device=device) for name in sorted(narrow)
@@ -102,6 +108,7 @@ class NarrowUnit(Unit):
 
     @torch.no_grad()
     def gather(self) -> Work:
+        # (part)
         own = torch.zeros(self.part, dtype=torch.uint8, device=self.pool.device)
         for (weight, start, stop, at), rows, squares in self._rows():
             numbers = self.matmul.narrowed(rows, squares).numbers[:, : rows.shape[1]]
@@ -113,7 +120,8 @@ class NarrowUnit(Unit):
 
     @torch.no_grad()
     def agree_scales(self) -> Work:
-        """Begin to bring to all ranks what updates have changed besides the numbers in 8 bits."""
+        """Start sending all ranks what updates changed besides the 8-bit values."""
+        # -inf is neutral in the maximum: each rank fills in only its own part.
         self.common.fill_(-math.inf)
         for (weight, start, stop, _), part in self._parts():
             if weight.name not in self.narrow:
@@ -137,13 +145,16 @@ class NarrowUnit(Unit):
             yield entry, part.to(self.pool.device, self.precision.compute)
 
     def _rows(self) -> Iterator[tuple[Entry, Tensor, Tensor]]:
-        """Whole rows of each matrix from where a square begins, with zeros for what others have, and their
-        squares' largest numbers."""
+        """Yield whole rows of each matrix from the start of a tile, with their tiles'
+        maxima.
+
+        Elements that other ranks hold are zero.
+        """
         for entry, part in self._parts():
             name, columns = entry.weight.name, entry.weight.local[-1]
             if name not in self.narrow:
                 continue
-            square = columns * self.run  # numbers in a row of squares
+            square = columns * self.run  # elements in a row of tiles
             first, before = divmod(entry.start, square)
             rows = part.new_zeros(-(-entry.stop // columns) - first * self.run, columns)
             rows.view(-1)[before : before + len(part)] = part

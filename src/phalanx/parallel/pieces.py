@@ -1,10 +1,13 @@
-"""A piece of the model on one rank, cut from autograd at its edges.
+"""A piece of the model on one rank, separated from autograd at its edges.
 
-A piece takes and returns a *bundle*: named tensors, of which a plain model has one, `x`. Backward is
-an explicit call from the gradients of what it put out to those of what it took; input and weight
-gradients can be two calls. While a forward runs, a hook packs what autograd saves: a view of a weight
-as (unit, offset), unpacked from whatever buffer holds the unit then, so a dropped unit is really free in
-between; anything else, when activations are offloaded, as a box whose content can leave and return.
+A piece takes and returns a *bundle* of named tensors; in a plain model the only one is
+`x`. Backward is an explicit call from the gradients of the outputs to those of the
+inputs. Input and weight gradients can be two calls.
+
+While a forward runs, a hook packs the tensors that autograd saves. A view of a weight
+becomes (unit, offset) and is unpacked from the buffer that holds the unit then, so a
+dropped unit is really freed in between. When activations are offloaded, any other
+tensor becomes a box whose content can move to the host and back.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ _engine: Any = Variable._execution_engine  # its stubs leave it out
 
 
 class _Packed(NamedTuple):
-    """A view of a weight: where it is in its unit's buffer."""
+    """A saved view of a weight, as its place in the unit's buffer."""
 
     unit: Unit
     offset: int
@@ -68,7 +71,7 @@ class Box:
     def leave(self) -> None:
         assert self.tensor is not None
         _uses(self.tensor)
-        # On a machine without a GPU the host copy is a copy all the same, so the way is tested.
+        # Without a GPU this is a copy too, so the path is tested.
         host = torch.empty_like(
             self.tensor, device="cpu", pin_memory=self.tensor.is_cuda
         )
@@ -83,22 +86,26 @@ class Box:
 
 
 def _uses(tensor: Tensor) -> None:
-    """The allocator gives this memory to nobody before the current stream is past this point."""
+    """Keep the allocator from reusing this memory before the current stream has passed
+    this point.
+    """
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 class CopyLane:
-    """Copies between the device and the host in one direction, one after the other, beside
-    computing: on a stream of their own, or without a GPU on a thread."""
+    """Copies between device and host in one direction, in order, beside computation.
+
+    They run on a stream of their own or, without a GPU, on a thread.
+    """
 
     def __init__(self, device: torch.device) -> None:
         stream: Any = torch.cuda.Stream  # its stubs are not typed
         self.stream = stream(device) if device.type == "cuda" else None
-        self.thread = ThreadPoolExecutor(1)  # which starts with its first copy
+        self.thread = ThreadPoolExecutor(1)  # its thread starts with the first copy
 
     def begin(self, copy: Callable[[], object]) -> Work:
-        """Begin a copy of what the device has computed so far."""
+        """Start a copy that waits for the work launched on the device so far."""
         if self.stream is None:
             return ChainedWork(Work(), self.thread.submit(copy).result)
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
@@ -111,7 +118,9 @@ class CopyLane:
 
 
 class _PendingGradient(NamedTuple):
-    """A weight gradient still to be computed: what went in, and the gradient of what came out."""
+    """A weight gradient still to be computed: a product's input, and the gradient of
+    its output.
+    """
 
     unit: Unit
     name: str
@@ -126,7 +135,7 @@ class _PendingGradient(NamedTuple):
 def _contribute(
     unit: Unit, name: str, x: Tensor, gradient: Tensor, spec: MatmulSpec
 ) -> None:
-    """Adds a product's weight gradient to that of its unit."""
+    """Add a product's weight gradient to that of its unit."""
     if spec.matmul:
         product = spec.matmul.weight_gradient(x, gradient)
         unit.contribute_sum(name, product.mT if spec.transposed else product)
@@ -139,7 +148,9 @@ def _contribute(
 
 
 class _Taken(NamedTuple):
-    """The names of what a piece takes of a bundle and of the batch, and of what goes past it."""
+    """The names that a piece takes from the bundle and from the batch, and those that
+    pass it by.
+    """
 
     mine: tuple[str, ...]
     named: tuple[str, ...]
@@ -150,19 +161,24 @@ class _Taken(NamedTuple):
 class _Kept:
     """Values that a forward keeps for its backward."""
 
-    # not the outputs themselves: their storage would live as long
+    # Edges, not the outputs themselves, whose storage would stay alive.
     roots: dict[str, GradientEdge]
-    like: Tensor  # a zero of the loss's dtype, on its device
-    into: Bundle = field(default_factory=dict)  # where the inputs' gradients arrive
-    past: tuple[str, ...] = ()  # what went past the piece: its gradients do, too
+    like: Tensor  # a scalar zero with the loss's dtype and device
+    into: Bundle = field(default_factory=dict)  # receives the gradients of the inputs
+    # the names that passed the piece by, as their gradients do
+    past: tuple[str, ...] = ()
     boxes: list[Box] = field(default_factory=list)
     pending: list[_PendingGradient] = field(default_factory=list)
-    whole: Callable[[], None] | None = None  # a backward put off as a whole
+    whole: Callable[[], None] | None = None  # a backward postponed as a whole
 
 
 class _Function(torch.autograd.Function):
-    """An autograd function that is called by `call`: `apply` without what it looks at first, which takes
-    a fifth of its time. No transform of torch.func and no compiler sees these functions."""
+    """Base class of autograd functions called by `call`: `apply` without its first
+    checks.
+
+    Those take a fifth of its time. No torch.func transform and no compiler sees these
+    functions.
+    """
 
     @classmethod
     def call(cls, *args: Any) -> Any:
@@ -170,7 +186,7 @@ class _Function(torch.autograd.Function):
 
 
 class _Edge(_Function):
-    """A piece's input as autograd sees it: a leaf would keep the input's storage alive."""
+    """A piece's input as autograd sees it. A leaf would keep the input's storage alive."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, leaf: Tensor, into: Bundle, name: str) -> Tensor:
@@ -184,7 +200,7 @@ class _Edge(_Function):
 
 
 class _Factor(NamedTuple):
-    """The weight of a product."""
+    """The weight of a product, and where its gradient goes."""
 
     weight: nn.Parameter
     unit: Unit
@@ -193,9 +209,11 @@ class _Factor(NamedTuple):
 
 
 class _Product(_Function):
-    """A product with a weight whose backward adds the weight's gradient where it belongs, or where
-    there is a list for it, writes it down for later. Nothing of the weight is saved: backward takes
-    it from wherever the unit has it then."""
+    """A matmul with a weight whose backward adds the weight's gradient to its unit.
+
+    If there is a list `pending`, backward appends the gradient's factors to it instead.
+    The weight is not saved: backward reads it from wherever the unit holds it then.
+    """
 
     @staticmethod
     def forward(
@@ -216,13 +234,14 @@ class _Product(_Function):
         weight, unit, name, spec = ctx.factor
         into = into_input(gradient, weight, spec)
         bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
-        if unit.frozen:
+        if unit.frozen:  # only the input needs a gradient
             return into, bias, None, None
         (x,) = ctx.saved_tensors
         if ctx.pending is None:
             _contribute(unit, name, x, gradient, spec)
         else:
-            # Detached: an input with its graph would lead back to the list, and neither be freed.
+            # Detached: with its graph, an input would lead back to the list, and
+            # neither would be freed.
             ctx.pending.append(
                 _PendingGradient(unit, name, x.detach(), gradient.detach(), spec)
             )
@@ -230,7 +249,7 @@ class _Product(_Function):
 
 
 class _Linear(nn.Linear):
-    """nn.Linear with a product of the piece's."""
+    """nn.Linear with the piece's own matmul."""
 
     weight_product: Callable[[Tensor, Tensor | None], Tensor]
 
@@ -239,7 +258,7 @@ class _Linear(nn.Linear):
 
 
 def narrowable(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules of a block whose products with their `weight` may have fewer digits."""
+    """Yield the modules of a block whose matmul with `weight` may use fewer bits."""
     loras: list[Any] = [m.lora for m in module.modules() if getattr(m, "lora", None)]
     adapters = {x for lora in loras for x in lora.modules()}
     for child in module.modules():
@@ -251,7 +270,9 @@ def narrowable(module: nn.Module) -> Iterator[nn.Module]:
 
 
 class Piece:
-    """One piece: runs forward, backward, and again. `splits`: backward comes as I and W."""
+    """One piece, which runs forward, backward and recomputation. `splits`: backward
+    comes as I and W.
+    """
 
     def __init__(
         self,
@@ -277,17 +298,19 @@ class Piece:
         self.packs = offloads or any(not unit.resident for unit in units)
         self.kept: dict[int, _Kept] = {}
         self.known: dict[tuple[tuple[str, ...], ...], _Taken] = {}
-        self.loss_router = loss_router(module)  # whose losses the piece adds
+        # the router whose loss terms the piece outputs
+        self.loss_router = loss_router(module)
         device = self.units[0].pool.device if self.units else None
-        # Of all graphs, and no gradient comes to it.
+        # A root for all graphs. It never receives a gradient.
         self.leaf = torch.zeros((), device=device, requires_grad=True)
         self.owners = {
             p: (u, name) for u in self.units for name, p in u.parameters.items()
         }
-        # Of the forward that is running, where backward is split.
+        # The pending weight gradients of the running forward, if backward is split.
         self.pending: list[_PendingGradient] | None = None
         ours = {weight for weight, (unit, _) in self.owners.items() if not unit.plain}
-        # The head's and an adapter's thin products lose more by fewer digits than they gain.
+        # The head's matmul and an adapter's thin ones would lose more accuracy in 8
+        # bits than they gain.
         narrow = set() if first or last else set(narrowable(module))
         for child in module.modules():
             if isinstance(child, ExpertProducts):
@@ -297,10 +320,11 @@ class Piece:
             if child._parameters.get("weight") not in ours:
                 continue
             if type(child) is nn.Linear:
-                # Another class and not another module, as FSDP2 does: its hooks and names remain.
+                # Change the class, not the module, as FSDP2 does: hooks and names
+                # remain.
                 child.__class__ = _Linear
-            # Of a model's own modules those that multiply by a `weight` (in, out) in a method
-            # `weight_product(x)`.
+            # A model's own module takes part if it multiplies by its `weight` (in, out)
+            # in a method `weight_product(x)`.
             if hasattr(child, "weight_product") or isinstance(child, _Linear):
                 own: Any = child
                 transposed = not isinstance(child, _Linear | RowLinear | LoraLinear)
@@ -314,11 +338,14 @@ class Piece:
                     own.weight_product = self._product(factor)
 
     def _product(self, factor: _Factor) -> Callable[..., Tensor]:
-        """F.linear (or x @ weight), with `_Product`'s backward if there will be one."""
+        """F.linear (or x @ weight), with the backward of `_Product` if gradients are
+        needed.
+        """
         weight, spec = factor.weight, factor.spec
 
         def product(x: Tensor, bias: Tensor | None = None) -> Tensor:
-            # Of an input that needs no gradient autograd would not come to the product at all.
+            # If the input needs no gradient, autograd would not reach the product's
+            # backward.
             if (
                 x.requires_grad
                 and torch.is_grad_enabled()
@@ -340,14 +367,16 @@ class Piece:
         keep: bool,
         selected: Selected | None = None,
     ) -> Bundle:
-        """Runs the piece and returns its output, with the values that pass it by; with `keep` it
-        also keeps what the backward needs.
+        """Run the piece and return its output, together with the values that pass it
+        by.
 
-        `selected` comes first without `keep` and then with it: the first forward keeps some values
-        in it, and the second one computes the rest from them.
+        With `keep`, also keep what the backward needs. With `selected`, call it first
+        without `keep` and then with it: the first forward keeps some values in
+        `selected`, and the second computes the rest from them.
 
-        A piece takes the names of its forward: from the bundle, else from the batch. Its first
-        argument is `x` if nothing in the bundle has its name. The rest of the bundle passes it by.
+        A piece takes the names of its forward's arguments, from the bundle or else from
+        the batch. Its first argument is `x` if the bundle has nothing of its name. The
+        rest of the bundle passes it by.
         """
         taken = self._taken(bundle, batch)
         mine = {name: bundle[name] for name in taken.mine}
@@ -371,20 +400,21 @@ class Piece:
             )
             with torch.enable_grad(), self._packing(kept.boxes, stays), again:
                 out = self._call(self._edges(mine, kept.into), named)
-        # the list would keep what it holds after its weight gradients are done
+        # The attribute would keep the list alive after its weight gradients are
+        # computed.
         self.pending = None
         if keep:
             kept.roots = {
                 name: get_gradient_edge(y) for name, y in out.items() if y.requires_grad
             }
             if self.last:
-                # a view would keep its storage
+                # Zeros, because a view would keep the output's storage alive.
                 kept.like = torch.zeros_like(out["x"].detach())
             self.kept[microbatch] = kept
         return past | {name: y.detach() for name, y in out.items() if name not in TERMS}
 
     def _taken(self, bundle: Bundle, batch: Mapping[str, Tensor]) -> _Taken:
-        """The tensors that a piece takes of a bundle and of a batch with these names."""
+        """The tensors that a piece takes from a bundle and a batch with these names."""
         key = tuple(bundle), tuple(batch)
         if (known := self.known.get(key)) is None:
             names = (
@@ -416,7 +446,7 @@ class Piece:
     def _take(
         self, pending: list[_PendingGradient] | None, factors: Sequence[Factors]
     ) -> None:
-        """Accepts the weight gradients' factors that a compiled backward leaves."""
+        """Accept the factors of weight gradients from a compiled backward."""
         for factor in factors:
             unit, name = self.owners[factor.weight]
             one = _PendingGradient(unit, name, *factor[1:])
@@ -435,18 +465,23 @@ class Piece:
         return {"x": scale.view(()).to(like.dtype).expand_as(like)}
 
     def backward(self, microbatch: int, gradients: Bundle) -> Bundle:
-        """Add to the units' gradients and return those of the inputs; what was kept is let go."""
+        """Add to the units' gradients and return the inputs' gradients. Frees what the
+        forward kept.
+        """
         kept = self.kept.pop(microbatch)
         self._run(kept, gradients)
-        # where a schedule splits the backward of other microbatches into I and W
+        # Some microbatches of a schedule may have a whole backward although others
+        # split it into I and W.
         if kept.pending:
             self._contribute(kept)
         return self._passed(kept, gradients)
 
     def input_gradient(self, microbatch: int, gradients: Bundle) -> Bundle:
-        """The inputs' gradients alone (with those of norms and biases, which cost nothing).
+        """Return the gradients of the inputs, postponing the weight gradients.
 
-        A piece without an input has only weight gradients: its backward is put off as a whole."""
+        Those of norms and biases cost nothing and are added here. A piece without an
+        input has only weight gradients: its backward is postponed as a whole.
+        """
         kept = self.kept[microbatch]
         if self.first:
             kept.whole = lambda: self._run(kept, gradients)
@@ -463,7 +498,9 @@ class Piece:
 
     @torch.no_grad()
     def weight_gradient(self, microbatch: int) -> None:
-        """The weight gradients that were put off: one product each, into the flat gradient."""
+        """Compute the postponed weight gradients: one matmul each, into the flat
+        gradient.
+        """
         kept = self.kept.pop(microbatch)
         for unit in self.trained:
             unit.open()
@@ -476,8 +513,9 @@ class Piece:
             unit.open()
         roots = {name: root for name, root in kept.roots.items() if name in gradients}
         if roots:
-            # What torch.autograd.backward ends in: its Python before that takes some 10 us a call, and
-            # the engine itself checks what it is given. A compiled backward needs some of it.
+            # torch.autograd.backward ends in this call. Its Python code before costs
+            # some 10 us a call, and the engine checks its arguments itself. A compiled
+            # backward needs some of that code.
             run = run_compiled_backward if self.compiled else _engine.run_backward
             own = tuple([gradients[name] for name in roots])
             run(tuple(roots.values()), own, False, False, (), True, True)
@@ -488,7 +526,7 @@ class Piece:
         return past | into
 
     def leave(self, microbatch: int) -> None:
-        """Moves the kept activations of a forward to the host."""
+        """Move the kept activations of a forward to the host."""
         for box in self.kept[microbatch].boxes:
             box.leave()
 
@@ -499,8 +537,11 @@ class Piece:
     def _packing(
         self, boxes: list[Box], stays: Collection[int]
     ) -> AbstractContextManager[Any]:
-        """Packs what autograd saves. Storages that `stays` names belong to the batch: other pieces need
-        them too, so they are not offloaded."""
+        """Pack the tensors that autograd saves.
+
+        Storages in `stays` belong to the batch. Other pieces need them too, so they are
+        not offloaded.
+        """
         if not self.packs:
             return nullcontext()
         homes = {u.storage(): u for u in self.units}
@@ -508,7 +549,7 @@ class Piece:
 
         def pack(tensor: Tensor) -> Tensor | _Packed | Box:
             if self.compiled and type(tensor) not in (Tensor, nn.Parameter):
-                return tensor  # while a graph is traced
+                return tensor  # a graph is being traced
             storage = storage_of(tensor)
             unit = homes.get(storage)
             if unit is not None:

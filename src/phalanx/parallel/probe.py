@@ -1,8 +1,10 @@
-"""A trial run of a model's pieces on a CPU: one small batch, and weights that hide nothing.
+"""A trial run of a model's pieces on a CPU: one small batch, and weights that hide no
+mistake.
 
-Two refusals are found out so before a layout starts: modules that mix tokens (`mixing.py`), and
-descriptions that compute something else than the class they describe (`described.py`). Weights are
-random, and large ones overlap in memory, so that a trial holds little.
+Two refusals rely on it before a layout starts: modules that mix tokens (`mixing.py`),
+and descriptions that compute something else than the class they describe
+(`described.py`). Weights are random, and large ones overlap in memory, so a trial needs
+little of it.
 """
 
 from __future__ import annotations
@@ -20,13 +22,13 @@ from .batch import DOCUMENTS
 from .model import Model
 from .whole import TARGETS, TOKENS
 
-_PLAIN = 1 << 20  # elements up to which a weight has memory of its own
-_NARROW = 1e8  # weights from which on a trial computes in float32
+_PLAIN = 1 << 20  # weights with more elements overlap in memory
+_NARROW = 1e8  # models with at least as many weights are tried in float32
 
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """A call of a module: the first tensor that it took, and what it gave."""
+    """One call of a module: its first tensor argument, and its outputs."""
 
     path: str
     module: nn.Module
@@ -36,14 +38,16 @@ class ModuleCall:
 
 @dataclass
 class ProbeRun:
-    """The pieces run one after the other: what each gave, and the calls in it as they ended."""
+    """One run of the pieces: each piece's output, and the module calls in it in the
+    order of their ends.
+    """
 
     gave: list[Mapping[str, Tensor]] = field(default_factory=list)
     calls: list[list[ModuleCall]] = field(default_factory=list)
 
 
 def probe_dtype(model: Model) -> torch.dtype:
-    """The dtype of a trial: float64, unless the weights are many."""
+    """The dtype of a trial: float64, or float32 for many weights."""
     elements = sum(weight.numel() for weight in model.weights.values())
     return torch.float64 if elements < _NARROW else torch.float32
 
@@ -53,12 +57,12 @@ def frozen_parameters(tensors: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
 
 
 def random_weight(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """A weight that hides nothing: none of it is 0, whatever the model would start with."""
+    """A random weight without zeros, whatever the model's own initialization."""
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
     draw = torch.Generator().manual_seed(seed)
     if shape.numel() <= _PLAIN:
         x = torch.randn(shape, generator=draw, dtype=dtype)
-    else:  # element [i, j, ...] is number i + j + ...
+    else:  # element [i, j, ...] is element i + j + ... of a line
         line = torch.randn(sum(shape), generator=draw, dtype=dtype)
         x = line.as_strided(shape, (1,) * len(shape))
         line *= shape[0] ** 0.5 / shape.numel() ** 0.5
@@ -67,7 +71,7 @@ def random_weight(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 def bind_weights(model: Model, weights: Mapping[str, nn.Parameter]) -> None:
-    """Put weights into the modules in place of those on meta, and make their buffers."""
+    """Replace the modules' meta weights by real ones, and create their buffers."""
     names = {parameter: name for name, parameter in model.weights.items()}
     for _, piece in model.pieces:
         for module in piece.modules():
@@ -88,7 +92,7 @@ def make_buffers(module: nn.Module) -> None:
 
 
 def probe_batch(model: Model, tokens: int) -> Mapping[str, Tensor]:
-    """One sequence, with all that a batch of text may have."""
+    """One sequence, with every entry that a batch of text may have."""
     draw = torch.Generator().manual_seed(0)
     vocab = model.shape.vocab if model.shape else 2
     ids = torch.randint(vocab, (2, 1, tokens), generator=draw)
@@ -98,10 +102,12 @@ def probe_batch(model: Model, tokens: int) -> Mapping[str, Tensor]:
 
 
 def refuse_not_finite(run: ProbeRun) -> None:
-    """Raise if a piece gives values that cannot be compared."""
+    """Raise an error if a piece returns values that cannot be compared."""
     for gave in run.gave:
         if not all(bool(x.isfinite().all()) for x in gave.values()):
-            raise ValueError("with random weights it gives values that are not finite")
+            raise ValueError(
+                "with random weights it returns values that are not finite"
+            )
 
 
 def error_text(error: Exception) -> str:
@@ -109,11 +115,13 @@ def error_text(error: Exception) -> str:
 
 
 class ProbeFailed(RuntimeError):
-    """A module that raised, and what."""
+    """Raised with the path of a module and the error that it raised."""
 
 
 def run_pieces(model: Model, batch: Mapping[str, Tensor]) -> ProbeRun:
-    """The pieces one after the other, as `Piece.forward` calls them, with every call noted down."""
+    """Run the pieces one after the other as `Piece.forward` would, recording every
+    module call.
+    """
     run, bundle = ProbeRun(), dict[str, Tensor]()
     for number, (prefix, piece) in enumerate(model.pieces):
         takes = model.takes(number)
@@ -137,7 +145,7 @@ def run_pieces(model: Model, batch: Mapping[str, Tensor]) -> ProbeRun:
 
 
 class CallNotes:
-    """The calls of all modules of a piece while it runs."""
+    """Records the calls of all modules of a piece while it runs."""
 
     def __init__(self, piece: nn.Module) -> None:
         self.calls: list[ModuleCall] = []
@@ -152,7 +160,7 @@ class CallNotes:
 
     @property
     def inside(self) -> str:
-        """The innermost module that has not ended."""
+        """The path of the innermost module that has not returned."""
         return self._open[-1] if self._open else ""
 
     def close(self) -> None:
@@ -178,7 +186,7 @@ class CallNotes:
 
 
 def tensors_of(out: Any) -> dict[str, Tensor]:
-    """The tensors of an output by name; one alone is x."""
+    """The tensors of an output by name. A single tensor is named x."""
     if isinstance(out, Tensor):
         return {"x": out}
     items = (

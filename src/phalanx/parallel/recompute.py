@@ -1,9 +1,11 @@
-"""Selective recomputation: keeps some outputs of a forward, and returns them when it runs again.
+"""Selective recomputation: keeps some outputs of a forward, and returns them when it
+runs again.
 
-Outputs of products, attention and groups are kept, except those that tp gathered for a product:
-they are n times as large as the rank's own tokens, which it keeps instead, and all ranks gather
-again. If nobody will ask for an output's values, only its shape is kept: the second run gets a
-stand-in without memory, and the product's backward asks only for its factors.
+It keeps the outputs of matmuls, attention and groups, except those that tp gathered for
+a matmul. These are n times as large as the rank's own tokens, so it keeps the tokens
+and all ranks gather again. If nothing will read an output's values, only its shape is
+kept: the second run gets a stand-in without memory, and the matmul's backward needs
+only its factors.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ _PRODUCTS = {
     _aten.baddbmm.default,
 }
 _PRODUCTS.add(_aten._scaled_mm_v2.default)
-# Their backward asks for what they put out, too.
+# Their backward also reads their output.
 _ATTENTION = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_flash_attention.default,
@@ -44,7 +46,8 @@ _ATTENTION = {
     torch.ops.phalanx.ring.default,
 }
 _COSTLY = _PRODUCTS | _ATTENTION | {_region}
-# Besides views and sums what ends a block is dropout: a scaling, and a choice that keeps its mask.
+# Operations that read no values in backward. A block ends in sums, views and dropout: a
+# scaling, and a selection that saves its mask.
 _ASK_NOTHING = {
     _aten.add.Tensor, _aten._unsafe_view.default, _aten.where.self, _aten.scalar_tensor.default,
 }  # fmt: skip
@@ -62,23 +65,23 @@ class _Output(NamedTuple):
     value: Any
 
     def forgotten(self) -> _Output:
-        """With the shape alone."""
+        """The output reduced to its shape."""
         x = self.value
         if not isinstance(x, Tensor):
             return self
         return _Output(self.op, partial(_stand_in, x.shape, x.dtype, x.device))
 
 
-Selected = deque[_Output]  # in the order in which a forward put them out
+Selected = deque[_Output]  # in the order in which the forward produced them
 
 
 class _Keeping(TorchDispatchMode):
-    """While a forward runs: notes what its costly operations put out."""
+    """Records the outputs of costly operations while a forward runs."""
 
     def __init__(self, kept: Selected) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kept = kept
-        self.used = 0  # so many of them, and all after it was asked for nothing
+        self.used = 0  # outputs from this index on were read by no operation
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -91,14 +94,16 @@ class _Keeping(TorchDispatchMode):
         elif _asks(func, args, out):
             self.used = len(self.kept)
         if is_kept(func, args):
-            # Without its graph, which holds what is kept.
+            # Without its graph, which holds the tensors that are kept.
             self.kept.append(_Output(func, tree_map_only(Tensor, Tensor.detach, out)))
         if func in _ATTENTION:
             self.used = len(self.kept)
         return out
 
     def _join(self, x: Tensor, kind: str) -> None:
-        """One rank's part of a sum is nobody's but the region's, which gives back what it put out."""
+        """Keep only the shape of a partial sum if just a region reads it. The region's
+        output is kept.
+        """
         last = (
             self.kept[-1] if kind in ("reduce", "scatter_sum") and self.kept else None
         )
@@ -106,12 +111,12 @@ class _Keeping(TorchDispatchMode):
             self.kept[-1] = last.forgotten()
 
     def _refuse(self, written: Any) -> None:
-        """Refuses an in-place write to a kept value."""
+        """Refuse an in-place write to a kept value."""
         storages = set(_storages(written))
         for op, value in self.kept:
             if not storages.isdisjoint(_storages(value)):
                 raise LayoutError(
-                    f"recompute:selective keeps what {op} puts out, and the model writes into it.\n"
+                    f"recompute:selective keeps the output of {op}, and the model writes into it in place.\n"
                     "  Write into a copy there, or use recompute:all."
                 )
 
@@ -122,7 +127,7 @@ class _Keeping(TorchDispatchMode):
 
 
 class _Giving(TorchDispatchMode):
-    """While it runs again: what was kept comes in the same order, and is let go."""
+    """Returns kept outputs in their order while the forward runs again, and frees them."""
 
     def __init__(self, kept: Selected) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -134,15 +139,16 @@ class _Giving(TorchDispatchMode):
         if not is_kept(func, args):
             return func(*args, **(kwargs or {}))
         op, value = self.kept.popleft()
-        assert op is func, f"a forward ran {op}, and when it was run again {func}"
+        assert op is func, f"a forward ran {op}, but its recomputation ran {func}"
         return value() if isinstance(value, partial) else value
 
 
 @contextmanager
 def keeping(selected: Selected) -> Iterator[None]:
-    """Around a forward: it leaves what it has in `selected` and nothing else.
+    """Run a forward that leaves only `selected` behind.
 
-    It runs with gradients all the same, as attention's kernels put out what a backward needs only then.
+    It runs with gradients enabled, because attention kernels output what a backward
+    needs only then.
     """
     with regions.opaque(), saved_tensors_hooks(_drop, _drop), _Keeping(selected):
         yield
@@ -150,23 +156,26 @@ def keeping(selected: Selected) -> Iterator[None]:
 
 @contextmanager
 def giving(selected: Selected) -> Iterator[None]:
-    """Around the same forward run again: what was kept is not computed, and not sent."""
+    """Run the forward again. Kept outputs are neither computed nor sent again."""
     with regions.opaque(), _Giving(selected):
         yield
 
 
 def _drop(tensor: Any) -> Any:
-    """In place of what a backward would need: it will be another forward's."""
+    """Discard what autograd would save: another forward's backward will run."""
 
 
 def _stand_in(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Full of NaN: should somebody ask for its values after all, it is seen."""
+    """A tensor of NaN without memory, so that an unexpected read shows."""
     return torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
 
 
 def _asks(func: Any, args: Any, out: Any) -> bool:
-    """True if an operation, or its backward, may read values. Unknown operations may, and so may
-    one that makes an empty tensor: its later writer is not seen here."""
+    """True if an operation, or its backward, may read values.
+
+    Unknown operations may. So may one that creates an empty tensor: its later writer is
+    not seen here.
+    """
     if func.is_view or func in _ASK_NOTHING:
         return False
     if func is _aten.mul.Tensor and not isinstance(args[1], Tensor):

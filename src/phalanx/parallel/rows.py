@@ -1,5 +1,7 @@
-"""The rows of a model's pieces, read from its modules and its rule table; `layout/pieces.py` derives the same
-rows from a shape."""
+"""Derives the rows of a model's pieces from its modules and its rule table.
+
+`layout/pieces.py` derives the same rows from a shape.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def model_pieces(model: Model, layout: Layout) -> StagedPieces:
 
 
 def model_rows(model: Model, layout: Layout) -> tuple[PieceRow, ...]:
-    """One row for each piece of a layout's program, with blocks cut where the layout cuts them."""
+    """One row for each piece of a layout's program, with blocks split where the layout
+    splits them.
+    """
     model = cut_blocks(model, layout)
     weights = _weights(model)
     bundles = _bundles(model)
@@ -62,8 +66,11 @@ def model_rows(model: Model, layout: Layout) -> tuple[PieceRow, ...]:
 
 @dataclass(frozen=True)
 class _ModelWeights:
-    """The weights of a model by piece: those of its own unit, those of earlier pieces, and the units of
-    these. A weight of several pieces is the first one's."""
+    """The weights of a model by piece: its own, those of earlier pieces, and the units
+    of these.
+
+    A weight of several pieces belongs to the first one.
+    """
 
     own: Mapping[int, list[WeightRow]]
     tied: Mapping[int, list[WeightRow]]
@@ -108,13 +115,15 @@ def _weight(model: Model, piece: int, name: str, shape: tuple[int, ...]) -> Weig
 
 
 def _bundles(model: Model) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Names of what each piece takes of the bundle and gives. A module whose results have other names
-    than `x` lists them as `gives`."""
+    """The names that each piece takes from the bundle and gives to it.
+
+    A module with outputs named other than `x` lists them as `gives`.
+    """
     found = []
     bundle: set[str] = set()
     last = len(model.pieces) - 1
     for number, (_, module) in enumerate(model.pieces):
-        # Ranks tell one another the counts of tokens, which become routes on the way.
+        # Ranks exchange the counts of tokens, which become routes on the way.
         if "counts" in bundle:
             bundle = bundle - {"counts"} | {"routes"}
         names = model.takes(number)

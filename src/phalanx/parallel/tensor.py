@@ -1,9 +1,10 @@
-"""Tensor parallelism: a model's weights cut over `tp`, its regions joined, with `seq` its norms cut.
+"""Tensor parallelism: weights sharded over `tp`, joined by regions; with `seq`, norms
+sharded in time.
 
-From outside a plain model: the rule table says which dim of a weight is cut. A module whose input
-dim is cut joins at its output; the module that owns it forks at its input, once for all its column
-weights. The token lookup and the loss are replaced by versions that work on a part of the
-vocabulary.
+The model itself stays plain: the rule table names the dim of a weight that is sharded.
+A module whose input dim is sharded joins at its output. The module that owns it forks
+at its input, once for all its column weights. The token lookup and the loss are
+replaced by versions for a part of the vocabulary.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ from .model import Model
 class Weight:
     """One parameter as this rank holds it.
 
-    `adds` names the group over which the copies' gradients are summed because they did different
-    work. `counted` is true on the one rank of the copies that the gradient norm counts.
+    `adds` names the group over which the copies' gradients are summed because they did
+    different work. `counted` is true on the one rank of the copies that the gradient
+    norm counts.
     """
 
     name: str
@@ -52,7 +54,7 @@ class Weight:
     rate: float = 0.0  # see `Model.rates`
     frozen: bool = False
     matrices: tuple[tuple[slice, slice], ...] = ()  # see `Rules.matrices`
-    over_tp: tuple[bool, ...] = ()  # whether tp cuts a dim
+    over_tp: tuple[bool, ...] = ()  # for each dim, True if tp shards it
 
     @cached_property
     def local(self) -> tuple[int, ...]:
@@ -60,11 +62,11 @@ class Weight:
 
     @property
     def box(self) -> tuple[slice, ...]:
-        """Slices of this rank's part in the whole weight."""
+        """The slices of this rank's part in the whole weight."""
         return tuple(slice(cut.start, cut.stop) for cut in self.cuts)
 
     def box_at(self, tp: int) -> tuple[slice, ...]:
-        """Slices of another tp rank's part in the whole weight."""
+        """The slices of another tp rank's part in the whole weight."""
         both = zip(self.cuts, self.shape, self.over_tp, strict=True)
         return tuple(
             cut.at(size, tp) if over else slice(cut.start, cut.stop)
@@ -73,16 +75,19 @@ class Weight:
 
     @property
     def copies(self) -> int:
-        """Number of neighbouring tp ranks with the same part; 0 means all of them."""
+        """The number of neighbouring tp ranks with the same part; 0 means all of them."""
         over = zip(self.cuts, self.over_tp, strict=True)
         return max((cut.copies for cut, over in over if over), default=0)
 
     @cached_property
     def rows(self) -> Tensor:
-        """Row of the whole weight for each row of this part, counted from 1; 0 marks padding. All
-        dims but the last make the rows."""
+        """The row of the whole weight, counted from 1, for each row of this part; 0
+        marks padding.
+
+        All dims but the last form the rows.
+        """
         shape = torch.Size(self.shape[:-1])
-        # the rows' numbers in the whole weight, cut as the weight is
+        # row numbers of the whole weight, sharded like the weight
         part = torch.arange(1, 1 + shape.numel()).view(shape)[self.box[:-1]]
         padded = part.new_zeros(self.local[:-1])
         padded[tuple(slice(0, n) for n in part.shape)] = part
@@ -92,7 +97,9 @@ class Weight:
 def cut_of(
     model: Model, layout: Layout, name: str, shape: Sequence[int], at: Mapping[str, int]
 ) -> tuple[Cut, ...]:
-    """The part of each dim of a weight (or buffer) that the rank at these coordinates holds."""
+    """The part of each dim of a weight (or buffer) that the rank at these coordinates
+    holds.
+    """
     cuts, dims = [], model.rules.dims(name, len(shape))
     for dim, axes, size in zip(dims, layout.axes_of(dims), shape, strict=True):
         unit = max(1, size // model.counts.get(dim, size))
@@ -110,7 +117,7 @@ def cut_weights(
         dims = model.rules.dims(name, len(shape))
         cuts = cut_of(model, layout, name, shape, at)
         adds = pieces.sum_over_tp(dims, cuts, layout)
-        # a scalar has no dim to cut
+        # A scalar has no dim to shard.
         shared = max((cut.copies for cut in cuts), default=1)
         copies = shared if adds == pieces.Sum.KV else layout.tp
         over_tp = tuple("tp" in axes for axes in layout.axes_of(dims))
@@ -122,7 +129,9 @@ def cut_weights(
 
 
 class RowLinear(nn.Module):
-    """A linear whose input features are cut: its bias comes once, after the parts are joined."""
+    """A linear with sharded input features. Its bias is added once, after the parts are
+    joined.
+    """
 
     def __init__(self, plain: nn.Linear, join: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -133,13 +142,13 @@ class RowLinear(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        part = self.weight_product(x)  # (B, T, out): a part of each sum
+        part = self.weight_product(x)  # (B, T, out): this rank's part of each sum
         y = self.join(part if self.lora is None else part + self.lora(x))
         return y if self.bias is None else y + self.bias
 
 
 class VocabularyEmbedding(nn.Module):
-    """The lookup of a cut vocabulary: a token outside this rank's part gives zeros here.
+    """The lookup of a sharded vocabulary: tokens outside this rank's part give zeros.
 
     The padding token's row has no gradient on the rank that holds it.
     """
@@ -162,9 +171,10 @@ class VocabularyEmbedding(nn.Module):
 
 
 class CutRMSNorm(nn.Module):
-    """A norm over features that tp cuts: the ranks add their sums of squares, one number a token.
+    """An RMS norm over features that tp shards: ranks add their sums of squares, one
+    number per token.
 
-    `copies` ranks have the same features; each number counts once.
+    If `copies` ranks hold the same features, each feature counts once.
     """
 
     def __init__(self, plain: RMSNorm, width: int, copies: int, group: Group) -> None:
@@ -173,10 +183,12 @@ class CutRMSNorm(nn.Module):
         self.width, self.copies, self.group = width, copies, group
 
     def forward(self, x: Tensor) -> Tensor:
+        # (..., width / ranks * copies)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         squares = wide.square().sum(-1, keepdim=True)  # (..., 1)
         squares = self.group.share(squares, self.copies)
-        # Added up both ways: each rank's part of the result depends on all ranks' features.
+        # Summed in both directions: each rank's result depends on the features of all
+        # ranks.
         squares = regions.copy(regions.reduce(squares, self.group), self.group)
         weight = self.weight.to(wide.dtype) + 1.0 if self.plus_one else self.weight
         y: Tensor = wide * torch.rsqrt(squares / self.width + self.eps) * weight
@@ -184,14 +196,14 @@ class CutRMSNorm(nn.Module):
 
 
 class VocabularyCrossEntropy(nn.Module):
-    """The summed cross-entropy of logits that are cut over the vocabulary."""
+    """The summed cross-entropy of logits that are sharded over the vocabulary."""
 
     def __init__(self, cut: Cut, group: Group, z: float = 0.0) -> None:
         super().__init__()
         self.cut, self.group, self.z = cut, group, z
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        # What crosses is two numbers a token, never a row of logits.
+        # Ranks exchange two numbers per token, never a row of logits.
         return token_loss(
             logits, targets,
             first=self.cut.start, width=self.cut.stop - self.cut.start, agree=self.group.all_reduce,
@@ -200,7 +212,9 @@ class VocabularyCrossEntropy(nn.Module):
 
 
 def install_regions(model: Model, layout: Layout, groups: Groups) -> None:
-    """Fork, join and replace, so that the model computes on cut weights what it did on whole ones."""
+    """Fork, join and replace modules, so that the model computes on shards what it did
+    on whole weights.
+    """
     if layout.tp == 1:
         return
     for prefix, piece in model.pieces:
@@ -208,7 +222,7 @@ def install_regions(model: Model, layout: Layout, groups: Groups) -> None:
 
 
 class _Installer:
-    """Puts the regions into one piece."""
+    """Installs the regions in one piece."""
 
     def __init__(
         self,
@@ -235,7 +249,8 @@ class _Installer:
         self._cut_norms()
         rows, columns = self._cut_modules()
         owners = {name.rpartition(".")[0] for name in rows}
-        # Whole experts take a rank's own tokens, and its results are finished when they are back.
+        # Whole experts take a rank's own tokens, and their results are complete when
+        # they return.
         for module in self.piece.modules() if "tp" not in self.layout.experts else ():
             if isinstance(module, Spread):
                 self._cut_experts(module)
@@ -265,8 +280,9 @@ class _Installer:
                 )
 
     def _cut_modules(self) -> tuple[list[str], dict[str, str]]:
-        """Names of modules whose weight is cut on the input side, and on the output side (with
-        the dim's name)."""
+        """The modules whose weight is sharded on the input side, and on the output side
+        (with the dim's name).
+        """
         rows: list[str] = []
         columns: dict[str, str] = {}
         for name, module in self.piece.named_modules():
@@ -277,8 +293,9 @@ class _Installer:
                 f"{self.prefix}.{name}.weight".replace("..", "."), 2
             )
             if LORA in dims:
-                continue  # inside a linear, whose regions it shares
-            # nn.Linear holds (out, in); a bare x @ weight holds (in, out); a lookup (in, out).
+                continue  # an adapter inside a linear, whose regions it shares
+            # nn.Linear holds (out, in); a bare x @ weight holds (in, out), and so does
+            # a lookup.
             out, into = dims if isinstance(module, nn.Linear) else dims[::-1]
             if AXIS_OF.get(into) == "tp":
                 if isinstance(module, nn.Linear):
@@ -308,16 +325,19 @@ class _Installer:
             first = next(iter(signature(module.forward).parameters), "")
             if first not in named:
                 raise LayoutError(
-                    f"a {type(module).__name__}, whose weights tp cuts, is called without its first"
-                    f" argument, {first!r}. Pass the activations as that."
+                    f"a {type(module).__name__}, whose weights tp shards, is called without its first"
+                    f" argument, {first!r}. Pass the activations as that argument."
                 )
             return (), {**named, first: fork(named[first])}
 
         module.register_forward_pre_hook(enter, with_kwargs=True)
 
     def _cut_experts(self, module: Spread) -> None:
-        """Each rank has a part of each expert. Gates fork too: a rank's part of the results gives a
-        part of their gradient."""
+        """Fork the inputs of sharded experts.
+
+        Gates fork too: a rank's part of the results gives only a part of the gates'
+        gradient.
+        """
 
         def enter(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             x, gates, chosen = args
@@ -331,8 +351,11 @@ class _Installer:
         return Cut.of(module.weight.shape[0], self.layout.tp, self.groups.tp.rank)
 
     def _single(self, name: str, dim: str) -> None:
-        """A column weight with no row weight after it: the whole output is gathered, unless it is
-        the vocabulary's, whose loss takes it cut."""
+        """Install the regions of a column weight that no row weight follows.
+
+        The output is gathered, unless it is over the vocabulary, whose loss takes the
+        shards.
+        """
         module, tp = self._at(name), self.groups.tp
         self._fork(module)
         owner = self._at(name.rpartition(".")[0])
@@ -345,8 +368,11 @@ class _Installer:
             )
 
     def _cut_time(self) -> None:
-        """Under seq what runs between the regions sees its own tokens: learned positions, noise, and
-        which tokens a router counts."""
+        """Under seq, give modules between the regions only this rank's tokens.
+
+        These are learned positions, noise, and the marks of tokens that a router
+        counts.
+        """
         tp = self.groups.tp
 
         def own(x: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""Takes a model of transformers apart: finds its pieces by running it whole once, on meta."""
+"""Takes a transformers model apart: finds its pieces by one whole run on the meta
+device.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,16 @@ from .frame import Key, StandIn, around_blocks, take_out
 from .transformers_frame import TransformersFrame
 from .transformers_refused import error_line, refuse, refuse_attention, refuse_tables
 
-_RUN = 8  # tokens of the sequences with which a model is tried
+_RUN = 8  # tokens in a trial sequence
 
 
 class TakenApart:
-    """Their model taken apart: the modules before its blocks, the blocks, the modules after them.
+    """A transformers model taken apart: the modules before its blocks, the blocks, the
+    modules after them.
 
-    `names` are the weights' in their code, `files` those in files. `calls` are the arguments with which each
-    module of a block was called, and the shape that it gave.
+    `names` are the weights' names in their code, `files` those in files. `calls` holds
+    the arguments with which each module of a block was called, and the shape of its
+    output.
     """
 
     def __init__(self, causal: Any) -> None:
@@ -50,7 +54,7 @@ class TakenApart:
         self.heads, self.kv, self.head_dim = seen.pop()
 
     def _order(self) -> list[Key]:
-        """The modules in the order in which the forward calls them, found by running it whole on meta."""
+        """The modules in the order in which the forward calls them."""
         order: list[Key] = []
 
         def noted(key: Key, module: nn.Module) -> Callable[..., Any]:
@@ -94,7 +98,7 @@ class TakenApart:
 
 
 def stored_names(causal: Any) -> dict[str, str]:
-    """Names of the weights in files, which differ from those in the code for some models."""
+    """The weights' names in files, which differ from those in the code for some models."""
     from transformers.core_model_loading import revert_weight_conversion
 
     every = dict(causal.named_parameters())
@@ -105,7 +109,7 @@ def stored_names(causal: Any) -> dict[str, str]:
 
 
 def layers_of(causal: Any) -> tuple[list[Any], nn.ModuleList]:
-    """The modules from the whole model down to the one that owns the blocks, and its blocks."""
+    """The modules from the whole model down to the owner of the blocks, and the blocks."""
     count = getattr(causal.config, "num_hidden_layers", 0)
     for name, module in causal.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:

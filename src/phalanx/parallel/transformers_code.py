@@ -1,7 +1,8 @@
-"""Models of Hugging Face in transformers' own code: from a folder to pieces and rules.
+"""Hugging Face models in transformers' own code: from a folder to pieces and rules.
 
-`transformers_frame.py` runs their forward piece by piece, `transformers_apart.py` finds the pieces,
-`transformers_rules.py` says which weights are cut, and `transformers_refused.py` what is refused.
+`transformers_frame.py` runs their forward piece by piece, `transformers_apart.py` finds
+the pieces, `transformers_rules.py` decides which weights are sharded, and
+`transformers_refused.py` refuses the rest.
 
 Not here: code that a folder names (`auto_map`). It is never run.
 """
@@ -34,7 +35,9 @@ from .whole import TOKENS, Whole, parameter_places
 
 
 def load_transformers(folder: str) -> Model:
-    """The model in a folder of Hugging Face as transformers' own code computes it, on meta."""
+    """Load the model in a Hugging Face folder, computed by transformers' own code, on
+    meta.
+    """
     table, where = hub_config(folder)
     shape, name = shape_of(table, where), str(table["model_type"])
     try:
@@ -57,7 +60,9 @@ def _their_whole(
     names: Mapping[str, str],
     pieces: Sequence[tuple[str, nn.Module]],
 ) -> Whole:
-    """Their model as it is, with their plain attention. `names` maps weights of ours to theirs."""
+    """The whole transformers model, with their eager attention. `names` maps our
+    weights' names to theirs.
+    """
     with Undrawn():
         made = made_model(table, name, "eager")
     ours = {theirs: name for name, theirs in names.items()}
@@ -72,7 +77,7 @@ def _their_whole(
 
 
 class _TheirWhole(Whole):
-    """A model of transformers, which computes as widely as its weights are."""
+    """A whole transformers model that computes at least in its weights' precision."""
 
     def bind(self, weights: Mapping[str, nn.Parameter]) -> None:
         super().bind(weights)
@@ -94,7 +99,7 @@ class _TheirWhole(Whole):
 def _model_of(
     apart: TakenApart, rules: CutRules, shape: Shape
 ) -> tuple[Model, dict[str, str]]:
-    """The model, and by the names of its weights what these are called in their code."""
+    """Build the model, and map the names of its weights to those in transformers' code."""
     embed = TransformersEmbed(apart.frame, apart.before)
     head = TransformersHead(apart.frame, apart.after, len(apart.blocks) - 1)
     table, learned = rules.table(embed, head)
@@ -121,7 +126,7 @@ def made_model(
     attention: str = ATTENTION,
     device: str = "meta",
 ) -> Any:
-    """Their model of a configuration."""
+    """Build the transformers model of a configuration."""
     try:
         from transformers import AutoModelForCausalLM
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -135,7 +140,7 @@ def made_model(
     refuse(
         {f"transformers has no code for 'model_type' {name[:40]!r}.{own}": not known}
     )
-    # Keys that begin with _ choose kernels, which may be fetched.
+    # Keys that begin with _ select kernels, which transformers might download.
     dropped = ("auto_map", "model_type")
     plain = {
         k: x for k, x in table.items() if k not in dropped and not k.startswith("_")
@@ -143,11 +148,11 @@ def made_model(
     kind = CONFIG_MAPPING[name]
     try:
         config = kind(**plain)
-    except Exception as error:  # theirs checks types and sizes
+    except Exception as error:  # transformers checks types and sizes
         raise LayoutError(f"{kind.__name__} refuses it: {error_line(error)}") from None
     refuse(
         {
-            f"{kind.__name__} is of no decoder (AutoModelForCausalLM)": kind
+            f"{kind.__name__} is not for a decoder (AutoModelForCausalLM)": kind
             not in MODEL_FOR_CAUSAL_LM_MAPPING,
             "its weights are quantized": getattr(config, "quantization_config", None),
         }
@@ -162,7 +167,7 @@ def made_model(
         raise LayoutError(f"its code cannot be made: {error_line(error)}") from None
     except Exception as error:
         raise LayoutError(f"its code cannot be made: {error_line(error)}") from None
-    made = made.float().eval()  # without its dropout
+    made = made.float().eval()  # with p=0 below: without its dropout
     for module in made.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

@@ -1,6 +1,7 @@
-"""Runs the forward of a model in transformers' own code piece by piece, by the means of `frame.py`.
+"""Runs the forward of a transformers model piece by piece, by means of `frame.py`.
 
-Attention comes through `ALL_ATTENTION_FUNCTIONS` into a child `core`, which context parallelism replaces.
+Attention reaches us through `ALL_ATTENTION_FUNCTIONS` and runs in a child `core`, which
+context parallelism replaces.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from ..models.loss import CrossEntropy
 from .frame import Frame, Key, OuterModules, Reached, Running, StandIn, stop
 from .transformers_refused import refuse
 
-ATTENTION = "phalanx"  # in their table of attention functions
-# What they call attention with, beside what `attend` reads, that changes nothing here: there is no
-# cache, nothing is dropped, and who attends to whom follows from the documents.
+ATTENTION = "phalanx"  # our name in their table of attention functions
+# Arguments of their attention that `attend` may ignore: there is no cache, nothing is
+# dropped, and the documents decide which tokens attend to which.
 _NOTHING = (
     "dropout is_causal position_ids use_cache cache_position position_embeddings output_attentions"
     " output_hidden_states return_dict layer_idx past_key_values"
@@ -31,7 +32,9 @@ _NOTHING = (
 
 
 class InFloat64(TorchFunctionMode):
-    """Computes in float64 what transformers' code computes in float32 at least, such as norms."""
+    """Computes in float64 what transformers' code computes in float32 or wider, such as
+    norms.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -48,8 +51,11 @@ class InFloat64(TorchFunctionMode):
 
 
 class TransformersFrame(Frame):
-    """Their model, whose forward is called as transformers' are, with tables that it makes itself. A module
-    of another piece passes on what it is given."""
+    """A transformers model whose forward is called with buffers that this class
+    creates.
+
+    A module of another piece returns its input unchanged.
+    """
 
     def __init__(self, causal: Any, base: Any) -> None:
         super().__init__()
@@ -75,14 +81,17 @@ class TransformersFrame(Frame):
         *,
         whole: bool = False,
     ) -> Any:
-        """Run their forward with these modules in it: the value that it was stopped with, else what
-        it gives."""
+        """Run their forward with these modules in it.
+
+        Returns the value with which a module stopped it, or else its output.
+        """
         self.dtype, self.shared = dtype, (positions, documents)
         wide = torch.promote_types(dtype, torch.float32)
         with InFloat64() if wide == torch.float64 else nullcontext():
             self._make_buffers(positions.device, wide)
             given: dict[str, Any] = {"input_ids": tokens}
-            # what is looked up is another piece's: its size and dtype are used
+            # Another piece looks up the tokens. Only this tensor's shape and dtype are
+            # used.
             if tokens is None:
                 given = {
                     "inputs_embeds": positions.new_zeros(
@@ -97,7 +106,9 @@ class TransformersFrame(Frame):
                 self.shared = None, None
 
     def _make_buffers(self, device: torch.device, wide: torch.dtype) -> None:
-        """Their tables, as rope's frequencies, which are not on meta and not in files."""
+        """Create their buffers, such as rope's frequencies, which are neither on meta
+        nor in files.
+        """
         if self.made == (device, wide):
             return
         self.made = device, wide
@@ -109,7 +120,7 @@ class TransformersFrame(Frame):
 def make_tables(
     causal: Any, module: nn.Module, device: torch.device, wide: torch.dtype
 ) -> None:
-    """Make the buffers of one of their modules anew, and fill them as their code does."""
+    """Recreate the buffers of one of their modules, filled by their own code."""
     if not module._buffers:
         return
     for key, x in module._buffers.items():
@@ -138,7 +149,7 @@ class TransformersEmbed(_Outer):
 
 
 class TransformersHead(_Outer):
-    """The part of the transformers forward after its last block, and the loss as a sum."""
+    """The part of the transformers forward after its last block, and the summed loss."""
 
     def __init__(
         self, frame: TransformersFrame, children: Mapping[str, nn.Module], last: int
@@ -162,7 +173,9 @@ class TransformersHead(_Outer):
 def _forward(
     self: Any, x: Tensor, positions: Tensor, documents: Tensor | None = None
 ) -> Tensor:
-    """A block of theirs as a piece: its own forward, with the arguments that their model makes."""
+    """Run one of their blocks as a piece: its own forward, with the arguments that
+    their model builds.
+    """
 
     def block(*args: Any, **kwargs: Any) -> None:
         kwargs.pop("hidden_states", None)
@@ -179,8 +192,11 @@ def _block_class(kind: Any) -> type[nn.Module]:
 
 
 def as_block(block: Any, number: int) -> None:
-    """Makes a block of theirs a piece. It gets another class and stays the module that it is:
-    names of weights, and what their model refers to, remain."""
+    """Turn one of their blocks into a piece.
+
+    Only its class changes, so names of weights and references from their model remain
+    valid.
+    """
     kind: Any = type(block)
     block.__class__ = _block_class(kind)
     block._number = number
@@ -200,8 +216,11 @@ def attend(
     softcap: float | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """The entry in transformers' table of attention functions: calls the module's child `core`,
-    which its first call makes."""
+    """Entry in transformers' table of attention functions: calls the module's child
+    `core`.
+
+    The first call creates that child.
+    """
     if "core" not in module._modules:
         unknown = sorted(
             k for k, x in more.items() if k not in _NOTHING.split() and _is_set(x)
@@ -220,9 +239,10 @@ def attend(
         plain = 1 / math.sqrt(query.shape[-1])
         module.query_scale = 1.0 if scaling is None else float(scaling) / plain
         module.heads_seen = query.shape[1], key.shape[1], query.shape[-1]
+    # (batch, time, heads, head_dim)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if not math.isclose(module.query_scale, 1.0, rel_tol=1e-15):
-        q = q * module.query_scale  # the core divides by the root of head_dim
+        q = q * module.query_scale  # the core divides by sqrt(head_dim)
     return module.core(q, k, v, *module.frame.shared), None
 
 

@@ -1,4 +1,6 @@
-"""Properties of models in transformers' own code that are refused, each with its reason."""
+"""Properties for which models in transformers' own code are refused, each with its
+reason.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,11 @@ def error_line(error: BaseException) -> str:
 def refuse_attention(
     config: Any, owners: Sequence[Sequence[Any]], heads: set[Any]
 ) -> None:
-    """Refuses blocks whose attention phalanx cannot replace. `owners`: by block, its modules with attention;
-    `heads`: with which numbers of heads they called it."""
+    """Refuse blocks whose attention phalanx cannot replace.
+
+    `owners` lists each block's modules with attention, `heads` the head counts with
+    which they called it.
+    """
     refuse(
         {
             ATTENTION_OF_ITS_OWN: not heads,
@@ -42,13 +47,15 @@ def refuse_attention(
 def refuse_tables(
     blocks: Sequence[nn.Module], path: Sequence[nn.Module], modules: Iterable[nn.Module]
 ) -> None:
-    """Refuses weights and tables that belong to no piece. `path`: the modules down to the blocks;
-    `modules`: all of theirs."""
+    """Refuse weights and buffers that belong to no piece.
+
+    `path` lists the modules down to the blocks, `modules` all of theirs.
+    """
     tables = [n for block in blocks for n, _ in block.named_buffers()]
     bare = [n for m in path for n, _ in m.named_parameters(recurse=False)]
     refuse(
         {
-            f"its blocks have tables of their own ({', '.join(tables[:1])})": tables,
+            f"its blocks have buffers of their own ({', '.join(tables[:1])})": tables,
             f"it has weights outside of its modules ({', '.join(bare)})": bare,
             "its rope changes with the length of a sequence": _rope_kinds(modules)
             & _BY_LENGTH,
@@ -57,7 +64,9 @@ def refuse_tables(
 
 
 def _lacks_windows(config: Any, owners: Sequence[Sequence[Any]]) -> bool:
-    """True if the configuration has windows, or chunks, with which attention was not called."""
+    """True if the configuration has windows, or chunks, that its attention calls do not
+    use.
+    """
     types = list(getattr(config, "layer_types", None) or ())
     kinds = [
         "sliding_attention" if m.core.window else "full_attention"

@@ -1,6 +1,6 @@
-"""The rule table of a model in transformers' own code, from its `base_model_tp_plan`.
+"""The rule table of a transformers model, from its `base_model_tp_plan`.
 
-What the plan gets wrong, or does not name, is left whole and noted.
+Weights that the plan gets wrong, or does not name, stay whole, with a note.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from .transformers_refused import error_line
 
 
 class CutRules:
-    """Finds which weights of a model are cut, and how. `notes` say what is left whole, and why."""
+    """Decides how each weight of a model is sharded. `notes` tell which stay whole, and
+    why.
+    """
 
     def __init__(self, apart: TakenApart) -> None:
         self.apart, self.config = apart, apart.config
@@ -42,7 +44,7 @@ class CutRules:
             self.notes[f"the plan for pp does not name {', '.join(missed)}"] = None
 
     def table(self, embed: nn.Module, head: nn.Module) -> tuple[Rules, bool]:
-        """The rules of all weights, and whether positions are learned."""
+        """The rules of all weights, and True if positions are learned."""
         rules = {**self._outer_rules("embed", embed), **self._outer_rules("head", head)}
         for number, block in enumerate(self.apart.blocks):
             rules |= {
@@ -53,7 +55,9 @@ class CutRules:
         return Rules.parse("\n".join(lines)), learned
 
     def _outer_rules(self, piece: str, module: nn.Module) -> dict[str, str]:
-        """Lookups and the head are cut over the vocabulary, where they are torch's own."""
+        """Rules that shard lookups and the head over the vocabulary, where they are
+        torch's own modules.
+        """
         rules = {}
         for path, child in module.named_modules():
             for key, weight in child.named_parameters(recurse=False):
@@ -77,7 +81,7 @@ class CutRules:
 
     @property
     def _special(self) -> set[nn.Parameter]:
-        """Weights of the vocabulary that something else than torch's own modules uses."""
+        """Weights of the vocabulary that modules other than torch's own use."""
         plain = nn.Linear.forward, nn.Embedding.forward
         return {
             weight
@@ -100,8 +104,11 @@ class CutRules:
         return rules
 
     def _owned(self, path: str, owner: nn.Module) -> dict[str, str]:
-        """The rules of a module whose linears the plan cuts, input and output: attention, or the MLP.
-        None where it is left whole."""
+        """The rules of a module whose linears the plan shards on input and output:
+        attention, or the MLP.
+
+        Empty if the module stays whole.
+        """
         linears = {n: m for n, m in owner.named_children() if isinstance(m, nn.Linear)}
         styles = {name: self._style(linear) for name, linear in linears.items()}
         if not any(styles.values()):
@@ -146,12 +153,15 @@ class CutRules:
                 rules[name] = dims[linear] + " embed" * (key == "weight")
             elif linear in ins:
                 rules[name] = f"embed {dims[linear]}" if key == "weight" else "embed"
-            else:  # its copies see other heads or features: gradients are added up
+            # its copies see other heads or features, so their gradients are summed
+            else:
                 rules[name] = " ".join(["head", *"-" * (weight.dim() - 1)])
         return rules
 
     def _style(self, linear: nn.Linear) -> str:
-        """The tp plan's style of a linear; empty if the plan does not name it, or keeps it whole."""
+        """The tp plan's style for a linear, or "" if the plan does not name it or keeps
+        it whole.
+        """
         prefix = self.apart.causal.base_model_prefix + "."
         name = (
             self.apart.names[linear.weight].removeprefix(prefix).removesuffix(".weight")
@@ -160,7 +170,7 @@ class CutRules:
         return "" if style.startswith("replicated") else str(style)
 
     def _dim(self, owner: nn.Module, width: int) -> str:
-        """Maps a sharded width to our dimension name, or returns ""."""
+        """Map a sharded width to our dimension name, or return ""."""
         if "core" not in owner._modules:
             return "ffn" if width == self._widths.setdefault(owner, width) else ""
         if width == self.heads * self.head_dim:
@@ -171,7 +181,9 @@ class CutRules:
         return "heads" if fused else ""
 
     def _fails(self, owner: nn.Module, dims: Mapping[str, str], outs: list[str]) -> str:
-        """Explains why a module does not run with sharded linears, by running it on meta, or returns ""."""
+        """Explain why a module does not run with sharded linears, by running it on
+        meta, or return "".
+        """
         args, kwargs, shape = self.apart.calls[owner]
         parts = next(
             (
@@ -197,14 +209,16 @@ class CutRules:
         except Exception as error:
             return error_line(error)
         y = y[0] if isinstance(y, tuple) else y
-        return "" if y.shape == shape else "it gives another shape"
+        return "" if y.shape == shape else "its output has another shape"
 
     def _note(self, where: str, what: str) -> None:
         self.notes[f"{where}: {what}"] = None
 
 
 def _joined(rules: Mapping[str, str]) -> dict[str, str]:
-    """One line for all blocks where these are alike; longer names first, as a * has dots in it, too."""
+    """Merge the lines of blocks that agree. Longer names come first, as a * also
+    matches dots.
+    """
     kinds: dict[str, set[str]] = {}
     for name, dims in rules.items():
         kinds.setdefault(re.sub(r"^layers\.\d+", "layers.*", name), set()).add(dims)

@@ -1,9 +1,10 @@
-"""A user's model as its own class computes it: whole, by the forward that the class has.
+"""A user's model as one module, computed by its own forward.
 
-A layout computes with the pieces of `describe()`. The class's own forward says what these should
-compute together. It is called with the entries of a batch that its arguments name; the first argument
-gets the tokens, whatever its name. It returns the loss, as a sum or as a mean over the valid tokens, or
-the logits, whose cross-entropy is then the loss.
+A layout computes with the pieces of `describe()`. The class's own forward defines what
+these compute together. It is called with the entries of a batch that its arguments
+name; its first argument gets the tokens, whatever its name. It returns the loss, as a
+sum or as a mean over the valid tokens, or the logits, from which the cross-entropy is
+computed.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ class ParameterPlace:
 class Whole:
     """A model that is not taken apart.
 
-    `arguments` maps those of its forward to entries of a batch. `mean` is True if the loss that it returns
-    is a mean over the valid tokens. `missing` names its parameters that are in no piece. `parts` are its
-    modules that do the work of a piece, by the piece's number.
+    `arguments` maps the arguments of its forward to entries of a batch. `mean` is True
+    if the returned loss is a mean over the valid tokens. `missing` names its parameters
+    that are in no piece. `parts` are its modules that do the work of a piece, by the
+    piece's number.
     """
 
     name: str
@@ -52,21 +54,24 @@ class Whole:
     mean: bool = False
 
     def bind(self, weights: Mapping[str, nn.Parameter]) -> None:
-        """Put real weights, by the description's names, in place of those on meta."""
+        """Replace the meta weights by real ones, by their names in the description."""
         for place in self.places:
             place.module._parameters[place.key] = weights[place.name]
 
     def unread(self, entries: Iterable[str]) -> set[str]:
-        """The entries of a batch that change what pieces compute, and that this forward does not take."""
+        """The entries of a batch that change what pieces compute, but that this forward
+        does not take.
+        """
         taken = set(self.arguments.values())
-        # Without documents positions count from 0, as a forward does that has no argument for them.
+        # Without documents, positions count from 0, as in a forward without an argument
+        # for them.
         implied = {TARGETS} if DOCUMENTS in taken else {TARGETS, "positions"}
         return set(entries) - taken - implied
 
     def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """The loss of a batch, as a sum over its valid tokens."""
+        """Compute the loss of a batch, as a sum over its valid tokens."""
         count = valid_count(batch)
-        if self.mean and not count:  # a mean over nothing is not a number
+        if self.mean and not count:  # a mean over no tokens is not a number
             return torch.stack(
                 [x.flatten()[:1].sum() * 0 for x in self.module.parameters()]
             ).sum()
@@ -87,8 +92,11 @@ def whole_of_class(
     pieces: Sequence[tuple[str, nn.Module]],
     weights: Mapping[str, nn.Parameter],
 ) -> Whole | None:
-    """An instance of a class as a Whole; None if it has no forward of its own. `weights` are those of its
-    description by name, still on meta: by these the class's parameters are recognized."""
+    """Wrap an instance of a class, or return None if it has no forward of its own.
+
+    `weights` are the description's, by name and still on meta. They identify the
+    class's parameters.
+    """
     if not isinstance(module, nn.Module) or type(module).forward is nn.Module.forward:
         return None
     names = {parameter: name for name, parameter in weights.items()}
@@ -104,7 +112,9 @@ def whole_of_class(
 def parameter_places(
     module: nn.Module, names: Mapping[nn.Parameter, str]
 ) -> tuple[tuple[ParameterPlace, ...], tuple[str, ...]]:
-    """Places of the parameters of a module, and the names of those that are not in `names`."""
+    """The places of a module's parameters, and the names of those that are not in
+    `names`.
+    """
     places, missing = list[ParameterPlace](), list[str]()
     for path, child in module.named_modules():
         for key, parameter in child._parameters.items():
@@ -118,7 +128,9 @@ def parameter_places(
 
 
 def valid_count(batch: Mapping[str, Tensor]) -> int:
-    """The tokens that count in the loss of a batch, or its rows where targets are no tokens."""
+    """The number of tokens that count in a batch's loss, or of rows if targets are not
+    tokens.
+    """
     targets = batch.get(TARGETS)
     if targets is None or targets.is_floating_point():
         return next(iter(batch.values())).shape[0]
@@ -126,7 +138,7 @@ def valid_count(batch: Mapping[str, Tensor]) -> int:
 
 
 def _arguments(module: nn.Module, name: str) -> dict[str, str]:
-    """The entry of a batch that each argument of a forward gets."""
+    """The batch entry that each argument of a forward gets."""
     signature = inspect.signature(type(module).forward).parameters
     open_kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     arguments = [p for p in list(signature.values())[1:] if p.kind not in open_kinds]
@@ -141,13 +153,15 @@ def _arguments(module: nn.Module, name: str) -> dict[str, str]:
     if needed:
         raise LayoutError(
             f"{name} needs {', '.join(needed)}, which no batch has: it has {', '.join(ENTRIES)}."
-            f" Give {needed[0]} a default, or name it as the entry of the batch that it is."
+            f" Give {needed[0]} a default, or name it like the batch entry that it is."
         )
     return known
 
 
 def returned_loss(returned: Any) -> Tensor | None:
-    """The loss that a forward returned: alone, in a tuple, under the key `loss`, or as that attribute."""
+    """The loss that a forward returned: alone, in a tuple, under the key `loss`, or as
+    that attribute.
+    """
     if isinstance(returned, Mapping):
         candidates = [returned.get("loss")]
     elif isinstance(returned, tuple | list):
@@ -170,6 +184,6 @@ def _logits_in(returned: Any, name: str) -> Tensor:
         if isinstance(each, Tensor) and each.dim() == 3:
             return each
     raise LayoutError(
-        f"{name} returns a {type(returned).__name__}, neither a loss nor logits: return the loss of the"
+        f"{name} returns a {type(returned).__name__}, neither a loss nor logits. Return the loss of the"
         " batch, or logits of (batch, time, vocabulary)."
     )
