@@ -78,6 +78,7 @@ def journal(hostile: str = "") -> list[dict[str, Any]]:
             "loss": 2.5,
             "bits_per_byte": 3.6,
         },
+        {"event": "sample", "time": 9, "step": 12, "prompt": "def ", "text": "<f>"},
         {"event": "end", "time": 130, "step": 12, "loss": 2.0},
     ]
 
@@ -105,6 +106,8 @@ def test_the_page_says_what_the_journal_says(tmp_path: Path) -> None:
         # 12 steps of half a second, 5 of them lost, in 341 s by the calendar.
         "goodput 1.76 % of 341 s: steps 1.76 %, lost steps 0.733 %, down 13.5 %, other 84 %",
         "validation loss 2.5000 nats per token, 3.6000 bits per byte",
+        "What the model writes",
+        "def &lt;f&gt;",
         "a peak of 2 TFLOP/s over all ranks (measured)",
         "causal attention",
         "would be higher by 10.0 %",

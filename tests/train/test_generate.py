@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from hub_models import FAMILIES, saved, theirs
 from phalanx.cli import main
 from phalanx.generate import GenerateError, Generator, Sampling
-from phalanx.generate.text import continued
+from phalanx.layout.run import Run, RunError
 from phalanx.parallel import build_model
 from phalanx.train.data.vocabulary import Bytes
+from phalanx.train.text import continued, open_generator
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 GREEDY = Sampling(temperature=0)
@@ -27,7 +29,7 @@ def test_logits_of_one_token_at_a_time_are_those_of_transformers(
     name: str, tmp_path: Path
 ) -> None:
     model = theirs(name)
-    generator = Generator.open(f"hf:{saved(model, tmp_path / 'hub')}")
+    generator = open_generator(f"hf:{saved(model, tmp_path / 'hub')}")
     vocabulary = generator.shape.vocab
     draw = torch.Generator().manual_seed(1)
     tokens = torch.randint(vocabulary, (2, 14), generator=draw)
@@ -46,7 +48,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> N
     if name not in FAMILIES:
         name = next(each for each in FAMILIES if each.startswith(name))
     model = theirs(name)
-    generator = Generator.open(f"hf:{saved(model, tmp_path / 'hub')}")
+    generator = open_generator(f"hf:{saved(model, tmp_path / 'hub')}")
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     whole = model.generate(torch.tensor([PROMPT]), max_new_tokens=6, **options)
     wanted = whole[0, len(PROMPT) :].tolist()
@@ -91,7 +93,7 @@ def test_terms_out_of_range_are_refused(wrong: dict[str, float]) -> None:
 
 
 def test_rows_end_with_an_end_token_and_repeat_it(tmp_path: Path) -> None:
-    generator = Generator.open(f"hf:{saved(theirs('llama'), tmp_path / 'hub')}")
+    generator = open_generator(f"hf:{saved(theirs('llama'), tmp_path / 'hub')}")
     free = list(generator.generate(PROMPT, 12, Sampling(seed=3), rows=3))
     end = free[2][0]
     ended = list(generator.generate(PROMPT, 12, Sampling(seed=3), rows=3, ends={end}))
@@ -105,7 +107,7 @@ def test_rows_end_with_an_end_token_and_repeat_it(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_continued_is_refused_with_a_way_out(tmp_path: Path) -> None:
-    generator = Generator.open(f"hf:{saved(theirs('gpt2'), tmp_path / 'hub')}")
+    generator = open_generator(f"hf:{saved(theirs('gpt2'), tmp_path / 'hub')}")
     longest = generator.longest
     assert longest is not None
     with pytest.raises(GenerateError, match=f"Write --tokens {longest - 8}"):
@@ -151,7 +153,7 @@ def test_a_run_in_several_parts_is_sampled_with_its_own_tokens(
     options = ["--tokens", "6", "--temperature", "0"]
     assert main(["sample", str(tmp_path), "--prompt", "de", "--json", *options]) == 0
     figures = json.loads(capsys.readouterr().out)
-    generator = Generator.open(figures["source"])
+    generator = open_generator(figures["source"])
     tokens = [token for (token,) in generator.generate(list(b"de"), 6, GREEDY)]
     assert figures["texts"] == [Bytes().decode(tokens)]
     assert main(["sample", str(tmp_path), "--prompt", "de", *options]) == 0
@@ -166,3 +168,62 @@ def test_a_model_that_is_no_decoder_is_refused() -> None:
 
     with pytest.raises(GenerateError, match="phalanx checkpoint export"):
         Generator(build_model(Shape.load("mlp")))
+
+
+def sampled(out: Path) -> list[dict[str, object]]:
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    return [record for record in records if record["event"] == "sample"]
+
+
+@pytest.mark.parametrize("layout", ["", "dp2 tp2 zero3", "pp2 dp2 zero1"])
+def test_a_run_writes_what_transformers_writes_with_its_weights(
+    layout: str, tmp_path: Path, capsys: Capture
+) -> None:
+    model = "model={layers=2,hidden=16,heads=2,ffn=32,vocab=256}"
+    sizes = ["steps=3", "batch=4", "sequence=16", "optimizer.lr=0.03"]
+    texts = ["sample.every=2", "sample.prompt=de", "sample.tokens=5"]
+    words = [model, *sizes, *texts, "sample.temperature=0", "validation.batches=0"]
+    out = tmp_path / "run"
+    named = [f"out={out}", f"layout={layout}", "--backend", "threads"]
+    assert main(["train", *words, *named]) == 0
+    shown = capsys.readouterr().out
+    found = sampled(out)
+    assert [record["step"] for record in found] == [2, 3]
+    assert main(["checkpoint", "export", str(out), "--to", str(tmp_path / "hub")]) == 0
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hub")
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    prompt = torch.tensor([list(b"de")])
+    tokens = theirs.generate(prompt, max_new_tokens=5, **options)[0, 2:].tolist()
+    assert found[-1]["text"] == Bytes().decode(tokens)
+    assert f"step 3  writes {json.dumps('de' + Bytes().decode(tokens))}"[:40] in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["model=model.py:Net"], "no built-in decoder"),
+        (
+            [
+                "model={layers=1,hidden=8,heads=1,ffn=8,vocab=256,positions='learned',sequence=16}"
+            ],
+            "sample.tokens = 40",
+        ),
+    ],
+)
+def test_texts_that_a_run_cannot_write_are_refused_before_it_starts(
+    words: list[str], named: str
+) -> None:
+    with pytest.raises(RunError, match=named):
+        Run.load("", ("sample.every=1", *words))
+
+
+def test_a_run_on_tokens_of_an_unknown_tokenizer_is_refused(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    (tmp_path / "tokens.bin").write_bytes(bytes(4000))
+    model = "model={layers=1,hidden=16,heads=2,ffn=32,vocab=256}"
+    words = [f"data={tmp_path}/tokens.bin", "batch=2", "sequence=16", "sample.every=1"]
+    named = [f"out={tmp_path}/run", "--backend", "threads"]
+    assert main(["train", model, *words, *named]) == 2
+    assert "sample.tokenizer = FOLDER" in capsys.readouterr().err

@@ -52,7 +52,8 @@ BEATS = 0.5  # seconds
 KNOWN = ("starting", "reading a checkpoint", "saving", "compiling")
 OVER = ("ended", "failed")
 _OTHER = (
-    "first step", "loading data", "in a step", "validating", "comparing copies", "between steps",
+    "first step", "loading data", "in a step", "validating", "comparing copies", "sampling",
+    "between steps",
 )  # fmt: skip
 PHASES = (*KNOWN, *_OTHER, *OVER)
 # A signal that nothing else uses; the fault handler answers it from C.

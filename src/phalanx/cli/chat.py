@@ -28,9 +28,8 @@ def run(argv: list[str]) -> int:
     add_sampling(parser, tokens=512)
     args = parser.read(argv)
     source = source_of(args.source)
-    from ..generate import Generator
-    from ..generate.text import continued, vocabulary_of
     from ..train.data.vocabulary import Bytes
+    from ..train.text import continued, open_generator, vocabulary_of
 
     vocabulary = vocabulary_of(source, args.tokenizer)
     if isinstance(vocabulary, Bytes):
@@ -39,7 +38,7 @@ def run(argv: list[str]) -> int:
             " for phalanx sample."
         )
     vocabulary.refuse_chats()
-    generator = Generator.open(source)
+    generator = open_generator(source)
     messages = [{"role": "system", "content": args.system}] if args.system else []
     asks = sys.stdin.isatty()
     while True:

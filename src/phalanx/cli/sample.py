@@ -25,11 +25,10 @@ def run(argv: list[str]) -> int:
     add_sampling(parser, tokens=200)
     args = parser.read(argv)
     source = source_of(args.source)
-    from ..generate import Generator
-    from ..generate.text import continued, vocabulary_of
+    from ..train.text import continued, open_generator, vocabulary_of
 
     vocabulary = vocabulary_of(source, args.tokenizer)
-    generator = Generator.open(source)
+    generator = open_generator(source)
     prompt = vocabulary.prompt(args.prompt)
     texts: list[str] = []
     for number in range(args.samples):

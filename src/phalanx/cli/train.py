@@ -288,6 +288,7 @@ def _layout_that_fits(config: Run, ranks: int, gpus: int, notice: str) -> Layout
     )
     from ..train.program import maker_of, shape_of
     from ..train.rank import batches_of
+    from ..train.text import refuse_unknown_vocabulary
     from .memory import auto
 
     if notice:
@@ -319,6 +320,7 @@ def _layout_that_fits(config: Run, ranks: int, gpus: int, notice: str) -> Layout
             " Set train.fallback to layouts for other numbers of ranks."
         )
     batches_of(config, shape)
+    refuse_unknown_vocabulary(config)
     if config.own:
         own = maker_of(config)()
         refuse_unfit(own, layout)

@@ -1,26 +1,21 @@
 """A trained model that continues sequences of tokens, on one process.
 
 The prompt is read at once; then each token costs one pass over one token, as the keys and values of all
-earlier tokens are kept (`cached.py`). The model is built from its shape and takes its weights from a
-checkpoint in any layout, or from a folder of Hugging Face.
+earlier tokens are kept (`cached.py`). `train/text.py` opens one from a checkpoint or a folder of Hugging
+Face, and writes text with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from ..layout import Shape
-from ..layout.shape import HUB
 from ..models import Core
 from ..models.decoder import Head
-from ..parallel import Model, build_model
-from ..train.checkpoint_exchange import HubReader
-from ..train.checkpoint_format import read_manifest
-from ..train.checkpoint_load import TensorReader
+from ..parallel import Model
 from .cached import CachedCore
 from .sampling import GenerateError, Sampling
 
@@ -43,31 +38,11 @@ class Generator:
         self.read = 0  # tokens of each row
 
     @classmethod
-    def open(cls, source: Path | str, dtype: torch.dtype = torch.float32) -> Generator:
-        """The model of a checkpoint, or of a folder of Hugging Face named as hf:FOLDER."""
-        name = str(source)
-        reader = (
-            HubReader(Path(name.removeprefix(HUB)))
-            if name.startswith(HUB)
-            else TensorReader(Path(source), read_manifest(Path(source)))
-        )
-        with reader:
-            shape = reader.manifest.shape
-            if shape is None or shape.kind != "decoder":
-                raise GenerateError(
-                    f"{source} holds no decoder: there is nothing to sample from."
-                )
-            model = build_model(shape)
-            weights = {
-                tensor.name: reader.whole(tensor)
-                for tensor in reader.manifest.tensors
-                if tensor.kind == "weight"
-            }
-        return cls.of(model, weights, dtype)
-
-    @classmethod
     def of(
-        cls, model: Model, weights: Mapping[str, Tensor], dtype: torch.dtype
+        cls,
+        model: Model,
+        weights: Mapping[str, Tensor],
+        dtype: torch.dtype = torch.float32,
     ) -> Generator:
         """A model on the meta device with these weights, by their names in it."""
         generator = cls(model, dtype)

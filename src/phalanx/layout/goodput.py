@@ -29,6 +29,7 @@ _PART_OF = {
     "loading data": "steps",
     "reading a checkpoint": "starting",
     "comparing copies": "validating",
+    "sampling": "validating",
 }
 
 

@@ -166,6 +166,21 @@ class Validation:
 
 
 @dataclass(frozen=True)
+class SampleChoice:
+    """A text that the model writes while it is trained."""
+
+    every: int = key(0, "steps between texts, and one after the last step; 0: none")
+    prompt: str = key(
+        "\n", "the beginning of the text; a user's message, where chats are trained on"
+    )
+    tokens: int = key(40, "the most tokens to write", minimum=1, maximum=1 << 16)
+    temperature: float = key(0.8, "0: the likeliest token; above: drawn, by `seed`")
+    tokenizer: str = key(
+        "", "a tokenizer.json or its folder; empty: that of `model` or of `data`"
+    )
+
+
+@dataclass(frozen=True)
 class Profiling:
     """A trace of some steps."""
 
@@ -290,6 +305,9 @@ class Run:
     network: Networking = key(Networking(), "how hosts reach each other")
     metrics: Metrics = key(Metrics(), "what is logged")
     validation: Validation = key(Validation(), "the loss on the validation split")
+    sample: SampleChoice = key(
+        SampleChoice(), "a text that the model writes while it is trained"
+    )
     profile: Profiling = key(Profiling(), "a trace of some steps")
     prepare: Preparing = key(
         Preparing(), "how text is read where `model` has a tokenizer"

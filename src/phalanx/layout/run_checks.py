@@ -42,6 +42,11 @@ def mistakes_of(run: Run) -> Iterator[Mistake]:
                 what,
                 "Leave it out; your own class may use requires_grad_(False)",
             )
+    if run.sample.every and run.own:
+        what = f"sample.every with model = {run.own!r}, no built-in decoder"
+        yield Mistake(
+            "sample.every", what, "Leave it out: export the model, and sample it there"
+        )
     shape = None
     try:
         # read here once more, for the keys of its mistakes
@@ -89,6 +94,10 @@ def _tokens(run: Run, shape: Shape) -> Iterator[Mistake]:
     if shape.positions == "learned" and run.sequence > shape.sequence:
         what = f"sequence = {run.sequence}: {shape.name} has learned {shape.sequence} positions"
         yield Mistake("sequence", what, f"Write sequence = {shape.sequence} or less")
+    learned = shape.positions == "learned"
+    if run.sample.every and learned and run.sample.tokens >= shape.sequence:
+        what = f"sample.tokens = {run.sample.tokens}: {shape.name} has learned {shape.sequence} positions"
+        yield Mistake("sample.tokens", what, "Write fewer, with room for the prompt")
     named = [path for path, _ in run.sources]
     if PYTHON in named and not run.hub and shape.vocab < BYTES:
         what = f"model = {run.model!r} has a vocabulary of {shape.vocab}, and bytes are {BYTES}"

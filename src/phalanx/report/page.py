@@ -161,6 +161,7 @@ def report(folder: Path, more: "Extras | None" = None) -> "RunReport":
             journal, "Step time", "ms", _lines(journal, "seconds", 1e3, "ms a step")
         ),
         _efficiency(journal),
+        Section("What the model writes", _written(journal)),
         Section(
             "Where the time of the run went",
             name="faults",
@@ -282,6 +283,17 @@ def _loss(journal: _Journal) -> Section:
     return _curve(journal, "Loss", "nats per token", series, note, zero=False)
 
 
+def _written(journal: _Journal) -> Html:
+    """The texts that the model wrote, by step; nothing of a run without any."""
+    samples = journal.of("sample")
+    rows = [(str(s.get("step")), _text_of(s)) for s in samples if "step" in s]
+    return table(("step", "text"), rows) if rows else Html("")
+
+
+def _text_of(sample: Record) -> str:
+    return f"{sample.get('prompt', '')}{sample.get('text', '')}"
+
+
 def _efficiency(journal: _Journal) -> Section:
     last = journal.starts[-1]
     model, full = _inside(last, "flops", "model"), _inside(last, "flops", "full")
@@ -356,7 +368,7 @@ def _events(journal: _Journal) -> Html:
             " ".join(_words(r)),
         )
         for r in journal.records
-        if r["event"] not in ("step", "memory", "hang")
+        if r["event"] not in ("step", "memory", "hang", "sample")
     ]
     return tag(
         "div", table(("after", "event", "step", "details"), rows, left=True), cls="fold"

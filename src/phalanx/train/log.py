@@ -1,6 +1,6 @@
 """The log of a run, written by rank 0: metrics.jsonl, a line on the screen, and other tools if wanted.
 
-Each line of metrics.jsonl is one JSON object with an `event`: start, step, validation, checkpoint,
+Each line of metrics.jsonl is one JSON object with an `event`: start, step, validation, sample, checkpoint,
 memory, compile, device, skip, straggler, upload, remote, tool, stop, end, and hang, which its
 watcher writes. A run that was restarted has several starts in it.
 """
@@ -34,6 +34,8 @@ from ..layout.run import Run
 from ..layout.url import redacted
 from ..program import Program
 from .sinks import Sink, end_sinks, open_sinks
+
+_SHOWN = 66  # characters of a sample on the screen, in a terminal of 80 columns
 
 
 @contextmanager
@@ -204,6 +206,16 @@ class RunLog:
             self._write("routing.json", json.dumps(experts))
         self.event("validation", text, **values)
         self._put({"validation": loss}, step)
+
+    def sample(self, step: int, prompt: str, text: str) -> None:
+        """A text that the model has written behind a prompt; a line of it on the screen."""
+        if not self.active:
+            return
+        self._record("sample", {"step": step, "prompt": prompt, "text": text})
+        shown = json.dumps(prompt.lstrip() + text, ensure_ascii=False)
+        if len(shown) > _SHOWN:
+            shown = f"{shown[:_SHOWN]}..."
+        self.say(f"step {step}  writes {shown}")
 
     def timeline(
         self, step: int, layout: str, program: Program, parts: list[str]

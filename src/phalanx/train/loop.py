@@ -30,6 +30,7 @@ from .precision import device_notices
 from .program import layout_for
 from .rank import Rank, keep_freed_memory
 from .resume import RunState, load_or_draw
+from .samples import Samples
 from .saves import DiskSaves, MemorySaves
 from .skipped_steps import SkippedSteps
 from .starts import DoneSteps
@@ -142,6 +143,7 @@ def _from_start_to_end(
                 trace,
                 lambda step: done_steps.write(step.done),
                 validations.after_step,
+                Samples(rank, log).after_step,
                 # before the saves: a bad one must not follow a good one
                 copies.after_step,
                 memory.after_step,

@@ -104,6 +104,11 @@ class Batches:
         marks = [f"{corpus.mark}:{corpus.weight}" for corpus in self.corpora]
         return hashlib.sha256(" ".join(marks).encode()).hexdigest()
 
+    @property
+    def chats(self) -> bool:
+        """True if some of the documents are chats, of which answers are trained on."""
+        return any(corpus.train.answers is not None for corpus in self.corpora)
+
     @cached_property
     def _train(self) -> tuple[Sequences, ...]:
         return tuple(

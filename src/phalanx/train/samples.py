@@ -1,0 +1,70 @@
+"""A text that the model writes now and then while it is trained, beside its loss.
+
+The weights come together on rank 0, one at a time, and the text is written there on the CPU; the other
+ranks wait for the next step.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..generate import Generator, Sampling
+from ..layout.host import machine_memory
+from ..layout.numbers import bytes_text
+from ..parallel import build_model
+from .data.vocabulary import Vocabulary
+from .log import RunLog
+from .rank import Rank
+from .step import CompletedStep
+from .text import continued, prompt_of, vocabulary_of_run
+from .whole_weights import whole_weights
+
+_BYTES = 4  # of a weight: text is written in float32
+_SHARE = 0.5  # of the machine's memory, the most that whole weights may take
+
+
+class Samples:
+    """Writes a text every `sample.every` steps, and after the last one."""
+
+    def __init__(self, rank: Rank, log: RunLog) -> None:
+        self.rank, self.log = rank, log
+        self.every = rank.run.sample.every
+        self.vocabulary: Vocabulary | None = None
+        if not self.every:
+            return
+        held = _BYTES * rank.parameters
+        memory = machine_memory()
+        if held > _SHARE * memory:
+            self.every = 0
+            log.event(
+                "sample",
+                f"sample.every: no text is written, as whole weights are {bytes_text(held)} in the memory"
+                f" of rank 0, which has {bytes_text(memory)}; phalanx sample reads a checkpoint elsewhere",
+            )
+        elif not rank.world.rank:
+            self.vocabulary = vocabulary_of_run(rank.run, rank.run.sample.tokenizer)
+
+    def after_step(self, step: CompletedStep) -> None:
+        if not self.every or not (step.last or step.due(self.every)):
+            return
+        with self.log.positions.phase("sampling"):
+            weights = self._weights_on_first()
+            if self.vocabulary is not None:
+                text = self._written(self.vocabulary, weights)
+                self.log.sample(step.done, self.rank.run.sample.prompt, text)
+
+    def _weights_on_first(self) -> dict[str, Tensor]:
+        """All weights, on rank 0; nothing elsewhere."""
+        kept: dict[str, Tensor] = {}
+        for name, whole in whole_weights(self.rank.part):
+            if not self.rank.world.rank:
+                kept[name] = whole.float().cpu()
+        return kept
+
+    def _written(self, vocabulary: Vocabulary, weights: dict[str, Tensor]) -> str:
+        rank, wanted = self.rank, self.rank.run.sample
+        generator = Generator.of(build_model(rank.shape), weights)
+        prompt = prompt_of(vocabulary, wanted.prompt, chat=rank.batches.chats)
+        sampling = Sampling(wanted.temperature, seed=rank.run.seed)
+        tokens = wanted.tokens
+        return "".join(continued(generator, vocabulary, prompt, tokens, sampling))

@@ -1,0 +1,116 @@
+"""Text that a trained model writes: its weights and its tokenizer, from a checkpoint or a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..generate import GenerateError, Generator, Sampling
+from ..layout.run import Run
+from ..layout.shape import HUB
+from ..parallel import build_model
+from .checkpoint_exchange import HubReader
+from .checkpoint_format import WEIGHT, read_manifest
+from .checkpoint_load import TensorReader
+from .data.token_files import AS_BYTES, tokenizer_of
+from .data.vocabulary import Bytes, Tokenizer, Vocabulary, open_vocabulary
+
+
+def open_generator(source: Path | str, dtype: torch.dtype = torch.float32) -> Generator:
+    """The model of a checkpoint in any layout, or of a folder of Hugging Face named as hf:FOLDER."""
+    name = str(source)
+    reader = (
+        HubReader(Path(name.removeprefix(HUB)))
+        if name.startswith(HUB)
+        else TensorReader(Path(source), read_manifest(Path(source)))
+    )
+    with reader:
+        shape = reader.manifest.shape
+        if shape is None or shape.kind != "decoder":
+            raise GenerateError(
+                f"{source} holds no decoder: there is nothing to sample from."
+            )
+        model = build_model(shape)
+        weights = {
+            tensor.name: reader.whole(tensor)
+            for tensor in reader.manifest.tensors
+            if tensor.kind == WEIGHT
+        }
+    return Generator.of(model, weights, dtype)
+
+
+def run_of(source: str) -> Run:
+    """The model and the data of the run that a checkpoint is of."""
+    settings: Any = read_manifest(Path(source)).config.get("run", {})
+    return Run(model=settings.get("model", ""), data=_data(settings.get("data", "")))
+
+
+def vocabulary_of(source: str, tokenizer: str = "") -> Vocabulary:
+    """The tokenizer that a checkpoint's run was trained with, or a folder of Hugging Face brings.
+
+    `tokenizer`: a tokenizer.json or its folder, which is taken instead.
+    """
+    if source.startswith(HUB) and not tokenizer:
+        return open_vocabulary(Path(source.removeprefix(HUB)))
+    run = Run() if tokenizer else run_of(source)
+    if (vocabulary := vocabulary_of_run(run, tokenizer)) is None:
+        raise GenerateError(
+            f"{source}: the tokenizer of its data is not known. Name it: --tokenizer FOLDER."
+        )
+    return vocabulary
+
+
+def vocabulary_of_run(run: Run, tokenizer: str = "") -> Vocabulary | None:
+    """The tokenizer of a run's model or data, or the one that is named; None if it is not known."""
+    if tokenizer or run.hub:
+        return open_vocabulary(Path(tokenizer or run.hub))
+    names = {tokenizer_of(path) for path, _ in run.sources}
+    return Bytes() if names == {AS_BYTES} else None
+
+
+def refuse_unknown_vocabulary(run: Run) -> None:
+    """Raise if a run is to write text and nobody knows how its tokens become text."""
+    wanted = run.sample
+    if wanted.every and vocabulary_of_run(run, wanted.tokenizer) is None:
+        raise GenerateError(
+            "sample.every needs the tokenizer of the data, which its files do not name. Write"
+            " sample.tokenizer = FOLDER, or sample.every = 0."
+        )
+
+
+def prompt_of(vocabulary: Vocabulary, text: str, *, chat: bool) -> list[int]:
+    """The tokens of a prompt; for a model of chats it is a message of the user's."""
+    if chat and isinstance(vocabulary, Tokenizer):
+        return vocabulary.chat_prompt([{"role": "user", "content": text}])
+    return vocabulary.prompt(text)
+
+
+def _data(value: Any) -> str | tuple[str, ...]:
+    return tuple(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def continued(
+    generator: Generator,
+    vocabulary: Vocabulary,
+    prompt: list[int],
+    count: int,
+    sampling: Sampling,
+) -> Iterator[str]:
+    """Yields the text of a continuation piece by piece; together they are the whole text.
+
+    A character of several tokens comes with its last one.
+    """
+    tokens: list[int] = []
+    shown = ""
+    for (token,) in generator.generate(prompt, count, sampling, ends=vocabulary.ends):
+        if token in vocabulary.ends:
+            break
+        tokens.append(token)
+        text = vocabulary.decode(tokens)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            yield text[len(shown) :]
+            shown = text
+    yield vocabulary.decode(tokens)[len(shown) :]

@@ -1,0 +1,42 @@
+"""The whole weights of a model that ranks hold parts of, one weight at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .checkpoint import owned
+from .checkpoint_format import WEIGHT
+from .parallelize import ModelPart
+
+
+@torch.no_grad()
+def whole_weights(part: ModelPart) -> Iterator[tuple[str, Tensor]]:
+    """Each weight with its name, whole and on the device, in the order of names. Every rank calls it and
+    takes all of them: a weight is the all-reduced sum of what each rank owns of it, and no rank
+    holds more than one of them whole."""
+    mine: dict[str, list[tuple[Any, Tensor]]] = {}
+    for tensor, numbers in owned(part.local, part.updates):
+        if tensor.kind == WEIGHT:
+            mine.setdefault(tensor.name, []).append((tensor.shards[0], numbers))
+    group = part.everyone
+    master = next(iter(part.local.every_unit)).precision.master
+    shapes = {name: weight.shape for name, weight in part.model.weights.items()}
+    for name in sorted(shapes):
+        whole = torch.zeros(shapes[name], dtype=master, device=group.device)
+        for shard, numbers in mine.get(name, ()):
+            _put(whole, shard, numbers)
+        group.all_reduce(whole)
+        yield name, whole
+
+
+def _put(whole: Tensor, shard: Any, numbers: Tensor) -> None:
+    """Writes a rank's numbers of a weight where they belong in the whole."""
+    local = torch.zeros(shard.local, dtype=whole.dtype, device=whole.device)
+    local.view(-1)[shard.start : shard.stop] = numbers.to(whole.device)
+    inside = tuple(slice(0, stop - start) for start, stop in shard.box)
+    place = tuple(slice(start, stop) for start, stop in shard.box)
+    whole[place] += local[inside]
