@@ -404,6 +404,7 @@ UNTOLD = {
     "network": "how hosts reach each other",
     "metrics": "what is logged",
     "validation.every": "when to validate",
+    "sample": "what the model writes beside its loss",
     "profile": "what is traced",
     "prepare": "the tokens that it makes are compared by content",
     "hang": "when a run is ended",
