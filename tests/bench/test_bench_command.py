@@ -127,9 +127,9 @@ BAD = {
     "bench collectives --sizes 1K:1X": "'1X' is not a size",
     "bench collectives --groups 8": "--groups '8'",
     "bench collectives --groups two": "write 4 for neighbours",
-    "bench collectives --dtype int3": "invalid choice: 'int3' (choose from",
+    "bench collectives --dtype int3": "is 'int3'; choose from",
     "bench collectives --repeats 0": "--repeats is 0; write 1 to",
-    "bench collectives --backend smoke": "invalid choice: 'smoke' (choose from",
+    "bench collectives --backend smoke": "is 'smoke'; choose from",
     "bench matmul --device cpu --dtype tf32": "tf32 is how GPUs multiply",
     "bench matmul --sizes big": "--sizes: 'big' is not a size",
     "bench matmul --threads 0": "--threads is 0",
@@ -143,7 +143,7 @@ BAD = {
     "doctor hierarchy": "required: NAME",
     "doctor hierarchy h100 --out h.png": "use .svg",
     "doctor topology nowhere.txt": "cannot read the topology nowhere.txt",
-    "doctor planets": "invalid choice: 'planets'",
+    "doctor planets": "is 'planets'; choose from",
 }
 
 

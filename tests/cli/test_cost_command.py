@@ -76,7 +76,7 @@ def test_json_holds_every_operation(capsys: Capture) -> None:
         (["--model", "8b", "tq2"], "'tq2' is not a word of a layout"),
         (["--model", "8b", "--rows", "0"], "--rows is 0; write 1 to"),
         (["--model", "none.py:Net"], "there is no file none.py"),
-        (["--target", "tpu"], "--target: invalid choice: 'tpu'"),
+        (["--target", "tpu"], "--target is 'tpu'"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_sentence(

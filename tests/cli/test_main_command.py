@@ -36,7 +36,7 @@ BAD = {
     "draw 1f1b --costs F=inf": "'F=inf'",
     "draw 1f1b --costs F=0,B=0": "nothing takes time",
     "draw 1f1b --repeat 0": "--repeat is 0",
-    "draw 1f1b --zero 4": "invalid choice: 4",
+    "draw 1f1b --zero 4": "is '4'; choose from 0, 1, 2, 3",
     "draw 1f1b --recompute most": "recompute='most'",
     "draw 1f1b --recompute fit": "needs --memory-limit",
     "draw 1f1b --memory-limit 2": "--memory-limit is for",

@@ -263,7 +263,7 @@ def test_a_letter_alone_is_decimal_whether_it_divides_or_not(sequence: int) -> N
         (["--limit", "85"], "--limit is 85; write a number above 0 and up to 1"),
         (["--top", "0"], "--top is 0; write 1 to"),
         (["--profile", "megatron"], "unknown profile 'megatron'"),
-        (["--precision", "int8"], "--precision: invalid choice: 'int8'"),
+        (["--precision", "int8"], "--precision is 'int8'"),
         (["--explain", "dp4"], "is for 4 ranks, h100x8 has 8"),
         (["--explain", "dp8 pp2x"], "'pp2x' is not an axis"),
         (["--cluster", "this"], "there is no machine file machine.toml"),

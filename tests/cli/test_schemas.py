@@ -147,7 +147,7 @@ def test_every_command_with_json_has_a_schema_with_a_version(
         assert parser is not None
         for word in ("", *parser.subverbs):
             named = parser_of([verb, word]) if word else parser
-            if named is not None and "--json" in named._option_string_actions:
+            if named is not None and "--json" in named.options:
                 wanted.add(named.prog.removeprefix("phalanx ").replace(" ", "-"))
     assert wanted - there == set(WITHOUT) & wanted
     assert main(["schema"]) == 0

@@ -11,7 +11,8 @@ Exit code 0: every claim holds; 1: one does not, or a rank failed; 2: wrong usag
 """
 
 from phalanx.cli.before import refuse_large
-from phalanx.cli.usage import Parser, UsageError, print_json, result, save, say, whole
+from phalanx.cli.parser import Parser, whole
+from phalanx.cli.usage import UsageError, print_json, result, save, say
 from phalanx.layout.choices import GLOO, THREADS
 
 from .catalogue import NAMES, Size, experiment, listing

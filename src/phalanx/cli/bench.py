@@ -47,7 +47,8 @@ from ..layout.numbers import (
 from ..plan.curve import FACTORS, Curve
 from .before import refuse_large
 from .bench_chart import curves_svg
-from .usage import POSITIVE, Parser, UsageError, chosen, result, save, say, whole, write
+from .parser import POSITIVE, Parser, chosen, whole
+from .usage import UsageError, result, save, say, write
 
 if TYPE_CHECKING:
     from ..bench import Growth, Iteration, LocalDevice, MatrixProduct, Overlap, Sample

@@ -10,8 +10,9 @@ standard input is a message; Ctrl-D ends the conversation.
 
 import sys
 
+from .parser import Parser
 from .sampling import add_sampling, add_source, sampling_of, source_of
-from .usage import Parser, UsageError, say
+from .usage import UsageError, say
 
 _PROMPT = "> "
 

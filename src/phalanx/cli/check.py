@@ -22,8 +22,9 @@ from ..api.step import many
 from ..layout import Layout, Shape
 from ..layout.choices import OPTIMIZERS
 from ..program import Program, check, faults
+from .parser import Parser
 from .run_words import run_of_words
-from .usage import Parser, UsageError, read, result
+from .usage import UsageError, read, result
 
 
 def run(argv: list[str]) -> int:

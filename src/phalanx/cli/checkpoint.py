@@ -22,7 +22,8 @@ from ..draw import text_table
 from ..layout.choices import STORED
 from ..layout.families import FAMILIES
 from ..layout.run import CHECKPOINTS
-from .usage import Parser, UsageError, chosen, refuse_irregular, result, say
+from .parser import Parser, chosen
+from .usage import UsageError, refuse_irregular, result, say
 
 
 def run(argv: list[str]) -> int:

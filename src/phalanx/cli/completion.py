@@ -11,7 +11,8 @@ from pathlib import Path
 
 from ..layout import Shape
 from ..plan import clusters, devices
-from .usage import DESCRIBE, Described, Parser, say
+from .parser import DESCRIBE, Described, Parser
+from .usage import say
 
 # They ask `phalanx completion words -- WORD...`, of which the last is being written. No answer: files.
 _SCRIPTS = {
@@ -47,18 +48,17 @@ def candidates(words: list[str]) -> list[str]:
     elif (parser := parser_of(before)) is None:
         known = ()
     else:
-        options = {o: a for a in parser._actions for o in a.option_strings}
-        action = options.get(before[-1])
-        if action is not None and action.nargs != 0:
-            known = action.choices or _VALUES.get(before[-1], tuple)()
+        named = parser.options.get(before[-1])
+        if named is not None and named.takes_value:
+            known = named.choices or _VALUES.get(before[-1], tuple)()
         elif word.startswith("-"):
-            known = options
+            known = parser.options
         else:
             first = len(before) == 1
-            places = [a for a in parser._actions if not a.option_strings]
+            places = [one for one in parser.arguments if not one.flags]
             known = [
                 *(parser.subverbs if first else ()),
-                *(c for a in places for c in a.choices or ()),
+                *(str(choice) for one in places for choice in one.choices),
             ]
     return sorted(str(each) for each in known if str(each).startswith(word))
 

@@ -23,7 +23,8 @@ from ..layout.choices import OPTIMIZERS
 from ..layout.numbers import si_text
 from ..plan.matrices import newton_schulz, row_matrices
 from ..program import Load, PieceCost, ops
-from .usage import Parser, length, result, whole
+from .parser import Parser, length, whole
+from .usage import result
 
 
 def run(argv: list[str]) -> int:

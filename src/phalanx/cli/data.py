@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..draw import text_table
-from .usage import Parser, UsageError, chosen, complain, real, result, whole
+from .parser import Parser, chosen, real, whole
+from .usage import UsageError, complain, result
 
 if TYPE_CHECKING:
     from ..train.data.prepare import Prepared

@@ -18,7 +18,8 @@ from ..layout import Layout
 from ..layout.choices import AUTO, FP64, GLOO
 from ..layout.journal import JournalReader, read_journal
 from ..layout.run import Run
-from .usage import Parser, progress, result, try_folder
+from .parser import Parser
+from .usage import progress, result, try_folder
 
 FIRST, THEN = "dp2 pp2 zero1 1f1b:2 fp64", "dp2 tp2 zero3 fp64"
 STEPS, SAVE, KILL = 40, 10, 25

@@ -46,7 +46,8 @@ from ..plan import (
     read_topology,
 )
 from .bench import group_text, of_peak
-from .usage import Parser, UsageError, complain, progress, read, result, save, whole
+from .parser import Parser, whole
+from .usage import UsageError, complain, progress, read, result, save
 
 HEAD = 128  # elements of a head, as most models have
 

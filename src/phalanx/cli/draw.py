@@ -50,20 +50,9 @@ from ..program import (
     ops,
     simulate,
 )
+from .parser import Parser, real, whole
 from .run_words import run_of_words
-from .usage import (
-    Parser,
-    UsageError,
-    print_json,
-    read,
-    real,
-    result,
-    save,
-    say,
-    screen,
-    whole,
-    write,
-)
+from .usage import UsageError, print_json, read, result, save, say, screen, write
 
 MOST = 4096  # ranks of the picture of a mesh
 

@@ -25,7 +25,8 @@ from ..layout.environment import PORT
 from ..layout.files import printable
 from ..layout.run import Run, refuse_random_by_name
 from ..layout.url import PREFIX, Url
-from .usage import Parser, UsageError, result, whole
+from .parser import Parser, whole
+from .usage import UsageError, result
 
 _FOLDER = Path(__file__).parent / "jobs"
 # Of each system its text, and what hands it over.

@@ -25,7 +25,8 @@ from ..layout.run import RANDOM, random_by_name, run_file
 from ..plan.search import search
 from ..plan.spend import MTBF_HOURS, interval, saving_seconds
 from ..plan.step import Choice, Request
-from .usage import Parser, UsageError, real, result, save, whole
+from .parser import Parser, real, whole
+from .usage import UsageError, result, save
 
 # Words after `plan` that are verbs of their own, each in a file beside this one.
 _SUBVERBS = {"calibrate": "plan_calibrate", "cost": "plan_cost", "score": "plan_score"}

@@ -41,7 +41,8 @@ from ..plan.local import profile_for
 from ..plan.profile import FITTED, NUMBERS, SoftwareProfile, profile
 from ..plan.published import runs_of, why_not
 from ..plan.table import read_table
-from .usage import Parser, UsageError, result, save, whole
+from .parser import Parser, whole
+from .usage import UsageError, result, save
 
 
 def run(argv: Sequence[str]) -> int:

@@ -21,9 +21,10 @@ from ..layout.numbers import bytes_text, count_text, parse_count, seconds_text
 from ..plan.search import search
 from ..plan.spend import MTBF_HOURS, SAVED, Spending, saving_seconds, spending
 from ..plan.step import Choice, Request
+from .parser import POSITIVE, Parser, real
 from .plan import request_flags, request_of
 from .plan_explain import named
-from .usage import POSITIVE, Parser, real, result, say
+from .usage import result, say
 
 
 def run(argv: list[str]) -> int:

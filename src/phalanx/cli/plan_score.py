@@ -24,7 +24,8 @@ from ..plan.profile import profile
 from ..plan.published import runs_of
 from ..plan.score import FamilyScore, held_out, score
 from ..plan.table import read_table
-from .usage import Parser, result, whole
+from .parser import Parser, whole
+from .usage import result
 
 
 def run(argv: Sequence[str]) -> int:

@@ -32,7 +32,8 @@ from ..plan.device import MachineFileError
 from ..plan.step import Pricer
 from ..report import Extras, Section
 from .bench_chart import curves_svg
-from .usage import Parser, UsageError, result, save
+from .parser import Parser
+from .usage import UsageError, result, save
 from .verify_page import verified_svg
 
 if TYPE_CHECKING:

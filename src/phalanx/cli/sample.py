@@ -9,8 +9,9 @@ SOURCE is a run, one of its checkpoints, written in any layout, or hf:FOLDER. Th
 memory of this process, in float32.
 """
 
+from .parser import Parser, whole
 from .sampling import add_sampling, add_source, sampling_of, source_of
-from .usage import Parser, print_json, say, whole
+from .usage import print_json, say
 
 
 def run(argv: list[str]) -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..api.load import checkpoints_in
 from ..layout.shape import HUB
-from .usage import Parser, real, whole
+from .parser import Parser, real, whole
 
 if TYPE_CHECKING:
     from ..generate import Sampling

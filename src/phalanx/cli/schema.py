@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .usage import Parser, UsageError, nearest_word, say
+from .parser import Parser
+from .usage import UsageError, nearest_word, say
 
 # One paragraph for each output: `name?: type` is a field that may be missing, `{*: type}` a table with
 # any keys. `python tests/cli/test_schemas.py` writes it from what commands print; a field that goes or

@@ -26,7 +26,8 @@ from ..layout.files import printable
 from ..layout.goodput import Goodput
 from ..layout.journal import JournalReader, Record
 from ..layout.numbers import binary_text
-from .usage import POSITIVE, Parser, UsageError, complain, result, say, screen
+from .parser import POSITIVE, Parser
+from .usage import UsageError, complain, result, say, screen
 
 _MESSAGES = 6
 _ENDS = {"end": "ended", "stop": "stopped, can be resumed", "hang": "hung, was ended"}

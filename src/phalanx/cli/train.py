@@ -54,9 +54,10 @@ from ..plan import Machine
 from .arguments import hide_secrets, without_secrets
 from .before import refuse_before
 from .first_process import STOPPED
+from .parser import Parser, whole
 from .run_words import adopted, load_run
 from .train_verify import refuse_different
-from .usage import Parser, UsageError, complain, hush, print_json, progress, say, whole
+from .usage import UsageError, complain, hush, print_json, progress, say
 
 if TYPE_CHECKING:
     from ..comm import World

@@ -43,18 +43,15 @@ from ..layout import Shape
 from ..layout.cases import AXES
 from ..layout.choices import COMPARED, COMPARED_OPTIMIZERS, DTYPES, FP64, THREADS
 from ..layout.families import code_of
+from .parser import POSITIVE, Parser, real, whole
 from .run_words import load_run
 from .usage import (
-    POSITIVE,
-    Parser,
     UsageError,
     progress,
-    real,
     refuse_irregular,
     result,
     try_file,
     try_folder,
-    whole,
     write,
 )
 

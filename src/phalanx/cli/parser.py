@@ -1,0 +1,340 @@
+"""Parser of a command's arguments: options that commands share, and the refusal of wrong ones."""
+
+import argparse
+import logging
+import math
+import re
+import shutil
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from itertools import groupby
+from textwrap import wrap
+from typing import Any, NoReturn
+
+from ..api import UsageError
+from ..layout.choices import AUTO, BACKENDS, DEVICES, LOCAL_RANKS
+from ..layout.layout import MICROBATCHES
+from ..layout.numbers import parse_length
+from .usage import OLD, nearest_word, try_file, try_folder
+
+_LOG, _PROGRESS = logging.getLogger("phalanx"), logging.getLogger("phalanx.progress")
+
+
+class Described(Exception):
+    """Raised by `Parser.read` where `DESCRIBE` is set, with the parser that would have read the words."""
+
+    def __init__(self, parser: "Parser") -> None:
+        super().__init__(parser.prog)
+        self.parser = parser
+
+
+DESCRIBE: ContextVar[bool] = ContextVar("describe", default=False)
+
+# ---- options
+
+
+def whole(
+    least: int = 1, most: int = 1 << 24, way_out: str = ""
+) -> Callable[[str], int]:
+    """The type of an option that takes a whole number."""
+
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"[+-]?[0-9]+", text):
+            raise UsageError(f"is {text[:60]!r}; write a whole number.")
+        many = len(text) > 30  # Python itself refuses to read very many
+        if many or not least <= int(text) <= most:
+            shown = "a number of very many digits" if many else f"{int(text):,}"
+            raise UsageError(
+                f"is {shown}; write {least:,} to {most:,}. {way_out}".strip()
+            )
+        return int(text)
+
+    return parse
+
+
+def length(text: str) -> int:
+    """The type of an option that takes the tokens of a sequence: 4096 or 4Ki."""
+    return whole(1, 1 << 28)(str(parse_length(text)))
+
+
+def real(
+    holds: Callable[[float], bool] = math.isfinite, meaning: str = "that is finite"
+) -> Callable[[str], float]:
+    """The type of an option that takes a finite number of which something more holds."""
+
+    def parse(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            raise UsageError(f"is {text[:60]!r}; write a number.") from None
+        if not (math.isfinite(number) and holds(number)):
+            raise UsageError(f"is {number:g}; write a number {meaning}.")
+        return number
+
+    return parse
+
+
+POSITIVE = real(lambda x: x > 0, "above 0")
+# Options that several commands have. A command may change what it takes or how it is explained. What
+# has a type and no metavar is shown as N.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--backend": {"default": AUTO, "choices": BACKENDS, "help": "what carries messages"},
+    "--batch": {"type": whole(), "help": "sequences of a step; default the model's"},
+    "--device": {"default": AUTO, "choices": DEVICES, "help": "where it computes"},
+    "--layers": {"type": whole(1, 10_000)},
+    "--limit": {"type": POSITIVE, "metavar": "SECONDS"},
+    "--microbatches": {"type": whole(1, MICROBATCHES), "metavar": "M"},
+    "--model": {"metavar": "SHAPE", "help": "a shape's name, or a .toml file"},
+    "--ranks": {"type": whole(1, LOCAL_RANKS)},
+    "--seed": {"type": whole(0, (1 << 63) - 1), "default": 0},
+    "--seq": {"type": length, "help": "tokens of a sequence, as 4096 or 4Ki; default the model's"},
+    "--width": {"type": whole(24, 10_000), "help": "columns; default the terminal's"},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of a command: `flags` is empty for a positional one."""
+
+    flags: tuple[str, ...]
+    field: str  # of the namespace that `Parser.read` returns
+    default: Any
+    choices: tuple[Any, ...]
+    parse: Callable[[str], Any] | None
+    takes_value: bool
+    shown: str  # the name in an error
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that raises instead of exiting and refuses all wrong arguments at once.
+
+    It names the option nearest to an unknown one, and tries whether the files that a command will
+    write can be written."""
+
+    def __init__(self, text: str | None, *, json: bool = True, **words: str) -> None:
+        """`text` is a docstring: the command in backquotes, what it does and, after an empty line, what
+        its help ends with. `words` replace their names in braces."""
+        text = re.sub(r"(?m)^ {4}", "", text or "")
+        head, _, epilog = (text.format(**words) if words else text).partition("\n\n")
+        prog, _, does = head.lstrip("`").partition("`: ")
+        super().__init__(
+            prog,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            description=_wrapped(does[:1].upper() + does[1:]),
+            epilog=_wrapped(epilog.rstrip()),
+            add_help=False,
+        )
+        # words that the first argument may be, as `draw mesh`
+        self.subverbs: Collection[str] = ()
+        self.arguments: list[Argument] = []
+        self._add_argument = self.add_argument
+        self._may_be_empty: set[str] = set()
+        self._outputs: list[Callable[[argparse.Namespace], None]] = []
+        self._wrong: list[str] = []
+        self.add("-h", "--help", action="help", help="show this help and exit")
+        self.add("-q", "--quiet", action="store_true", help="no progress lines")
+        self.add("-v", "--verbose", action="store_true", help="more detail")
+        if json:
+            self.add(
+                "--json",
+                action="store_true",
+                help="the result as JSON, and nothing else",
+            )
+
+    def add(self, *names: str, **changes: Any) -> None:
+        """Adds an argument, with what `OPTIONS` has by its name. `empty`: an empty text is a value, such
+        as the layout of one rank."""
+        words = OPTIONS.get(names[0], {}) | changes
+        if words.pop("empty", False):
+            self._may_be_empty.add(names[0])
+        if "action" in words:
+            self._add_flag(names, words)
+        else:
+            self._add_value(names, words)
+
+    def _add_flag(self, names: Sequence[str], words: dict[str, Any]) -> None:
+        action = self._add_argument(*names, **words)
+        self.arguments.append(
+            Argument(tuple(names), action.dest, None, (), None, False, names[-1])
+        )
+
+    def _add_value(self, names: Sequence[str], words: dict[str, Any]) -> None:
+        """Adds an argument with a value. argparse gets neither its type, nor its choices, nor its
+        default: a value that argparse finds wrong ends the reading, and the others are not seen."""
+        choices = tuple(words.pop("choices", None) or ())
+        default = words.pop("default", None)
+        parse = words.pop("type", None)
+        if choices:
+            words.setdefault("metavar", f"{{{','.join(map(str, choices))}}}")
+        elif parse is not None:
+            words.setdefault("metavar", "N")
+        optional = names[0].startswith("-")
+        if optional:
+            words["help"] = _with_default(words.get("help", ""), default)
+        shown = names[-1] if optional else words.get("metavar", names[0])
+        reader = self._reader(len(self.arguments))
+        action = self._add_argument(*names, type=reader, **words)
+        self.arguments.append(
+            Argument(
+                flags=tuple(names) if optional else (),
+                field=action.dest,
+                default=parse(default)
+                if parse and isinstance(default, str)
+                else default,
+                choices=choices,
+                parse=parse,
+                takes_value=True,
+                shown=shown,
+            )
+        )
+
+    def _reader(self, index: int) -> Callable[[str], Any]:
+        """The type that argparse gets: it notes what is wrong with a value and goes on."""
+
+        def read(text: str) -> Any:
+            argument = self.arguments[index]
+            try:
+                return self._value(argument, text)
+            except ValueError as error:
+                told = str(error)
+                # A sentence of ours goes on after the name of the option.
+                joint = " " if told.startswith(("is ", "names ")) else ": "
+                self._wrong.append(_sentence(f"{argument.shown}{joint}{told}"))
+                return None
+
+        return read
+
+    def _value(self, argument: Argument, text: str) -> Any:
+        free = argument.parse is None and not argument.choices
+        may_be_empty = self._may_be_empty.intersection(argument.flags)
+        # A script's unset variable. To go on without the option would leave out what was asked for.
+        if free and argument.flags and not text and not may_be_empty:
+            raise UsageError(f"is empty; write a value, or leave {argument.shown} out.")
+        value = text if argument.parse is None else argument.parse(text)
+        if argument.choices and value not in argument.choices:
+            if text in OLD:
+                raise UsageError(f"{text} is now {OLD[text]}.")
+            known = [str(choice) for choice in argument.choices]
+            raise UsageError(f"is {text[:60]!r}; choose from {', '.join(known)}.")
+        return value
+
+    def section(self, title: str) -> None:
+        """Starts a section of the help: later options are listed under this title."""
+        self._add_argument = self.add_argument_group(title).add_argument
+
+    def add_output(
+        self, flag: str, *suffixes: str, folder: bool = False, **words: Any
+    ) -> None:
+        """Adds an option that names a file or a folder to write, tried before the command's work."""
+        self.add(flag, **{"metavar": "DIR" if folder else "FILE", **words})
+        name = flag.lstrip("-").replace("-", "_")
+
+        def attempt(args: argparse.Namespace) -> None:
+            path = getattr(args, name)
+            try_folder(path, flag) if folder else try_file(path, flag, suffixes)
+
+        self._outputs.append(attempt)
+
+    @property
+    def options(self) -> dict[str, Argument]:
+        """The arguments with a flag, by each of their flags."""
+        return {flag: one for one in self.arguments for flag in one.flags}
+
+    def error(self, message: str) -> NoReturn:
+        """Refuses the command, as argparse asks. What is required may have been given, wrongly."""
+        self._refuse([*self._wrong, _sentence(message.removeprefix("argument "))])
+
+    def _refuse(self, wrong: Sequence[str]) -> NoReturn:
+        shown = list(dict.fromkeys(wrong))
+        if len(shown) > 1:
+            shown = [
+                f"{len(shown)} arguments are wrong:",
+                *(f"- {text}" for text in shown),
+            ]
+        end = "\n" if len(shown) > 1 else " "
+        raise UsageError("\n".join(shown) + f"{end}See `{self.prog} --help`.")
+
+    def read(
+        self, argv: Sequence[str], *, intermixed: bool = False
+    ) -> argparse.Namespace:
+        """The arguments; all wrong ones are refused together, unknown ones with the nearest option.
+        `intermixed`: positional arguments may stand between the options."""
+        if DESCRIBE.get():
+            raise Described(self)
+        words = self._without_bare_dashes(argv)
+        parse = (
+            self.parse_known_intermixed_args if intermixed else self.parse_known_args
+        )
+        args, rest = parse(words)
+        for word in [word for word in rest if word[:1] == "-"] or rest[:1]:
+            hint = nearest_word(word.split("=")[0], self.options)
+            if "--layouts" in self.options and word[:1] != "-":
+                hint = " Layouts are named with --layouts."
+            self._wrong.append(f"unknown argument {word[:80]!r}.{hint}")
+        if self._wrong:
+            self._refuse(self._wrong)
+        for argument in self.arguments:
+            if getattr(args, argument.field, None) is None:
+                setattr(args, argument.field, argument.default)
+        for attempt in self._outputs:
+            attempt(args)
+        _LOG.setLevel(logging.DEBUG if args.verbose else logging.INFO)
+        args.quiet = args.quiet or getattr(args, "json", False)
+        _PROGRESS.setLevel(logging.WARNING if args.quiet else logging.INFO)
+        if args.verbose:
+            logging.basicConfig(format="%(name)s: %(message)s")  # on standard error
+        return args
+
+    def _without_bare_dashes(self, argv: Sequence[str]) -> list[str]:
+        """The words without options whose value is `--`, which are refused: argparse would drop the
+        dashes and go on with an empty list."""
+        valued = {flag for flag, one in self.options.items() if one.takes_value}
+        words: list[str] = []
+        for word in argv:
+            flag, given, value = word.partition("=")
+            if flag in valued and given and value == "--":
+                self._wrong.append(f"{flag} is '--'; write a value.")
+            elif word == "--" and words and words[-1] in valued:
+                self._wrong.append(f"{words.pop()} is '--'; write a value.")
+            else:
+                words.append(word)
+        return words
+
+
+def _wrapped(text: str) -> str:
+    """Prose wrapped to the terminal; indented lines are examples and stay as they are."""
+    width = max(11, shutil.get_terminal_size().columns - 2)
+    lines: list[str] = []
+    for prose, group in groupby(text.splitlines(), lambda line: line[:1].strip() != ""):
+        block = list(group)
+        lines += wrap(" ".join(block), width) if prose else block
+    return "\n".join(lines)
+
+
+def _with_default(text: str, default: object) -> str:
+    """The help of an option, which ends with its default unless it names one."""
+    if default in (None, False, "") or "default" in text:
+        return text
+    return f"{text} (default {default})".strip().replace("%", "%%")
+
+
+def _sentence(text: str) -> str:
+    shown = text if len(text) < 400 else text[:397] + "..."
+    return f"{shown.rstrip('.')}."
+
+
+def chosen(
+    parser: Parser,
+    argv: Sequence[str],
+    commands: Mapping[str, Callable[[list[str]], int]],
+) -> int:
+    """Runs the command that the first word names."""
+    if argv and argv[0] in commands:
+        return commands[argv[0]](list(argv[1:]))
+    parser.subverbs = commands
+    parser.add("what", nargs="?", metavar="WHAT", help=", ".join(commands))
+    word = parser.read(argv[:1]).what or ""
+    names = f"{', '.join(commands)}.{nearest_word(word, commands)}"
+    raise UsageError(f"`{parser.prog} WHAT`: WHAT is one of {names}")
