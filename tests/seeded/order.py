@@ -185,7 +185,9 @@ def _() -> AbstractContextManager[None]:
     return swapped(context, "visiting_blocks", lambda *args: right(*args[:3], None))
 
 
-@fault("partial softmaxes are averaged, not costed", "gqa", "cp2", "output of layers.0")
+@fault(
+    "partial softmaxes are averaged, not weighted", "gqa", "cp2", "output of layers.0"
+)
 def _() -> AbstractContextManager[None]:
     right = context._merge
 
