@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check slow faults mutations gpu site clean
+.PHONY: demo test check slow faults mutations map gpu site clean
 
 # Installed again only when what is asked for has changed.
 .venv/installed: pyproject.toml torch-shm/pyproject.toml rank-watch/pyproject.toml lab/pyproject.toml constraints.txt
@@ -35,6 +35,10 @@ faults: .venv/installed
 # make mutations MUTATIONS="--count 60 --package models,parallel"
 mutations: .venv/installed
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m mutations $(MUTATIONS)
+
+# Where each thing lives: packages, files and a sentence for each. make map FOLDER=src/phalanx/plan
+map:
+	@$(PYTHON) tests/house_map.py $(FOLDER)
 
 # On a machine with GPUs, with the Python and torch that are there: nothing is installed.
 gpu:

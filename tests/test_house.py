@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from house_map import APART, LEVELS, SOURCE, package_table, sentence
 from phalanx.layout.choices import (
     AUTO,
     BACKENDS,
@@ -30,13 +31,7 @@ from phalanx.layout.choices import (
 from phalanx.program import KINDS
 
 ROOT = Path(__file__).parents[1]
-SOURCE = ROOT / "src" / "phalanx"
 NAMES = Path(__file__).parent / "public_names.txt"
-
-LEVELS: dict[str, int] = {
-    "layout": 0, "program": 1, "draw": 2, "plan": 2, "models": 3, "comm": 3, "parallel": 4,
-    "cost": 5, "bench": 5, "generate": 5, "train": 6, "verify": 7, "report": 7, "api": 9, "cli": 10,
-}  # fmt: skip
 # Rooms that may import less than all that is below them.
 ONLY: dict[str, set[str]] = {"models": set()}
 WITHOUT_TORCH = [package for package, level in LEVELS.items() if level <= 2]
@@ -57,18 +52,6 @@ BANNED_NAMES = {
     "all_gather_object", "broadcast_object_list", "gather_object", "recv_object_list",
     "scatter_object_list", "send_object_list",
 }  # fmt: skip
-# Packages of their own, with the packages that their files may import.
-APART = {
-    "torch-shm/src/torch_shm": {"torch", "torch_shm"},
-    "rank-watch/src/rank_watch": {"torch", "rank_watch"},
-    "lab/src/phalanx_lab": {
-        "torch",
-        "safetensors",
-        "torch_shm",
-        "phalanx",
-        "phalanx_lab",
-    },
-}
 EXCEPT = ROOT / "lab/src/phalanx_lab/experiments/objects.py"
 
 
@@ -234,6 +217,21 @@ def test_torch_shm_loads_nothing_of_phalanx() -> None:
 
 def test_rank_watch_loads_neither_torch_nor_phalanx() -> None:
     assert not {"torch", "phalanx"} & _loaded("import rank_watch.watcher")
+
+
+def test_the_documented_table_of_packages_is_that_of_their_docstrings() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = "\n".join(package_table())
+    assert table in text, f"docs/architecture.md needs this table:\n{table}"
+
+
+def test_each_file_begins_with_a_docstring() -> None:
+    silent = [
+        str(path.relative_to(ROOT))
+        for path in [*sorted(SOURCE.rglob("*.py")), *_apart()]
+        if not sentence(path)
+    ]
+    assert not silent
 
 
 def test_the_lower_levels_never_load_torch() -> None:

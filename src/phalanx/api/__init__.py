@@ -1,4 +1,4 @@
-"""Functions behind the commands and `import phalanx`: check, plan, simulate, draw, verify, load.
+"""Functions behind the commands and `import phalanx`.
 
 A command reads its options, calls one function here, and prints the result.
 """

@@ -1,4 +1,4 @@
-"""Floor 5: what this machine can do, measured: collectives, products, overlap, memory, topology."""
+"""Measurements of this machine: collectives, matrix products, overlap and memory."""
 
 from .clock import Clock, Timing
 from .collectives import OPERATIONS, Sample, Sweep, measure_collectives

@@ -1,4 +1,4 @@
-"""Top floor: the command line. A verb's module is imported when that verb is used."""
+"""The command line: one file for each verb, imported when the verb is used."""
 
 from .main import main
 

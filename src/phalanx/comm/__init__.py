@@ -1,4 +1,4 @@
-"""Groups: the one way by which ranks send each other anything."""
+"""Groups of ranks and their collectives, over threads, gloo, NCCL and shared memory."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""Floor 5: what operations cost, before they run.
+"""FLOPs, bytes and messages of operations, counted without running them on data.
 
 What needs torch is imported when it is asked for: a plan from costs that are kept starts without it.
 """

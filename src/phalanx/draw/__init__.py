@@ -1,4 +1,4 @@
-"""Floor 2: timelines, meshes, charts and tables as text, SVG, a page and a Chrome trace. No torch."""
+"""Timelines, meshes, charts and tables as text, SVG, HTML and a Chrome trace."""
 
 from collections.abc import Callable
 

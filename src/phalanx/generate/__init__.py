@@ -1,4 +1,4 @@
-"""Text out of a trained model: its weights on one process, with a cache of keys and values."""
+"""Text from a trained model on one process, with a cache of keys and values."""
 
 from .generator import Generator
 from .sampling import GenerateError, Sampling

@@ -1,5 +1,4 @@
-"""Floor 0: the grid, the choices, the model's sizes, the run file, and why a layout is illegal. No
-torch."""
+"""A layout, a model's sizes, the run file, and every reason why a layout is illegal."""
 
 from .kinds import ByKind, one_block_of_each
 from .layout import Layout

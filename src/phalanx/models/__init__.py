@@ -1,5 +1,4 @@
-"""The built-in models in plain torch: a decoder, and the deep MLP of the teaching
-examples.
+"""The built-in models in plain PyTorch: a decoder, and the MLP of the teaching examples.
 
 Nothing here knows how a model is sharded. `decoder.describe` and `mlp.describe` return
 a model's pieces and the names of its weights' dims.

@@ -1,4 +1,4 @@
-"""Parallelism: one file for each way to split a model and its training step."""
+"""Ways to split a model and its step, one file each; models of others, cut into pieces."""
 
 from .batch import count_valid, microbatches, on_device, share, time_multiple
 from .context import install_context

@@ -1,4 +1,4 @@
-"""Floor 2: what machines are, by their makers' word and as measured. No torch."""
+"""Devices, networks and prices: the time and memory of layouts, and the search for the best."""
 
 from .curve import Curve, bus_factor
 from .device import Chip, Device, MachineError, Memory, device, device_named, devices

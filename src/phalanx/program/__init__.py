@@ -1,4 +1,4 @@
-"""Floor 1: the training step as a value, with everything that reads it. No torch."""
+"""A training step as a list of operations: built, proved, simulated, recorded."""
 
 from .build import build
 from .check import Proof, check, faults

@@ -1,4 +1,4 @@
-"""Floor 7: a run's one-file page, and its pictures."""
+"""One HTML page of a run, with its measured step beside the planned one."""
 
 from .page import Extras, ReportError, RunReport, Section, report
 

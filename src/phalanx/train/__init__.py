@@ -1,1 +1,1 @@
-"""A rank at work: `phalanx.train(phalanx.join(), run)` is a whole run on one rank (`loop.py`)."""
+"""One rank's run: the executor, optimizers, data, checkpoints and logs."""

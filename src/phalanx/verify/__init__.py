@@ -1,4 +1,4 @@
-"""Floor 7: comparisons of layouts with one process, gradient by gradient."""
+"""Comparison of a layout with one process, tensor by tensor."""
 
 from ..layout.cases import SHAPES, covering, every_layout
 from .cases import batch_of
