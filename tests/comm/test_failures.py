@@ -211,7 +211,7 @@ def test_groups_that_do_not_part_the_ranks_and_names_in_use_are_refused():
     world.split("tp", [[0]])
     with pytest.raises(CommMisuse, match="already has a group 'tp'"):
         world.split("tp", [[0]])
-    with pytest.raises(CommMisuse, match="must stand in exactly one group"):
+    with pytest.raises(CommMisuse, match="must be in exactly one group"):
         world.split("dp", [[0, 0]])
 
 

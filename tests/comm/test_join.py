@@ -134,11 +134,11 @@ def test_wrong_or_missing_variables_are_refused_in_a_sentence(change, said):
 
 def test_a_world_of_another_size_than_the_run_needs_is_refused():
     with pytest.raises(
-        CommMisuse, match=r"needs 8 ranks and the launcher has started 4 .*; start 8"
+        CommMisuse, match=r"needs 8 ranks, but the launcher has started 4 .*; start 8"
     ):
         join(8, environment=TORCHRUN)
     with pytest.raises(
-        CommMisuse, match="needs 8 ranks and nothing has started this process"
+        CommMisuse, match="needs 8 ranks, but nothing has started this process"
     ):
         join(8, environment={})
 

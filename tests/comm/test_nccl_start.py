@@ -168,7 +168,7 @@ def test_local_ranks_compute_on_gpus_where_there_are_any(
 
 def test_nccl_for_more_ranks_than_gpus_is_refused():
     with pytest.raises(
-        CommMisuse, match="2 ranks need 2 GPUs and there are 1; use backend gloo"
+        CommMisuse, match="2 ranks need 2 GPUs, and this machine has 1; use backend gloo"
     ):
         choose("nccl", 2, Machine("a"))
 
@@ -177,7 +177,7 @@ def test_ranks_over_nccl_share_a_gpu_where_the_environment_says_so(monkeypatch):
     """So that one GPU shows what ranks call of NCCL, which refuses two ranks of one host on it."""
     monkeypatch.setenv(SHARE_GPUS, "1")
     assert choose("nccl", 4, Machine("a")) == "nccl"
-    with pytest.raises(CommMisuse, match="there are 0"):
+    with pytest.raises(CommMisuse, match="this machine has 0"):
         choose("nccl", 4, Machine())
     hosts = [pool._as_if_on_a_host_of_its_own(rank)["NCCL_HOSTID"] for rank in range(4)]
     assert len(set(hosts)) == 4

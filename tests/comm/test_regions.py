@@ -164,7 +164,7 @@ def test_on_a_group_of_one_every_region_returns_its_very_input():
 def test_a_dim_that_does_not_divide_is_refused_with_the_size_to_pad_to():
     group = TallyWorld(1, 4).split("tp", [range(4)])
     with pytest.raises(
-        CommMisuse, match="dim 1 of 6 does not divide by 4 ranks; pad it to 8"
+        CommMisuse, match="dim 1 of size 6 does not divide by 4 ranks; pad it to 8"
     ):
         regions.scatter_sum(torch.zeros(2, 6, device="meta"), group, -1)
 

@@ -38,7 +38,7 @@ def _joined(world: World, run: Run) -> float:
     """What a worker of Ray or Accelerate does: its process has a process group already."""
     there = join()
     with pytest.raises(
-        CommMisuse, match="needs 3 ranks and the process group that is there has 2"
+        CommMisuse, match="needs 3 ranks, but the existing process group has 2"
     ):
         join(3)
     train(there, run, quiet=True)

@@ -21,17 +21,17 @@ from phalanx.comm.launch import Runner, choose, launch, workers
 from phalanx.comm.tally import Message, Tally, TallyWorld
 from phalanx.layout.choices import BACKENDS
 
-# What pyproject.toml asks for; an environment may have another.
+# The versions that pyproject.toml allows. An environment may have another.
 TESTED = ((2, 11), (2, 13))
 
 
 def warn_of_torch(version: str) -> None:
-    """Say that this torch is none of those that the tests were run with."""
+    """Log a warning if the tests were not run with this version of torch."""
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     if not TESTED[0] <= numbers <= TESTED[1]:
         logging.getLogger(__name__).warning(
-            "torch %s: phalanx was tested with 2.11 to 2.13. pip install 'torch>=2.11,<2.14', or compare"
-            " what it computes: phalanx verify",
+            "torch %s: phalanx was tested with 2.11 to 2.13. pip install 'torch>=2.11,<2.14', or check"
+            " its results: phalanx verify",
             version,
         )
 

@@ -1,7 +1,7 @@
 """Compares the facts that all ranks must agree on, before any of them begins.
 
-A rank brings facts: names with values, both text. Only JSON text and numbers travel, never objects.
-All ranks reach the same verdict, so none continues alone.
+A rank brings facts: names with values, both text. Only JSON text and numbers travel,
+never objects. All ranks reach the same verdict, so none continues alone.
 """
 
 import hashlib
@@ -14,32 +14,36 @@ from torch import Tensor
 
 from phalanx.comm.base import CommError, CommMisuse, Group, World, named
 
-MOST = 12  # differences that are listed; one wrong file may make hundreds
-LONGEST = 200  # characters of a value that is shown
-ERROR = 4000  # characters of one rank's error that all others get
-PIECE = 1 << 16  # bytes of each rank's text that are sent at once
+MOST = 12  # listed differences; one wrong file may cause hundreds
+LONGEST = 200  # characters shown of a value
+ERROR = 4000  # characters of one rank's error that reach the others
+PIECE = 1 << 16  # bytes of each rank's text in one message
 FAILED = "failed"  # the fact of a rank that could not begin
 
 
 class RanksDiffer(CommMisuse):
-    """The ranks of a run were not started alike: which rank, in what, with both values."""
+    """Raised if ranks were started differently: names the ranks, the fact and both
+    values.
+    """
 
     exit_code = 2
 
 
 class PeerFailed(CommError, ValueError):
-    """Another rank could not begin, and has reported why."""
+    """Raised if another rank could not begin, with its reason."""
 
     exit_code = 2
 
 
 @contextmanager
 def agreement(world: World) -> Iterator[dict[str, str]]:
-    """A dictionary to put this rank's facts into; they are compared at the end of the block.
+    """A context with a dictionary for this rank's facts, which are compared when the
+    block ends.
 
-    Every rank of the world comes here, as its first call of the world or after the same calls. If
-    facts differ all ranks raise `RanksDiffer`. If a rank raises inside the block, where it makes no
-    call, so do all: that rank its own error, the others `PeerFailed`.
+    Every rank of the world enters it, as its first call of the world or after the same
+    calls. If facts differ, all ranks raise `RanksDiffer`. If a rank raises inside the
+    block, where it makes no call, all do: that rank its own error, the others
+    `PeerFailed`.
     """
     facts: dict[str, str] = {}
     try:
@@ -60,7 +64,9 @@ def agreement(world: World) -> Iterator[dict[str, str]]:
 
 
 def _facts_of_all(world: World, facts: Mapping[str, str]) -> list[dict[str, str]]:
-    """The facts of all ranks, in rank order, on all of them; nothing if all facts are the same."""
+    """The facts of all ranks, in rank order and on all of them; empty if all facts are
+    equal.
+    """
     text = json.dumps(facts, sort_keys=True)
     group = world.split("agreement", [range(world.size)])
     digest = hashlib.sha256(text.encode()).hexdigest()
@@ -71,19 +77,21 @@ def _facts_of_all(world: World, facts: Mapping[str, str]) -> list[dict[str, str]
 
 
 def exchange(group: Group, text: str, root: int | None = None) -> list[str]:
-    """The texts of all members, in group order; with a root there only, and nothing elsewhere.
+    """The texts of all members in group order; with a root, only there, and an empty
+    list elsewhere.
 
-    Also for one root it is an all-gather, in pieces: sent to one rank they would be as many
-    connections of NCCL there as there are ranks.
+    Even for one root this is an all-gather, in pieces: sending to one rank would open
+    one NCCL connection there for each rank.
     """
     raw = _packed(text)
     sizes = torch.empty(group.size, dtype=torch.int64, device=group.device)
     group.all_gather(sizes, torch.tensor([len(raw)], device=group.device))
     with group.reading():
         counts: list[int] = sizes.tolist()
+    # In pieces, so that a long text needs at most (ranks, PIECE) bytes at once.
     texts = [bytearray() for _ in counts]
     for start in range(0, max(counts), PIECE):
-        width = min(PIECE, max(counts) - start)
+        width = min(PIECE, max(counts) - start)  # bytes of every rank in this piece
         piece = torch.zeros(width, dtype=torch.uint8)
         mine = raw[start : start + width]
         piece[: len(mine)] = mine
@@ -113,13 +121,13 @@ def broadcast_text(group: Group, text: str, root: int = 0) -> str:
 
 
 def _packed(text: str) -> Tensor:
-    # torch takes no empty buffer
+    # One byte more than needed, as torch takes no empty buffer.
     raw = bytearray(text.encode("utf-8", "replace") + b".")
     return torch.frombuffer(raw, dtype=torch.uint8)[:-1]
 
 
 def errors_of(group: Group, error: str) -> list[str]:
-    """Errors of all members, the same list on each; empty if nobody failed."""
+    """The errors of all members, the same list on each; empty if nobody failed."""
     errors = exchange(group, error[:ERROR])
     return [f"rank {rank}: {each}" for rank, each in enumerate(errors) if each]
 
@@ -134,14 +142,17 @@ def not_alike(lines: Sequence[str]) -> str:
 
 
 def differences(facts: Mapping[int, Mapping[str, str]]) -> list[str]:
-    """A line for every fact in which ranks differ: the fewest ranks first, with each value."""
+    """A line for every fact in which ranks differ, with each value. The rarest value
+    comes first.
+    """
     lines = []
     for name in sorted({name for each in facts.values() for name in each}):
         ranks: dict[str, list[int]] = {}
         for rank, each in facts.items():
             ranks.setdefault(each.get(name, "nothing"), []).append(rank)
         if len(ranks) > 1:
-            # The odd ones out come first; of as many, rank 0 is taken to be right.
+            # The odd ones out come first. Among values with equally many ranks, rank
+            # 0's is taken to be right.
             order = sorted(ranks.items(), key=lambda item: (len(item[1]), -item[1][0]))
             shown = [f"{named(who)} {_short(value)}" for value, who in order[:4]]
             rest = f" and {len(order) - 4} other values" if len(order) > 4 else ""

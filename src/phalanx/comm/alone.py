@@ -1,4 +1,4 @@
-"""A world of one rank: every collective with oneself, so that one process is a size and not a branch."""
+"""A world of one rank, so that running on one process is a size and not a special case."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from phalanx.comm.base import Group, World
 
 
 class AloneWorld(World):
-    """One rank, which is everybody."""
+    """A world whose only rank is this process."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         super().__init__(0, 1, torch.device(device))

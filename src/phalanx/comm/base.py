@@ -1,8 +1,8 @@
 """The interface of all communication: a world of ranks, and groups of some of them.
 
-A `Group` checks its arguments, makes a `Call` of them, and hands it to `_begin`, the only method that
-a backend has to write; `Group` itself is a group of one. How the bytes travel is not here; what each
-collective computes is in `torch_shm/settle.py`.
+A `Group` checks its arguments, makes a `Call` of them and passes it to `_begin`, the
+only method that a backend must implement. `Group` itself is a group of one. Not here:
+how bytes travel, and what each collective computes (`torch_shm/settle.py`).
 """
 
 import threading
@@ -30,12 +30,14 @@ from torch_shm.settle import settle
 
 
 def exit_code_of(error: BaseException) -> int:
-    """The exit code of a command that ends with this error, if the error is a sentence for the user.
-    0 for every other error: its traceback is needed to find the mistake.
+    """The exit code of a command that ends with this error, if the error is a message
+    for the user.
 
-    Sentences are our own ValueErrors: the user has to change something, so a restart would not help.
-    The code is 2, or the `exit_code` of the class: 1 if the run had begun. A misuse of a group is a
-    mistake in the code that calls it, unless its class has an `exit_code`.
+    0 for every other error: its traceback is needed to find the mistake. Messages for
+    the user are our own ValueErrors: the user has to change something, so a restart
+    would not help. Their code is 2, or the `exit_code` of the class: 1 if the run had
+    begun. A misuse of a group is a mistake in the code that calls it, unless its class
+    has an `exit_code`.
     """
     ours = isinstance(error, ValueError) and type(error).__module__.startswith(
         "phalanx."
@@ -49,9 +51,9 @@ def exit_code_of(error: BaseException) -> int:
 class Report:
     """The end of one rank: its error in a line, and its traceback.
 
-    `secondary` marks a rank that failed only because it lost a peer. `exit_code` is not 0 if the
-    error is a sentence for the user; see `exit_code_of`. A restart then helps only if the error's
-    class sets `restart_helps`.
+    `secondary` marks a rank that failed only because it lost a peer. `exit_code` is
+    nonzero if the error is a message for the user; see `exit_code_of`. A restart then
+    helps only if the error's class sets `restart_helps`.
     """
 
     rank: int
@@ -72,10 +74,11 @@ class Report:
 
 
 class RankFailed(CommError):
-    """A rank failed and ended the others: its traceback first, then a line for each other.
+    """A rank failed and ended the others. Shows its traceback first, then a line for
+    each other rank.
 
-    `refusal` is the first rank's error if that is a sentence for the user, else empty. `restart_helps`:
-    the ranks may come further when they are started again.
+    `refusal` is the first rank's error if it is a message for the user, else "".
+    `restart_helps`: a new start of the ranks may get further.
     """
 
     def __init__(self, reports: Sequence[Report]) -> None:
@@ -96,7 +99,7 @@ class RankFailed(CommError):
 
 
 class RecordedCall(Work):
-    """A call that has been written down: who waits for it is seen to."""
+    """A recorded call, which also records its waits."""
 
     def __init__(self, work: Work, number: int, positions: Positions) -> None:
         self.work, self.number, self.positions = work, number, positions
@@ -113,16 +116,18 @@ class RecordedCall(Work):
 
 
 class Group:
-    """A process group, as one of its members sees it. Roots and peers are ranks of the group.
+    """A process group, as one of its members sees it. Roots and peers are ranks of the
+    group.
 
-    Tensors are contiguous, or refused. With `wait=True` a call is complete when it returns; with
-    `wait=False` its tensors are left alone until `.wait()` of the returned work. Calls of one rank
-    on one group progress in the order in which they were made. Sums of bf16 and fp16 are made in
-    float32 and rounded once (over NCCL: as NCCL does). A NaN on any rank survives min and max.
+    Tensors must be contiguous. With `wait=True` a call is complete when it returns.
+    With `wait=False` the caller leaves its tensors alone until `.wait()` of the
+    returned work. Calls of one rank on one group progress in the order in which they
+    were made. Sums of bf16 and fp16 are computed in float32 and rounded once (NCCL
+    rounds in its own way). A NaN on any rank survives min and max.
     """
 
-    positions: Positions | None = None  # where this rank's calls are written down
-    number = 0  # of the group there
+    positions: Positions | None = None  # records this rank's calls
+    number = 0  # of this group in the record
 
     def __init__(
         self, name: str, rank: int, ranks: Sequence[int], device: torch.device
@@ -134,23 +139,27 @@ class Group:
         self.device = device
         self._to_itself: deque[Tensor] = deque()
 
-    # What a rank does by itself with a value of the group, without a call. A group that follows values
-    # from rank to rank overrides these.
+    # Work that a rank does on its own with a value of the group, without a call. A
+    # group that follows values from rank to rank overrides these.
 
     def part(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's slice of an `x` that all ranks have whole, as a tensor of its own."""
+        """This rank's slice of an `x` that all ranks hold whole, as a separate tensor."""
         mine = x.chunk(self.size, dim)[self.rank]
         return mine.clone(memory_format=torch.contiguous_format)
 
     def share(self, x: Tensor, ranks: int) -> Tensor:
-        """This rank's share of an `x` that so many ranks have alike: the sum of all shares is x."""
+        """This rank's share of an `x` that `ranks` ranks hold alike: all shares sum to
+        x.
+        """
         return x / ranks
 
     def gradient_of_sum(self, gradient: Tensor) -> None:
-        """Is told the gradient of a sum over the group, which passes as it is."""
+        """Hook for the gradient of a sum over the group, which passes unchanged."""
 
     def _begin(self, call: Call) -> Work:
-        """Start a call that has been checked. Here: of a rank with itself, which backends leave to it."""
+        """Start a checked call. Here: a call of a rank with itself, which backends
+        leave to this method.
+        """
         if call.kind == "send":
             self._to_itself.append(call.x.detach().clone())
         elif call.kind != "receive":
@@ -170,14 +179,17 @@ class Group:
         )
 
     def close(self) -> None:
-        """Give back what the group owns. Every member closes, in the same order."""
+        """Release what the group owns. Every member closes, in the same order."""
 
     def flush(self) -> None:
-        """Wait until all that was sent has left. Only where every receive of it is, or will be,
-        posted without anything more from here."""
+        """Wait until everything sent has left.
+
+        Only valid where every matching receive is posted, or will be, without further
+        calls of this rank.
+        """
 
     def _do(self, call: Call, wait: bool, number: int = 0) -> Work:
-        """Make a call. `number`: as it has been written down, if it has."""
+        """Make a call. `number` is its number in the record, if it is recorded already."""
         check(self, call)
         if self.positions is None:
             work = self._begin(call)
@@ -192,7 +204,9 @@ class Group:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Marks a block that reads what a call leaves on the device: there a GPU is waited for."""
+        """A context that reads the device's results of a call, so the host waits for a
+        GPU there.
+        """
         if self.positions is None or self.device.type != "cuda":
             yield
             return
@@ -202,7 +216,7 @@ class Group:
     def record(
         self, positions: Positions, kind: str, x: Tensor, op: str, at: int = -1
     ) -> int:
-        """Write down a call; its number."""
+        """Record a call and return its number."""
         key = kind, x.shape, x.dtype, op, at
         if (text := positions.call_texts.get(key)) is None:
             text = positions.texts([Call(kind, x, op=op, at=at).signature()])
@@ -211,34 +225,37 @@ class Group:
         return positions.call(self.number, text, peer, kind == "send")
 
     def all_reduce(self, x: Tensor, op: str = "sum", *, wait: bool = True) -> Work:
-        """Everyone's `x` becomes the reduction of all of them."""
+        """Replace every rank's `x` by the reduction over all."""
         return self._do(Call("all_reduce", x, op=op), wait)
 
     def reduce(
         self, x: Tensor, root: int, op: str = "sum", *, wait: bool = True
     ) -> Work:
-        """The root's `x` becomes the reduction; the others keep theirs."""
+        """Replace the root's `x` by the reduction. The others keep theirs."""
         return self._do(Call("reduce", x, op=op, at=root), wait)
 
     def broadcast(self, x: Tensor, root: int, *, wait: bool = True) -> Work:
-        """Everyone's `x` becomes the root's."""
+        """Replace every rank's `x` by the root's."""
         return self._do(Call("broadcast", x, at=root), wait)
 
     def all_gather(
         self, out: Tensor, x: Tensor, *, still: bool = False, wait: bool = True
     ) -> Work:
-        """`out` holds everyone's `x`, one after another in group order.
+        """Fill `out` with every rank's `x`, concatenated in group order.
 
-        `still`: this rank leaves `x` as it is until it knows by some later call that all have their
-        `out`. Ranks that read `x` in shared memory (`World.empty`) are then not waited for. Any other
-        memory is the caller's again at the wait: it may be a copy that dies there.
+        `still` promises that this rank leaves `x` unchanged until a later call tells it
+        that all ranks have their `out`. Then it need not wait for ranks that read `x`
+        in shared memory (`World.empty`). Other memory is the caller's again at the
+        wait: it may be a copy that is freed there.
         """
         return self._do(Call("all_gather", x, out, still=still), wait)
 
     def reduce_scatter(
         self, out: Tensor, x: Tensor, op: str = "sum", *, wait: bool = True
     ) -> Work:
-        """Rank i's `out` is the reduction of the i-th equal part of everyone's `x`."""
+        """Fill rank i's `out` with the reduction of the i-th equal part of every rank's
+        `x`.
+        """
         return self._do(Call("reduce_scatter", x, out, op=op), wait)
 
     def all_to_all(
@@ -250,7 +267,11 @@ class Group:
         *,
         wait: bool = True,
     ) -> Work:
-        """Part j of `x` goes to rank j; `out` is what came, in group order. Parts are along dim 0."""
+        """Send part j of `x` to rank j, and fill `out` with the parts received, in
+        group order.
+
+        Parts are along dim 0.
+        """
         sends = equal_splits(self, x, in_splits, "in_splits")
         takes = equal_splits(self, out, out_splits, "out_splits")
         return self._do(
@@ -260,32 +281,34 @@ class Group:
     def gather(
         self, outs: Sequence[Tensor] | None, x: Tensor, root: int, *, wait: bool = True
     ) -> Work:
-        """The root's `outs` become everyone's `x`; the others pass None."""
+        """Fill the root's `outs` with every rank's `x`. The others pass None."""
         return self._do(Call("gather", x, parts=outs and tuple(outs), at=root), wait)
 
     def scatter(
         self, out: Tensor, xs: Sequence[Tensor] | None, root: int, *, wait: bool = True
     ) -> Work:
-        """Rank i's `out` becomes the root's `xs[i]`; the others pass None."""
+        """Fill rank i's `out` with the root's `xs[i]`. The others pass None."""
         return self._do(Call("scatter", out, parts=xs and tuple(xs), at=root), wait)
 
     def barrier(self, *, wait: bool = True) -> Work:
-        """Nobody is past it before everyone has come."""
+        """Wait until every rank has arrived."""
         return self._do(Call("barrier", NOTHING), wait)
 
     def send(self, x: Tensor, to: int, *, wait: bool = True) -> Work:
-        """`x` goes to a rank, in order with what was sent there before. Never waits for the peer."""
+        """Send `x` to a rank, in order with earlier sends to it. Never waits for the
+        peer.
+        """
         return self._do(Call("send", x, at=to), wait)
 
     def receive(self, x: Tensor, source: int, *, wait: bool = True) -> Work:
-        """`x` becomes the next tensor that `source` sent here."""
+        """Fill `x` with the next tensor that `source` sent here."""
         return self._do(Call("receive", x, at=source), wait)
 
 
 class World(ABC):
     """All ranks of a run, as one of them sees it. Groups are split from it."""
 
-    sharing = 1  # ranks that compute on the device of this one
+    sharing = 1  # number of ranks that compute on this rank's device
     positions: Positions | None = None
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
@@ -298,7 +321,7 @@ class World(ABC):
     def _split(
         self, name: str, groups: list[tuple[int, ...]], flows: Sequence[tuple[int, int]]
     ) -> Group:
-        """This rank's group, with a communicator of its own."""
+        """Create this rank's group, with a communicator of its own."""
 
     def split(
         self,
@@ -306,18 +329,19 @@ class World(ABC):
         groups: Sequence[Sequence[int]],
         flows: Sequence[tuple[int, int]] = (),
     ) -> Group:
-        """This rank's group. Every rank calls it, with the same groups, in the same order.
+        """Create this rank's group. Every rank calls it, with the same groups, in the
+        same order.
 
-        Each rank of the world is in exactly one of the groups. `flows` are the (from, to) ranks of a
-        group that will send to each other: NCCL needs a communicator for each, other backends take
-        any pair.
+        Each rank of the world is in exactly one of the groups. `flows` are the (from,
+        to) ranks of a group that will send to each other: NCCL needs a communicator for
+        each, other backends allow any pair.
         """
         fixed = [tuple(group) for group in groups]
         text = [list(group) for group in fixed]
         if sorted(rank for group in fixed for rank in group) != list(range(self.size)):
             raise CommMisuse(
                 f"the groups of split {name!r} hold the ranks {text}; "
-                f"each of the {self.size} ranks of the world must stand in exactly one group."
+                f"each of the {self.size} ranks of the world must be in exactly one group."
             )
         if any(list(group) != sorted(group) for group in fixed):
             raise CommMisuse(
@@ -325,12 +349,12 @@ class World(ABC):
             )
         if any(i == j or min(i, j) < 0 for i, j in flows):
             raise CommMisuse(
-                f"the flows of split {name!r} are {list(flows)}; each goes from one rank of a group "
+                f"the flows of split {name!r} are {list(flows)}; each must go from one rank of a group "
                 "to another."
             )
         if name in self._groups:
             raise CommMisuse(
-                f"this world already has a group {name!r}; close it or choose a name."
+                f"this world already has a group {name!r}; close it or choose another name."
             )
         group = self._groups[name] = self._split(name, fixed, tuple(flows))
         if group.size > 1:
@@ -341,7 +365,9 @@ class World(ABC):
         return group
 
     def record(self, positions: Positions | None) -> None:
-        """From here on, calls of groups that are split are written down; with None, no more."""
+        """Start recording the calls of every group split from now on; None stops
+        recording.
+        """
         self.positions = positions
 
     def own(self, groups: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
@@ -349,18 +375,20 @@ class World(ABC):
         return next(group for group in groups if self.rank in group)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor to send and receive much with: where ranks share memory, they share it."""
+        """Allocate a flat tensor for frequent messages: in shared memory if ranks share
+        memory.
+        """
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     def release(self, name: str) -> None:
-        """Close one group, so that its name is free again. Every member comes here."""
+        """Close one group and free its name. Every member calls it."""
         group = self._groups.pop(name)
         group.close()
         if _open_groups().get(name) is group:
             del _open_groups()[name]
 
     def clear(self) -> None:
-        """Close every group split so far, in that order, so that their names are free again."""
+        """Close every group split so far, in that order, and free their names."""
         for name in tuple(self._groups):
             self.release(name)
 
@@ -368,12 +396,13 @@ class World(ABC):
         """Leave the world."""
         self.clear()
 
-    def abort(self) -> None:  # noqa: B027 - most worlds have nothing to give up
-        """Give up what is under way, so that this process can end though others have not come."""
+    def abort(self) -> None:  # noqa: B027 - most worlds have nothing to abort
+        """Abort the calls under way, so that this process can end without the others."""
 
 
-# Open groups by name, for compiled code, as a graph cannot contain a group. A process is usually one
-# rank and has one table; ranks that are threads of one process have one each.
+# Open groups by name, for compiled code, as a graph cannot contain a group. A process
+# is usually one rank and has one table. Ranks that are threads of one process have one
+# each.
 _of_process: dict[str, Group] = {}
 _of_thread = threading.local()
 
@@ -384,7 +413,7 @@ def _open_groups() -> dict[str, Group]:
 
 
 def become_a_rank() -> None:
-    """From here on, groups that this thread splits are found from this thread only."""
+    """Give this thread a table of open groups of its own, as it is a rank."""
     _of_thread.table = {}
 
 

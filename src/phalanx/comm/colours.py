@@ -1,9 +1,11 @@
-"""Rounds in which NCCL can split a communicator into groups without confusing two of them.
+"""Rounds in which NCCL can split a communicator into groups without confusing two of
+them.
 
-`torch.distributed.split_group` gives each group a colour, a hash of its ranks modulo 2**31 - 1, and
-`ncclCommSplit` puts all ranks of one colour into one communicator. Two groups with the same hash would
-share a communicator that torch takes for two: a send then reaches a stranger and an all-reduce sums
-over both. It happens from 2,048 ranks on: [1478, 1486] and [1988, 1996] have the same colour.
+`torch.distributed.split_group` gives each group a colour, a hash of its ranks modulo
+2**31 - 1, and `ncclCommSplit` puts all ranks of one colour into one communicator. Two
+groups with the same hash would share a communicator that torch takes for two: a send
+then reaches the wrong rank and an all-reduce sums over both. It happens from 2,048
+ranks on: [1478, 1486] and [1988, 1996] have the same colour.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,9 +17,11 @@ _MODULUS = 2**31 - 1
 
 
 def colours(groups: Sequence[Ranks]) -> list[int]:
-    """The colour of each group, as `genNcclSplitColor` of torch 2.11 to 2.13 computes it.
+    """The colour of each group, as `genNcclSplitColor` of torch 2.11 to 2.13 computes
+    it.
 
-    All groups of one size are hashed together: a split at 131,072 ranks has up to 65,536 of them.
+    All groups of one size are hashed together: a split of 131,072 ranks has up to
+    65,536 of them.
     """
     result = [0] * len(groups)
     by_size: dict[int, list[int]] = {}
@@ -37,11 +41,13 @@ def colours(groups: Sequence[Ranks]) -> list[int]:
 
 
 def rounds(groups: Sequence[Ranks], world: int) -> list[list[Ranks]]:
-    """Lists of groups for one split each; no list has two groups of the same colour.
+    """Lists of groups for one split each. No list contains two groups of the same
+    colour.
 
-    Every list holds every rank of the world exactly once, because torch names a group by the number of
-    groups that its ranks have made. A rank whose group is in another round stands alone, or, where its
-    own colour is taken, together with other idle ranks.
+    Every list contains every rank of the world exactly once, because torch names a
+    group by the number of groups that its ranks have created. A rank whose group is in
+    another round is alone or, if its own colour is taken, together with other idle
+    ranks.
     """
     waiting = list(groups)
     made = []
@@ -66,7 +72,9 @@ def _idle(groups: Iterable[Ranks], world: int) -> list[int]:
 
 
 def _fillers(idle: Sequence[int], taken: set[int]) -> list[Ranks] | None:
-    """Groups for the ranks that have none in a round; None if no colour is left for one of them."""
+    """Groups for the ranks without one in a round, or None if one of them has no colour
+    left.
+    """
     fillers: list[Ranks] = []
     clashing: list[Ranks] = []
     singles = [(rank,) for rank in idle]

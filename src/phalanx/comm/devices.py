@@ -1,7 +1,8 @@
-"""The devices and backends of a process: the GPUs it sees, the backends torch was built with.
+"""The devices and backends of a process: the GPUs it sees, the backends torch was built
+with.
 
-Everything that depends on CUDA at start-up asks an object of this class, so that a test can pass
-one that describes another machine.
+Everything that depends on CUDA at start-up asks an object of this class, so a test can
+pass one that describes another machine.
 """
 
 import os
@@ -14,7 +15,7 @@ from ..layout.choices import GLOO, NCCL
 
 
 def cores() -> int:
-    """Number of cores this process may use."""
+    """The number of cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -32,14 +33,14 @@ class Devices:
 
     @property
     def gpus(self) -> int:
-        """Number of GPUs this process sees."""
+        """The number of GPUs this process sees."""
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
     def identity(self, index: int) -> str:
-        """A name of one GPU that is the same for every process that sees it.
+        """The name of a GPU, equal for every process that sees it.
 
-        Parts of one GPU (MIG) are told apart by the names that made them visible: the driver gives the
-        unique id of the whole GPU for each.
+        Parts of one GPU (MIG) are distinguished by the names that made them visible:
+        the driver returns the unique id of the whole GPU for each.
         """
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         if index < len(visible) and visible[index].startswith("MIG-"):
@@ -48,7 +49,9 @@ class Devices:
 
     @property
     def unused(self) -> str:
-        """The kind of accelerator that torch sees and phalanx does not use, such as "mps"; or ""."""
+        """The kind of accelerator that torch sees and phalanx cannot use, such as
+        "mps", or "".
+        """
         found = torch.accelerator.current_accelerator()
         return "" if found is None or found.type == "cuda" else found.type
 
@@ -59,9 +62,10 @@ class Devices:
         return {NCCL: dist.is_nccl_available, GLOO: dist.is_gloo_available}[backend]()
 
     def index(self, local: int) -> int | None:
-        """The GPU of the rank that is number `local` on its host, None if there is none for it.
+        """The GPU for the rank with number `local` on its host, or None if there is
+        none for it.
 
-        Slurm's `--gpus-per-task=1` shows each rank one GPU, its own, which is number 0 for all.
+        Slurm's `--gpus-per-task=1` shows each rank only its own GPU, as number 0.
         """
         if self.gpus == 1:
             return 0

@@ -1,6 +1,7 @@
-"""Joining the world that torchrun or Slurm has started, from what they leave in the environment.
+"""Joins the world that torchrun or Slurm has started, from the environment that they
+set.
 
-What is wrong with it is reported in one sentence before anything can hang.
+Mistakes in it are reported in one sentence before anything can hang.
 """
 
 import contextlib
@@ -27,14 +28,14 @@ from phalanx.layout.environment import Rendezvous, rendezvous
 from phalanx.version import VERSION
 
 _dist: Any = torch.distributed  # its stubs lack the stores
-NOTICE = 15.0  # seconds after which a rank says for whom it waits
+NOTICE = 15.0  # seconds after which a rank reports whom it waits for
 COMING = 20.0  # seconds that a rank that cannot begin waits for rank 0, to report why
-# seconds beyond a timeout, for those who wait for the one whose timeout it is
+# Seconds beyond a timeout for ranks that wait for the rank with that timeout.
 MARGIN = 5.0
 
 
 def open_store(at: Rendezvous, mine: Address, timeout: float) -> Any:
-    """The store that all ranks meet at; rank 0 runs it if the launcher does not."""
+    """Open the store where all ranks meet. Rank 0 serves it if the launcher does not."""
     serve = at.rank == 0 and not at.served
     terms: dict[str, Any] = {"timeout": timedelta(seconds=timeout)}
     if serve:
@@ -45,16 +46,17 @@ def open_store(at: Rendezvous, mine: Address, timeout: float) -> Any:
             f" ({reason}): rank 0 must be started, on the host of MASTER_ADDR. {WAYS_OUT}"
         )
     try:
-        # Who does not come is named in `meet`.
+        # Missing ranks are named in `meet`, so no waiting for workers here.
         store = _dist.TCPStore(
             at.host, at.port, at.size, serve, wait_for_workers=False, **terms
         )
     except RuntimeError as error:
         raise CommError(
-            f"rank {at.rank} has no store at {at.host}:{at.port}: {str(error).splitlines()[0]}"
+            f"rank {at.rank} cannot open the store at {at.host}:{at.port}: {str(error).splitlines()[0]}"
         ) from error
-    # A launcher that starts the ranks again keeps its store, with what the last attempt wrote. Where
-    # rank 0 has begun a new one, an agent that has just come counts fewer attempts than the others.
+    # A launcher that restarts the ranks keeps its store, with what the last attempt
+    # wrote. If rank 0 has begun a new store, an agent that joined late counts fewer
+    # attempts than the others.
     return _dist.PrefixStore(f"phalanx/{at.attempt if at.served else 0}", store)
 
 
@@ -68,21 +70,26 @@ def join(
     environment: Mapping[str, str] | None = None,
     devices: Devices | None = None,
 ) -> World:
-    """This process's rank of the world it was started in; alone if nothing has started one.
+    """Join the world that this process was started in; a world of one rank if nothing
+    started one.
 
-    A process group that torch.distributed has already is used as it is, and stays when the world closes.
-    `ranks` is how many the run needs, if it knows. `timeout` holds for the meeting, and for calls that
-    have no `call_timeout`. `interface`: by default the one from which rank 0's host is reached.
-    `environment`: the variables that name the world; by default those of this process.
+    An existing process group of torch.distributed is used as it is, and stays when the
+    world closes. `ranks` is the number that the run needs, if known. `timeout` limits
+    the meeting, and calls if no `call_timeout` is given. `interface` defaults to the
+    one from which rank 0's host is reached. `environment` holds the variables that name
+    the world; it defaults to those of this process.
     """
-    # A default of `os.environ` would print every secret in it: a signature shows its defaults.
+    # No default of `os.environ`: a signature shows its defaults, and so would print
+    # every secret in it.
     environment = os.environ if environment is None else environment
     set_up(os.environ)
     devices = devices or Devices()
     if _dist.is_initialized():
         if ranks not in (None, _dist.get_world_size()):
-            there = f"the process group that is there has {_dist.get_world_size()}"
-            raise CommMisuse(f"the run needs {ranks} ranks and {there}; start {ranks}.")
+            there = f"the existing process group has {_dist.get_world_size()}"
+            raise CommMisuse(
+                f"the run needs {ranks} ranks, but {there}; start {ranks}."
+            )
         return ProcessWorld.existing(call_timeout or timeout)
     at = rendezvous(environment)
     size = 1 if at is None else at.size
@@ -90,7 +97,7 @@ def join(
         started = "nothing has started this process as a rank"
         if at is not None:
             started = f"the launcher has started {size} ({at.source})"
-        raise CommMisuse(f"the run needs {ranks} ranks and {started}; start {ranks}.")
+        raise CommMisuse(f"the run needs {ranks} ranks, but {started}; start {ranks}.")
     if backend == "auto" and (at is None or at.rank == 0):
         name_unused(devices)
     if at is None:
@@ -109,12 +116,13 @@ def join(
     )
 
 
-# ---- what ranks settle before the first of them opens a connection to another
+# ---- agreed on before a rank connects to another
 
 
 def offer(at: Rendezvous, backend: str, devices: Devices) -> dict[str, str]:
-    """This rank's facts for the others. Facts whose name has no leading colon must be equal on all
-    ranks."""
+    """This rank's facts for the others. Facts without a leading colon must be equal on
+    all ranks.
+    """
     if backend not in ("auto", GLOO, NCCL):
         raise CommMisuse(
             f"backend {backend!r} cannot join processes; use gloo, nccl or auto."
@@ -140,10 +148,11 @@ def versions() -> dict[str, str]:
 
 
 def meet(store: Any, at: Rendezvous, mine: Mapping[str, str], timeout: float) -> str:
-    """The backend that all ranks use; all of them raise the same sentence if there is none.
+    """Agree on the backend that all ranks use. If there is none, all raise the same
+    error.
 
-    Every rank appends its offer to one key, which rank 0 reads, and all read rank 0's answer: a rank
-    touches as many keys in a world of 10,000 as in one of two.
+    Every rank appends its offer to one key, which rank 0 reads, and all read rank 0's
+    answer. So a rank touches as many keys in a world of 10,000 as in one of two.
     """
     if store.add(f"met/{at.rank}", 1) > 1:
         raise CommMisuse(
@@ -156,7 +165,8 @@ def meet(store: Any, at: Rendezvous, mine: Mapping[str, str], timeout: float) ->
         if "error" in answer and not at.served:
             _let_read(store, heard - 1)
     else:
-        # Rank 0 may have come last, and has given up on the missing after its own timeout.
+        # Rank 0 may arrive last, and give up on missing ranks only after its own
+        # timeout.
         try:
             store.wait(["answer"], timedelta(seconds=timeout + MARGIN))
         except RuntimeError as error:
@@ -185,7 +195,8 @@ def _answer(store: Any, at: Rendezvous, timeout: float) -> tuple[dict[str, str],
                 return {"error": f"rank {rank} could not begin: {each[FAILED]}"}, len(
                     offers
                 )
-        # As soon as two differ: with another number of ranks some would never come.
+        # Compare as soon as two have arrived: with different numbers of ranks, some
+        # would never come.
         compared = {
             rank: {
                 name: value for name, value in each.items() if not name.startswith(":")
@@ -226,7 +237,9 @@ def _missing(
 
 
 def backend_of(offers: Sequence[Mapping[str, str]]) -> str:
-    """NCCL if every rank has a GPU of its own, gloo if none sees any; else it has to be chosen."""
+    """NCCL if every rank has a GPU of its own, gloo if none sees any; otherwise an
+    error asks for a choice.
+    """
     backend = offers[0]["backend"]
     if backend == GLOO or (
         backend == "auto" and not any(int(each[":gpus"]) for each in offers)
@@ -250,14 +263,16 @@ def backend_of(offers: Sequence[Mapping[str, str]]) -> str:
 
 
 def _let_read(store: Any, others: int) -> None:
-    """Rank 0 holds the store, and goes when so many others have read why."""
+    """Keep rank 0's store open until the other ranks have read the error, for a limited
+    time.
+    """
     deadline = time.monotonic() + MARGIN
     while store.add("read", 0) < others and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
 def report_failure(error: str, environment: Mapping[str, str] | None = None) -> None:
-    """Tell the other ranks of a launcher, if there is one, why this one does not join them."""
+    """Tell the other ranks, if a launcher started any, why this one does not join them."""
     with contextlib.suppress(CommError, RuntimeError):
         at = rendezvous(os.environ if environment is None else environment)
         if at is None:

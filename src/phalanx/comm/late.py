@@ -1,14 +1,15 @@
-"""Groups over threads that use all the freedom that the contract of `Group` leaves a transport.
+"""Groups over threads that use all the freedom that the contract of `Group` leaves a
+transport.
 
-`verify` trains over them, since plain threads hide mistakes: there a result is often in place before it is
-waited for, and a message is copied before its tensor is used anew.
+`verify` trains over them, since plain threads hide mistakes: there a result is often in
+place before it is waited for, and a message is copied before its tensor is reused.
 
-From the beginning of a call to its wait the tensors of a rank belong to the group, and this one makes
-use of it. What a call writes to is NaN (the largest number, if whole) until the rank's own wait, also
-where the result is known long before, and also a tensor that is reduced in place. What a call reads
-must be unchanged at the rank's own wait; with `still`, until every member has its result. So a rank
-that uses a result too early computes with NaN, and one that writes to a tensor too early, or never
-waits, is named by an error.
+From the start of a call to its wait, a rank's tensors belong to the group. These groups
+exploit that. Every output is NaN (the largest number, for integers) until the rank's
+own wait, even if the result is known long before, and even for tensors reduced in
+place. Every input must be unchanged at the rank's own wait or, with `still`, until
+every member has its result. So a rank that uses a result too early computes with NaN. A
+rank that writes to a tensor too early, or never waits, gets an error.
 """
 
 from __future__ import annotations
@@ -42,16 +43,16 @@ class Held:
 
     where: str
     call: Call
-    reads: list[tuple[Tensor, Tensor]]  # each with a copy from the beginning
-    # each with its poison, and where its result comes
+    reads: list[tuple[Tensor, Tensor]]  # each with a copy from the start of the call
+    # each with its poisoned copy, and its result
     writes: list[tuple[Tensor, Tensor, Tensor]]
     returned: bool = False
 
     def misuse(self) -> str:
-        """The mistake of a rank that has used tensors which are not its own; empty if there is none."""
+        """Describe how the rank misused tensors that belong to the group, or return ""."""
         reading = self.call.still or not self.returned
         if reading and not all(same_bits(x, before) for x, before in self.reads):
-            return f"{self.where}: a tensor that the call reads has been written to before its time."
+            return f"{self.where}: a tensor that the call reads has been written to too early."
         if not self.returned and not all(
             same_bits(x, bad) for x, bad, _ in self.writes
         ):
@@ -59,7 +60,7 @@ class Held:
         return ""
 
 
-# A comparison makes thousands of calls, so what each would make again is made here.
+# A comparison makes thousands of calls, so tables that each would build are built here.
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 WRITTEN = {
     "all_reduce": "x",
@@ -74,13 +75,13 @@ FIELDS = ("x", "out", "parts")
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Also where both are NaN."""
+    """True if two tensors are equal bit by bit, NaN included."""
     bits = BITS[a.itemsize]
     return torch.equal(a.detach().view(bits), b.detach().view(bits))
 
 
 def written(call: Call, place: int) -> str:
-    """The field of a call that is written to on this rank: x, out, parts or none."""
+    """The field of a call that is written to on this rank: x, out, parts or ""."""
     kind, root = call.kind, call.at == place
     if kind == "broadcast":
         return "" if root else "x"
@@ -116,7 +117,7 @@ def poison(x: Tensor) -> None:
 
 
 def hold(where: str, call: Call, copy: Call, place: int) -> Held:
-    """Poison what the call writes to, but for what of it the call also reads."""
+    """Poison what the call writes to, except where the call also reads it."""
     into = written(call, place)
     reads = [
         pair
@@ -136,7 +137,7 @@ def hold(where: str, call: Call, copy: Call, place: int) -> Held:
 
 
 class LateMembers(ThreadMembers):
-    """Members who meet with copies of their tensors."""
+    """Members that meet with copies of their tensors."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -148,7 +149,7 @@ class LateMembers(ThreadMembers):
     def begin(self, line: tuple[int, ...], place: int, call: Call) -> LateWork:
         copy = private(call)
         where = f"rank {self.ranks[place]} in {call.kind} on {self.name}"
-        # Under the lock, because others compare what they read of this rank under it.
+        # Under the lock, because others compare this rank's inputs under it.
         with self.hub.lock:
             held = self.held[id(copy)] = hold(where, call, copy, place)
         return LateWork(self, self.come(line, place, copy), place, copy, held)
@@ -161,7 +162,7 @@ class LateMembers(ThreadMembers):
     def finish(self, meeting: Meeting, held: Held) -> None:
         with self.hub.lock:
             met = self.met.get(meeting, [held])
-            # Those who have not returned look at their own tensors when they do.
+            # Members that have not returned check their own tensors when they do.
             wrong = [each.misuse() for each in met if each is held or each.returned]
             for x, _, result in held.writes:
                 x.detach().copy_(result)
@@ -173,7 +174,7 @@ class LateMembers(ThreadMembers):
 
 
 class OpenWork(Work):
-    """A call that its rank has begun."""
+    """A call that its rank has started."""
 
     def __init__(self, held: Held) -> None:
         self.held = held
@@ -192,12 +193,13 @@ class SentWork(OpenWork):
         if misuse := self.held.misuse():
             raise CommMisuse(misuse)
         self.held.returned = True
-        # A transport that has made no copy, though the sender may now write to it, delivers this.
+        # From now on the sender may write to the tensor. A transport without a copy
+        # would deliver this.
         poison(self._sent)
 
 
 class LateWork(OpenWork):
-    """A call whose results are given at the wait and not before."""
+    """A call whose results appear at the wait and not before."""
 
     def __init__(
         self, members: LateMembers, meeting: Meeting, place: int, copy: Call, held: Held
@@ -238,7 +240,7 @@ class LateGroup(ThreadGroup):
         return self._opened(self._members.begin(line, self.rank, call))
 
     def _begin_send(self, call: Call) -> OpenWork:
-        """The plain group sends a private tensor, which is poison once the sender has waited."""
+        """Send a private tensor, which is poisoned once the sender has waited."""
         sent = private(call)
         super()._begin(sent)
         where = f"rank {self.ranks[self.rank]} in send on {self.name}"
@@ -257,14 +259,15 @@ class LateGroup(ThreadGroup):
         super().close()
 
 
-# Ranks take turns: one computes until it has to wait. Every operation of torch lets go of the
-# interpreter's lock, and handing that over each time takes as long again as what they compute.
+# Ranks take turns: one computes until it has to wait. Every torch operation releases
+# the interpreter lock, and handing it over each time would take as long as the
+# computation itself.
 TURNS: weakref.WeakKeyDictionary[Hub, threading.Lock] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
 def others_turn(hub: Hub) -> Iterator[None]:
-    """While this rank waits."""
+    """A context in which this rank waits and another may compute."""
     turn = TURNS[hub]
     turn.release()
     try:
@@ -288,7 +291,7 @@ class LateWorld(ThreadWorld):
 
 
 def late(size: int, timeout: float = 30.0) -> Callable[..., list[Any]]:
-    """A run of so many ranks over such groups, on the CPU."""
+    """A runner for `size` ranks over such groups, on the CPU."""
 
     def run(fn: Callable[..., Any], *args: Any) -> list[Any]:
         def rank(world: LateWorld, *args: Any) -> Any:
@@ -304,5 +307,5 @@ def late(size: int, timeout: float = 30.0) -> Callable[..., list[Any]]:
 def late_worlds(
     size: int, timeout: float = 300.0
 ) -> Iterator[Callable[..., list[Any]]]:
-    """In place of `workers`, for ranks that are threads."""
+    """A replacement of `workers` whose ranks are threads over such groups."""
     yield late(size, timeout)

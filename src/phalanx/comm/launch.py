@@ -1,4 +1,6 @@
-"""Starting a world of ranks on this machine, for one run or for many; `join.py` is for clusters."""
+"""Starts a world of ranks on this machine, for one run or for many. `join.py` is for
+clusters.
+"""
 
 import contextlib
 import logging
@@ -16,7 +18,8 @@ from phalanx.layout.choices import BACKENDS, GLOO, NCCL, SHM, THREADS
 from phalanx.layout.device_environment import set_up
 from torch_shm.arena import why_not
 
-# A world that is kept: `run(fn, *args)` is what `fn(world, *args)` returns, by rank.
+# Runs `fn(world, *args)` on every rank of a persistent world; returns the results by
+# rank.
 Runner = Callable[..., list[Any]]
 
 
@@ -29,11 +32,13 @@ def launch(
     threads_per_rank: int | None = None,
     apart: bool = False,
 ) -> list[Any]:
-    """Runs `fn(world, *args)` on each of `ranks` new ranks and returns the results in rank order.
+    """Run `fn(world, *args)` on each of `ranks` new ranks and return the results in
+    rank order.
 
-    A rank that raises or is killed ends the others; `RankFailed` shows its traceback first.
-    `timeout` limits how long a call may wait for a peer. Processes need `fn` at the top level of a
-    module. With `apart`, even a single rank is a process: it may die while the launcher lives.
+    A rank that raises or is killed ends the others; `RankFailed` shows its traceback
+    first. `timeout` limits a call's wait for a peer. For processes, `fn` must be at the
+    top level of a module. With `apart`, even a single rank is a process: it may die
+    while the launcher lives.
     """
     terms: dict[str, Any] = {"backend": backend, "timeout": timeout, "apart": apart}
     with workers(ranks, threads_per_rank=threads_per_rank, **terms) as run:
@@ -49,7 +54,8 @@ def workers(
     threads_per_rank: int | None = None,
     apart: bool = False,
 ) -> Iterator[Runner]:
-    """One world for many runs. Groups that a run leaves open are closed after it.
+    """A context with one world for many runs. Groups that a run leaves open are closed
+    after it.
 
     After a run that failed, the next one starts new ranks.
     """
@@ -74,11 +80,11 @@ def workers(
 
 
 def choose(backend: str, ranks: int, devices: Devices | None = None) -> str:
-    """The backend of `ranks` local ranks, or one sentence why there is none.
+    """The backend of `ranks` local ranks. Raises an error if there is none.
 
-    `auto` computes on GPUs where there are any: over NCCL if each rank has one, else as threads that
-    share them, since NCCL takes one rank for each GPU. Without GPUs ranks share memory, or, where
-    limits of the process forbid that, use gloo.
+    `auto` uses GPUs if there are any: over NCCL if each rank has one, else as threads
+    that share them, since NCCL allows one rank per GPU. Without GPUs, ranks use shared
+    memory or, if limits of the process forbid it, gloo.
     """
     devices = devices or Devices()
     if ranks < 1:
@@ -86,11 +92,11 @@ def choose(backend: str, ranks: int, devices: Devices | None = None) -> str:
     if backend not in BACKENDS:
         renamed = "; it is now called shm" if backend == "shared" else ""
         raise CommMisuse(
-            f"no backend is named {backend!r}{renamed}; there are {', '.join(BACKENDS)}."
+            f"no backend is named {backend!r}{renamed}; choose one of {', '.join(BACKENDS)}."
         )
     enough = devices.gpus >= (1 if SHARE_GPUS in os.environ else ranks)
     if backend == NCCL and not (devices.has(NCCL) and enough):
-        why = f"{ranks} ranks need {ranks} GPUs and there are {devices.gpus}"
+        why = f"{ranks} ranks need {ranks} GPUs, and this machine has {devices.gpus}"
         if not devices.has(NCCL):
             why = "this build of torch has no NCCL"
         raise CommMisuse(
@@ -110,7 +116,9 @@ def choose(backend: str, ranks: int, devices: Devices | None = None) -> str:
 
 
 def used_gpus(kind: str, ranks: int, devices: Devices | None = None) -> int:
-    """On how many GPUs `ranks` local ranks compute over what `choose` chose; 0: on the CPU."""
+    """The number of GPUs that `ranks` local ranks use over a chosen backend; 0 means
+    the CPU.
+    """
     return (
         min(ranks, (devices or Devices()).gpus) if kind in (ALONE, THREADS, NCCL) else 0
     )

@@ -1,8 +1,10 @@
-"""Over which interface a rank talks to the others, and whether hosts reach each other over it.
+"""The interface over which a rank talks to the others, and tests of the routes between
+hosts.
 
-gloo takes the address of the host's own name, which on many hosts is 127.0.1.1. Here it is the one
-from which the master is reached. What two hosts cannot do is found out before the backend starts,
-where one end would wait for minutes and the other fail with an address of neither.
+gloo uses the address of the host's own name, which on many hosts is 127.0.1.1. Here it
+is the address from which the master is reached. Missing routes are found before the
+backend starts: there, one end would wait for minutes and the other fail with an address
+that is neither end's.
 """
 
 import contextlib
@@ -24,8 +26,9 @@ WAYS_OUT = (
     "Name the interface that the hosts share: network.interface = 'eth0', MASTER_ADDR by its address"
     " there, and let firewalls pass its ports."
 )
-_NOWHERE = "192.0.2.1"  # of a net for documentation: its route is the default one
-_SIOCGIFADDR = 0x8915  # Linux: the address of an interface
+# in a network reserved for documentation: its route is the default route
+_NOWHERE = "192.0.2.1"
+_SIOCGIFADDR = 0x8915  # Linux: request for the address of an interface
 
 
 @dataclass(frozen=True)
@@ -33,12 +36,14 @@ class Address:
     """The address at which this rank listens: one interface of this host."""
 
     address: str
-    interface: str  # empty where it is not known
+    interface: str  # "" if unknown
     host: str
 
     @classmethod
     def choose(cls, at: Rendezvous, interface: str = "") -> "Address":
-        """The address of that interface, else the one from which the master is reached."""
+        """The address of a named interface, or of the one from which the master is
+        reached.
+        """
         host = socket.gethostname()
         if interface:
             if not (address := addresses().get(interface, "")):
@@ -52,7 +57,8 @@ class Address:
             return cls(address, interface, host)
         address = _from_here(at.host, at.port)
         if address.startswith("127.") and not at.one_host:
-            # Debian's own name is 127.0.1.1 on the host itself, and another for the others.
+            # Debian resolves a host's own name to 127.0.1.1 on the host itself, and to
+            # another address elsewhere.
             others = [
                 each for each in addresses().values() if not each.startswith("127.")
             ]
@@ -62,18 +68,22 @@ class Address:
         return cls(address, names.get(address, ""), host)
 
     def use(self, environment: MutableMapping[str, str]) -> None:
-        """Have gloo and NCCL take this interface, unless somebody has chosen one."""
+        """Make gloo and NCCL use this interface, unless the environment names one."""
         if self.interface:
             environment.setdefault("GLOO_SOCKET_IFNAME", self.interface)
             if self.interface != "lo":
                 environment.setdefault("NCCL_SOCKET_IFNAME", f"={self.interface}")
 
     def __str__(self) -> str:
-        return f"{self.address} ({self.interface or 'of no known interface'}) on {self.host}"
+        return (
+            f"{self.address} ({self.interface or 'unknown interface'}) on {self.host}"
+        )
 
 
 def addresses() -> dict[str, str]:
-    """The IPv4 address of each interface of this host that has one; none where it is not Linux."""
+    """The IPv4 address of each interface of this host that has one; empty except on
+    Linux.
+    """
     found: dict[str, str] = {}
     if sys.platform != "linux":
         return found
@@ -89,7 +99,9 @@ def addresses() -> dict[str, str]:
 
 
 def _from_here(host: str, port: int) -> str:
-    """This host's address on the way to another, empty where there is no way. Nothing is sent."""
+    """This host's address on the route to another, or "" without a route. Nothing is
+    sent.
+    """
     with contextlib.suppress(OSError):
         family, _, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_DGRAM
@@ -101,10 +113,12 @@ def _from_here(host: str, port: int) -> str:
 
 
 def check_routes(store: Any, at: Rendezvous, mine: Address) -> None:
-    """Raise on all ranks, with the same words, if a host cannot reach the next one or the first.
+    """Raise on all ranks, with the same text, if a host cannot reach the next one or
+    the first.
 
-    The first rank to come of each host listens, and connects to those of two other hosts. Nobody else
-    does: hosts do not differ from rank to rank. Results meet at rank 0, which answers all.
+    The first rank to arrive on each host listens, and connects to those of two other
+    hosts. Other ranks need not: routes are the same for all ranks of a host. Rank 0
+    collects the results and answers all.
     """
     here = f"{mine.host} {mine.address}"
     leads = store.add(f"host/{here}", 1) == 1
@@ -119,7 +133,7 @@ def check_routes(store: Any, at: Rendezvous, mine: Address) -> None:
             store.append(
                 "hosts", json.dumps([at.rank, mine.address, port, str(mine)]) + "\n"
             )
-        # Everybody has taken its place when all have counted themselves.
+        # Every host has published its listener once all ranks are counted.
         if store.add("placed", 1) == at.size:
             store.set("all placed", "1")
         _wait(store, "all placed", at)
@@ -131,7 +145,7 @@ def check_routes(store: Any, at: Rendezvous, mine: Address) -> None:
             others = {own: None, (own + 1) % len(hosts): None, 0: None}
             failed = [_reach(hosts[other]) for other in others if other != own]
             report = [
-                f"rank {at.rank} at {mine} does not reach {each}"
+                f"rank {at.rank} at {mine} cannot reach {each}"
                 for each in failed
                 if each
             ]
@@ -149,7 +163,7 @@ def check_routes(store: Any, at: Rendezvous, mine: Address) -> None:
 
 
 def _reach(other: tuple[int, str, int, str]) -> str:
-    """Why another host is not reached; empty when it is."""
+    """Explain why another host is unreachable, or return ""."""
     rank, address, port, name = other
     try:
         socket.create_connection((address, port), REACHING).close()
@@ -172,8 +186,11 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def listen(at: Rendezvous) -> socket.socket:
-    """A socket for the store that the others connect to: on the one address that they are given, or on
-    all where this host knows its own name as loopback and the others do not."""
+    """Open the store's socket that the other ranks connect to.
+
+    It listens on the address that the others are given, or on all addresses if this
+    host resolves its own name to loopback and the others do not.
+    """
     address = at.host
     with contextlib.suppress(OSError):
         address = str(
@@ -197,8 +214,11 @@ def listen(at: Rendezvous) -> socket.socket:
 
 
 def await_master(at: Rendezvous, mine: Address, seconds: float, notice: float) -> str:
-    """Connect to where all meet as often as it takes; why it is not reached in so many seconds. After
-    `notice` seconds a line is printed, as the others may come much later."""
+    """Try to connect to the store until it answers. Returns "", or the reason after
+    `seconds`.
+
+    After `notice` seconds it prints a line, as the others may start much later.
+    """
     begun, told = time.monotonic(), False
     while True:
         try:
@@ -213,7 +233,7 @@ def await_master(at: Rendezvous, mine: Address, seconds: float, notice: float) -
             told = True
             print(
                 f"rank {at.rank} of {at.size} ({at.source}) at {mine} has not reached rank 0 at"
-                f" {at.host}:{at.port} in {notice:g} s ({reason}) and tries on until {seconds:g} s."
+                f" {at.host}:{at.port} in {notice:g} s ({reason}) and keeps trying for {seconds:g} s."
                 f" {WAYS_OUT}",
                 file=sys.stderr,
                 flush=True,

@@ -1,8 +1,8 @@
 """The processes of local ranks: how they start, get work, report, and end.
 
-They meet in memory or through a file in a private folder and communicate through memory or over
-loopback: no port is chosen, so none can be taken. Functions and values of ours travel over the pipes
-of multiprocessing; nothing from outside does.
+They meet in shared memory or through a file in a private folder, and communicate
+through memory or over loopback. No port is chosen, so none can be taken. Only our own
+functions and values travel over the pipes of multiprocessing.
 """
 
 import contextlib
@@ -29,30 +29,33 @@ from phalanx.comm.shm import ShmWorld
 from phalanx.layout.choices import NCCL, SHM
 from torch_shm.arena import Extent, Reserved
 
-# Seconds in which the others may report how they ended once one rank has failed, so that the rank
-# whose loss they suffered is named first; then they are ended.
+# Seconds in which other ranks may report their end once one has failed, so that the
+# rank whose loss they suffered is named first. Then they are killed.
 GRACE = 0.5
-# Seconds between two looks at signals while ranks are waited for. A signal that the system gives to a
-# thread of a library does not end the wait of the main thread, in which alone Python calls handlers.
+# Seconds between two looks at signals while waiting for ranks. A signal delivered to a
+# library's thread does not end the wait of the main thread, and only there Python calls
+# handlers.
 LOOKS = 1.0
 _dist: Any = torch.distributed  # its stubs lack the stores
-_PR_SET_PDEATHSIG = 1  # of Linux's prctl
-# A variable of the environment: ranks over NCCL may share GPUs, to test what they call.
+_PR_SET_PDEATHSIG = 1  # an option of Linux's prctl
+# An environment variable: ranks over NCCL may share GPUs, to test their calls.
 SHARE_GPUS = "PHALANX_SHARE_GPUS"
-ALONE = "alone"  # what `choose` calls a world of one rank
-# Where ranks meet: a file's path, or an arena's.
+ALONE = "alone"  # the backend that `choose` returns for a world of one rank
+# Where ranks meet: a file's path, or an arena's path and extent.
 Meeting = str | tuple[str, Extent]
 
 
 class Pool:
-    """The processes of one world, each waiting at its pipe for (fn, args) or for None, the end."""
+    """The processes of one world, each waiting at its pipe for (fn, args), or for None,
+    the end.
+    """
 
     def __init__(self, backend: str, ranks: int, timeout: float, threads: int) -> None:
         self._terms = (backend, ranks, timeout, threads)
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._remove = contextlib.ExitStack()
-        self._imports = False  # whether processes import what they are to call
+        self._imports = False  # True if processes must import the functions they call
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         if not self._processes:
@@ -68,7 +71,7 @@ class Pool:
             )
         try:
             for pipe in self._pipes:
-                # A rank that has died shows when it is read from.
+                # A rank that has died shows in `_collect`.
                 with contextlib.suppress(OSError):
                     pipe.send((fn, args))
             return self._collect()
@@ -80,7 +83,8 @@ class Pool:
         backend, ranks, _, _ = self._terms
         context = _context(backend)
         self._imports = context.get_start_method() != "fork"
-        # The kernel ends a child when the thread that has spawned it ends; ranks may be kept longer.
+        # The kernel kills a child when the thread that spawned it ends, but ranks may
+        # be kept longer.
         main = threading.current_thread() is threading.main_thread()
         outlasts = context.get_start_method() == "spawn" and not main
         meeting: Meeting
@@ -150,8 +154,8 @@ class Pool:
             return Report(rank, f"the process {end}", "", False)
 
     def _end(self) -> None:
-        # All at once: whoever failed has reported, a checkpoint is whole or not there at any moment, and
-        # a rank that is asked to end may be waiting for one that cannot.
+        # Kill all at once: failed ranks have reported, a checkpoint is atomic, and a
+        # rank that is asked to end may be waiting for one that cannot.
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -162,7 +166,9 @@ class Pool:
         self._remove.close()
 
     def close(self) -> None:
-        """Let every rank leave the world together, and end those that do not within some seconds."""
+        """Let all ranks leave the world together, and kill those that do not within 5
+        seconds.
+        """
         for pipe in self._pipes:
             with contextlib.suppress(OSError):
                 pipe.send(None)
@@ -173,13 +179,16 @@ class Pool:
 
 
 def _context(backend: str) -> Any:
-    """The start method of processes. A fork starts a rank in 0.05 s, a spawn in 1.6 s (importing
-    torch)."""
-    # Processes that may use GPUs are not forked from one that may have.
+    """The start method of processes. A fork starts a rank in 0.05 s, a spawn in 1.6 s
+    (it imports torch).
+    """
+    # Processes that may use GPUs are not forked from one that may have initialized
+    # CUDA.
     if sys.platform != "linux" or backend == NCCL:
         return multiprocessing.get_context("spawn")
-    # A forked process hangs if threads of its parent, such as OpenMP's, held a lock: fork this
-    # process only if it has none, else one that is kept for that and has never had any.
+    # A forked process hangs if threads of its parent, such as OpenMP's, held a lock. So
+    # fork this process only if it has no other threads; otherwise fork a server process
+    # that never has any.
     if len(os.listdir("/proc/self/task")) == 1 and not torch.cuda.is_available():
         return multiprocessing.get_context("fork")
     prepare()
@@ -192,7 +201,9 @@ def _main_is_a_file() -> bool:
 
 @contextlib.contextmanager
 def _main_of_its_own() -> Iterator[None]:
-    """A process that is started runs the file of `__main__`, and of `python -` it is '<stdin>'."""
+    """Hide a `__file__` that is no file: a new process would run it. For `python -` it
+    is '<stdin>'.
+    """
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
     if file is None or _main_is_a_file():
@@ -206,8 +217,11 @@ def _main_of_its_own() -> Iterator[None]:
 
 
 def prepare() -> None:
-    """Start the process that ranks are forked from, which takes as long as importing torch, without
-    waiting for it. `workers` calls this when it needs one; calling it earlier saves that time."""
+    """Start the server that ranks are forked from, without waiting for it.
+
+    That takes as long as importing torch. `workers` calls this when it needs the
+    server; an earlier call saves that time.
+    """
     if sys.platform != "linux":
         return
     multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
@@ -229,13 +243,16 @@ def _serve(
     outlasts: bool,
     *terms: Any,
 ) -> None:
-    """One rank's process: do what comes through the pipe until the end comes or the launcher dies."""
-    # a terminal's Ctrl-C; the launcher decides
+    """Run one rank's process: do the work that arrives until the end, or until the
+    launcher dies.
+    """
+    # Ctrl-C in a terminal reaches all processes; the launcher decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if not outlasts:
         be_killed_with_parent()
     threading.Thread(target=_die_with_launcher, daemon=True).start()
-    # The process that it was forked from has an older environment, with one thread for everything.
+    # The server process that it was forked from has an older environment, with one
+    # thread everywhere.
     os.environ.clear()
     os.environ.update(environment)
     world: World | None = None
@@ -253,8 +270,9 @@ def _serve(
             world.fail(f"rank {rank} raised {report.error.splitlines()[0]};")
         with contextlib.suppress(OSError):
             pipe.send(report)
-        # The others' sockets stay open until the launcher has read this report and ends the rank, so
-        # that the loss of a peer is not what it reads first.
+        # Keep the sockets open until the launcher has read this report and kills the
+        # rank. Otherwise it might first read another rank's report that a peer was
+        # lost.
         with contextlib.suppress(EOFError, OSError):
             pipe.recv()
 
@@ -278,11 +296,10 @@ def _world(
 
 
 def _as_if_on_a_host_of_its_own(rank: int) -> dict[str, str]:
-    """Environment that makes NCCL accept two ranks on one GPU: it refuses them only if their hosts
-    are equal.
+    """Environment variables that make NCCL accept two ranks on one GPU.
 
-    Messages then use sockets. This is slow, but it shows that the calls of a layout match each
-    other.
+    It refuses them only if their hosts are equal. Messages then use sockets, which is
+    slow but shows that a layout's calls match.
     """
     return {
         "NCCL_HOSTID": f"phalanx-{rank}",
@@ -292,13 +309,16 @@ def _as_if_on_a_host_of_its_own(rank: int) -> dict[str, str]:
 
 
 def be_killed_with_parent() -> None:
-    """Have the kernel kill this process when its parent goes, also where no thread of it can run: it
-    was stopped, or something holds the interpreter's lock. Linux alone can."""
+    """Make the kernel kill this process when its parent dies.
+
+    This works even if no thread of the process can run: it is stopped, or something
+    holds the interpreter lock. Only on Linux.
+    """
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # A process that ranks are forked from ends when nobody has this pipe of the launcher open any
-    # more. Each rank inherits it, so a rank that is stopped would keep both of them alive.
+    # The fork server ends when nobody has the launcher's end of this pipe open any
+    # more. Each rank inherits it, so a stopped rank would keep both alive.
     server: Any = forkserver
     if (pipe := server._forkserver._forkserver_alive_fd) is not None:
         os.close(pipe)

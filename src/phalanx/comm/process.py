@@ -1,16 +1,17 @@
-"""A world of processes over torch.distributed: NCCL where there are GPUs, gloo otherwise.
+"""A world of processes over torch.distributed: NCCL on GPUs, gloo otherwise.
 
-Over gloo everything but all-reduce, broadcast and barrier is a *trade*: each rank posts its receives
-and its sends at once, then reduces what came in rank order. gloo's own all-gather passes parts
-around a ring and its reduce-scatter is an all-reduce of a copy. Milliseconds for 64 MB of float32,
-2 | 4 ranks on one machine with 2 cores, loopback, medians of 9 calls interleaved in one run:
+Over gloo everything but all-reduce, broadcast and barrier is a *trade*: each rank posts
+its receives and its sends at once, then reduces the received parts in rank order.
+gloo's own all-gather passes parts around a ring, and its reduce-scatter is an
+all-reduce of a copy. Milliseconds for 64 MB of float32 on 2 | 4 ranks of one machine
+with 2 cores, over loopback, medians of 9 calls interleaved in one run:
 
     all-reduce      gloo  88 | 154     trade twice 142 | 228
     all-gather      gloo 146 | 185     trade  44 |  64     all-to-all 110 | 183
     reduce-scatter  gloo 184 | 276     trade  88 | 140     all-to-all 110 | 170
 
-Every step that follows a transfer is local, so a call made with `wait=False` needs nothing more of
-its peers, and ranks may wait for their calls in any order.
+Every step that follows a transfer is local. So a call made with `wait=False` needs
+nothing more of its peers, and ranks may wait for their calls in any order.
 """
 
 import re
@@ -30,14 +31,15 @@ from phalanx.layout.choices import GLOO, NCCL
 from torch_shm.calls import Call
 from torch_shm.settle import HALVES, reduce_into
 
-# 2.13 deprecates the names that are the only ones in 2.11.
+# torch 2.13 deprecates the only names that 2.11 has.
 _all_gather: Callable[..., Any] = getattr(
     dist, "all_gather_single", dist.all_gather_into_tensor
 )
 _reduce_scatter: Callable[..., Any] = getattr(
     dist, "reduce_scatter_single", dist.reduce_scatter_tensor
 )
-# Some of its names are there only in builds that can use them, so the checker knows none of them.
+# Some of its names exist only in builds that support them, so the type checker does not
+# know them.
 _untyped: Any = dist
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -48,17 +50,19 @@ _OPS = {
 }
 
 
-# A receive waits on the device for its message, in as many blocks as NCCL gives it: up to 32 over
-# NVLink, on which nothing else computes. So many move a pipeline's or ring's messages as fast as an
-# InfiniBand port; the number is reasoned from NCCL's 15 to 20 GB/s a block and not measured.
+# A receive waits on the device for its message and occupies as many blocks as NCCL
+# gives it: up to 32 over NVLink, on which nothing else computes. Eight move the
+# messages of a pipeline or ring as fast as an InfiniBand port. The number follows from
+# NCCL's 15 to 20 GB/s per block; it is not measured.
 FLOW_BLOCKS = 8
 
 
 def nccl_options(blocks: int = 0) -> Any:
-    """Options of NCCL's communicators, with at most so many blocks if not 0; None without NCCL.
+    """Options for NCCL's communicators, with at most `blocks` blocks if not 0; None
+    without NCCL.
 
-    Their streams have high priority: a transfer starts beside a matrix product that is under way, and
-    does not wait until all of its blocks are scheduled.
+    Their streams have high priority: a transfer starts beside a running matmul, and
+    does not wait until all blocks of the matmul are scheduled.
     """
     if not hasattr(_untyped, "ProcessGroupNCCL"):
         return None
@@ -69,7 +73,9 @@ def nccl_options(blocks: int = 0) -> Any:
 
 
 class Pending(Work):
-    """Transfers under way, each with the ranks that it waits for, and the local step after them."""
+    """Transfers under way, each with the ranks that it waits for, and the local step
+    that follows.
+    """
 
     def __init__(
         self,
@@ -103,9 +109,10 @@ class Pending(Work):
 class TorchGroup(Group):
     """A process group of torch.distributed, as one rank sees it.
 
-    `flows` are the communicators of the directed pairs over NCCL; None: any pair may talk over the
-    group itself (gloo). `made` are all groups of torch that this rank made for it: also those of one
-    rank, which only keep the count of groups equal on all ranks.
+    `flows` holds the communicator of each directed pair over NCCL. None: any pair may
+    use the group itself (gloo). `made` lists all torch groups that this rank created
+    for it, including those of one rank, which only keep the number of groups equal on
+    all ranks.
     """
 
     def __init__(
@@ -121,7 +128,7 @@ class TorchGroup(Group):
         super().__init__(name, ranks.index(world_rank), ranks, device)
         self._group = group
         self._flows = flows
-        self._made = list(made)  # closed with this one
+        self._made = list(made)  # closed together with this group
         self._native = flows is not None
         self._others = [rank for rank in ranks if rank != world_rank]
         self._tags: Counter[tuple[str, int]] = Counter()
@@ -129,7 +136,8 @@ class TorchGroup(Group):
         self._closed = False
 
     def flush(self) -> None:
-        # gloo's isend is never `done` by itself: what was sent stays in memory until waited for.
+        # gloo's isend is never `done` on its own: a sent tensor stays in memory until
+        # waited for.
         for sent, _ in self._sent:
             sent.wait()
         self._sent.clear()
@@ -139,11 +147,12 @@ class TorchGroup(Group):
             return
         self._closed = True
         self.flush()
-        # A member may be done here while another still reads what it sent.
+        # One member may finish here while another still reads what it sent.
         self.barrier()
         while self._made:
             dist.destroy_process_group(self._made.pop())
-        # A group's threads run until nobody refers to it, and cycles may refer to this one for long.
+        # A group's threads run until nothing refers to it, and cycles may refer to this
+        # object for long.
         del self._group, self._flows
 
     def _begin(self, call: Call) -> Work:
@@ -175,11 +184,11 @@ class TorchGroup(Group):
         receives: Mapping[int, Tensor],
         after: Callable[[], object] | None = None,
     ) -> Work:
-        """Send a tensor to some ranks and receive one from some, all at once."""
+        """Send tensors to some ranks and receive tensors from some, all at once."""
         me, group = self.rank, self._group
         if me in sends and me in receives:
             receives[me].view(-1).copy_(sends[me].view(-1))
-        # Nearest first, so that not everyone sends to rank 0 at the same time.
+        # Nearest rank first, so that ranks do not all send to rank 0 at the same time.
         out = [
             (i, sends[i]) for i in self._around(1) if i in sends and sends[i].numel()
         ]
@@ -199,7 +208,7 @@ class TorchGroup(Group):
             return Pending(
                 self._where(call), [(work, self._others) for work in works], after
             )
-        # Each trade has a tag of its own, so no other transfer of the pair can be taken for it.
+        # Each trade has its own tag, so it cannot match another transfer of the pair.
         self._tags["trade", 0] += 1
         tag = 2 * self._tags["trade", 0] + 1
         transfers = [
@@ -245,7 +254,8 @@ class TorchGroup(Group):
         x, out = call.x.view(-1), call.out
         assert out is not None
         if self._native:
-            # One call into torch, as for all-to-all; sends and receives of our own are 2(n-1) of them.
+            # One torch call, as for all-to-all; with our own sends and receives it
+            # would be 2(n-1) calls.
             work = _all_gather(out.view(-1), x, group=self._group, async_op=True)
             return self._pending(call, work)
         rows = out.view(self.size, x.numel())
@@ -302,9 +312,11 @@ class TorchGroup(Group):
         return self._pending(call, _barrier(self._group, self.device))
 
     def _send(self, call: Call) -> Work:
-        # A copy, so that the sender may go on at once and two that both send first both go on.
+        # A copy, so the sender can continue at once, and two ranks that both send first
+        # do not block.
         x = call.x.clone()
-        # torch.distributed's work does not keep what it sends alive, so the list does.
+        # torch.distributed's work does not keep the sent tensor alive, so this list
+        # does.
         self._sent = [sent for sent in self._sent if not sent[0].done()]
         self._sent.append((self._transfer(dist.isend, call, x), x))
         return Work()
@@ -324,17 +336,21 @@ class TorchGroup(Group):
         flow = (self.rank, call.at) if call.kind == "send" else (call.at, self.rank)
         if flow not in self._flows:
             raise CommMisuse(
-                f"{self._where(call)}: the group was split without the flow {flow}; NCCL needs a "
-                f"communicator for each, so pass flows=[{flow}, ...] to split."
+                f"{self._where(call)}: the group was split without the flow {flow}. NCCL needs a "
+                f"communicator for each flow: pass flows=[{flow}, ...] to split."
             )
         return self._flows[flow]
 
 
 class ProcessWorld(World):
-    """This process as one rank of torch.distributed's default group. With a store it makes that group
-    and destroys it; without one the group is there, and stays."""
+    """This process as one rank of torch.distributed's default group.
 
-    # Whether the group knows its device: one of somebody else's may not, and cannot be split then.
+    With a store it creates that group and destroys it. Without one the group exists
+    already, and stays.
+    """
+
+    # True if the group knows its device. A group created elsewhere may not, and then
+    # cannot be split.
     bound = True
 
     def __init__(
@@ -347,8 +363,8 @@ class ProcessWorld(World):
         gpu: int,
         timeout: float,
     ) -> None:
-        # Every branch for NCCL but those on the device itself follows this, so that tests can take
-        # them over gloo.
+        # Every NCCL branch that does not touch the device depends on this flag, so that
+        # tests can run it over gloo.
         self.native = backend == NCCL
         device = torch.device("cuda", gpu) if self.native else torch.device("cpu")
         super().__init__(rank, size, device)
@@ -364,14 +380,17 @@ class ProcessWorld(World):
             rank=rank,
             world_size=size,
             timeout=self._timeout,
-            # NCCL then makes its communicators at once and in order, not at the first message.
+            # NCCL then creates its communicators at once and in order, not at the first
+            # message.
             device_id=device if self.native else None,
             pg_options=nccl_options() if self.native else None,
         )
 
     @classmethod
     def existing(cls, timeout: float) -> "ProcessWorld":
-        """A rank of the group that Ray, Accelerate or somebody else has made, on the GPU chosen there."""
+        """A rank of a group that Ray, Accelerate or others have created, on the GPU
+        chosen there.
+        """
         native = NCCL in str(dist.get_backend_config(None))
         gpu = torch.cuda.current_device() if native else 0
         backend, rank, size = (
@@ -394,8 +413,8 @@ class ProcessWorld(World):
         if len(ranks) > 1:
             self._connect_all(group)
         lines: dict[tuple[int, int], dist.ProcessGroup] = {}
-        # A send over NCCL blocks its communicator until it is matched, so each directed flow has its
-        # own. gloo's pairs of sockets are independent as they are.
+        # A send over NCCL blocks its communicator until it is matched, so each directed
+        # flow has its own. gloo's socket pairs are independent.
         for batch in apart(flows):
             pairs = [
                 (each[i], each[j])
@@ -412,19 +431,23 @@ class ProcessWorld(World):
         return TorchGroup(name, self.rank, ranks, self.device, group, lines, made)
 
     def _connect_all(self, group: dist.ProcessGroup) -> None:
-        """Sum one number over a group, so that its members are connected before a step uses it.
+        """Sum one number over a group, so that its members are connected before a step
+        uses it.
 
-        As with flows, NCCL's first collective makes the host wait for all members. In a step one of
-        them may be waiting for a message that this rank sends only later.
+        Like a flow's first message, NCCL's first collective makes the host wait for all
+        members. During a step one of them may be waiting for a message that this rank
+        sends only later.
         """
         dist.all_reduce(torch.zeros(1, device=self.device), group=group)
 
     def _connect(self, line: dist.ProcessGroup, source: int, target: int) -> None:
-        """Send one number along a flow, so that its connection exists before a step uses it.
+        """Send one number along a flow, so that its connection exists before a step
+        uses it.
 
-        NCCL connects two ranks inside their first send or receive, and the host waits there until the
-        peer has come too. In a ring every rank sends first, so all would wait for each other. Here all
-        ranks open the flows of one batch after another, and none has two flows in a batch.
+        NCCL connects two ranks inside their first send or receive, where the host waits
+        until the peer has come too. In a ring every rank sends first, so all would wait
+        for each other. Here all ranks open the flows of one batch after another, and
+        none has two flows in a batch.
         """
         x = torch.zeros(1, device=self.device)
         sends = self.rank == source
@@ -440,13 +463,14 @@ class ProcessWorld(World):
         made: list[dist.ProcessGroup],
         blocks: int = 0,
     ) -> dist.ProcessGroup:
-        """Make a process group for each of these disjoint groups of ranks; returns this rank's own.
+        """Create a process group for each of these disjoint groups of ranks; return
+        this rank's own.
 
-        Every process group that this rank has a part in is appended to `made`. `blocks` bounds what
-        NCCL uses of a GPU for one of its calls.
+        Every process group that includes this rank is appended to `made`. `blocks`
+        limits the GPU blocks of one NCCL call.
         """
         own: dist.ProcessGroup = _untyped.GroupMember.NON_GROUP_MEMBER
-        # A rank alone sends nothing, and a group costs threads or a communicator.
+        # A lone rank sends nothing, and a group costs threads or a communicator.
         together = [tuple(sorted(group)) for group in groups if len(group) > 1]
         if self.native and self.bound:
             return (
@@ -472,8 +496,9 @@ class ProcessWorld(World):
     ) -> dist.ProcessGroup:
         """Split the default group's communicator into these groups at once.
 
-        `new_group` is a split of the whole world for each group: 4,801 of them for dp16 pp8 tp8, where
-        this is called 20 times. More than one split is needed only where two colours are alike.
+        `new_group` would split the whole world for each group: 4,801 splits for dp16
+        pp8 tp8, where this method is called 20 times. It needs more than one split only
+        if two groups have the same colour.
         """
         own: dist.ProcessGroup = _untyped.GroupMember.NON_GROUP_MEMBER
         for parts in rounds(groups, self.size):
@@ -493,20 +518,25 @@ class ProcessWorld(World):
         self.clear()
         if not self._made:
             return
-        # Leaving without a barrier aborts those who still read their sockets.
+        # Leaving without a barrier would abort ranks that still read from their
+        # sockets.
         _barrier(None, self.device).wait()
         dist.destroy_process_group()
 
     def abort(self) -> None:
-        # NCCL's kernels wait on the device for peers, and a process that ends waits for its kernels. A
-        # process over gloo ends, and the others read that from their sockets.
+        # NCCL's kernels wait on the device for peers, and a process that ends waits for
+        # its kernels. Over gloo a process just ends, and the others notice it at their
+        # sockets.
         if self._made and self.native:
             _untyped.distributed_c10d._abort_process_group()
 
 
 def apart(flows: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """The flows in as few lists as it takes that no rank occurs twice in one: a list of them is a
-    single split. Of a pipeline: even and odd stages, in each direction."""
+    """The flows in as few lists as possible, with no rank twice in one list; each list
+    is a single split.
+
+    For a pipeline: even and odd stages, in each direction.
+    """
     batches: list[list[tuple[int, int]]] = []
     for flow in flows:
         for batch in batches:
@@ -524,15 +554,15 @@ def _barrier(group: dist.ProcessGroup | None, device: torch.device) -> Any:
 
 
 def _reason(error: BaseException) -> str:
-    """The first sentence of a backend's error, without its source lines and good wishes."""
+    """The first sentence of a backend's error, without source lines and advice."""
     line = (str(error).splitlines() or [type(error).__name__])[0]
     return re.sub(r"^\[\S+\] ", "", line).split(" This is typically")[0]
 
 
 def ordered(x: Tensor, op: str) -> Tensor:
-    """Whole numbers in the order of the floats `x`, with a NaN beyond the end that `op` seeks.
+    """Integers in the order of the floats `x`, with NaN beyond the end that `op` seeks.
 
-    Reducing these keeps a NaN that min and max of floats may drop, over every backend.
+    Reducing these keeps a NaN, which min and max of floats may drop on some backends.
     """
     wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
     whole = wide.view(torch.int64 if wide.dtype == torch.float64 else torch.int32)
@@ -542,20 +572,23 @@ def ordered(x: Tensor, op: str) -> Tensor:
 
 
 def unordered(whole: Tensor) -> Tensor:
-    """The floats that `ordered` made whole numbers of."""
+    """The floats that `ordered` turned into integers."""
     return _flip(whole).view(
         torch.float64 if whole.dtype == torch.int64 else torch.float32
     )
 
 
 def _flip(whole: Tensor) -> Tensor:
-    # Floats below zero lie in the opposite order of their bits; the sign stays, the rest flips.
+    # Negative floats are in the opposite order of their bits: keep the sign and flip
+    # the rest.
     limits = torch.iinfo(whole.dtype)
     return whole ^ ((whole >> (limits.bits - 1)) & limits.max)
 
 
 def _plain(call: Call) -> Call:
-    """The call with tensors as backends take them: without autograd, and bools as bytes."""
+    """The call with tensors as backends expect them: without autograd, and bools as
+    bytes.
+    """
 
     def plain(x: Tensor) -> Tensor:
         return x.detach().view(torch.uint8) if x.dtype == torch.bool else x.detach()

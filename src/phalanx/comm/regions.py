@@ -1,16 +1,19 @@
-"""Conjugate pairs: what goes over a group in forward, and what its gradient does in backward.
+"""Regions: conjugate pairs of collectives, one for the forward and one for the
+gradient.
 
     copy        identity                  <->  reduce       all-reduce
     gather      all-gather along dim      <->  take         this rank's slice along dim
     gather_sum  all-gather along dim      <->  scatter_sum  reduce-scatter along dim
     exchange    all-to-all: split one dim, join another  <->  exchange, the dims swapped
 
-Each is the other's backward. `copy`, `gather` and `take` expect that all ranks do the same work with
-the whole value, so its gradient is the same on all of them; `gather_sum` is for ranks that do
-different work with it. On a group of one rank every region is the identity and costs nothing.
+Each is the other's backward. `copy`, `gather` and `take` expect that all ranks do the
+same work with the whole value, so that its gradient is the same on all of them.
+`gather_sum` is for ranks that do different work with it. On a group of one rank every
+region is the identity and costs nothing.
 
-Eagerly a region calls its group directly, and backward uses that same group from whichever thread it
-runs in. Compiled, the region is one opaque op that carries the group's name and finds the group by it.
+In eager mode a region calls its group directly, and backward uses that same group from
+whichever thread it runs in. In compiled code the region is one opaque op that finds the
+group by its name.
 """
 
 import threading
@@ -25,37 +28,49 @@ from phalanx.comm.base import CommMisuse, Group, group_named
 
 
 def copy(x: Tensor, group: Group) -> Tensor:
-    """`x`, whose gradient is the sum over the group: where a column region's input forks."""
+    """Return `x`, with its gradient summed over the group: the fork at a column
+    region's input.
+    """
     return _region("copy", x, group)
 
 
 def reduce(x: Tensor, group: Group) -> Tensor:
-    """The sum of everyone's `x`; the gradient passes: where a row region's output joins."""
+    """Sum `x` over the group; the gradient passes unchanged: the join at a row region's
+    output.
+    """
     return _region("reduce", x, group)
 
 
 def gather(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Everyone's `x` joined along `dim`, used alike by all; its gradient is this rank's slice."""
+    """Join every rank's `x` along `dim`, for the same use on all; the gradient is this
+    rank's slice.
+    """
     return _region("gather", x, group, dim)
 
 
 def take(x: Tensor, group: Group, dim: int) -> Tensor:
-    """This rank's slice of an `x` that all have whole; the gradient is gathered."""
+    """Take this rank's slice of an `x` that all ranks hold whole; the gradient is
+    gathered.
+    """
     return _region("take", x, group, dim)
 
 
 def gather_sum(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Everyone's `x` joined along `dim`; its gradient is summed over the group and sliced."""
+    """Join every rank's `x` along `dim`; the gradient is summed over the group and
+    sliced.
+    """
     return _region("gather_sum", x, group, dim)
 
 
 def scatter_sum(x: Tensor, group: Group, dim: int) -> Tensor:
-    """This rank's slice of the sum of everyone's `x`; the gradient is gathered."""
+    """Take this rank's slice of the sum of every rank's `x`; the gradient is gathered."""
     return _region("scatter_sum", x, group, dim)
 
 
 def exchange(x: Tensor, group: Group, split_dim: int, join_dim: int) -> Tensor:
-    """`x` cut along one dim, slice j sent to rank j, what came joined along another dim."""
+    """Send slice j of `x` along one dim to rank j, and join the received slices along
+    another.
+    """
     return _region("exchange", x, group, split_dim, join_dim)
 
 
@@ -74,8 +89,11 @@ _local = threading.local()
 
 @contextmanager
 def opaque() -> Iterator[None]:
-    """Regions as one op each on this thread, also eagerly: for code that looks at every operation,
-    as selective recomputation does, and has to see none of those inside a group."""
+    """A context in which each region is a single op on this thread, in eager mode too.
+
+    Selective recomputation needs it, which looks at every operation and must not see
+    those inside a group.
+    """
     _local.opaque = True
     try:
         yield
@@ -94,7 +112,7 @@ def _region(kind: str, x: Tensor, group: Group, dim: int = 0, join: int = 0) -> 
         dim, join = dim % x.dim(), join % x.dim()
     if kind in (*_SHRINKS, "exchange") and x.shape[dim] % group.size:
         raise CommMisuse(
-            f"{kind} on {group.name}: dim {dim} of {x.shape[dim]} does not divide by "
+            f"{kind} on {group.name}: dim {dim} of size {x.shape[dim]} does not divide by "
             f"{group.size} ranks; pad it to {-(-x.shape[dim] // group.size) * group.size}."
         )
     # A compiled graph cannot contain a group: it gets the group's name and size.
@@ -139,7 +157,9 @@ def _carry(
 
 
 def carry(x: Tensor, kind: str, group: Group, dim: int, join: int) -> Tensor:
-    """The value after the group, without autograd; always a new tensor."""
+    """Compute a region's value over the group, without autograd. The result is always a
+    new tensor.
+    """
     n = group.size
     if kind == "reduce":
         total = x.clone(memory_format=torch.contiguous_format)
@@ -148,10 +168,10 @@ def carry(x: Tensor, kind: str, group: Group, dim: int, join: int) -> Tensor:
     if kind == "take":
         return group.part(x, dim)
     if kind in _GROWS:
-        parts = x.new_empty((n, *x.shape))
+        parts = x.new_empty((n, *x.shape))  # (ranks, *x.shape)
         group.all_gather(parts, x.contiguous())
         return _joined(parts, dim)
-    # Slices lie one after another, so that each is contiguous on the group.
+    # cut: (ranks, slice), so that each rank's slice is contiguous.
     cut = (
         torch.stack(x.chunk(n, dim))
         if dim
@@ -166,6 +186,7 @@ def carry(x: Tensor, kind: str, group: Group, dim: int, join: int) -> Tensor:
     return _joined(came, join)
 
 
+# Join (ranks, *slice) along dim of the slices.
 def _joined(parts: Tensor, dim: int) -> Tensor:
     return parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(), dim)
 

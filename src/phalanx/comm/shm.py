@@ -1,4 +1,6 @@
-"""A world of processes of one machine that communicate through shared memory, by `torch_shm`."""
+"""A world of processes on one machine that communicate through shared memory, by
+`torch_shm`.
+"""
 
 import time
 from collections.abc import Sequence
@@ -23,7 +25,9 @@ class ShmGroup(Group):
         self._shared = shared
 
     def all_reduce(self, x: Tensor, op: str = "sum", *, wait: bool = True) -> Work:
-        """A small one that is waited for at once goes the short way of shared memory."""
+        """Reduce over the group. A small tensor that is waited for at once takes a
+        shorter path.
+        """
         number, positions = 0, self.positions
         if wait and self.size > 1:
             if positions is not None:
@@ -43,14 +47,16 @@ class ShmGroup(Group):
         return super()._begin(call) if self._alone(call) else self._shared.begin(call)
 
     def close(self) -> None:
-        """Every member closes: nobody is past it while another still reads what was written."""
+        """Close with every member, so that none is gone while another still reads its
+        data.
+        """
         if not self._shared.closed:
             self.barrier()
             self._shared.release()
 
 
 class ShmWorld(World):
-    """This process as one rank of an arena. `path` is where to open it, once."""
+    """This process as one rank of an arena. `path` is opened once."""
 
     def __init__(self, path: str, extent: Extent, rank: int, *, timeout: float) -> None:
         super().__init__(rank, extent.ranks, torch.device("cpu"))
@@ -69,14 +75,14 @@ class ShmWorld(World):
         return self._shared.empty(numel, dtype)
 
     def fail(self, failure: str) -> None:
-        """Tell the others why this rank goes; they raise it wherever they wait."""
+        """Tell the other ranks why this one ends. They raise it wherever they wait."""
         self._shared.fail(failure)
 
     def leave(self) -> None:
-        """Make no further call. The others may be gone already, so nobody is waited for."""
+        """End this rank's calls without waiting for others, who may be gone already."""
         self._shared.leave()
 
     def close(self) -> None:
-        """Leave together: nobody takes a rank that has left for one that is lost."""
+        """Leave together, so that no rank takes one that has left for one that is lost."""
         self.clear()
         self._shared.close()

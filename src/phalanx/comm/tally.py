@@ -1,7 +1,7 @@
-"""A group that sends nothing and writes down what would have been sent.
+"""A group that sends nothing and records what it would have sent.
 
-A piece of a model run on meta tensors over tallies costs its messages with the very lines that
-send them. Outputs keep whatever they held.
+A piece of a model that runs on meta tensors over tallies counts its messages with the
+same code that sends them. Outputs keep their values.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,9 @@ from torch_shm.calls import Call
 class Message:
     """One call on one group.
 
-    `bytes` is the whole buffer the collective is about, on one rank: for all-gather what comes out,
-    for reduce-scatter what goes in, for gather and scatter the root's list together, else `x`.
+    `bytes` is the size of the whole buffer on one rank: the output of an all-gather,
+    the input of a reduce-scatter, the root's list for gather and scatter, otherwise
+    `x`.
     """
 
     group: str
@@ -28,7 +29,7 @@ class Message:
 
 
 class Tally(Group):
-    """One rank of a group that has no other members; its messages go to `ledger`."""
+    """One rank of a group without other members. Its messages go to `ledger`."""
 
     ledger: list[Message]
 
@@ -47,7 +48,9 @@ class Tally(Group):
 
 
 class TallyWorld(World):
-    """One rank of a world that is not there; `ledger` holds the messages of all its groups in order."""
+    """One rank of a world that does not exist. `ledger` holds the messages of all its
+    groups in order.
+    """
 
     def __init__(
         self, rank: int, size: int, device: torch.device | str = "meta"

@@ -1,12 +1,13 @@
-"""A world of ranks in one process: collectives in milliseconds, and a debugger that works.
+"""A world of ranks in one process: collectives take milliseconds, and debuggers work.
 
-Each rank is a thread. The members of a group meet call by call: who comes last settles the call for
-everyone and wakes the others, under one lock with a condition per group. A send and its receive are
-a meeting of two for which the sender does not wait. Whoever fails sets the failure of the whole
-world, and every rank that waits anywhere raises it at once.
+Each rank is a thread. The members of a group meet call by call. The last to arrive
+computes the call for everyone and wakes the others, under one lock with a condition per
+group. A send and its receive are a meeting of two, for which the sender does not wait.
+A rank that fails sets the failure of the whole world, and every waiting rank raises it
+at once.
 
-On CUDA each rank leaves an event of its own stream when it comes, the last one's streams wait for
-all of them, and those who wait make their stream wait for the settled call.
+On CUDA each rank records an event on its stream when it arrives. The last one's streams
+wait for all events, and ranks that wait make their streams wait for the computed call.
 """
 
 import queue
@@ -34,12 +35,12 @@ from phalanx.comm.base import (
 from torch_shm.calls import Call
 from torch_shm.settle import settle
 
-# Seconds that the other ranks have to come back once one has failed.
+# Seconds in which the other ranks must return once one has failed.
 GRACE = 4.0
 
 
 class Hub:
-    """State that all ranks of one world share."""
+    """State shared by all ranks of one world."""
 
     def __init__(
         self, size: int, timeout: float, members: "type[ThreadMembers] | None" = None
@@ -50,32 +51,39 @@ class Hub:
         self.failure: str | None = None
         self.gone: set[int] = set()
         self.doing: list[str | None] = [None] * size
-        # By the number of the world's split and the ranks; the world itself is number 0.
+        # By the number of the world's split and its ranks; the world itself has number
+        # 0.
         self.groups: dict[tuple[int, tuple[int, ...]], ThreadMembers] = {}
         self.everyone = ThreadMembers(self, "the world", tuple(range(size)))
         self.groups[0, self.everyone.ranks] = self.everyone
 
     def fail(self, failure: str) -> None:
-        """Every rank that waits, or calls from here on, raises this; the first failure stays."""
+        """Make every rank raise this while it waits or at its next call. The first
+        failure stays.
+        """
         with self.lock:
             self.failure = self.failure or failure
             self.wake()
 
     def leave(self, rank: int) -> None:
-        """This rank will make no further call."""
+        """Note that this rank will make no further call."""
         with self.lock:
             self.gone.add(rank)
             self.wake()
 
     def group(self, number: int, name: str, ranks: tuple[int, ...]) -> "ThreadMembers":
-        """The group made by the world's split of that number: one object for all its members."""
+        """The group created by the world's split with this number: one object for all
+        its members.
+        """
         with self.lock:
             return self.groups.setdefault(
                 (number, ranks), self.members(self, name, ranks)
             )
 
     def drop(self, group: "ThreadMembers") -> None:
-        """Forget a group once all its members have closed it; some may not even have split it yet."""
+        """Forget a group once all its members have closed it; some may not even have
+        split it yet.
+        """
         with self.lock:
             group.closed += 1
             if group.closed == len(group.ranks):
@@ -90,7 +98,7 @@ class Hub:
 
 @dataclass(eq=False)
 class Meeting:
-    """One call: what each member has brought, and whether it is settled."""
+    """One call: the arguments of each member, and whether it has been computed."""
 
     members: tuple[int, ...]
     calls: list[Call | None]
@@ -100,7 +108,9 @@ class Meeting:
     first: tuple[int, str] | None = None
 
     def enter(self, i: int, call: Call, signature: str) -> int | None:
-        """Bring the call of the i-th member; return a member whose call does not match it, if any."""
+        """Enter the call of the i-th member. Returns a member whose call does not match
+        it, or None.
+        """
         self.calls[i] = call
         self.first = self.first or (i, signature)
         if signature != self.first[1]:
@@ -116,7 +126,9 @@ class Meeting:
 
 
 class ThreadMembers:
-    """The meetings of a group. `line` () is that of everyone; (i, j) is what rank i sends to j."""
+    """The meetings of a group, by line: () for everyone, (i, j) for messages from rank
+    i to j.
+    """
 
     def __init__(self, hub: Hub, name: str, ranks: tuple[int, ...]) -> None:
         self.hub = hub
@@ -128,7 +140,7 @@ class ThreadMembers:
         self.counts: Counter[tuple[tuple[int, ...], int]] = Counter()
 
     def come(self, line: tuple[int, ...], rank: int, call: Call) -> Meeting:
-        """Bring a call to the next meeting of a line; the last to come settles it."""
+        """Bring a call to the next meeting of a line. The last to arrive computes it."""
         members = line or tuple(range(len(self.ranks)))
         event, signature = _event(call), call.signature()
         with self.hub.lock:
@@ -151,7 +163,9 @@ class ThreadMembers:
         return meeting
 
     def wait(self, meeting: Meeting, rank: int, call: Call) -> None:
-        """Return when the meeting is settled, or raise who is missing."""
+        """Wait until the meeting is done, or raise an error that names the missing
+        ranks.
+        """
         hub, me = self.hub, self.ranks[rank]
         with hub.lock:
             hub.doing[me] = f"{call.kind} on {self.name}"
@@ -165,7 +179,8 @@ class ThreadMembers:
                     ),
                     hub.timeout,
                 )
-                # A meeting where all have come is only being settled, however long it takes.
+                # If all have arrived, the call is being computed, however long that
+                # takes.
                 if (self._hopeless(meeting) or not woken) and self._absent(meeting):
                     hub.failure = hub.failure or self._missing(meeting, me, call)
                     hub.wake()
@@ -174,7 +189,8 @@ class ThreadMembers:
             event.wait(torch.cuda.current_stream(call.x.device))
 
     def _settle(self, meeting: Meeting) -> None:
-        # Outside the lock: all members have come and leave their tensors alone until it is done.
+        # Outside the lock: all members have arrived and leave their tensors alone until
+        # it is done.
         calls = [call for call in meeting.calls if call is not None]
         try:
             with _streams(calls, meeting):
@@ -226,7 +242,7 @@ class ThreadMembers:
 
 
 class ThreadWork(Work):
-    """A call whose meeting may not have been settled yet."""
+    """A call whose meeting may not be done yet."""
 
     def __init__(
         self, members: ThreadMembers, meeting: Meeting, rank: int, call: Call
@@ -255,7 +271,7 @@ class ThreadGroup(Group):
     def _begin(self, call: Call) -> Work:
         members, rank = self._members, self.rank
         if call.kind == "send":
-            # A copy, so that the sender may go on and write to x whenever the peer comes.
+            # A copy, so the sender can go on and write to x before the peer arrives.
             call = Call("send", call.x.detach().clone(), at=call.at)
             members.come((rank, call.at), rank, call)
             return Work()
@@ -267,9 +283,9 @@ class ThreadGroup(Group):
 
 
 class ThreadWorld(World):
-    """The world of one thread; it is made in that thread."""
+    """The world of one thread, created in that thread."""
 
-    # A test's world may have other ones.
+    # A test's world may have others.
     group_type: type[ThreadGroup] = ThreadGroup
     members_type: type[ThreadMembers] = ThreadMembers
 
@@ -310,7 +326,8 @@ def _streams(calls: Sequence[Call], meeting: Meeting) -> Iterator[None]:
     for stream in streams:
         meeting.settled.append(stream.record_event())
     if calls[0].kind == "send" and streams:
-        # The sender does not wait, so its copy could be freed and reused before it is read.
+        # The sender does not wait, so its copy could be freed and reused before it is
+        # read.
         calls[0].x.record_stream(torch.cuda.current_stream(calls[0].x.device))
 
 
@@ -322,8 +339,11 @@ def run_threads(
     gpus: int,
     kind: type[ThreadWorld] = ThreadWorld,
 ) -> list[Any]:
-    """Runs `fn(world, *args)` on each rank, a thread of this process, and returns all results. The
-    ranks share the GPUs."""
+    """Run `fn(world, *args)` on each rank, a thread of this process, and return all
+    results.
+
+    The ranks share the GPUs.
+    """
     hub = Hub(size, timeout, kind.members_type)
     results: list[Any] = [None] * size
     reports: list[Report] = []
@@ -337,8 +357,9 @@ def run_threads(
         world = kind(hub, rank, device)
         world.sharing = len(range(rank % gpus, size, gpus)) if gpus else 1
         try:
-            # Otherwise all ranks' backward passes share one engine thread per GPU, and a region
-            # that waits in one of them keeps its peer from ever coming.
+            # Otherwise the backward passes of all ranks share one engine thread per
+            # GPU, and a region that waits in one of them keeps its peer from ever
+            # arriving.
             with torch.autograd.set_multithreading_enabled(False):
                 results[rank] = fn(world, *args)
             hub.leave(rank)
@@ -359,8 +380,8 @@ def run_threads(
         thread.start()
     for _ in threads:
         try:
-            # A thread cannot be ended from outside: one that computes on after another has failed
-            # is left behind.
+            # A thread cannot be ended from outside. One that computes on after another
+            # has failed is left behind.
             ended.get(timeout=GRACE if reports else None)
         except queue.Empty:
             break
