@@ -149,14 +149,14 @@ def test_a_member_may_close_a_group_of_threads_before_another_has_come_to_it():
     assert list(hub.groups.values()) == [hub.everyone]
 
 
-BACKEND = "no backend is named 'ether'; there are auto, threads, shm, gloo, nccl."
+BACKEND = "no backend is named 'ether'; choose one of auto, threads, shm, gloo, nccl."
 
 
 def test_an_unknown_group_and_a_world_of_nobody_are_refused_in_a_sentence():
     with pytest.raises(CommMisuse, match=BACKEND):
         launch(process, 2, backend="ether")
     with pytest.raises(
-        CommMisuse, match="named 'shared'; it is now called shm; there are auto"
+        CommMisuse, match="named 'shared'; it is now called shm; choose one of auto"
     ):
         launch(process, 2, backend="shared")
     with pytest.raises(CommMisuse, match="at least 1 rank, not 0"):

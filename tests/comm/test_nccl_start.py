@@ -168,7 +168,8 @@ def test_local_ranks_compute_on_gpus_where_there_are_any(
 
 def test_nccl_for_more_ranks_than_gpus_is_refused():
     with pytest.raises(
-        CommMisuse, match="2 ranks need 2 GPUs, and this machine has 1; use backend gloo"
+        CommMisuse,
+        match="2 ranks need 2 GPUs, and this machine has 1; use backend gloo",
     ):
         choose("nccl", 2, Machine("a"))
 

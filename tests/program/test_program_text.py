@@ -73,7 +73,7 @@ def test_a_person_may_add_comments_and_break_lines() -> None:
         (("ranks 1:", "ranks one:"), ("mine.txt, line 5", "ranks 0,1:")),
         (("ranks 1:", "ranks 0:"), ("mine.txt, line 5", "rank 0 has a list already")),
         (("ranks 1:", "rank 1:"), ("mine.txt, line 5", "none of 'mesh', 'tied'")),
-        (("ranks 0:", " "), ("mine.txt, line 4", "before any 'ranks")),
+        (("ranks 0:", " "), ("mine.txt, line 4", "before the first 'ranks")),
         (("mesh pp2", "mesh pp3"), ("mine.txt", "ranks 0 to 2", "ranks 2 are missing")),
         (("phalanx program 1", "phalanx program 2"), ("mine.txt, line 1",)),
     ],

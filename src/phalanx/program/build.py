@@ -1,4 +1,4 @@
-"""The training step of a layout: a schedule, then the passes, in this order."""
+"""Builds the training step of a layout: a schedule, then the passes, in this order."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -29,7 +29,7 @@ DEFAULT = StepOptions()
 def build(
     layout: Layout, pieces: StagedPieces, options: StepOptions = DEFAULT
 ) -> Program:
-    """The program of a layout: one training step of a model with these pieces."""
+    """Build the program of a layout: one training step of a model with these pieces."""
     stages, experts = pieces.stages, pieces.experts
     refuse_vast(len(pieces) * layout.microbatches)
     order = _order(layout, stages, options)
@@ -40,7 +40,7 @@ def build(
     replicas = layout.shards > 1 and layout.mesh.of("dp.replicate") > 1
 
     def rest(program: Program) -> Program:
-        """Adds everything that follows from the order of computing."""
+        """Add everything that follows from the order of computing."""
         if experts and (layout.overlap or first):
             program = passes.overlap(program, stages, experts, forward_first=first)
         if "activations" in layout.offload:
@@ -60,7 +60,7 @@ def build(
         )
 
     if layout.recompute != "fit":
-        # A compiled backward computes again by itself what its graph did not keep.
+        # A compiled backward recomputes by itself what its graph did not keep.
         inside = layout.compile and layout.recompute == "selective"
         mode = "none" if inside else layout.recompute
         return rest(passes.recompute(program, stages, mode, experts))
@@ -91,9 +91,13 @@ def _fed(
     *,
     at_once: bool = True,
 ) -> Program:
-    """Adds the operations that bring inputs and weights: exchanges, messages and gathers. Weights
-    that are gathered once a step stay in memory together anyway, so all are gathered at its start:
-    no stage of a pipeline then waits for another's gather. `scaled` units have scales to agree on."""
+    """Add the operations that bring inputs and weights: exchanges, messages and
+    gathers.
+
+    Weights gathered once a step are in memory together anyway, so all are gathered at
+    its start: no pipeline stage then waits for another's gather. `scaled` units have
+    scales to agree on.
+    """
     program, away = (
         passes.messages(passes.exchange(program, experts)),
         {*layout.offload},
@@ -111,7 +115,9 @@ def _fed(
 
 
 def forward_only(program: Program, layout: Layout) -> Program:
-    """The forward operations of a training program, in their order, with what they need."""
+    """The forward operations of a training program, in their order, with what they
+    need.
+    """
     bare = program.with_rows(
         [op for op in row if op.kind == FORWARD] for row in program.rows
     )

@@ -1,7 +1,7 @@
-"""Proof, before anything runs, that a program can end and computes one training step.
+"""Proves, before anything runs, that a program ends and computes one training step.
 
-`faults` lists everything that is wrong, each naming the operation and the rank; `check` raises
-with all of it, or returns what every rank holds at most.
+`faults` lists everything that is wrong, each with the operation and the rank. `check`
+raises an error with all faults, or returns the peak memory of every rank.
 """
 
 from collections import Counter
@@ -20,8 +20,11 @@ from .state import State, recomputed
 
 @dataclass(frozen=True)
 class Proof:
-    """Peaks of a checked program by row: microbatches (a chunk counts 1/V), pieces and units by
-    kind, and bytes if sizes were given."""
+    """The peaks of a checked program, by row.
+
+    Held microbatches (a chunk counts 1/V), pieces and units by kind, and bytes if sizes
+    were given.
+    """
 
     held: tuple[float, ...]
     counts: tuple[Peak, ...]
@@ -30,7 +33,7 @@ class Proof:
 
 @uncollected()
 def check(program: Program, sizes: Sizes | None = None) -> Proof:
-    """The proof that a program is right, or a ProgramError with every fault."""
+    """Prove that a program is right, or raise a ProgramError with every fault."""
     problems, short, walked = _proved(program)
     if problems:
         raise ProgramError("\n".join(problems))
@@ -55,13 +58,14 @@ def held(program: Program) -> tuple[float, ...]:
 
 @uncollected()
 def faults(program: Program) -> tuple[str, ...]:
-    """Everything that is wrong with a program; the first cause first."""
+    """Everything that is wrong with a program, the first cause first."""
     return _proved(program)[0]
 
 
 def _proved(program: Program) -> tuple[tuple[str, ...], Short | None, Sequence[State]]:
-    """The faults of a program, what is left of it if that proves it right, and the states of its rows,
-    walked to their ends."""
+    """Return a program's faults, its shortened form if that proves it right, and its
+    rows' final states.
+    """
     if short := shortened(program):
         problems, walked, made = _faults(short.program)
         if not problems and made and short.proves(made):
@@ -92,7 +96,9 @@ def _rank(program: Program, row: int) -> str:
 
 
 def _one_line(program: Program) -> Iterator[str]:
-    """Ranks that follow one row do the same: they compute with, send to and call the same rows."""
+    """Yield ranks that share a row but do not compute with, send to and call the same
+    rows.
+    """
     inner = [a.name for a in program.mesh.axes if a.name in ("cp", "tp", "ep")]
     for group in program.mesh.groups(inner) if inner else ():
         rows = {program.owner[rank] for rank in group}
@@ -111,7 +117,9 @@ def _one_line(program: Program) -> Iterator[str]:
 
 
 def _names(program: Program) -> Iterator[str]:
-    """Every operation stands once, and what it names exists."""
+    """Yield operations that occur twice, or name a piece that does not exist on their
+    rank.
+    """
     for number, row in enumerate(program.rows):
         who, homes = _rank(program, number), program.homes[number]
         counts = Counter(row)
@@ -142,7 +150,7 @@ def _astray(program: Program, number: int, op: Op) -> Iterator[str]:
 
 
 def _homes(program: Program) -> Iterator[str]:
-    """Every piece has its forward on exactly one stage of each pipeline."""
+    """Yield pieces whose forward is not on exactly one stage of each pipeline."""
     holds = [{op.piece for op in row if op.kind == ops.FORWARD} for row in program.rows]
     for line in dict.fromkeys(map(program.line, range(len(program.rows)))):
         for piece in range(program.pieces):
@@ -153,7 +161,7 @@ def _homes(program: Program) -> Iterator[str]:
 
 
 def _needs(made: Graph) -> Iterator[str]:
-    """Every need is met, and by something that stands earlier in the list."""
+    """Yield needs that no operation meets, or only one that is listed later."""
     for i, what in made.lacks:
         row, op = made.ops[i]
         yield f"{_rank(made.program, row)}: {op} needs {what}, which is not there."
@@ -164,7 +172,7 @@ def _needs(made: Graph) -> Iterator[str]:
 
 
 def _groups(made: Graph) -> Iterator[str]:
-    """Both ends of every flow list the same messages in the same order."""
+    """Yield messages that the two ends of a flow do not list alike, in the same order."""
     ends: dict[str, tuple[list[tuple[int, Op]], list[tuple[int, Op]]]] = {}
     for i, (row, op) in enumerate(made.ops):
         if op.of:
@@ -197,7 +205,9 @@ def _message(op: Op) -> tuple[int, int, int]:
 
 
 def _collectives(made: Graph) -> Iterator[str]:
-    """The members of every group make the same calls. Another order of calls is a deadlock."""
+    """Yield calls that a member of their group never makes. Calls in another order are
+    a deadlock.
+    """
     program = made.program
     # The stages that call a tied sum are checked in `_ties`.
     kinds = [kind for kind in ops.COLLECTIVES if kind != ops.TIE]
@@ -211,7 +221,9 @@ def _collectives(made: Graph) -> Iterator[str]:
 
 
 def _left_over(program: Program, number: int) -> Iterator[str]:
-    """Every value that is made is used: outputs are sent, forwards followed by their backward."""
+    """Yield values that nothing uses: outputs not sent, forwards without their
+    backward.
+    """
     who, row = _rank(program, number), program.rows[number]
     have, homes = set(row), program.homes[number]
     named, again = {op[:3] for op in row if not op.of}, recomputed(row)
@@ -250,8 +262,11 @@ _WHOLE_BACKWARDS = ([ops.BACKWARD], [ops.INPUT_GRADIENT, ops.WEIGHT_GRADIENT])
 
 
 def _weights(program: Program, number: int, now: State) -> Iterator[str]:
-    """Gathers and drops pair up; each contribution is summed once and each unit updated once in a
-    step. A second N begins the next step."""
+    """Yield mistakes with weights and gradients.
+
+    Gathers and drops must pair up. Each contribution is summed once, and each unit
+    updated once in a step. A second N begins the next step.
+    """
     who = _rank(program, number)
     drops = ops.DROP in now.has
     unused: dict[int, None] = {}  # units with gradients that no update has used
@@ -292,7 +307,9 @@ def _step_ends(who: str, now: State) -> Iterator[str]:
 
 
 def _ties(program: Program) -> Iterator[str]:
-    """A weight that two stages hold has its gradients summed over both, once a step."""
+    """Yield weights of two stages whose gradients are not summed over both exactly once
+    a step.
+    """
     if not any(op.kind == ops.REDUCE for row in program.rows for op in row):
         return
     for number, row in enumerate(program.rows):
@@ -311,7 +328,7 @@ def _ties(program: Program) -> Iterator[str]:
 
 
 def _deadlock(made: Graph) -> Iterator[str]:
-    """Walk as the ranks would; if they stop, say at which operation each one waits, and for what."""
+    """Walk as the ranks would. If they stop, yield where each one waits, and for what."""
     done = set(possible(made))
     if len(done) == len(made.events):
         return

@@ -1,10 +1,10 @@
-"""The floating-point operations of a training step, counted operation by operation.
+"""Counts the floating-point operations of a training step, operation by operation.
 
-Matrix products and attention count, two for each multiply-add; norms, activations, lookups and the
-softmax do not, as everywhere that MFU is reported (Chowdhery et al. 2022, appendix B). Attention is
-counted causal, the pairs of which it computes: T (T + 1) / 2 of a sequence of T. The full count, T
-squared, which others report, stands beside it. Masks between documents make pairs fewer; they are
-not subtracted.
+Matmuls and attention count, two FLOPs for each multiply-add. Norms, activations,
+lookups and the softmax do not, as is usual for MFU (Chowdhery et al. 2022, appendix B).
+Attention counts as causal: T (T + 1) / 2 pairs in a sequence of T. The full count, T
+squared, which others report, is given too. Masks between documents leave fewer pairs;
+these are not subtracted.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ from ..layout.pieces import linear_products
 from . import ops
 from .program import Program
 
-# A backward computes two products for each of the forward: the input's gradient and the weight's, of
-# a frozen weight the first alone.
+# A backward computes two matmuls for each one of the forward: for the input's gradient
+# and for the weight's. A frozen weight needs only the first.
 BACKWARD = 2.0
 FROZEN_BACKWARD = 1.0
-# Flash attention keeps no scores: its backward computes them again, five products for two.
+# Flash attention keeps no scores. Its backward recomputes them: five matmuls for two.
 FLASH_BACKWARD = 2.5
 
 
 class OpFlops(NamedTuple):
-    """One operation of a forward: of which piece, its name, its FLOPs counted causal and in full, and
-    whether it has a weight that is trained."""
+    """One operation of a forward: its piece, its name, its FLOPs (causal and full).
+
+    `trained` is True if it has a weight that is trained.
+    """
 
     piece: int
     name: str
@@ -41,8 +43,11 @@ class OpFlops(NamedTuple):
 
 
 class StepFlops(NamedTuple):
-    """A step over all ranks: what the model needs (MFU), what the hardware does (HFU), and the
-    model's with attention in full."""
+    """FLOPs of a step over all ranks.
+
+    `model` is what the model needs (MFU), `hardware` what the devices compute (HFU),
+    `full` the model's FLOPs with full attention.
+    """
 
     model: float
     hardware: float
@@ -50,7 +55,9 @@ class StepFlops(NamedTuple):
 
 
 def forward_flops(shape: Shape, batch: int, sequence: int) -> tuple[OpFlops, ...]:
-    """Every operation of the forward of `batch` sequences (rows, for the MLP) that counts."""
+    """The operations that count in the forward of `batch` sequences (rows, for the
+    MLP).
+    """
     rows = batch * (sequence if shape.kind == "decoder" else 1)
     found = []
     for row in shape.rows:
@@ -67,7 +74,9 @@ def forward_flops(shape: Shape, batch: int, sequence: int) -> tuple[OpFlops, ...
 
 
 def _pairs(shape: Shape, piece: int, sequence: int) -> float:
-    """Pairs of tokens that meet: each with itself and all before it, or as many as a window has."""
+    """The number of token pairs that attend: each token with itself and all before it,
+    or its window.
+    """
     seen = min(shape.window(piece) or sequence, sequence)
     return seen * (seen + 1) / 2 + (sequence - seen) * seen
 
@@ -75,7 +84,7 @@ def _pairs(shape: Shape, piece: int, sequence: int) -> float:
 def step_flops(
     shape: Shape, batch: int, sequence: int, program: Program | None = None
 ) -> StepFlops:
-    """FLOPs of one step, and with its program, the FLOPs of recomputation."""
+    """The FLOPs of one step; with its program, including recomputation."""
     ops = forward_flops(shape, batch, sequence)
     again = _recomputed(program) if program else {}
     model = full = hardware = 0.0
@@ -91,7 +100,7 @@ def step_flops(
 
 
 def _recomputed(program: Program) -> dict[int, float]:
-    """For each piece, the part of the microbatches for which its forward is computed twice."""
+    """The share of microbatches for which each piece's forward is recomputed."""
     counts = Counter((op.kind, op.piece) for row in program.rows for op in row)
     pieces = range(program.pieces)
     return {

@@ -1,9 +1,9 @@
 """The dependency graph over all ranks, which `check` and `simulate` read.
 
-An operation waits for three things: its inputs (`state.py`), the previous operation on its lane,
-and everything its rank has waited for so far. A rank issues its list from one thread (on a GPU,
-from one stream): computations run there, and an operation that must wait for another lane blocks
-the thread, and with it everything listed later.
+An operation waits for three things: its inputs (`state.py`), the previous operation on
+its lane, and everything its rank has waited for so far. A rank issues its list from one
+thread (on a GPU, from one stream). Computation runs there, and an operation that must
+wait for another lane blocks the thread, and with it everything listed later.
 """
 
 from collections import Counter
@@ -18,8 +18,10 @@ from .state import State
 
 
 def lane(op: Op, program: Program, row: int) -> str:
-    """The lane of an operation: computing, a link, or a copy to or from the host. Each directed
-    flow between two stages has its own lane."""
+    """The lane of an operation: computing, a link, or a copy to or from the host.
+
+    Each directed flow between two stages has its own lane.
+    """
     if not op.of:
         return KINDS[op.kind].lane
     there = program.homes[row].get(op.peer, -1)
@@ -28,31 +30,35 @@ def lane(op: Op, program: Program, row: int) -> str:
 
 
 def group_axes(op: Op, program: Program) -> tuple[str, ...]:
-    """The axes over which an operation is a collective, if it is one by itself."""
+    """The axes over which an operation is a collective; () if it is none."""
     if op.kind == ops.REDUCE and program.replicated:
-        return KINDS[ops.GATHER].axes  # the replicas have an operation of their own
+        # the sum over replicas is an operation of its own
+        return KINDS[ops.GATHER].axes
     return KINDS[op.kind].axes
 
 
 class Graph(NamedTuple):
-    """All operations of a program with what must finish before each; computed once, read by all."""
+    """All operations of a program, with what must finish before each. Computed once,
+    read by all.
+    """
 
     program: Program
     ops: list[tuple[int, Op]]  # (row, operation)
     lanes: list[str]
-    before: list[list[int]]  # numbers of the operations that must finish first
-    event: list[int]  # the event that each operation is part of
-    # what happens at one time: a computation, a message, a collective
+    before: list[list[int]]  # indices of the operations that must finish first
+    event: list[int]  # each operation's event
+    # operations that happen at one time: a computation, a message, a collective
     events: list[list[int]]
-    lacks: list[tuple[int, str]]  # needs that nothing meets
+    lacks: list[tuple[int, str]]  # operations, and needs that nothing meets
 
 
 def graph(program: Program, walked: Sequence[State] = ()) -> Graph:
-    """The dependency graph over all rows.
+    """Build the dependency graph over all rows.
 
-    `walked` are their final states, if they have been walked already. The ends of a message and the
-    calls of a collective are one event, which starts when all of them have been issued. They are
-    matched in the order of their lanes; `check` reports a mismatch.
+    `walked` are the rows' final states, if they have been computed. The ends of a
+    message and the calls of a collective are one event, which starts when all of them
+    have been issued. They are matched in the order of their lanes; `check` reports a
+    mismatch.
     """
     made = Graph(program, [], [], [], [], [], [])
     of_kind = {kind: row.lane for kind, row in KINDS.items()}
@@ -60,8 +66,8 @@ def graph(program: Program, walked: Sequence[State] = ()) -> Graph:
         base, lanes = len(made.ops), made.lanes
         state = walked[number] if walked else State(program, number).follow()
         at = state.at
-        last: dict[str, int] = {}  # lane -> its last operation so far
-        waited: list[int] = []  # what the thread has waited for since it last computed
+        last: dict[str, int] = {}  # each lane's last operation so far
+        waited: list[int] = []  # the thread's waits since its last computation
         flows: dict[tuple[str, str, int], str] = {}  # lanes of messages
         for i, (op, needs) in enumerate(
             zip(state.ops, state.needed, strict=True), base
@@ -82,13 +88,15 @@ def graph(program: Program, walked: Sequence[State] = ()) -> Graph:
                 j = base + at[need]
                 if j >= i:
                     first.append(j)
-                elif lanes[j] != COMPUTE:  # else the last computation says it
+                # on the compute lane, the last computation implies it
+                elif lanes[j] != COMPUTE:
                     first.append(j)
                     waits.append(j)
             alike = (where,) if where == COMPUTE else (where, COMPUTE)
             first += [last[each] for each in alike if each in last]
             first += waited
-            # A computation has waited for all this, and what follows waits for the computation.
+            # A computation has waited for all of these, and later operations wait for
+            # the computation.
             waited = [] if where == COMPUTE else waited + waits
             last[where] = i
             lanes.append(where)
@@ -106,7 +114,8 @@ def _pair(made: Graph) -> None:
     for i, (row, op) in enumerate(made.ops):
         number = len(events)
         if op.of:
-            # Both ends count their messages on the flow; equal counts meet.
+            # Both ends count their messages on the flow; equal counts are the same
+            # message.
             end = (made.lanes[i], op.kind)
             number = joint.setdefault((made.lanes[i], seen[end]), number)
             seen[end] += 1
@@ -120,7 +129,9 @@ def _pair(made: Graph) -> None:
 
 
 def possible(made: Graph) -> list[int]:
-    """The events in an order in which they can happen; those that wait for ever are left out."""
+    """The events in an order in which they can happen, without those that can never
+    start.
+    """
     waits, of = [0] * len(made.events), made.event
     after: list[list[int]] = [[] for _ in made.events]
     for event, before in zip(of, made.before, strict=True):

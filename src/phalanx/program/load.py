@@ -1,7 +1,8 @@
-"""The machine-independent work of a piece's operations: matrix products, bytes, messages.
+"""The machine-independent work of a piece's operations: matmuls, bytes, messages.
 
-`cost` finds a Load by running the real piece; `price` converts it to seconds on a machine. Every
-amount is linear in the rows of a microbatch, so two costings determine all sizes.
+`cost` finds a Load by running the real piece; `price` converts it to seconds on a
+machine. Every amount is linear in the rows of a microbatch, so two costings determine
+all sizes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ..layout import ByKind, PieceRow
 
 @dataclass(frozen=True)
 class Product:
-    """`batch` matrix products (m, k) @ (k, n)."""
+    """A batch of `batch` matmuls (m, k) @ (k, n)."""
 
     m: float
     k: float
@@ -31,7 +32,9 @@ class Product:
 
 @dataclass(frozen=True)
 class AttentionLoad:
-    """softmax(q k) v by a kernel that keeps no scores: two products forward, five backward."""
+    """softmax(q k) v by a kernel that keeps no scores: two matmuls forward, five
+    backward.
+    """
 
     batch: float
     heads: float
@@ -39,8 +42,8 @@ class AttentionLoad:
     queries: float
     keys: float
     head_dim: float
-    causal: float = 1.0  # 1: half of the pairs count; 0: all of them
-    products: float = 2.0  # how often each pair costs a multiply-add of head_dim
+    causal: float = 1.0  # 1 if half of the pairs count, 0 if all do
+    products: float = 2.0  # multiply-adds of size head_dim for each pair
 
     @property
     def full(self) -> float:
@@ -56,8 +59,11 @@ class AttentionLoad:
 
 @dataclass(frozen=True)
 class MessageLoad:
-    """A collective inside an operation, by the axis of the mesh that it runs along. `bytes` is S as
-    `Curve` counts it: a rank's input of all-reduce and reduce-scatter, its output of all-gather."""
+    """A collective inside an operation, by the mesh axis that it runs along.
+
+    `bytes` is S as `Curve` counts it: a rank's input for all-reduce and reduce-scatter,
+    its output for all-gather.
+    """
 
     axis: str
     op: str
@@ -66,18 +72,20 @@ class MessageLoad:
 
 @dataclass(frozen=True)
 class Load:
-    """One operation: its products, the bytes that everything else moves, its messages."""
+    """The work of one operation: its matmuls, the bytes moved by everything else, its
+    messages.
+    """
 
     products: tuple[Product, ...] = ()
     attention: tuple[AttentionLoad, ...] = ()
-    # bytes read and written by what is neither product nor attention
+    # Bytes read and written by everything but matmuls and attention.
     moved: float = 0.0
-    launches: float = 0.0  # kernels started
+    launches: float = 0.0  # kernel launches
     messages: tuple[MessageLoad, ...] = ()
 
     @property
     def flops(self) -> float:
-        """Products and causal attention."""
+        """FLOPs of matmuls and causal attention."""
         return sum(p.flops for p in self.products) + sum(
             a.flops for a in self.attention
         )
@@ -88,25 +96,25 @@ class Load:
 
 @dataclass(frozen=True)
 class PieceCost:
-    """One piece on one rank: the load of each of its operations and the bytes of what it holds."""
+    """The work of each operation of one piece on one rank, and the bytes that it holds."""
 
     forward: Load
     input_gradient: Load  # I
     weight_gradient: Load  # W; a whole backward B is both
-    # R, the forward; under `recompute:selective` P, the part of it that is repeated
+    # R, the forward. Under `recompute:selective` it is P, the part that is repeated.
     again: Load
-    kept: float  # bytes between forward and backward, the input among them
+    kept: float  # bytes between forward and backward, the input included
     kept_after_i: float  # bytes that W still needs
-    input: float  # bytes of what a recomputed piece keeps
-    # bytes that come and go within the forward or the backward, at their peak
+    input: float  # bytes that a recomputed piece keeps
+    # Peak bytes allocated and freed within the forward or the backward.
     temporary: float
-    # numbers of the piece's own weights on this rank, whole: before ZeRO cuts them
+    # Elements of the piece's own weights on this rank, before ZeRO shards them.
     weights: float
-    edge: float = 0.0  # bytes of its output, sent on to the next stage
-    selected: float = 0.0  # bytes that are kept until P, the input among them
-    frozen: float = 0.0  # those of its weights that are not trained
-    experts: float = 0.0  # numbers of those weights that ranks of ep have parts of
-    # bytes that it shares with other pieces: what follows from a microbatch
+    edge: float = 0.0  # bytes of its output, as sent to the next stage
+    selected: float = 0.0  # bytes kept until P, the input included
+    frozen: float = 0.0  # elements of `weights` that are not trained
+    experts: float = 0.0  # elements of `weights` that ep shards
+    # Bytes derived from a microbatch that it shares with other pieces.
     derived: float = 0.0
 
     @property
@@ -115,8 +123,11 @@ class PieceCost:
 
 
 def joined(parts: Sequence[PieceCost]) -> PieceCost:
-    """Parts of a block as one piece, without what travels between them. What comes and goes is the least
-    of theirs: who has a bound of this has one of each."""
+    """Parts of a block as one piece, without the messages between them.
+
+    The temporary bytes are the smallest of the parts': callers that need a bound have
+    one for each part.
+    """
     sums = {
         n: reduce(add, (getattr(part, n) for part in parts)) for n in _names(PieceCost)
     }
@@ -128,7 +139,8 @@ def joined(parts: Sequence[PieceCost]) -> PieceCost:
 class CostedPiece:
     """The cost of one kind of piece as a function of a microbatch's rows.
 
-    `parts` are the costs of its pieces of the program: three for a block whose experts are apart.
+    `parts` are the costs of its pieces in the program: three for a block whose experts
+    are apart.
     """
 
     parts: tuple[Callable[[float], PieceCost], ...]
@@ -140,21 +152,22 @@ class CostedPiece:
 
 @dataclass(frozen=True)
 class PieceKinds(ByKind[CostedPiece]):
-    """The costs of a model's pieces under one cut.
+    """The costs of a model's pieces under one sharding.
 
-    `rows` are those of its program, of a model that no shape describes; else they follow from the shape.
+    `rows` are those of its program if no shape describes the model; otherwise they
+    follow from the shape.
     """
 
     rows: tuple[PieceRow, ...] = ()
 
 
 def at_rows(one: PieceCost, two: PieceCost) -> Callable[[float], PieceCost]:
-    """The piece for any number of rows, from costings at one row and at two."""
+    """The cost of a piece for any number of rows, from its costs at one row and at two."""
     return partial(_line, one, two)
 
 
 def _line(a: Any, b: Any, rows: float) -> Any:
-    if a == b:  # words, and all that is the same for any number of rows
+    if a == b:  # words, and amounts that do not depend on the rows
         return a
     if isinstance(a, float | int):
         return a + (b - a) * (rows - 1)

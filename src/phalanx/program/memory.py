@@ -1,7 +1,7 @@
 """Memory of each rank, by kind, over its list of operations.
 
-Memory depends only on the order of the list, not on durations: `check` takes the peaks from here,
-and `simulate` places the same steps on its time axis.
+Memory depends only on the order of the list, not on durations. `check` takes the peaks
+from here, and `simulate` places the same changes on its time axis.
 """
 
 from __future__ import annotations
@@ -19,19 +19,24 @@ from .state import Changes, State
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes (or counts) by piece, each a tuple with one number a piece; units count as their piece.
+    """Bytes (or counts) by piece: each field is a tuple with one number for each piece.
+    Units count as theirs.
 
-    `kept`: what the forward keeps for the backward, its input among it. `kept_after_i`: what of
-    that the weight gradient still needs. `input`: what a recomputed piece keeps instead;
-    `selected`: what one keeps of which a part is recomputed, its input among it. `home`:
-    the weights that a rank always holds; `gathered`: the whole weights when they are not at home.
-    `gradient_shard`: what is left of a gradient once it is summed; left out, sums are in place and
-    the whole gradient stays until the update. `gradient_home`: a buffer for gradients that is there
-    from the start. `edge`: what a piece puts out, which a message takes
-    to the next stage; its gradient is as large. `matrices`: of a unit, what is sent to their owners and
-    back, and the results. `sends_stay`: the group keeps a copy of what was
-    sent until the step ends, as gloo's does; else it goes when it has been received. `derived`: what a
-    rank computes of a microbatch for all its pieces, from the first forward to the last backward.
+    `kept`: what the forward keeps for the backward, its input included. `kept_after_i`:
+    the part of that which the weight gradient still needs. `input`: what a recomputed
+    piece keeps instead. `selected`: what a partly recomputed piece keeps, its input
+    included.
+
+    `home`: the weights that a rank always holds. `gathered`: the whole weights, if they
+    are not at home. `gradient_shard`: what remains of a gradient after its sum; if left
+    out, sums are in place and the whole gradient stays until the update.
+    `gradient_home`: a gradient buffer that exists from the start. `matrices`: what a
+    unit sends to the owners of its matrices and back, and the results.
+
+    `edge`: a piece's output, which a message takes to the next stage; its gradient is
+    as large. `sends_stay`: the group keeps a copy of what was sent until the step ends,
+    as gloo's does; otherwise it is freed when received. `derived`: what a rank computes
+    from a microbatch for all its pieces, from the first forward to the last backward.
     """
 
     kept: tuple[float, ...]
@@ -52,7 +57,9 @@ class Sizes:
 
     @classmethod
     def counts(cls, pieces: int) -> Sizes:
-        """Everything counts one: held pieces, kept inputs, gathered units, whole gradients."""
+        """Sizes in which everything counts one: held pieces, kept inputs, gathered
+        units, whole gradients.
+        """
         one, none = (1.0,) * pieces, (0.0,) * pieces
         return cls(
             one, one, gathered=one, gradient=one, gradient_shard=none, selected=one
@@ -61,12 +68,12 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Peak:
-    """The most that a rank holds: of everything together, and of each kind by itself."""
+    """The most that a rank holds, in total and of each kind."""
 
     total: float
     at: Op | None
-    kinds: dict[str, float]  # each kind's own highest
-    then: dict[str, float]  # what each kind held at the moment of the total
+    kinds: dict[str, float]  # each kind's own peak
+    then: dict[str, float]  # each kind at the time of the total peak
 
 
 def _of(sizes: tuple[float, ...], piece: int) -> float:
@@ -74,7 +81,9 @@ def _of(sizes: tuple[float, ...], piece: int) -> float:
 
 
 def _table(s: Sizes) -> dict[str, tuple[str, tuple[float, ...]]]:
-    """For each buffer that `State` tells of: the kind it is counted as, and its size by piece."""
+    """For each buffer that `State` reports: the kind it counts as, and its size by
+    piece.
+    """
     return {
         ops.KEPT: ("activations", s.kept),
         ops.SELECTED: ("activations", s.selected),
@@ -91,16 +100,16 @@ def _table(s: Sizes) -> dict[str, tuple[str, tuple[float, ...]]]:
 
 
 def follow(program: Program, sizes: Sizes, row: int) -> State:
-    """A row walked to its end, buffer by buffer. Of the sizes it matters only whether gradients have
-    shards."""
+    """Walk a row to its end. The sizes matter only in whether gradients have shards."""
     return State(program, row, in_place=not sizes.gradient_shard).follow()
 
 
 def _on_row(program: Program, sizes: Sizes, row: int) -> Sizes:
-    """The sizes for one row, where the first piece's activations include what is `derived`.
+    """The sizes for one row, where the first piece's activations include what is
+    `derived`.
 
-    That piece's forward is a microbatch's first on the row and its backward the last, so what it keeps
-    is there for as long.
+    That piece's forward is a microbatch's first on the row and its backward the last,
+    so what it keeps is held for as long.
     """
     pieces = [piece for piece, host in program.host.items() if host == row]
     amount = max((_of(sizes.derived, piece) for piece in pieces), default=0.0)
@@ -112,9 +121,9 @@ def _on_row(program: Program, sizes: Sizes, row: int) -> Sizes:
         return tuple(_of(each, n) + amount * times * (n == first) for n in range(count))
 
     if any(op.kind == ops.OFFLOAD for op in program.rows[row]):
-        # It stays where it is. No more than all microbatches have it.
+        # It is not offloaded. At most all microbatches have it.
         return replace(sizes, home=more(sizes.home, program.microbatches), derived=())
-    # Weight gradients, which may be computed later, do without it.
+    # Weight gradients, which may be computed later, do not need it.
     factors = tuple(_of(sizes.kept_after_i or sizes.kept, n) for n in range(count))
     return replace(
         sizes,
@@ -140,8 +149,11 @@ def _sized(sizes: Sizes, bundles: Sequence[Changes]) -> list[Bytes]:
 def changes(
     program: Program, sizes: Sizes, row: int
 ) -> Iterator[tuple[Op | None, Bytes, Bytes]]:
-    """Bytes that each operation of a row takes when it starts and frees when it ends; first, under
-    None, the bytes that are always held."""
+    """Yield the bytes that each operation of a row takes when it starts and frees when
+    it ends.
+
+    The first entry, with the operation None, holds the bytes that are always there.
+    """
     sizes = _on_row(program, sizes, row)
     yield None, [*_always(program, sizes, row).items()], []
     walked = follow(program, sizes, row)
@@ -167,8 +179,10 @@ def _always(program: Program, sizes: Sizes, row: int) -> dict[str, float]:
 def peaks(
     program: Program, sizes: Sizes, walked: Sequence[State] = ()
 ) -> tuple[Peak, ...]:
-    """The most that each row's ranks hold, when operations follow each other as listed. `walked` are
-    the states of its rows, if they have been walked already."""
+    """The most that each row's ranks hold if operations run in the order of the list.
+
+    `walked` are the rows' final states, if they have been computed.
+    """
     rows = range(len(program.rows))
     each = walked or [follow(program, sizes, row) for row in rows]
     return tuple(
@@ -179,7 +193,7 @@ def peaks(
 def fullest(
     program: Program, sizes: Sizes, walked: Sequence[State]
 ) -> list[dict[str, float]]:
-    """Bytes that each row's ranks hold at their peak, by kind."""
+    """The bytes that each row's ranks hold at their peak, by kind."""
     held = []
     for row, each in enumerate(walked):
         own = _on_row(program, sizes, row)
@@ -190,15 +204,16 @@ def fullest(
 def _highest(
     always: Mapping[str, float], sizes: Sizes, walked: State
 ) -> tuple[float, int, dict[str, float]]:
-    """The most that is held, once which operation has started (-1: before the first), and each kind
-    then."""
+    """The peak, the operation that has started then (-1: before the first), and each
+    kind at that time.
+    """
     table, flow = _table(sizes), walked.flow
     net = [sum(amount for _, amount in each) for each in _sized(sizes, walked.bundles)]
     held = _running(sum(always.values()), net, flow)
     at = max(range(1, len(held), 2), key=held.__getitem__, default=0)
     if held[at] <= held[0]:
         return held[0], -1, dict(always)
-    # buffers that have been taken and not given back
+    # Buffers that are taken and not yet given back.
     there: Counter[tuple[str, int]] = Counter()
     for number, times in Counter(flow[:at]).items():
         for what, piece, sign in walked.bundles[number]:
@@ -226,5 +241,5 @@ def _peak(program: Program, sizes: Sizes, row: int, walked: State) -> Peak:
 def _running(
     first: float, amounts: Sequence[float], flow: Sequence[int]
 ) -> list[float]:
-    """Amounts held before the first bundle and after each."""
+    """The amounts held before the first bundle and after each."""
     return list(accumulate(map(amounts.__getitem__, flow), initial=first))

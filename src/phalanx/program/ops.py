@@ -1,10 +1,10 @@
 """The one table of operation kinds. Everything that reads a program reads it here.
 
-A row says how a kind is written and shown, on which lane it runs, over which axes of the mesh it
-communicates, and what it takes and gives. The parser, the passes, the dependencies, `check`, memory,
-`simulate`, the pictures, the reports and the executor derive what they know of kinds from it, and no
-other file names a letter. A new kind needs a row (here, or entered by `add`), a pass that places it, a
-cost, and a handler in the executor.
+A row says how a kind is written and shown, its lane, the mesh axes over which it
+communicates, and what it takes and gives. The parser, the passes, the dependencies,
+`check`, memory, `simulate`, the pictures, the reports and the executor derive what they
+know of kinds from it, and no other file names a letter. A new kind needs a row (here,
+or entered by `add`), a pass that places it, a cost, and a handler in the executor.
 """
 
 from collections.abc import Callable
@@ -13,45 +13,47 @@ from typing import NamedTuple
 
 COMPUTE = "compute"  # the lane of the device's arithmetic
 
-# What the piece and the index of an operation are.
-MICROBATCH = "microbatch"  # a piece of the model and a microbatch: 2F0
-# a unit of weights and which time it is: 2G is the first, 2G#1 the second
+# The meaning of an operation's piece and index.
+MICROBATCH = "microbatch"  # a piece of the model, and a microbatch: 2F0
+# A unit of weights, and a count: 2G is its first gather, 2G#1 the second.
 UNIT = "unit"
-STEP = "step"  # no piece, and which time it is: N
-# a piece, a microbatch, what travels and the piece at the far end: 2F0>3
+STEP = "step"  # no piece, and a count: N
+# A piece, a microbatch, the kind of value and the piece at the far end: 2F0>3.
 MESSAGE = "message"
 
-# What operations take and give.
+# The values that operations take and give.
 VALUE = "value"  # a piece's output, the next piece's input
-GRADIENT = "gradient"  # of such a value
-KEPT = "kept"  # what a forward leaves for its backward, on the device
-SELECTED = "selected"  # the part of it from which the rest can be computed again
-CHOICES = "choices"  # how often tokens chose each expert, for the losses of a router
-ROUTES = "routes"  # how many tokens come to each expert from each rank
-FACTORS = "factors"  # what the weight gradient multiplies, left by the input gradient
+GRADIENT = "gradient"  # the gradient of such a value
+KEPT = "kept"  # what a forward keeps for its backward, on the device
+SELECTED = "selected"  # the part of it from which the rest can be recomputed
+CHOICES = "choices"  # the number of times each expert was chosen, for a router's losses
+ROUTES = "routes"  # the number of tokens for each expert from each rank
+FACTORS = "factors"  # the factors of weight gradients, left by the input gradient
 AWAY = "away"  # kept, on the host
 WEIGHTS = "weights"  # whole, ready to compute with
-HOME = "home"  # the part of the weights that a rank owns and updates
-# of a unit's weights that travel in 8 bits; with them the weights that do not
+HOME = "home"  # the shard of the weights that a rank owns and updates
+# The scales of a unit's weights gathered in 8 bits, and its weights that are not.
 SCALES = "scales"
-OWN = "own"  # that part on the device, where home is on the host
-# one microbatch's gradient of a unit, added in its whole buffer
+OWN = "own"  # that shard on the device, if home is on the host
+# One microbatch's gradient of a unit, added to its whole buffer.
 CONTRIBUTION = "contribution"
 REDUCED = "reduced"  # a unit's gradient, summed over copies
 TOKENS = "tokens"  # the count by which the loss is divided
-NORM = "norm"  # the gradient's, over all ranks
+NORM = "norm"  # the gradient norm, over all ranks
 
 
 class Paint(NamedTuple):
-    """Colours of a kind of operation: its fill, its text, and the nearest of a terminal's 256."""
+    """Colours of a kind of operation: its fill, its text, and the nearest of a
+    terminal's 256.
+    """
 
     fill: str
     ink: str
     terminal: int
 
 
-# The palette of Okabe and Ito (2008), which colour-blind readers tell apart. Letters stand beside
-# every colour, so colour alone says nothing.
+# The palette of Okabe and Ito (2008), which colour-blind readers can distinguish. Every
+# colour comes with a letter, so nothing depends on colour alone.
 _BLUE, _ORANGE = Paint("#56b4e9", "#000000", 74), Paint("#e69f00", "#000000", 178)
 _GREEN, _PINK = Paint("#2fb98f", "#000000", 36), Paint("#cc79a7", "#000000", 175)
 _NAVY, _RED = Paint("#0072b2", "#ffffff", 25), Paint("#d55e00", "#000000", 166)
@@ -64,25 +66,25 @@ class Kind:
     """A kind of operation: a row of the table."""
 
     letter: str
-    name: str  # in two words, as legends and tables show it
+    name: str  # in two words, for legends and tables
     does: str  # in a sentence
-    on: str  # what its piece and index are
-    # operations of one lane run in the order of the list; a message's is its flow
+    on: str  # the meaning of its piece and index
+    # Operations of one lane run in the order of the list. A message's lane is its flow.
     lane: str
-    axes: tuple[str, ...]  # of the mesh: it is a collective over them
+    axes: tuple[str, ...]  # mesh axes; not empty for a collective
     takes: tuple[str, ...]
     gives: tuple[str, ...]
     paint: Paint
-    # Axes over which the model itself communicates while the operation computes: the regions of tensor
-    # parallelism, the attention of context parallelism. It waits for these messages inside; a handler
-    # waits for nothing else.
+    # Axes over which the model itself communicates while the operation computes: the
+    # regions of tensor parallelism, the attention of context parallelism. The operation
+    # waits for these messages inside. A handler waits for nothing else.
     inside: tuple[str, ...] = ()
 
 
-_COPIES = ("dp", "cp", "ep")  # ranks that see other tokens
-# those of them that hold parts of one copy of the weights
+_COPIES = ("dp", "cp", "ep")  # ranks that see different tokens
+# Ranks that hold shards of one copy of the weights.
 _SHARDS = ("dp.shard", "cp", "ep")
-# ranks of one stage: each has parts of its matrices, or copies
+# Ranks of one stage: each holds parts of its matrices, or copies.
 _PARTS = ("dp", "cp", "tp", "ep")
 _ALL = ("dp", "pp", "cp", "tp", "ep")
 _SHARING = ("cp", "tp", "ep")  # ranks among which experts may be shared
@@ -101,30 +103,31 @@ _TABLE = (
     Kind("I", "input gradient", "backward of a piece, gradient of its input only",
          MICROBATCH, COMPUTE, (), (GRADIENT, KEPT, WEIGHTS, CHOICES), (GRADIENT, FACTORS), _ORANGE,
          _MODEL),
-    # The input times the output's gradient: no weights are needed. Of a piece without an input it is the
-    # whole backward.
+    # The input times the output's gradient: no weights are needed. For a piece without
+    # an input it is the whole backward.
     Kind("W", "weight gradient", "backward of a piece, gradient of its weights only",
          MICROBATCH, COMPUTE, (), (FACTORS,), (CONTRIBUTION,), _GREEN, _MODEL),
     Kind("R", "recompute", "recompute what the forward did not keep",
          MICROBATCH, COMPUTE, (), (KEPT, WEIGHTS), (KEPT,), _PINK, _MODEL),
-    # Products, attention and sums are not repeated: their outputs are what was kept.
+    # Matmuls, attention and sums are not repeated: their outputs were kept.
     Kind("P", "recompute part", "recompute the cheap part of a forward that kept the rest",
          MICROBATCH, COMPUTE, (), (SELECTED, WEIGHTS), (KEPT,), _PINK, _MODEL),
-    # Over dp and ep too where a loss is of the whole batch; only the backward needs the sums.
-    Kind("C", "sum choices", "sum how often each expert was chosen over the ranks that share a loss",
+    # Over dp and ep too if a loss covers the whole batch. Only the backward needs the
+    # sums.
+    Kind("C", "sum choices", "sum the choices of each expert over the ranks that share a loss",
          MICROBATCH, "choices", _PARTS, (CHOICES,), (CHOICES,), _GREY),
-    Kind("K", "count routes", "tell the ranks that share experts how many tokens come to each",
+    Kind("K", "count routes", "send token counts to the ranks that share experts",
          MICROBATCH, "routes", _SHARING, (VALUE,), (ROUTES,), _GREY),
-    # Into the experts it is their dispatch, into what follows them what they made of it.
+    # Into the experts' piece this is their dispatch, into the next piece their results.
     Kind("E", "exchange tokens", "send tokens to the ranks that have their experts, or back",
          MICROBATCH, "tokens", _SHARING, (VALUE, ROUTES), (VALUE,), _SILVER),
-    Kind("J", "exchange gradients", "send the gradients of tokens back the way these came",
+    Kind("J", "exchange gradients", "send the gradients of tokens back to their ranks",
          MICROBATCH, "tokens", _SHARING, (GRADIENT,), (GRADIENT,), _SILVER),
-    Kind("M", "agree on scales", "agree on the scales of a unit's weights that travel in 8 bits",
+    Kind("M", "agree on scales", "agree on the scales of a unit's weights gathered in 8 bits",
          UNIT, "scales", _SHARDS, (HOME,), (SCALES,), _NAVY),
     Kind("G", "gather weights", "gather the weights of a unit",
          UNIT, "gather", _SHARDS, (HOME, SCALES), (WEIGHTS,), _NAVY),
-    Kind("L", "load weights", "copy the part of a unit's weights that a rank owns from the host",
+    Kind("L", "load weights", "copy the rank's shard of a unit's weights from the host",
          UNIT, "in", (), (HOME,), (OWN,), _PURPLE),
     Kind("D", "drop weights", "drop the gathered weights of a unit",
          UNIT, COMPUTE, (), (WEIGHTS,), (), _GREY),
@@ -134,26 +137,26 @@ _TABLE = (
          UNIT, "replicas", ("dp.replicate",), (REDUCED,), (REDUCED,), _RED),
     Kind("T", "tied sum", "sum the gradients of a weight that two stages hold",
          UNIT, "tie", ("pp",), (REDUCED,), (REDUCED,), _RED),
-    Kind("Q", "tensor sum", "sum a unit's reduced gradient over the ranks of tp that did other work",
+    Kind("Q", "tensor sum", "sum a unit's reduced gradient over the tp ranks that did other work",
          UNIT, "tensor sums", ("tp",), (REDUCED,), (REDUCED,), _RED),
-    Kind("A", "agree on norm", "agree on the gradient norm and that all numbers are finite",
+    Kind("A", "agree on norm", "agree on the gradient norm, and that all values are finite",
          STEP, "agree", _ALL, (REDUCED, TOKENS), (NORM,), _GREY),
     Kind("U", "update", "update a unit's weights",
          UNIT, COMPUTE, (), (REDUCED, NORM), (HOME,), _YELLOW),
-    Kind("Y", "gather matrices", "bring whole gradients of matrices to their owners",
+    Kind("Y", "gather matrices", "send whole gradients of matrices to their owners",
          UNIT, "matrices", _PARTS, (REDUCED, NORM), (REDUCED,), _NAVY),
-    Kind("V", "return matrices", "bring updates of matrices from their owners to their shards",
+    Kind("V", "return matrices", "send updates of matrices from their owners to the shards",
          UNIT, "matrices", _PARTS, (HOME,), (HOME,), _NAVY),
     Kind(">", "message", "send", MESSAGE, "", (), (VALUE, GRADIENT), (), _SILVER),
     Kind("<", "receive", "receive", MESSAGE, "", (), (), (VALUE, GRADIENT), _SILVER),
-    Kind("O", "out to host", "move what a forward kept out to the host",
+    Kind("O", "out to host", "move the activations of a forward to the host",
          MICROBATCH, "out", (), (KEPT,), (AWAY,), _PURPLE),
-    Kind("Z", "back from host", "bring it back",
+    Kind("Z", "back from host", "move them back to the device",
          MICROBATCH, "in", (), (AWAY,), (KEPT,), _PURPLE),
 )  # fmt: skip
 KINDS: dict[str, Kind] = {kind.letter: kind for kind in _TABLE}
 
-# Operations carry the letter; code writes the name.
+# Operations carry the letter; code uses the name.
 (
     COUNT, FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, RECOMPUTE, RECOMPUTE_PART,
     SUM_CHOICES, COUNT_ROUTES, EXCHANGE, EXCHANGE_GRADIENT, AGREE_SCALES, GATHER, LOAD, DROP, REDUCE,
@@ -171,7 +174,9 @@ def _those(of: Callable[[Kind], object]) -> list[str]:
 
 
 def _brings(value: str) -> Callable[[Kind], object]:
-    """Beside computing, on the way into a piece (or, of a gradient, out of it)."""
+    """A predicate for operations beside computing that bring a value into a piece, or a
+    gradient out of it.
+    """
     return lambda k: (
         k.on == MICROBATCH
         and k.lane != COMPUTE
@@ -204,9 +209,13 @@ REDUCTIONS = (REDUCE, REDUCE_REPLICAS)
 
 
 def add(kind: Kind) -> Callable[[], None]:
-    """Enter a kind of one's own into the table; returns what takes it out again. What it waits for
-    follows from what it takes and gives. A pass of one's own places it in a program, `Costs` give
-    its time by its letter, `Executor.handlers` carry it out. Small letters are never ours."""
+    """Enter a kind of your own into the table. Returns a function that removes it
+    again.
+
+    Its waits follow from what it takes and gives. A pass of yours places it in a
+    program, `Costs` give its time by its letter, and `Executor.handlers` carry it out.
+    Built-in kinds never use small letters.
+    """
     assert kind.letter not in KINDS, f"{kind.letter} is {KINDS[kind.letter].name}"
     mine = [letters for of, letters in _DERIVED if of(kind)]
     KINDS[kind.letter] = kind

@@ -12,16 +12,19 @@ from .simulate import Costs
 
 @dataclass(frozen=True)
 class StepOptions:
-    """Options of a step: how it updates, and what selects its schedule and recomputation.
+    """Options of a step: how it updates, and what selects its schedule and
+    recomputation.
 
-    `whole_matrices`: the optimizer updates whole matrices, as Muon does. `agree`: all ranks agree on the
-    gradient norm, and that it is finite, before any update; every run does, with or without clipping and
-    loss scaling. Without `overlaps`, gradients that are summed once a step are summed when the rank has
-    computed all of it; without `gathers_at_once`, weights that are gathered once a step are gathered
-    each before the next one's use.
+    `whole_matrices`: the optimizer updates whole matrices, as Muon does. `agree`: all
+    ranks agree on the gradient norm, and that it is finite, before any update; every
+    run does, with or without clipping and loss scaling. Without `overlaps`, gradients
+    summed once a step are summed after the rank has computed all of it. Without
+    `gathers_at_once`, weights gathered once a step are gathered one by one, `prefetch`
+    uses ahead.
 
-    A searched schedule is the best for these `costs`, where each rank keeps at most `held` microbatches;
-    runs search with equal costs. `recompute:fit` needs `sizes` and a `limit` in bytes.
+    A searched schedule is the best for these `costs`, where each rank keeps at most
+    `held` microbatches. Runs search with equal costs. `recompute:fit` needs `sizes` and
+    a `limit` in bytes.
     """
 
     whole_matrices: bool = False
@@ -40,5 +43,7 @@ def options_for(optimizer: str) -> StepOptions:
 
 
 def options_of(run: Run) -> StepOptions:
-    """The options of a run: the only place where a run's keys become choices of its step."""
+    """The options of a run: the only place where a run's keys become choices of its
+    step.
+    """
     return options_for(run.optimizer.name)

@@ -1,7 +1,8 @@
-"""A schedule of the user's own: refused unless it orders the computing of one whole training step.
+"""Schedules of users, refused unless they order the computing of one whole training
+step.
 
-Every reader of a schedule (`draw`, `check`, `plan`, `verify`, `train`) gets it from here, so all of them
-refuse the same ones, with the same sentence.
+Every reader of a schedule (`draw`, `check`, `plan`, `verify`, `train`) gets it from
+here, so all of them refuse the same schedules, with the same message.
 """
 
 from collections import Counter
@@ -20,7 +21,9 @@ _KINDS = (FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
 def own_schedule(
     name: str, returned: Any, stages: int, microbatches: int, chunks: int = 1
 ) -> Program:
-    """The program of what a user's function returned, or a ProgramError with the first fault of it."""
+    """Turn the result of a user's function into a program, or raise a ProgramError with
+    its first fault.
+    """
     rows = _rows(name, returned, stages)
     wrong = next(_faults(rows, stages * chunks, microbatches), "")
     if not wrong:
@@ -62,7 +65,9 @@ def _rows(name: str, rows: Any, stages: int) -> list[list[Op]]:
 def _faults(
     rows: Sequence[Sequence[Op]], pieces: int, microbatches: int
 ) -> Iterator[str]:
-    """Each reason why lists of computing are not one training step, the most general first."""
+    """Yield each reason why these lists are not one training step, the most general
+    first.
+    """
     yield from _foreign(rows, pieces, microbatches)
     if not any(op.kind in ops.BACKWARDS for row in rows for op in row):
         yield "it has no backward, so it cannot train. Give each F a B, or an I and a W."
@@ -74,20 +79,20 @@ def _faults(
 def _foreign(
     rows: Sequence[Sequence[Op]], pieces: int, microbatches: int
 ) -> Iterator[str]:
-    """Operations that a schedule does not order, or that this step does not have."""
+    """Yield operations that a schedule does not order, or that this step does not have."""
     for rank, row in enumerate(rows):
         for op in row:
             who = f"rank {rank} has {op}"
             if op.kind not in _KINDS or op.of:
                 yield f"{who}. A schedule orders F, B, I and W; passes place everything else."
             elif not 0 <= op.piece < pieces:
-                yield f"{who}, and the stages are 0 to {pieces - 1}."
+                yield f"{who}, but the stages are 0 to {pieces - 1}."
             elif not 0 <= op.index < microbatches:
-                yield f"{who}, and the microbatches are 0 to {microbatches - 1}."
+                yield f"{who}, but the microbatches are 0 to {microbatches - 1}."
 
 
 def _misplaced(rows: Sequence[Sequence[Op]], pieces: int) -> Iterator[str]:
-    """Stages that no rank computes, or several, and ranks that compute none."""
+    """Yield stages that no rank computes, or several, and ranks that compute none."""
     holders = [{op.piece for op in row} for row in rows]
     for piece in range(pieces):
         ranks = [rank for rank, held in enumerate(holders) if piece in held]
@@ -100,7 +105,7 @@ def _misplaced(rows: Sequence[Sequence[Op]], pieces: int) -> Iterator[str]:
 
 
 def _incomplete(rank: str, row: Sequence[Op], microbatches: int) -> Iterator[str]:
-    """Microbatches without their forward or their backward, and operations in a wrong order."""
+    """Yield microbatches without forward or backward, and operations in a wrong order."""
     for op, count in Counter(row).items():
         if count > 1:
             yield f"{rank} has {op} {count} times; write it once."

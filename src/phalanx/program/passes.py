@@ -1,7 +1,8 @@
-"""From the order of computing to the whole step: each pass inserts one kind of operation.
+"""Passes from the order of computing to the whole step: each inserts one kind of
+operation.
 
-Every pass takes a Program and returns one; none knows of another. `build.py` says in which order
-they are applied.
+Every pass takes a Program and returns one, and none knows of another. `build.py`
+applies them in order.
 """
 
 import math
@@ -20,7 +21,9 @@ from .state import State, recomputed, restarts
 def _woven(
     row: Sequence[Op], before: Mapping[int, list[Op]], after: Mapping[int, list[Op]]
 ) -> list[Op]:
-    """The row with operations put before and after those at the named positions."""
+    """Insert operations before and after those at the given positions (-1: at the start
+    of the row).
+    """
     out, done = list(before.get(-1, ())), 0
     for i in sorted({*before, *after} - {-1}):
         out += (*row[done:i], *before.get(i, ()), row[i], *after.get(i, ()))
@@ -34,7 +37,9 @@ def expand(
     tied: tuple[tuple[int, int], ...] = (),
     frozen: Collection[int] = (),
 ) -> Program:
-    """Operations on virtual stages become operations on their pieces; backward goes down."""
+    """Replace operations on virtual stages by operations on their pieces; backward runs
+    in reverse.
+    """
 
     def pieces(op: Op) -> range:
         stage = stages[op.piece]
@@ -50,10 +55,13 @@ def expand(
 def recompute(
     program: Program, stages: Sequence[range], mode: str, experts: Collection[int] = ()
 ) -> Program:
-    """`none`, `all`, `every=C` or `sqrt`: pieces keep nothing but each segment's first input, and
-    a segment is computed again, once, before its backward; a block with `experts` counts as one piece.
-    `selective`: pieces keep what is dear, and the rest of each is computed again; the first and the
-    last, which are no blocks, keep all."""
+    """Insert recomputation, by mode: `none`, `all`, `every=C`, `sqrt` or `selective`.
+
+    With `all`, `every=C` and `sqrt`, pieces keep nothing but each segment's first
+    input, and a segment is recomputed once, before its backward. A block with `experts`
+    counts as one piece. With `selective`, pieces keep what is expensive and recompute
+    the rest; the first and the last piece, which are no blocks, keep everything.
+    """
     if mode == "none":
         return program
     if mode == "selective":
@@ -73,15 +81,17 @@ def recompute(
 def _with_segments(
     program: Program, segments: Sequence[Sequence[range]], kind: str = ops.RECOMPUTE
 ) -> Program:
-    """Recomputation before the backward of each segment; `segments[row]` are those that the row
-    recomputes."""
+    """Insert recomputation before the backward of the segments that each row
+    recomputes.
+    """
     rows = []
     for row, chosen in zip(program.rows, segments, strict=True):
         top = {segment[-1]: segment for segment in chosen}
         before: dict[int, list[Op]] = {}
         last: Op | None = None
         for i, op in enumerate(row):
-            # What was computed just now is still there: backward begins with it.
+            # What was computed just now is still there, so its backward needs no
+            # recomputation.
             fresh = last == Op(ops.FORWARD, op.piece, op.index)
             if op.kind in ops.PROPAGATES and op.piece in top and not fresh:
                 before[i] = [Op(kind, piece, op.index) for piece in top[op.piece]]
@@ -97,10 +107,13 @@ def recompute_to_fit(
     limits: Sequence[float],
     rest: Callable[[Program], Program] = lambda program: program,
 ) -> Program:
-    """Recompute as few pieces on each row as its memory limit allows: those that free most first.
-    `rest` are the passes still to come, whose gathered weights and gradients count too."""
+    """Recompute as few pieces on each row as its memory limit requires, those that free
+    most first.
+
+    `rest` applies the remaining passes, whose gathered weights and gradients count too.
+    """
     gain = [kept - input for kept, input in zip(sizes.kept, sizes.input, strict=True)]
-    left = []  # pieces that may be recomputed yet
+    left = []  # for each row, pieces not yet recomputed
     for row, homes in enumerate(program.homes):
         own = (p for p, home in homes.items() if home == row and gain[p] > 0)
         left.append(sorted(own, key=lambda p: (-gain[p], p)))
@@ -123,7 +136,9 @@ def recompute_to_fit(
 
 
 def offload_activations(program: Program) -> Program:
-    """Moves each forward's kept activations to the host and back, one computation before their use."""
+    """Move each forward's kept activations to the host, and back one computation before
+    their use.
+    """
     rows = []
     for row in program.rows:
         at, again = {op: i for i, op in enumerate(row)}, recomputed(row)
@@ -135,13 +150,13 @@ def offload_activations(program: Program) -> Program:
             if op.kind != ops.FORWARD:
                 continue
             if (op.piece, op.index) in again and not restarts(at, op.piece, op.index):
-                continue  # inside a recomputed segment: nothing is kept
+                continue  # inside a recomputed segment nothing is kept
             uses = (
                 op._replace(kind=kind) for kind in (*ops.RECOMPUTES, *ops.PROPAGATES)
             )
             use = min((turn[at[use]] for use in uses if use in at), default=0)
             if use - turn[i] < 3:
-                continue  # too near to be worth the way
+                continue  # the use is too near for a round trip
             after[i] = [op._replace(kind=ops.OFFLOAD)]
             before[computes[use - 1]].append(op._replace(kind=ops.RELOAD))
         rows.append(_woven(row, before, after))
@@ -155,11 +170,14 @@ def overlap(
     *,
     forward_first: bool,
 ) -> Program:
-    """One microbatch's forward beside another's backward, where one follows the other: in turn up
-    to where tokens are sent and where they are taken, so that they travel while the other is
-    computed. A rank holds a part of a microbatch more than without. `forward_first` says which one
-    stands first in a pair, and that the two are of different stages: other pairs of such a pipeline
-    wait for themselves."""
+    """Interleave one microbatch's forward with another's backward, where one follows
+    the other.
+
+    They alternate at the points where tokens are sent and taken, so that one's tokens
+    travel while the other computes. A rank holds a part of one microbatch more than
+    without. `forward_first` says which one comes first in a pair, and requires
+    different stages: in such a pipeline other pairs would wait for themselves.
+    """
     stage_of = {piece: number for number, stage in enumerate(stages) for piece in stage}
     into = {*experts, *(piece + 1 for piece in experts)}
     wanted = (
@@ -174,7 +192,7 @@ def overlap(
         out: list[Op] = []
         while runs:
             way, stage, m, run = runs.pop(0)
-            # Weight gradients between the two are put off.
+            # Weight gradients between the two come later.
             later = next(
                 (i for i, x in enumerate(runs) if x[0] != ops.WEIGHT_GRADIENT), 0
             )
@@ -191,7 +209,9 @@ def overlap(
 
 
 def _travels(run: Sequence[Op], into: Collection[int]) -> list[list[Op]]:
-    """A run of one microbatch, cut behind every operation whose result is sent to other ranks."""
+    """Split a run of one microbatch after every operation whose result is sent to other
+    ranks.
+    """
     parts: list[list[Op]] = [[]]
     for op in run:
         parts[-1].append(op)
@@ -202,8 +222,11 @@ def _travels(run: Sequence[Op], into: Collection[int]) -> list[list[Op]]:
 
 
 def exchange(program: Program, experts: Collection[int]) -> Program:
-    """Tokens on their way to `experts` and back from there, and their gradients: each right after what
-    makes it. Before the first, ranks tell one another how many come."""
+    """Insert the exchanges of tokens to `experts` and back, and of their gradients.
+
+    Each follows the operation that produces its input. Before the first, ranks exchange
+    token counts.
+    """
     if not experts:
         return program
     into = {*experts, *(piece + 1 for piece in experts)}
@@ -222,8 +245,10 @@ def exchange(program: Program, experts: Collection[int]) -> Program:
 
 
 def sum_choices(program: Program, pieces: Collection[int]) -> Program:
-    """Sums of how often each expert was chosen, right behind the forward of each of these pieces: their
-    backward needs them, for the losses of routers."""
+    """Insert the sums of expert choices after the forward of each of these pieces.
+
+    Their backward needs the sums, for the losses of routers.
+    """
     if not pieces:
         return program
     rows = []
@@ -238,8 +263,12 @@ def sum_choices(program: Program, pieces: Collection[int]) -> Program:
 
 
 def messages(program: Program) -> Program:
-    """A send right after what makes a value; its receive one computation ahead of the one that uses
-    it, posted while the rank still works. Receives stand in the order of the sends."""
+    """Insert the messages between stages.
+
+    A send follows the operation that produces its value. Its receive is posted one
+    computation before the one that uses it, while the rank still works. Receives are in
+    the order of the sends.
+    """
     after: list[dict[int, list[Op]]] = [{} for _ in program.rows]
     flows: dict[int, dict[tuple[int, bool], list[Op]]] = defaultdict(
         lambda: defaultdict(list)
@@ -263,7 +292,7 @@ def messages(program: Program) -> Program:
 def _receives(
     row: Sequence[Op], flows: Mapping[tuple[int, bool], Sequence[Op]]
 ) -> dict[int, list[Op]]:
-    """Positions at which a row receives the messages sent to it."""
+    """The positions at which a row receives the messages sent to it."""
     before: dict[int, list[Op]] = defaultdict(list)
     computes = [i for i, op in enumerate(row) if op.kind in ops.COMPUTES]
     entries = {
@@ -276,7 +305,7 @@ def _receives(
             to, m = op.piece + (1 if forward else -1), op.index
             kind = next((kind for kind in kinds if (kind, to, m) in at), None)
             if kind is None:
-                continue  # `check` tells that what is sent is never used
+                continue  # `check` reports a value that is sent and never used
             again = () if forward else ops.RECOMPUTES
             first = min(at[k, to, m] for k in (kind, *again) if (k, to, m) in at)
             latest = min(latest, computes[max(0, bisect_left(computes, first) - 1)])
@@ -292,11 +321,14 @@ def gather(
     prefetch: int = 1,
     load: bool = False,
 ) -> Program:
-    """Weights fetched before they are used: once a step or for each use, `prefetch` units ahead.
-    Uses of a unit that follow each other directly are one use: the last block is not dropped
-    between forward and backward, which begins with it. `load`: from the host, so far ahead, and
-    gathered one unit later. Frozen weights that are never dropped are whole at home, as they never
-    become stale."""
+    """Insert gathers of weights before their use: once a step or for each use,
+    `prefetch` units ahead.
+
+    Uses of a unit that follow each other directly are one use: the last block is not
+    dropped between forward and backward, which begins with it. `load` copies weights
+    from the host as far ahead, and they are gathered one unit later. Frozen weights
+    that are never dropped stay whole at home, as they never become stale.
+    """
     leads = [(prefetch, ops.LOAD)] * load + [(max(0, prefetch - load), ops.GATHER)]
     rows = []
     for row in program.rows:
@@ -307,7 +339,8 @@ def gather(
         times: dict[int, int] = defaultdict(int)
         dropped: dict[int, int] = defaultdict(lambda: -2)
         for n, (unit, first, last) in enumerate(uses):
-            # No earlier than its own drop: two copies of one unit would be in the pool.
+            # No earlier than its own drop, or the pool would hold two copies of one
+            # unit.
             for lead, kind in leads:
                 at = max(uses[n - lead][1] if n >= lead else -1, dropped[unit] + 1)
                 before[min(at, first)].append(Op(kind, unit, times[unit]))
@@ -320,8 +353,11 @@ def gather(
 
 
 def agree_scales(program: Program, units: Collection[int]) -> Program:
-    """Agreements on the scales of units whose matrices travel in 8 bits, once a step and before
-    anything is computed: updates have changed the weights, and gathers need the scales."""
+    """Insert the agreements on the scales of units gathered in 8 bits.
+
+    Once a step and before any computation: updates have changed the weights, and
+    gathers need the scales.
+    """
     if not units:
         return program
     rows = []
@@ -335,7 +371,9 @@ def agree_scales(program: Program, units: Collection[int]) -> Program:
 def _uses(
     program: Program, row: Sequence[Op], each: bool
 ) -> list[tuple[int, int, int]]:
-    """(unit, first position, last position) of every stretch in which a unit's weights are used."""
+    """Every stretch in which a unit's weights are used, as (unit, first position, last
+    position).
+    """
     stretches: dict[tuple[int, int], list[int]] = {}
     stretch: dict[int, int] = defaultdict(int)
     last: tuple[int, ...] = ()
@@ -359,11 +397,15 @@ def reduce(
     replicas: bool = False,
     at_end: bool = False,
 ) -> Program:
-    """Gradients summed over a unit's copies: after its last contribution of the step, or of each
-    microbatch, and after the messages that follow it. A unit that two pieces of the rank use is summed
-    after both, a frozen one never. `replicas`: over the shards first, then over the replicas. The second
-    sum stands before the next unit's first one, by when the first may have arrived. `at_end`: all of
-    them after what the rank computes and sends, as software does that does not overlap them."""
+    """Insert the sums of gradients over a unit's copies.
+
+    A sum follows the unit's last contribution of the step, or of each microbatch, and
+    the messages after it. A unit that two pieces of the rank use is summed after both,
+    a frozen one never. With `replicas`, sums are over the shards first and then over
+    the replicas; the second sum comes before the next unit's first one, by when the
+    first may have arrived. With `at_end`, all sums follow everything that the rank
+    computes and sends, as in software that does not overlap them.
+    """
     rows = []
     for row in program.rows:
         last: dict[tuple[int, int], int] = {}
@@ -390,7 +432,9 @@ def reduce(
 
 
 def tie(program: Program) -> Program:
-    """Adds the gradients of a weight that two stages hold, after its last reduction."""
+    """Insert the sum of a weight's gradients over the two stages that hold it, after
+    its last reduction.
+    """
     if not program.tied:
         return program
     rows = []
@@ -410,8 +454,11 @@ def tie(program: Program) -> Program:
 
 
 def sum_parts(program: Program, units: Collection[int]) -> Program:
-    """Sums the gradients of weights whose copies did different work on tp ranks. The shards are
-    summed once a step and after all other reductions, so that none of these is waited for early."""
+    """Insert the sums over tp for weights whose copies did different work.
+
+    The shards are summed once a step and after all other reductions, so that no rank
+    waits for one of these early.
+    """
     if not units:
         return program
     rows = []
@@ -426,8 +473,11 @@ def sum_parts(program: Program, units: Collection[int]) -> Program:
 
 
 def matrices(program: Program, units: Collection[int]) -> Program:
-    """For an optimizer that needs whole matrices: those of these units come to an owner before the
-    unit's update, the next unit's while this one is updated, and the updates go back to the shards."""
+    """Insert the exchanges for an optimizer that needs whole matrices.
+
+    The matrices of these units go to an owner before the unit's update, the next unit's
+    while this one is updated, and the updates return to the shards.
+    """
     if not units:
         return program
     rows = []
@@ -447,12 +497,16 @@ def matrices(program: Program, units: Collection[int]) -> Program:
 
 
 def finish(program: Program, *, agree: bool) -> Program:
-    """The count of tokens first; all units updated after the agreement when clipping or scaling
-    needs every gradient, else each one as soon as something else has waited for its reduction. An
-    update right behind its reduction would make the rank wait for it, and compute nothing."""
+    """Insert the count of tokens at the start, and the updates.
+
+    If ranks `agree` on the norm first, all units are updated after that. Otherwise each
+    one is updated as soon as another operation has waited for its reduction: an update
+    right behind the reduction would make the rank wait for it and compute nothing.
+    """
     rows, short = [], []
     sums = (*ops.REDUCTIONS, ops.TIE, ops.SUM_PARTS)
-    # Before the first reduction none is under way: of that, which gradients are begun is all that matters.
+    # Before the first reduction none is in flight, so only the gradients begun by then
+    # matter.
     begins = [
         next((i for i, op in enumerate(r) if op.kind in sums), len(r))
         for r in program.rows

@@ -1,7 +1,9 @@
-"""The operations of a training step, and the step itself as one value: a list of them per rank.
+"""The operations of a training step, and the step itself as one value: a list of them
+per rank.
 
-An operation prints as `2F0` (piece 2, forward, microbatch 0) and parses back. A program saves as
-text that a person can edit. What must come before what is in `state.py` and `graph.py` only.
+An operation prints as `2F0` (piece 2, forward, microbatch 0) and parses back. A program
+saves as text that a person can edit. Only `state.py` and `graph.py` know what must come
+before what.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ from ..layout import LayoutError, Mesh
 from . import ops
 
 _HEADER = "phalanx program 1"
-MOST = 999_999  # the largest number of a piece, a microbatch, a rank
+MOST = 999_999  # the largest number of a piece, a microbatch or a rank
 _N = "[0-9]{1,6}"
-_WRITTEN = {  # (piece)(kind)(microbatch, or which time it is)
+_WRITTEN = {  # (piece)(kind)(microbatch or count)
     ops.MICROBATCH: re.compile(rf"({_N})([A-Za-z])({_N})"),
     ops.UNIT: re.compile(rf"({_N})([A-Za-z])(?:#({_N}))?"),
     ops.STEP: re.compile(rf"()([A-Za-z])(?:#({_N}))?"),
@@ -30,17 +32,24 @@ _MESSAGE = re.compile(rf"({_N})([{_TRAVELS}])({_N})([{''.join(ops.MESSAGES)}])({
 
 
 class ProgramError(ValueError):
-    """A program that cannot run: which operation, on which rank, and why, in its text."""
+    """Raised for a program that cannot run, with the operation, the rank and the
+    reason.
+    """
 
 
 class DoesNotFit(ProgramError):
-    """Raised when a rank holds more than its memory limit even with everything recomputed."""
+    """Raised when a rank holds more than its memory limit even with everything
+    recomputed.
+    """
 
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Without garbage collection: a large program is a million tuples and no cycle, and looking for
-    one again and again took as long as the work."""
+    """A context without garbage collection.
+
+    A large program is a million tuples without a cycle, and searching for cycles again
+    and again took as long as the work itself.
+    """
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -51,14 +60,17 @@ def uncollected() -> Iterator[None]:
 
 
 class Op(NamedTuple):
-    """One operation; unique in its rank's list. `piece` is a piece, or the unit of weights that
-    carries its number. `index` is a microbatch, or which time it is. A message also says what
-    travels (`of`) and the piece at the far end (`peer`): `2F0>3` sends what 2F0 made to where piece
-    3 is, `3F0<2` receives what 3F0 needs."""
+    """One operation, unique in its rank's list.
+
+    `piece` is a piece, or the unit of weights with its number. `index` is a microbatch,
+    or a count. A message also has the kind of value (`of`) and the piece at the far end
+    (`peer`): `2F0>3` sends the output of 2F0 to the rank with piece 3, and `3F0<2`
+    receives the input of 3F0.
+    """
 
     kind: str
     piece: int = -1
-    index: int = 0  # type: ignore[assignment]  # hides tuple.index, which nobody misses
+    index: int = 0  # type: ignore[assignment]  # hides tuple.index, which is not needed
     of: str = ""
     peer: int = -1
 
@@ -71,7 +83,9 @@ class Op(NamedTuple):
         return f"{unit}{self.kind}" + (f"#{self.index}" if self.index else "")
 
     def described(self, names: Sequence[str]) -> str:
-        """The operation in words, with the names of pieces: forward of layers.2, microbatch 0."""
+        """The operation in words, with the names of pieces: forward of layers.2,
+        microbatch 0.
+        """
         kind = ops.KINDS[self.of or self.kind].name
         if self.of:
             kind += f", {ops.KINDS[self.kind].name} {'to' if self.kind == ops.SEND else 'from'}"
@@ -97,10 +111,12 @@ class Op(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """A training step: one list of operations for every rank that differs. `owner[rank]` is the row
-    that a rank follows; left out, a rank follows the row of its coordinate along `pp`. `tied` lists
-    (piece, unit) pairs: the piece also uses the weights of that unit. `frozen` are the units of
-    which nothing trains: they have no gradient."""
+    """A training step: one list of operations for every rank that differs.
+
+    `owner[rank]` is the row that a rank follows; if left out, the row of its coordinate
+    along `pp`. `tied` lists (piece, unit) pairs: the piece also uses the weights of
+    that unit. `frozen` lists the units without trained weights, which have no gradient.
+    """
 
     rows: tuple[tuple[Op, ...], ...]
     mesh: Mesh = Mesh()
@@ -123,7 +139,7 @@ class Program:
 
     @classmethod
     def pipeline(cls, rows: Iterable[Iterable[Op]]) -> Program:
-        """A program whose ranks are the stages of a pipeline and nothing else."""
+        """A program whose ranks are the stages of a single pipeline."""
         fixed = tuple(tuple(row) for row in rows)
         return cls(fixed, Mesh.parse(f"pp{len(fixed)}"))
 
@@ -135,7 +151,9 @@ class Program:
         return tuple(r for r, o in enumerate(self.owner) if o == row)
 
     def members(self, row: int, axes: Iterable[str]) -> tuple[int, ...]:
-        """The rows of the ranks that a row's first rank differs from only along these axes."""
+        """The rows of the ranks that differ from a row's first rank only along these
+        axes.
+        """
         wanted = tuple(axis for axis in axes if self.mesh.of(axis) > 1)
         if (row, wanted) not in self._members:
             group = self.mesh.group(self.owner.index(row), wanted)
@@ -150,8 +168,11 @@ class Program:
 
     @cached_property
     def homes(self) -> tuple[dict[int, int], ...]:
-        """For each row, which row of its pipeline holds each piece: where its forward stands. Rows may
-        differ along dp too (a person may write one list per rank); then each pipeline has its own."""
+        """For each row, the row of its pipeline that holds each piece's forward.
+
+        Rows may also differ along dp (a person may write one list per rank); then each
+        pipeline has its own.
+        """
         holds = [
             {op.piece for op in row if op.kind == ops.FORWARD} for row in self.rows
         ]
@@ -179,7 +200,9 @@ class Program:
 
     @cached_property
     def replicated(self) -> bool:
-        """True if a gradient is reduced over shards first, then over their replicas (HSDP)."""
+        """True if a gradient is reduced over shards first, then over their replicas
+        (HSDP).
+        """
         return any(op.kind == ops.REDUCE_REPLICAS for row in self.rows for op in row)
 
     def units(self, piece: int) -> tuple[int, ...]:
@@ -212,7 +235,7 @@ class Program:
 
     @classmethod
     def parse(cls, text: str, source: str = "program") -> Program:
-        """The program that a text tells; a mistake is named with its line."""
+        """Parse a program's text. A mistake is reported with its line."""
         reading = _Reading()
         for number, raw in enumerate(text.splitlines(), 1):
             line = "" if raw.startswith("#") else raw.split(" #")[0].rstrip()
@@ -274,9 +297,9 @@ class _Reading:
                 self.owner[rank] = len(self.rows)
             self.rows.append([Op.parse(word) for word in words.split()])
         elif word:
-            what = "is none of 'mesh', 'tied', 'frozen', 'ranks 0,1: ...'."
+            what = "is none of 'mesh', 'tied', 'frozen' and 'ranks 0,1: ...'."
             raise ProgramError(f"{line[:40]!r} {what}")
         elif not self.rows:
-            raise ProgramError("operations stand before any 'ranks 0,1:' line.")
+            raise ProgramError("operations come before the first 'ranks 0,1:' line.")
         else:
             self.rows[-1] += map(Op.parse, line.split())

@@ -1,6 +1,7 @@
-"""A step that was carried out: its program and when each operation ran, as one file.
+"""A measured step: its program and the times of each operation, as one file.
 
-Laid over it is a prediction made with the costs of that very run, so what differs is the waiting.
+It is compared with a prediction from the run's own costs, so that what differs is the
+waiting.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from .program import Program, ProgramError
 from .simulate import Costs, memory_over, simulate
 from .timeline import Span, Timeline
 
-_BUSY = (*COMPUTES, UPDATE)  # the processor works as long as they last
+_BUSY = (*COMPUTES, UPDATE)  # these keep the processor busy while they last
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A program and its measured timeline, in seconds, with a row of spans for every rank."""
+    """A program and its measured timeline, in seconds, with a row of spans for every
+    rank.
+    """
 
     program: Program
     timeline: Timeline
@@ -38,7 +41,7 @@ class Recorded:
 
     @classmethod
     def parse(cls, text: str) -> Recorded:
-        """The run that a file tells; whatever is not one is refused with the reason."""
+        """Parse the file of a measured step, or raise an error with the reason."""
         data = parse_json(text, "the recorded step", ProgramError)
         if data.get("phalanx run") != 1 or not isinstance(data.get("program"), str):
             what = "JSON with 'phalanx run': 1, a program and spans"
@@ -63,8 +66,11 @@ class Recorded:
         return cls(program, timeline)
 
     def costs(self) -> Costs:
-        """Measured costs: for computation the median of each kind and piece; for a message the
-        shortest time, because it ends only when somebody waits for it."""
+        """Measured costs by kind and piece.
+
+        For computation the median; for a message the shortest time, because it ends
+        only when a rank waits for it.
+        """
         seen: dict[tuple[str, int], list[float]] = defaultdict(list)
         for span in self._spans:
             key = (
@@ -84,13 +90,16 @@ class Recorded:
     def predicted(
         self, sizes: Sizes | None = None, costs: Costs | None = None
     ) -> Timeline:
-        """The program simulated, with this run's own costs where no others are given."""
+        """Simulate the program, with this run's own costs if no others are given."""
         return simulate(self.program, costs or self.costs(), sizes)
 
     def measured(self, sizes: Sizes | None = None) -> Timeline:
-        """The ranks that a simulation shows, one for each row, from time zero. A message lasts from when
-        it is sent until it is received: its sender looks after it much later, often at the end of the
-        step, and its receiver asks for it long before."""
+        """The measured timeline from time zero, for the ranks that a simulation shows:
+        one for each row.
+
+        A message lasts from its send to its receipt. Its sender looks after it much
+        later, often at the end of the step, and its receiver asks for it long before.
+        """
         shown = {self.program.owner.index(row) for row in range(len(self.program.rows))}
         spans = [s for s in self._spans if s.rank in shown]
         zero = min(s.start for s in spans)
@@ -101,7 +110,9 @@ class Recorded:
 
     @cached_property
     def _spans(self) -> tuple[Span, ...]:
-        """All spans, both ends of a message from when it is sent until it is received."""
+        """All spans, with both ends of a message clipped to the time from its send to
+        its receipt.
+        """
         sent = (s for s in self.timeline.spans if s.op.of)
         ends = {
             (s.op.kind, self._line(s.rank), s.op._replace(kind="")): s for s in sent
@@ -120,7 +131,9 @@ class Recorded:
         return tuple(spans)
 
     def _line(self, rank: int) -> tuple[int, ...]:
-        """The coordinates of a rank on all axes but the pipeline's: messages stay among these."""
+        """A rank's coordinates on all axes but pp: messages stay among ranks with equal
+        ones.
+        """
         at = self.program.mesh.coordinates(rank)
         return tuple(
             at[axis.name] for axis in self.program.mesh.axes if axis.name != "pp"

@@ -1,9 +1,10 @@
-"""In which order each rank computes: pipeline schedules as pure functions.
+"""Pipeline schedules: the order in which each rank computes, as pure functions.
 
-A schedule takes (stages, microbatches, chunks) and returns one list of F, B (or I and W) per rank,
-on virtual stages: the piece of an operation is the virtual stage it computes. Messages, weights and
-everything else are placed by the passes. To add one, write such a function in a file of your own
-and name it `file.py:function` where a schedule's name is expected.
+A schedule takes (stages, microbatches, chunks) and returns one list of F, B (or I and
+W) per rank, on virtual stages: an operation's piece is the virtual stage that it
+computes. The passes place messages, weights and everything else. To add one, write such
+a function in a file of your own and name it `file.py:function` where a schedule's name
+is expected.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from .ops import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
 from .own_schedule import own_schedule
 from .program import Op, Program, ProgramError
 
-FORWARDS = 500_000  # the most of a program
+FORWARDS = 500_000  # the most in a program
 Rows = list[list[Op]]
 Schedule = Callable[[int, int, int], Rows]
 _WHOLE = (FORWARD, BACKWARD)
@@ -25,7 +26,9 @@ _SPLIT = (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
 
 
 def weave(forwards: list[Op], backwards: list[Op], warmup: int) -> list[Op]:
-    """Some forwards, then one forward and one backward in turn, then the backwards left."""
+    """Warm-up forwards, then one forward and one backward in turn, then the remaining
+    backwards.
+    """
     steady = len(forwards) - warmup
     pairs = zip(forwards[warmup:], backwards[:steady], strict=True)
     return [
@@ -36,18 +39,18 @@ def weave(forwards: list[Op], backwards: list[Op], warmup: int) -> list[Op]:
 
 
 def split(row: list[Op], lag: int) -> list[Op]:
-    """Every B apart into I and W; a W follows its I by `lag` further I's."""
+    """Split every B into I and W. A W follows its I after `lag` further I's."""
     out: list[Op] = []
-    due: list[Op] = []
+    pending: list[Op] = []
     for op in row:
         if op.kind != BACKWARD:
             out.append(op)
             continue
         out.append(op._replace(kind=INPUT_GRADIENT))
-        due.append(op._replace(kind=WEIGHT_GRADIENT))
-        if len(due) > lag:
-            out.append(due.pop(0))
-    return out + due
+        pending.append(op._replace(kind=WEIGHT_GRADIENT))
+        if len(pending) > lag:
+            out.append(pending.pop(0))
+    return out + pending
 
 
 def accum(stages: int, microbatches: int, chunks: int = 1) -> Rows:
@@ -62,8 +65,11 @@ def gpipe(stages: int, microbatches: int, chunks: int = 1) -> Rows:
 
 
 def f1b(stages: int, microbatches: int, chunks: int = 1, depth: int = 1) -> Rows:
-    """One forward, one backward (Narayanan et al. 2019): rank r holds min(m, P - r) microbatches.
-    The warm-up is `depth` forwards for each stage behind a rank."""
+    """One forward, one backward (Narayanan et al. 2019): rank r holds min(m, P - r)
+    microbatches.
+
+    The warm-up has `depth` forwards for each stage behind a rank.
+    """
     rows = []
     for r in range(stages):
         forwards, backwards = (
@@ -76,9 +82,12 @@ def f1b(stages: int, microbatches: int, chunks: int = 1, depth: int = 1) -> Rows
 
 
 def interleaved(stages: int, microbatches: int, chunks: int) -> Rows:
-    """1F1B over chunks of the model (Narayanan et al. 2021): rank r holds stages r, P + r, 2P + r
-    ... Microbatches go through all chunks in rounds of P; what does not divide makes rounds longer,
-    as a round shorter than P would leave the last ranks waiting for each other."""
+    """1F1B over chunks of the model (Narayanan et al. 2021): rank r holds stages r, P +
+    r, 2P + r ...
+
+    Microbatches pass through all chunks in rounds of P. A remainder makes rounds
+    longer, because in a round shorter than P the last ranks would wait for each other.
+    """
     count = max(1, microbatches // stages)
     bounds = [i * microbatches // count for i in range(count + 1)]
     rounds = [range(a, b) for a, b in pairwise(bounds)]
@@ -98,12 +107,16 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Rows:
 
 
 def zb_h1(stages: int, microbatches: int, chunks: int = 1) -> Rows:
-    """1F1B with W put off by r on rank r: less bubble at 1F1B's memory (Qi et al. 2023)."""
+    """1F1B with W delayed by r on rank r: less bubble at 1F1B's memory (Qi et al.
+    2023).
+    """
     return [split(row, lag=r) for r, row in enumerate(f1b(stages, microbatches))]
 
 
 def zb_h2(stages: int, microbatches: int, chunks: int = 1) -> Rows:
-    """Twice the warm-up, W's put off so that nothing waits in between (Qi et al. 2023)."""
+    """Twice the warm-up, with W's delayed so that nothing waits in between (Qi et al.
+    2023).
+    """
     return [
         split(row, lag=2 * r)
         for r, row in enumerate(f1b(stages, microbatches, depth=2))
@@ -111,9 +124,12 @@ def zb_h2(stages: int, microbatches: int, chunks: int = 1) -> Rows:
 
 
 def zb_v(stages: int, microbatches: int, chunks: int = 2) -> Rows:
-    """Two chunks in a V, rank r holding stages r and 2P - 1 - r: zero bubble at 1F1B's memory
-    when F, I and W cost the same (Qi et al. 2024)."""
-    # The V is timed for 2P - 1 microbatches or more; of fewer it is the part that exists.
+    """Two chunks in a V, with stages r and 2P - 1 - r on rank r (Qi et al. 2024).
+
+    Zero bubble at 1F1B's memory if F, I and W cost the same.
+    """
+    # The V is timed for at least 2P - 1 microbatches. With fewer, take the part of it
+    # that exists.
     full = (_v_row(stages, max(microbatches, 2 * stages - 1), r) for r in range(stages))
     return [[op for op in row if op.index < microbatches] for row in full]
 
@@ -153,8 +169,11 @@ def _v_row(stages: int, microbatches: int, r: int) -> list[Op]:
 
 
 def dualpipe_v(stages: int, microbatches: int, chunks: int = 2) -> Rows:
-    """DualPipeV: the V placement, with each forward beside a backward of the opposite direction
-    (DeepSeek-AI 2024, half of DualPipe), so that with experts each hides the other's messages."""
+    """DualPipeV: the V placement, with each forward beside a backward of the opposite
+    direction.
+
+    DeepSeek-AI 2024, half of DualPipe: with experts, each hides the other's messages.
+    """
     full = (_dual_row(stages, max(microbatches, 2 * stages), r) for r in range(stages))
     return [[op for op in row if op.index < microbatches] for row in full]
 
@@ -162,7 +181,7 @@ def dualpipe_v(stages: int, microbatches: int, chunks: int = 2) -> Rows:
 def _dual_row(stages: int, microbatches: int, r: int) -> list[Op]:
     down, up, rest = r, 2 * stages - 1 - r, stages - 1 - r
     out: list[Op] = []
-    due: list[Op] = []  # weight gradients for the end, where nothing else is left to do
+    pending: list[Op] = []  # weight gradients for the end, where ranks would be idle
     done = {(k, s): 0 for k in _SPLIT for s in (down, up)}
 
     def put(kind: str, stage: int) -> None:
@@ -171,7 +190,7 @@ def _dual_row(stages: int, microbatches: int, r: int) -> list[Op]:
 
     def back(stage: int, *, later: bool = False) -> None:
         put(INPUT_GRADIENT, stage)
-        (due if later else out).append(out[-1]._replace(kind=WEIGHT_GRADIENT))
+        (pending if later else out).append(out[-1]._replace(kind=WEIGHT_GRADIENT))
 
     for _ in range(2 * rest):
         put(FORWARD, down)
@@ -195,9 +214,9 @@ def _dual_row(stages: int, microbatches: int, r: int) -> list[Op]:
         back(up, later=i > half - r % 2)
         back(down, later=i >= half)
     for _ in range(rest):
-        out.append(due.pop(0))
+        out.append(pending.pop(0))
         back(down, later=True)
-    return out + due
+    return out + pending
 
 
 def naive(stages: int, microbatches: int = 1, chunks: int = 1) -> Rows:
@@ -219,7 +238,7 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 def schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> Program:
-    """The compute operations of a named schedule, or of somebody's own `file.py:function`."""
+    """The compute operations of a named schedule, or of a user's `file.py:function`."""
     for what, number in (
         ("stages", stages),
         ("microbatches", microbatches),
@@ -244,22 +263,26 @@ def schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> Prog
 
 
 def refuse_own(layout: Layout) -> None:
-    """Refuse a layout whose own schedule does not order one training step. Its file is run."""
+    """Refuse a layout whose own schedule does not order one training step. Runs its
+    file.
+    """
     if names_source(layout.schedule):
         schedule(layout.schedule, layout.pp, layout.microbatches, layout.chunks)
 
 
 def refuse_vast(forwards: int) -> None:
-    """Refuse a program that nobody waits for: its proof takes a minute for each million operations."""
+    """Refuse a program that is too large: its proof takes a minute for each million
+    operations.
+    """
     if forwards > FORWARDS:
         raise ProgramError(
-            f"the step would have {2 * forwards:,} operations of computing, and at most"
-            f" {2 * FORWARDS:,} are built. Use fewer microbatches, stages or layers."
+            f"the step would have {2 * forwards:,} operations of computing; at most"
+            f" {2 * FORWARDS:,} are supported. Use fewer microbatches, stages or layers."
         )
 
 
 def _possible(name: str, stages: int, microbatches: int, chunks: int) -> None:
-    """Refuse numbers that a named schedule has no order for."""
+    """Refuse numbers for which a named schedule has no order."""
     kind = traits(name)
     if name in NAMES and not kind.least <= chunks <= kind.most:
         span = (

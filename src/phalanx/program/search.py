@@ -1,8 +1,10 @@
-"""The best order found for given costs: list scheduling, never worse than a named schedule.
+"""Searches the best order for given costs by list scheduling; never worse than a named
+schedule.
 
-Every rank keeps a list of what it can do; the simulated clock moves from one finish to the next and
-each free rank takes its most urgent operation that memory allows. Several urgencies are tried, with
-the named schedules beside them, and the shortest program wins.
+Every rank keeps a list of operations that it can do. The simulated clock moves from one
+finish to the next, and each free rank takes its most urgent operation that memory
+allows. Several urgencies are tried, beside the named schedules, and the shortest
+program wins.
 """
 
 import heapq
@@ -18,10 +20,10 @@ from .program import Op, Program, ProgramError
 from .schedules import schedule
 from .simulate import Costs, simulate
 
-# of equals the first wins
+# The first wins if several are equally short.
 _BESIDE = (ONE_F_ONE_B, GPIPE, ZB_H1, ZB_H2, INTERLEAVED, ZB_V)
 _KINDS = (ops.FORWARD, ops.INPUT_GRADIENT, ops.WEIGHT_GRADIENT)
-# the most urgent first
+# The most urgent first.
 _ORDERS = ((ops.INPUT_GRADIENT, ops.FORWARD, ops.WEIGHT_GRADIENT), _KINDS)
 
 
@@ -32,8 +34,11 @@ def search(
     costs: Costs,
     limits: Sequence[float] | None = None,
 ) -> Program:
-    """The shortest program known for these costs; `limits` are microbatches a rank may hold
-    (a chunk counts 1/V), from forward until the weight gradient."""
+    """The shortest program found for these costs.
+
+    `limits` are the microbatches that each rank may hold (a chunk counts 1/V), from the
+    forward until the weight gradient.
+    """
     most = list(limits or [microbatches] * stages)
     ended = filter(None, _candidates(stages, microbatches, chunks, costs, most))
     slack = ((x, min(n - h for n, h in zip(most, held(x), strict=True))) for x in ended)
@@ -52,9 +57,10 @@ def _candidates(
         if traits(name).least <= chunks <= traits(name).most:
             yield schedule(name, stages, microbatches, chunks)
     ways = ["wrap", "fold"] if chunks == 2 else ["wrap"]
-    # Whole microbatches let in one by one always end; letting in chunks is shorter where it ends.
+    # Admitting whole microbatches always ends. Admitting chunks is shorter where it
+    # ends.
     whole = (False, True) if chunks > 1 else (False,)
-    # Memory that the greedy order may use: all that is allowed, and less, which may be better.
+    # Memory for the greedy order: all that is allowed, and less, which may be better.
     behind = [stages - r for r in range(stages)]
     shapes = (
         [stages] * stages,
@@ -117,7 +123,8 @@ class _Listing:
             left -= 1
             for other, time in self._finish(op, r, now):
                 heapq.heappush(clock, (time, other))
-        # Some ways of letting microbatches in fill the memory with what cannot go on.
+        # Some ways of admitting microbatches fill the memory with ones that cannot
+        # continue.
         return None if left else Program.pipeline(rows)
 
     def _choose(self, r: int, now: float) -> Op | None:
@@ -127,7 +134,7 @@ class _Listing:
         full = self.used[r] + share > self.room[r] + 1e-9
         mine = self.mine[r]
         entry = -1
-        # no further microbatch where those that are in may come to hold all
+        # Admit no microbatch if those already in may come to fill the memory.
         if self.whole:
             left = min(self.next[ops.WEIGHT_GRADIENT, stage] for stage in mine)
             inside = self.next[ops.FORWARD, mine[0]] - left
@@ -139,7 +146,8 @@ class _Listing:
                 op = Op(kind, stage, self.next[kind, stage])
                 if self.ready.get(op, now + 1) > now:
                     continue
-                # Forwards of the later chunk lead to a backward sooner; so do they free memory.
+                # Forwards of a later chunk lead to a backward sooner, so they free
+                # memory sooner.
                 depth = -stage if kind == ops.FORWARD else stage
                 urgency = (
                     -1
@@ -152,7 +160,7 @@ class _Listing:
         return best[1] if best else None
 
     def _finish(self, op: Op, r: int, now: float) -> list[tuple[int, float]]:
-        """Book the operation; returns the ranks to look at again, and when."""
+        """Book the operation. Returns the ranks to look at again, and when."""
         end = now + self.costs.of(op, r)
         del self.ready[op]
         self.next[op.kind, op.piece] += 1

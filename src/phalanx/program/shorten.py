@@ -1,12 +1,14 @@
-"""A program without the microbatches that only repeat what those before them do: a few of them prove
-what all of them do, so that `check` need not follow a long step to its end.
+"""Shortens a program by leaving out microbatches that repeat others, so `check` need
+not follow a long step.
 
-Of a program that repeats, every row is a list A, then so many windows X that are equal but for their
-microbatches, then C. In a window each kind of operation on a microbatch stands once for each of its
-microbatches, and nothing else stands there. Let some windows of each row be left out. If what is left
-has no fault and a point in those of every row up to which no rank waits for what is listed behind it,
-then the program has no fault: up to there the two are one, each further window leads from such a point
-to the next, and what is listed behind it waits for the same as what is left.
+In a program that repeats, every row is a list A, then equal windows X that differ only
+in their microbatches, then C. In a window, each kind of operation on a microbatch
+occurs once for each of its microbatches, and nothing else occurs. Leave out some
+windows of each row. Suppose that the rest has no fault, and that every row's windows
+contain a point up to which no rank waits for anything listed behind it. Then the whole
+program has no fault: up to these points the two are the same, each further window leads
+from such a point to the next, and everything behind waits for the same operations as in
+the rest.
 """
 
 from collections import Counter
@@ -21,25 +23,27 @@ from .graph import Graph
 from .memory import Peak
 from .program import Op, Program
 
-# Windows of each row that its point is behind, and those left of the row that has fewest: of windows of
-# one microbatch, and of longer ones.
+# Windows before each row's point, and windows left in the row that has fewest: for
+# windows of one microbatch, and for longer ones.
 BEHIND = 2
 LEFT, LEFT_LONG = 6, 3
-_KIND = itemgetter(0, 1, 3, 4)  # all of an operation but its number
+_KIND = itemgetter(0, 1, 3, 4)  # everything of an operation but its number
 
 
 class Short(NamedTuple):
-    """A shortened program, and the windows in each row: start, end, and their length."""
+    """A shortened program, and the windows in each row: start, end and length."""
 
     program: Program
     windows: list[tuple[int, int, int]]
-    gone: int  # windows that were left out
+    gone: int  # the windows left out
 
     def proves(self, made: Graph) -> bool:
-        """True if a proof for the shortened program's graph holds for the whole program."""
+        """True if a proof for the shortened program's graph holds for the whole
+        program.
+        """
         first = [0, *accumulate(map(len, self.program.rows))]
         least = [start + BEHIND * length for start, _, length in self.windows]
-        # of each row: looked at, and to be looked at
+        # for each row: the operations examined so far, and those to examine
         done, reach = first[:-1], list(map(add, first, least))
         while done != reach:
             todo = [i for a, b in zip(done, reach, strict=True) for i in range(a, b)]
@@ -51,7 +55,9 @@ class Short(NamedTuple):
         return all(point <= end for point, (_, end, _) in points)
 
     def of_whole(self, peaks: Sequence[Peak], program: Program) -> tuple[Peak, ...]:
-        """The peaks of what is left as those of the program, in which the windows hold the same."""
+        """Translate the shortened program's peaks to the whole program, whose windows
+        hold the same memory.
+        """
 
         def named(row: int, op: Op) -> Op:
             at, (_, end, length) = self.program.rows[row].index(op), self.windows[row]
@@ -64,7 +70,9 @@ class Short(NamedTuple):
 
 
 def shortened(program: Program) -> Short | None:
-    """The program with repeated windows left out; None unless this saves at least a third of it."""
+    """The program without repeated windows, or None if this saves less than a third of
+    it.
+    """
     for period in dict.fromkeys((1, program.mesh.of("pp"))):
         windows = [_windows(row, period) for row in program.rows]
         found = [each for each in windows if each]
@@ -97,7 +105,7 @@ def _numbered(op: Op) -> bool:
 
 
 def _windows(row: tuple[Op, ...], period: int) -> tuple[int, int, int] | None:
-    """The windows about the middle of a row, of so many microbatches each."""
+    """The windows around the middle of a row, of `period` microbatches each, or None."""
     numbers, kinds = list(map(itemgetter(2), row)), list(map(_KIND, row))
     known = {kind for kind in set(kinds) if kind[2] or kind[0] in ops.ON_MICROBATCH}
     length = len(known) * period
@@ -113,8 +121,9 @@ def _windows(row: tuple[Op, ...], period: int) -> tuple[int, int, int] | None:
 
 
 def _in_turn(program: Program) -> bool:
-    """True if each kind of operation on microbatches occurs on its row once per microbatch, in
-    order."""
+    """True if each kind of operation on microbatches occurs once per microbatch and in
+    order on its row.
+    """
     turns = list(range(program.microbatches))
     for row in program.rows:
         numbers: dict[tuple[object, ...], list[int]] = {}

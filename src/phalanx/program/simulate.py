@@ -1,4 +1,4 @@
-"""Simulates a program: places every operation on its lane as soon as its needs are met."""
+"""Simulates a program: starts every operation on its lane as soon as its needs are met."""
 
 import math
 from collections import Counter
@@ -22,9 +22,9 @@ _HALVES = (ops.INPUT_GRADIENT, ops.WEIGHT_GRADIENT)
 class Costs:
     """Durations of operations by kind, with exceptions for pieces and ranks.
 
-    `pieces[kind, piece]` replaces the kind's time, `ranks[rank]` multiplies the computing time of a
-    rank, and `share` is the fraction of a stage that one piece makes up. Unnamed kinds cost
-    nothing; a missing B costs I and W together, and a missing R costs F.
+    `pieces[kind, piece]` replaces the kind's time, `ranks[rank]` multiplies a rank's
+    computing time, and `share` is one piece's fraction of a stage. Unnamed kinds cost
+    nothing. A missing B costs I plus W, and a missing R costs F.
     """
 
     kinds: Mapping[str, float] = field(
@@ -37,13 +37,14 @@ class Costs:
     def of(self, op: Op, rank: int) -> float:
         kind = op.kind
         if kind == ops.RECEIVE:
-            # The two ends of a message are one event; its time is told at the sending end.
+            # The two ends of a message are one event. Its time is that of the sending
+            # end.
             return self.pieces.get((ops.RECEIVE, op.piece), 0.0)
         time = self._time(kind, op.piece)
         return time * self.ranks.get(rank, 1.0) if kind in ops.COMPUTES else time
 
     def _time(self, kind: str, piece: int) -> float:
-        """The time given for this piece, whole or in parts; else its kind's time."""
+        """The time given for this piece, whole or in parts; otherwise its kind's time."""
         known = self._known
         if (kind, piece) not in known:
             known[kind, piece] = self._find(kind, piece)
@@ -56,8 +57,8 @@ class Costs:
     def _find(self, kind: str, piece: int) -> float:
         if kind == ops.SEND:
             return self.kinds.get("send", 0.0)
-        said = {k for k in (ops.FORWARD, *ops.BACKWARDS) if (k, piece) in self.pieces}
-        if parts := _parts(kind, said):
+        given = {k for k in (ops.FORWARD, *ops.BACKWARDS) if (k, piece) in self.pieces}
+        if parts := _parts(kind, given):
             return sum(part * self._time(k, piece) for k, part in parts.items())
         parts = _parts(kind, self.kinds.keys())
         time = sum(part * self.kinds.get(k, 0.0) for k, part in parts.items())
@@ -65,7 +66,7 @@ class Costs:
 
 
 def _parts(kind: str, known: Collection[str]) -> dict[str, float]:
-    """Parts of the time of a kind: how much it is of each known kind."""
+    """The known kinds that a kind's time consists of, each with its factor."""
     if kind in known:
         return {kind: 1.0}
     if kind == ops.BACKWARD and any(half in known for half in _HALVES):
@@ -76,21 +77,23 @@ def _parts(kind: str, known: Collection[str]) -> dict[str, float]:
 
 
 class Compiled(NamedTuple):
-    """A program's events in an order in which they can happen, to be timed under any costs."""
+    """A program's events in an order in which they can happen, ready to be timed under
+    any costs.
+    """
 
     program: Program
     graph: Graph
-    # for each event, the places in this order of those it waits for
+    # For each event, the places in this order of the events it waits for.
     before: list[tuple[int, ...]]
-    place: list[int]  # of each event of the graph in this order
-    price: list[int]  # which of `priced` an event takes the time of
-    # (rank, operation): the slowest is the event's time
+    place: list[int]  # each graph event's place in this order
+    price: list[int]  # each event's index in `priced`
+    # (rank, operation) pairs; the slowest gives the event's time
     priced: list[tuple[tuple[int, Op], ...]]
-    # of each row: what it computes, with its place
+    # For each row, the operations it computes, with their places.
     computing: list[list[tuple[int, Op]]]
 
     def prices(self, costs: Costs) -> list[float]:
-        """Seconds of each of `priced`."""
+        """The seconds of each entry of `priced`."""
         return [max(costs.of(op, rank) for rank, op in each) for each in self.priced]
 
 
@@ -101,10 +104,14 @@ def compiled(
     walked: Sequence[State] = (),
     joint: Collection[str] = (),
 ) -> Compiled:
-    """A program ready to be timed. One that can never end is refused; `check` says why. `blocking`
-    names lanes that do not overlap: what a rank computes next waits for them. `joint` names those
-    that share a link: their operations follow each other in the order of the list. `walked` are the
-    states of its rows, if they have been walked already."""
+    """Prepare a program for timing. One that can never end is refused; `check` says
+    why.
+
+    `blocking` names lanes that do not overlap: a rank's next computation waits for
+    them. `joint` names lanes that share a link: their operations follow each other in
+    the order of the list. `walked` are the rows' final states, if they have been
+    computed.
+    """
     made = graph(program, walked)
     waiting: dict[int, list[int]] = {}
     last: dict[int, int] = {}
@@ -159,10 +166,10 @@ def compiled(
 def times(
     made: Compiled, costs: Costs, cores: float = math.inf
 ) -> tuple[list[float], list[float]]:
-    """Start and end of each event: the longest path over the graph's edges.
+    """The start and end of each event: the longest path over the graph's edges.
 
-    With `cores`, all rows together share that many cores: while more rows are busy, each is slower.
-    Costs are then those of a row with a core to itself.
+    With `cores`, all rows share that many cores: while more rows are busy, each is
+    slower. Costs are then those of a row with a core to itself.
     """
     prices = made.prices(costs)
     if cores < math.inf:
@@ -188,7 +195,7 @@ def _sharing(
     for n, before in enumerate(made.before):
         for j in before:
             after[j].append(n)
-    # rows at work in an event
+    # the rows at work in an event
     size = [len(made.priced[made.price[n]]) for n in range(count)]
     left: dict[int, float] = {}
     ready, now, busy = [n for n in range(count) if not waits[n]], 0.0, 0
@@ -214,16 +221,21 @@ def _sharing(
 
 
 class Repeat(NamedTuple):
-    """A stretch of a program that its further microbatches repeat, by places in a `Compiled`."""
+    """A stretch of a program that further microbatches would repeat, by places in a
+    `Compiled`.
+    """
 
-    before: list[int]  # what has ended before it and is waited for later
-    after: list[int]  # the same one period later
+    before: list[int]  # events that ended before it and are waited for later
+    after: list[int]  # the same events, one period later
     inside: bytearray  # 1 for the events of the stretch
 
 
 def repeating(made: Compiled, period: int, tail: int) -> Repeat | None:
-    """The last `period` microbatches before the last `tail`, if what is waited for and what is not
-    done yet are the same before and after them, and they compute every piece so many times."""
+    """Find the repeated stretch: the last `period` microbatches before the last `tail`.
+
+    None unless the same events are waited for, and the same are unfinished, before and
+    after it, and every piece is computed `period` times in it.
+    """
     last, graph = made.program.microbatches - 1 - tail, made.graph
     first = last - period
     place = [made.place[event] for event in graph.event]
@@ -253,9 +265,11 @@ _Key = tuple[int, str, int, str, int, int]
 def _cut(
     made: Compiled, place: list[int], end: int, index: int
 ) -> tuple[list[_Key], list[_Key], list[int], bytearray]:
-    """The cut of the graph at an event: the finished events that others still wait for, the
-    unfinished ones up to it, the positions of the former, and a byte per event that is 1 if it is
-    finished."""
+    """The cut of the graph at an event.
+
+    Returns the finished events that others still wait for, the unfinished events up to
+    it, the positions of the former, and a byte per event that is 1 if it is finished.
+    """
     done = bytearray(len(made.before))
     stack = [end]
     done[end] = 1
@@ -299,11 +313,14 @@ def _cut(
 
 
 def shift(made: Compiled, part: Repeat, ends: list[float]) -> float:
-    """Seconds by which the step is longer with the stretch once more, and with it many times more;
-    0 where this does not show. Nothing that is waited for after the stretch is later than before it
-    by more than so much, so that no step is longer than that; and what the end has waited for is
-    that much later: the same operation before and after the stretch, the second by way of the
-    first."""
+    """Seconds by which one more repetition of the stretch makes the step longer, or 0
+    if unknown.
+
+    It holds for many more repetitions too. No event that is waited for after the
+    stretch is later than its counterpart before it by more than this, so no step is
+    longer. And the events that the end has waited for are later by exactly this: the
+    same operation before and after the stretch, the second by way of the first.
+    """
     path = max(range(len(ends)), key=ends.__getitem__)
     crossed = []
     for places in (part.after, part.before):
@@ -325,8 +342,9 @@ def shift(made: Compiled, part: Repeat, ends: list[float]) -> float:
 def critical(
     made: Compiled, ends: list[float], weight: Sequence[float], at: int
 ) -> dict[int, float]:
-    """Counts the occurrences of each of `priced` on the longest path to the event `at`, weighted by
-    `weight`."""
+    """The entries of `priced` on the longest path to the event `at`, each with its
+    summed `weight`.
+    """
     path: dict[int, float] = {}
     while at >= 0:
         path[made.price[at]] = path.get(made.price[at], 0.0) + weight[at]
@@ -345,7 +363,7 @@ def simulate(
 def timeline(
     made: Compiled, starts: list[float], ends: list[float], sizes: Sizes | None = None
 ) -> Timeline:
-    """Every operation with its times."""
+    """The timeline of all operations, from their events' times."""
     program, graph = made.program, made.graph
     first = [program.owner.index(row) for row in range(len(program.rows))]
     at = [made.place[event] for event in graph.event]
@@ -359,7 +377,9 @@ def timeline(
 def memory_over(
     program: Program, sizes: Sizes, spans: Iterable[Span]
 ) -> dict[int, tuple[tuple[float, dict[str, float]], ...]]:
-    """Memory of each row's first rank over time, by kind. Operations without a span take no time."""
+    """Each row's memory over time, by kind, for its first rank. Operations without a
+    span take no time.
+    """
     found = {}
     times = {(span.rank, span.op): (span.start, span.end) for span in spans}
     for row in range(len(program.rows)):
@@ -380,12 +400,14 @@ def memory_over(
 
 
 def repeat(program: Program, steps: int) -> Program:
-    """A program that repeats the step, back to back: no step waits for another unless an operation
-    needs it (an update, an agreement)."""
+    """A program that repeats the step, back to back.
+
+    No step waits for another unless an operation needs it (an update, an agreement).
+    """
     refuse_vast(steps * sum(map(len, program.rows)) // 2)
     rows, of_microbatches = [], (*ops.ON_MICROBATCH, *ops.MESSAGES)
     for row in program.rows:
-        # of a step
+        # how often each operation occurs in one step
         times = {op[:2]: 1 + op.index for op in sorted(row, key=lambda op: op.index)}
         times |= {
             op[:2]: program.microbatches for op in row if op.kind in of_microbatches

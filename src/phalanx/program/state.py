@@ -1,9 +1,10 @@
 """The state of one rank at each operation of its list; no other file follows a list.
 
-`State` walks a rank's row and knows, before every operation, which weights are gathered or stale,
-which gradients are open, in flight or reduced, and which activations are kept, recomputed or on the
-host. From it come the operation's *needs* (`graph` makes edges of them, `check` reports missing
-ones, the executor waits for them) and its *changes* (`memory` gives them sizes).
+`State` walks a rank's row and knows, before every operation, which weights are gathered
+or stale, which gradients are open, in flight or reduced, and which activations are
+kept, recomputed or on the host. From this follow the operation's *needs* (`graph` turns
+them into edges, `check` reports missing ones, the executor waits for them) and its
+*changes* (`memory` gives them sizes).
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ from typing import Any, NamedTuple
 from . import ops
 from .program import Op, Program
 
-# Reductions of one lane that are under way at once. Each holds a whole gradient, so that over a slow link a
-# step would hold the whole model's. Once all gradients are begun to wait makes room for nothing.
+# Reductions of one lane in flight at once. Each holds a whole gradient: without a
+# limit, a step over a slow link would hold the whole model's. Once all gradients have
+# begun, waiting frees nothing.
 IN_FLIGHT = 2
 
 
 class Change(NamedTuple):
-    """A buffer that an operation takes (1) or gives back (-1): what it is, and of which piece."""
+    """A buffer that an operation takes (sign 1) or gives back (-1), of a kind `what`
+    and a piece.
+    """
 
     what: str
     piece: int
@@ -30,36 +34,40 @@ class Change(NamedTuple):
 
 _NO_MESSAGE = Op("")[3:]
 
-# Buffers beside those that the table names (`ops.KEPT`, `ops.SELECTED`, `ops.FACTORS`,
-# `ops.WEIGHTS`).
-INPUT = "input"  # all that is kept of a segment that will be recomputed
+# Kinds of buffers besides those of the table (`ops.KEPT`, `ops.SELECTED`,
+# `ops.FACTORS`, `ops.WEIGHTS`).
+INPUT = "input"  # what is kept of a segment that will be recomputed
 WORKING = "working"  # needed only while the operation runs
-WHOLE = "whole"  # a unit's gradient to which contributions are added
-PART = "part"  # what is left of it once it is reduced
+WHOLE = "whole"  # a unit's whole gradient, to which contributions are added
+PART = "part"  # the shard of it that remains after its reduction
 SENT, RECEIVED = "sent", "received"  # a message; its piece is the lower of its two ends
-MATRICES = "matrices"  # on their ways to owners and back
+MATRICES = "matrices"  # on their way to owners and back
 
 
 def recomputed(row: Iterable[Op]) -> dict[tuple[int, int], Op]:
-    """By piece and microbatch, the operations that compute a forward again."""
+    """The recomputations of a row, by piece and microbatch."""
     return {(op.piece, op.index): op for op in row if op.kind in ops.RECOMPUTES}
 
 
 def restarts(at: Mapping[Any, int], piece: int, index: int) -> bool:
-    """True if a piece's recomputation starts from its own kept input, rather than from the output
-    of the recomputed piece before it. `at` maps operations to positions in the list."""
-    # Plain tuples: making an Op takes as long as three of these are looked up.
+    """True if a piece's recomputation starts from its own kept input.
+
+    Otherwise it starts from the output of the recomputed piece before it. `at` maps
+    operations to positions in the list.
+    """
+    # Plain tuples: creating an Op takes as long as three of these look-ups.
     if (ops.RECOMPUTE_PART, piece, index, *_NO_MESSAGE) in at:
         return True
     again = at.get((ops.RECOMPUTE, piece, index, *_NO_MESSAGE))
     before = at.get((ops.RECOMPUTE, piece - 1, index, *_NO_MESSAGE))
     if again is None or before is None or before > again:
         return again is not None
-    # What another operation brought to the forward is kept: it is not brought a second time.
+    # An input that another operation brought is kept, because it is not brought a
+    # second time.
     return any((kind, piece, index, *_NO_MESSAGE) in at for kind in ops.BRINGS_VALUE)
 
 
-Needs = list[Op | str]  # operations on the rank, and in words what it lacks
+Needs = list[Op | str]  # operations of the rank, and descriptions of what is missing
 Changes = tuple[Change, ...]
 
 
@@ -67,19 +75,21 @@ class _Flow(NamedTuple):
     """Everything that the changes of a computation or a message depend on."""
 
     kind: str
-    piece: int  # of a message its lower end
-    before: str = ""  # the activations that are kept before it, and after it
-    after: str = ""
-    came: bool = False  # it takes a message of another stage
-    taken: bool = False  # it takes tokens of other ranks
-    made: bool = False  # tokens that it makes travel
+    piece: int  # for a message, its lower end
+    before: str = ""  # activations kept before it
+    after: str = ""  # activations kept after it
+    receives: bool = False  # it takes a message of another stage
+    tokens_in: bool = False  # it takes tokens of other ranks
+    tokens_out: bool = False  # its output tokens travel
     opened: tuple[int, ...] = ()  # units whose gradient begins
 
 
 class State:
-    """One rank's list, followed operation by operation. `in_place`: a reduced gradient stays in the
-    whole buffer, as without shards; else it moves to a part of its own when its reduction
-    starts."""
+    """One rank's list, followed operation by operation.
+
+    `in_place`: a reduced gradient stays in the whole buffer, as without shards.
+    Otherwise it moves to a buffer of its own when its reduction starts.
+    """
 
     def __init__(
         self, program: Program, number: int, *, in_place: bool = False
@@ -94,7 +104,7 @@ class State:
         self.brings = [kind for kind in ops.BRINGS_VALUE if kind in self.has]
         self.last_piece = program.pieces - 1
         gathered = {op.piece for op in self.ops if op.kind == ops.GATHER}
-        # whole, whatever is gathered beside them
+        # Units always whole at home, whatever is gathered beside them.
         self.at_home = {*program.frozen} - gathered
         received = [op for op in self.ops if op.kind == ops.RECEIVE]
         self.incoming = {
@@ -103,33 +113,36 @@ class State:
         self.entries = {op.piece for op in received}
         # The pieces whose backward needs summed choices.
         self.chooses = {op.piece for op in self.ops if op.kind == ops.SUM_CHOICES}
-        # Activations by (piece, microbatch): ops.KEPT, ops.SELECTED, INPUT or ops.FACTORS.
+        # Activations by (piece, microbatch): ops.KEPT, ops.SELECTED, INPUT or
+        # ops.FACTORS.
         self.kept: dict[tuple[int, int], str] = {}
-        self.away: dict[tuple[int, int], str] = {}  # the same, on the host
+        self.away: dict[tuple[int, int], str] = {}  # on the host
         # Weights by unit.
-        self.gathered: dict[int, Op] = {}  # by which operation
-        # of its buffer the own part is there, from the host
+        self.gathered: dict[int, Op] = {}  # by their gathers
+        # Units whose own shard has been copied from the host into their buffer.
         self.loaded: set[int] = set()
         self.stale: set[int] = set()  # updated since they were gathered
         self.updated: dict[int, Op] = {}
-        # Units whose gathers need scales, and the agreement on them since the last update.
+        # Units whose gathers need scales, and their agreements since the last update.
         self.narrow = {op.piece for op in self.ops if op.kind == ops.AGREE_SCALES}
         self.scaled: dict[int, Op] = {}
         self.updates: Counter[int] = Counter()  # in this step
         # Gradients by unit.
         self.open: dict[int, list[Op]] = {}  # contributions in the whole buffer
-        # reductions that nothing has waited for, in order
+        # Reductions that nothing has waited for, in order.
         self.under_way: dict[Op, None] = {}
-        # that will be reduced
+        # Reductions whose gradient has not begun.
         self.unbegun = sum(op.kind == ops.REDUCE for op in self.ops)
-        self.reduced: dict[int, Op] = {}  # the last of its reductions, since its update
-        self.arrived: set[int] = set()  # reduced and waited for: the rank has its part
-        # finished sums were added: no further sum may follow
+        self.reduced: dict[int, Op] = {}  # each unit's last reduction since its update
+        self.arrived: set[int] = set()  # units whose reduction was waited for
+        # units whose finished sums were added: no further sum may follow
         self.tied: set[int] = set()
         self.counted: Op | None = None
-        self.agreed: Op | None = None  # on the norm of what is reduced so far
-        # Of the operations that were walked past: what each needs, and the numbers of what changes when
-        # it starts and when it ends. There are few such bundles, and each stands in many places.
+        # the agreement on the norm of all that is reduced
+        self.agreed: Op | None = None
+        # For each operation walked past: its needs, and the numbers of the changes at
+        # its start and end. There are few different bundles of changes, and each occurs
+        # in many places.
         self.needed: list[Needs] = []
         self.flow: list[int] = []
         self.bundles: list[Changes] = []
@@ -137,8 +150,11 @@ class State:
         self._known: dict[_Flow, tuple[int, int]] = {}
 
     def walk(self) -> Iterator[tuple[Op, Needs]]:
-        """Every operation with what it needs. When it is yielded, the state is that before it."""
-        # Not kept: what refers to itself is freed late, and a search makes many.
+        """Yield every operation with its needs. The state is then that before the
+        operation.
+        """
+        # Not stored: an object that refers to itself is freed late, and a search
+        # creates many.
         needs_of = {kind: self._needs_of(kind) for kind in self.has}
         for op in self.ops:
             needs = needs_of[op.kind](op)
@@ -149,15 +165,17 @@ class State:
             self.flow[-1] = self._number((*self.bundles[self.flow[-1]], *self._rest()))
 
     def follow(self) -> State:
-        """The state after the whole list."""
+        """Walk to the end of the list and return the state."""
         for _ in self.walk():
             pass
         return self
 
-    # ---- what an operation needs
+    # ---- needs
 
     def needs(self, op: Op) -> Needs:
-        """The operations on this rank that must have finished, and what no operation provides."""
+        """The operations of this rank that must have finished, and descriptions of what
+        none provides.
+        """
         return self._needs_of(op.kind)(op)
 
     def _needs_of(self, kind: str) -> Callable[[Op], Needs]:
@@ -212,7 +230,7 @@ class State:
         if kind == ops.REDUCE_REPLICAS:
             return [self._one_of(op, ops.REDUCE), *self._turn(op)]
         if kind == ops.AGREE:
-            # The count too: the ranks also agree on the loss.
+            # The count too: ranks also agree on the loss.
             counted = [self.counted] if self.counted else []
             return [*counted, *map(self._complete, self.reduced)]
         if ops.NORM in takes:
@@ -229,7 +247,7 @@ class State:
         return needs
 
     def _for_gather(self, op: Op) -> Iterator[Op | str]:
-        """The unit's own part on the device, and the scales that its matrices travel with."""
+        """The unit's shard on the device, and the scales of its matrices."""
         load = Op(ops.LOAD, op.piece, op.index)
         if load in self.at:
             yield load
@@ -240,8 +258,11 @@ class State:
             )
 
     def _turn(self, op: Op) -> Iterator[Op]:
-        """The reductions that one must wait for before it starts: of the same unit, as its result
-        is added to theirs, and the oldest where as many as may be are under way."""
+        """The reductions that must be waited for before this one starts.
+
+        These are earlier ones of the same unit, as results add up, and the oldest if
+        the lane is full.
+        """
         others = [other for other in self.under_way if other.kind == op.kind]
         oldest = others[: max(0, len(others) - IN_FLIGHT + 1)] if self.unbegun else []
         yield from (
@@ -249,7 +270,9 @@ class State:
         )
 
     def _complete(self, unit: int) -> Op | str:
-        """The operation by which a unit's gradient is summed over all its copies."""
+        """The operation that completes the sum of a unit's gradient over all its
+        copies.
+        """
         last = self.reduced.get(unit)
         if last and not (self.program.replicated and last.kind == ops.REDUCE):
             return last
@@ -259,7 +282,8 @@ class State:
     def _for_update(self, unit: int) -> Needs:
         needs: Needs = []
         if ops.AGREE in self.has:
-            # A sum after the agreement undoes it: what was agreed on is not what would be applied.
+            # A sum after the agreement invalidates it: ranks would apply another
+            # gradient than agreed on.
             needs.append(self.agreed or f"{ops.AGREE} before it, after every sum")
         contributions = self.open.get(unit, [])
         if ops.REDUCE not in self.has:
@@ -272,7 +296,9 @@ class State:
         return needs
 
     def _one_of(self, op: Op, *kinds: str) -> Op | str:
-        """The first there is of these kinds, with the same piece and index."""
+        """The first existing operation of these kinds with the same piece and index, or
+        a description.
+        """
         for kind in kinds:
             if choice := self.named.get((kind, op.piece, op.index)):
                 return choice
@@ -284,7 +310,7 @@ class State:
             if unit in self.gathered and unit not in self.stale:
                 needs.append(self.gathered[unit])
             elif ops.GATHER in self.has and unit not in self.at_home:
-                # Where weights are gathered, no unit is whole at home.
+                # If weights are gathered, no unit is whole at home.
                 last = f"the last {unit}{ops.DROP} and {unit}{ops.UPDATE}"
                 must = f"a {unit}{ops.GATHER} must stand before it, after {last}"
                 needs.append(f"the weights of unit {unit}: {must}")
@@ -308,8 +334,9 @@ class State:
         )
 
     def _routes(self, op: Op) -> Op | str:
-        """The operation that counted the arriving tokens: on their way to the experts, or before
-        that."""
+        """The operation that counted the arriving tokens: for the experts' piece, or
+        the piece before.
+        """
         before = self.named.get((ops.COUNT_ROUTES, op.piece - 1, op.index))
         return before or self._one_of(op, ops.COUNT_ROUTES)
 
@@ -323,15 +350,17 @@ class State:
         return [received or str(Op(ops.RECEIVE, piece, m, ops.FORWARD, piece - 1))]
 
     def _kept(self, op: Op) -> Needs:
-        """The activations that the forward kept, reloaded from the host if they were moved there."""
+        """The activations that the forward kept, reloaded from the host if they were
+        moved there.
+        """
         needs = [self._one_of(op, ops.FORWARD)]
         if (ops.OFFLOAD, op.piece, op.index) in self.named:
             needs.append(self._one_of(op, ops.RELOAD))
         return needs
 
     def _gradient(self, piece: int, m: int) -> Needs:
-        # The loss, and those of routers in any piece, are sums over tokens divided by their number over
-        # all ranks.
+        # Losses, also those of routers in any piece, are sums over tokens divided by
+        # their number over all ranks.
         counted = [self.counted or f"{ops.COUNT} before it"] * (ops.COUNT in self.has)
         return (
             counted
@@ -350,11 +379,14 @@ class State:
         received = self.incoming.get((piece, False, m))
         return [received or str(Op(ops.RECEIVE, piece, m, ops.BACKWARD, piece + 1))]
 
-    # ---- what an operation changes
+    # ---- changes
 
     def apply(self, op: Op, needs: Needs) -> tuple[int, int]:
-        """Go past an operation. Returns the numbers of what it takes and gives back when it starts, and
-        when it ends. What it has waited for has arrived when it starts."""
+        """Advance past an operation.
+
+        Returns the numbers of the changes at its start and at its end. Everything that
+        it has waited for has arrived at its start.
+        """
         way = self.under_way
         arrived = [c for n in needs if n in way for c in self._arrive(n)] if way else []
         kind = op.kind
@@ -386,19 +418,20 @@ class State:
 
     def _compute(self, op: Op) -> tuple[int, int]:
         kind, piece, m = op[:3]
-        came = taken = made = False
+        receives = tokens_in = tokens_out = False
         if kind == ops.FORWARD or kind in ops.PROPAGATES:
             far = piece - 1 if kind == ops.FORWARD else piece + 1
-            # It is the operation's own from here on, and counted with what it keeps.
-            came = (
+            # From here on the message belongs to the operation, and counts with its
+            # activations.
+            receives = (
                 piece in self.entries and (ops.RECEIVE, piece, m, kind, far) in self.at
             )
             if ops.EXCHANGE in self.has:
                 sent = ops.EXCHANGE if kind == ops.FORWARD else ops.EXCHANGE_GRADIENT
-                # Tokens are there twice from when they are made until what takes them begins: as they
-                # go, and as they come.
-                taken = (sent, piece + (kind != ops.FORWARD), m) in self.named
-                made = (sent, piece + (kind == ops.FORWARD), m) in self.named
+                # Tokens exist twice from their creation until the operation that takes
+                # them begins: as sent, and as received.
+                tokens_in = (sent, piece + (kind != ops.FORWARD), m) in self.named
+                tokens_out = (sent, piece + (kind == ops.FORWARD), m) in self.named
         before = self.kept.pop((piece, m), "")
         if kind == ops.FORWARD:
             keeps = self._keeps(piece, m)
@@ -409,7 +442,8 @@ class State:
         if keeps:
             self.kept[piece, m] = keeps
         opened: list[int] = []
-        # Norms and biases get their gradient with the input's. A piece without an input has none.
+        # Norms and biases get their gradient with the input's. A piece without an input
+        # has none.
         contributes = kind in ops.CONTRIBUTES
         if contributes or (kind == ops.INPUT_GRADIENT and piece):
             for unit in self.program.trained(piece):
@@ -420,11 +454,20 @@ class State:
                 if contributes:
                     self.open[unit].append(op)
         return self._after(
-            _Flow(kind, piece, before, keeps, came, taken, made, tuple(opened))
+            _Flow(
+                kind,
+                piece,
+                before,
+                keeps,
+                receives,
+                tokens_in,
+                tokens_out,
+                tuple(opened),
+            )
         )
 
     def _after(self, flow: _Flow) -> tuple[int, int]:
-        """Changes of a message or a computation, at its start and at its end."""
+        """The changes of a message or a computation, at its start and at its end."""
         if flow in self._known:
             return self._known[flow]
         kind, piece = flow.kind, flow.piece
@@ -433,16 +476,17 @@ class State:
         forward = kind == ops.FORWARD
         # Messages carry the number of their lower end.
         into, out = (piece - 1, piece) if forward else (piece, piece - 1)
-        if flow.came:
+        if flow.receives:
             start.append(Change(RECEIVED, into, -1))
-        if flow.taken:  # they were there as they went, and as they came
+        if flow.tokens_in:  # both copies, as sent and as received
             start += [Change(RECEIVED, into, -1), Change(RECEIVED, into, -1)]
-        if flow.made:
+        if flow.tokens_out:
             end.append(Change(RECEIVED, out, 1))
         if kind in ops.MESSAGES:
             start.append(Change(SENT if kind == ops.SEND else RECEIVED, piece, 1))
         start += (Change(WHOLE, unit, 1) for unit in flow.opened)
-        # A forward's results grow while it runs; a backward needs what was kept until it ends.
+        # A forward's results grow while it runs; a backward needs kept activations
+        # until it ends.
         at = start if forward or kind in ops.RECOMPUTES else end
         if flow.before:
             at.append(Change(flow.before, piece, -1))
@@ -455,8 +499,9 @@ class State:
         return self._known[flow]
 
     def _keeps(self, piece: int, m: int) -> str:
-        """The kind of activations kept on the device after a forward: everything, a part, its input
-        or nothing."""
+        """The kind of activations kept on the device after a forward: all, a part, its
+        input or none.
+        """
         again = self.again.get((piece, m))
         if again is None:
             return ops.KEPT
@@ -491,7 +536,7 @@ class State:
             self._reduce(op, start)
         elif kind == ops.COUNT:
             self.counted = op
-            self.updates.clear()  # the next step begins
+            self.updates.clear()  # a new step begins
         elif kind == ops.AGREE:
             self.agreed = op
         elif kind == ops.AGREE_SCALES:
@@ -527,7 +572,9 @@ class State:
         self.reduced[op.piece], self.agreed = op, None
 
     def _arrive(self, op: Op) -> Iterator[Change]:
-        """A reduction was waited for: the whole buffer goes back, its result joins what there is."""
+        """Complete a reduction: free the whole buffer, and add the result to this
+        rank's shard.
+        """
         del self.under_way[op]
         last = op.kind == ops.REDUCE_REPLICAS or not self.program.replicated
         if last if self.in_place else op.kind == ops.REDUCE:
@@ -540,5 +587,5 @@ class State:
         self.arrived.add(op.piece)
 
     def _rest(self) -> list[Change]:
-        """Changes that arrive after the last operation because nothing waited for them."""
+        """The changes of reductions that no operation of the list waits for."""
         return [change for op in tuple(self.under_way) for change in self._arrive(op)]

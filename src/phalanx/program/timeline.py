@@ -1,5 +1,8 @@
-"""A timeline: which operation ran where, from when to when. `simulate` and the executor both make one,
-so that a prediction and a measurement can be laid over each other."""
+"""Timelines: which operation ran where, and its start and end.
+
+`simulate` and the executor both create one, so a prediction can be compared with a
+measurement.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from .program import Op
 
 
 class Span(NamedTuple):
-    """One operation on one rank's lane, in the unit of the costs (seconds when measured)."""
+    """One operation on one rank's lane, in the unit of the costs (seconds if measured)."""
 
     rank: int
     lane: str
@@ -29,7 +32,9 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans in order of rank and list; `memory` holds, for each rank, (time, kind -> bytes)."""
+    """Spans in the order of ranks and lists. `memory` holds (time, bytes by kind) for
+    each rank.
+    """
 
     spans: tuple[Span, ...]
     memory: Mapping[int, tuple[tuple[float, Mapping[str, float]], ...]] | None = None
@@ -69,7 +74,7 @@ class Timeline:
 
     @cached_property
     def ideal(self) -> float:
-        """The work of the busiest rank: no order of operations takes less."""
+        """The busiest rank's computing time: no order of operations takes less."""
         return max(map(self.busy, self.ranks), default=0.0)
 
     @property
@@ -77,18 +82,22 @@ class Timeline:
         return 1 - self.ideal / self.makespan if self.makespan else 0.0
 
     def inner_idle(self, rank: int) -> float:
-        """Time without work between a rank's first and last operation."""
+        """The idle time between a rank's first and last computation."""
         spans = self.computing[rank]
         return spans[-1].end - spans[0].start - self.busy(rank) if spans else 0.0
 
     def exposed(self, rank: int) -> float:
-        """Time in which a rank computes nothing while one of its other lanes is busy."""
+        """The time in which a rank computes nothing while one of its other lanes is
+        busy.
+        """
         return sum(exposed for _, exposed in self._beside(rank))
 
     def breakdown(self, rank: int) -> dict[str, float]:
-        """The rank's step by kind of operation; the parts add up to the makespan. Of what runs beside
-        computing only the time in which nothing is computed counts, for what began first; both ends
-        of a message are one kind, and "" is idle."""
+        """The rank's step time by kind of operation; the parts add up to the makespan.
+
+        Operations beside computing count only while nothing is computed, for the one
+        that began first. Both ends of a message are one kind. "" is idle time.
+        """
         parts: dict[str, float] = defaultdict(float)
         for span in self.computing[rank]:
             parts[span.op.kind] += span.end - span.start
@@ -98,7 +107,9 @@ class Timeline:
         return {kind: time for kind, time in parts.items() if time}
 
     def _beside(self, rank: int) -> Iterator[tuple[Span, float]]:
-        """Spans beside a rank's computing, each with the time in which nothing is computed."""
+        """Yield the spans beside a rank's computing, each with the time in which
+        nothing is computed.
+        """
         work = self.computing[rank]
         ends, done = (
             [s.end for s in work],
@@ -106,7 +117,7 @@ class Timeline:
         )
 
         def computed(time: float) -> float:
-            """Time spent computing before a time."""
+            """The time spent computing before a time."""
             i = bisect(ends, time)
             return done[i] + (max(0.0, time - work[i].start) if i < len(work) else 0.0)
 
@@ -129,7 +140,7 @@ class Timeline:
 
     @classmethod
     def from_json(cls, text: str) -> Timeline:
-        """The timeline that a file tells; whatever is not one is refused."""
+        """Parse a timeline's file, or raise an error."""
         try:
             value = parse_json(text, "this", ValueError)
             spans = tuple(
