@@ -9,6 +9,7 @@ import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -286,12 +287,23 @@ def test_precision_and_microbatch_are_other_ways_to_write_the_layout() -> None:
         of("layout=dp2 bf16", "precision=fp32")
 
 
-def test_the_docs_list_every_key_of_the_run_file() -> None:
+def descriptions(table: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """The description of each key of a schema, by its dotted name."""
+    found: dict[str, str] = {}
+    for name, inner in table["properties"].items():
+        if "properties" in inner:
+            found |= descriptions(inner, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = inner["description"]
+    return found
+
+
+def test_the_docs_list_every_key_of_the_run_file_with_its_description() -> None:
     page = Path(__file__).parents[2] / "docs" / "training.md"
     section = page.read_text().partition("## The keys")[2].partition("\n## ")[0]
-    assert re.findall(r"^\| `([\w.]+)` \|", section, re.MULTILINE) == list(
-        every_key(Run)
-    )
+    rows = re.findall(r"^\| `([\w.]+)` \| .*? \| (.*) \|$", section, re.MULTILINE)
+    assert dict(rows) == descriptions(schema(Run, "phalanx run file"))
+    assert [key for key, _ in rows] == list(every_key(Run))
 
 
 @pytest.mark.parametrize("name", [n for n in Shape.names() if n != "mlp"])

@@ -49,22 +49,22 @@ class OptimizerChoice:
     decay_steps: int = key(0, "decay phase of wsd, at the end; 0: a tenth of steps")
     min_lr: float | None = key(None, "learning rate after the decay; unset: lr / 10")
     betas: tuple[float, float] = key(
-        (0.9, 0.95), "of AdamW: decay rates of its two moments", maximum=0.999999
+        (0.9, 0.95), "AdamW: decay rates of the two moments", maximum=0.999999
     )
-    eps: float = key(1e-8, "of AdamW: added to the denominator", above=0)
+    eps: float = key(1e-8, "AdamW: term added to the denominator", above=0)
     momentum: float | None = key(
-        None, "of SGD and Muon; unset: 0 and 0.95", maximum=0.999999
+        None, "SGD and Muon: momentum; unset: 0 and 0.95", maximum=0.999999
     )
-    nesterov: bool = key(True, "of Muon's momentum")
+    nesterov: bool = key(True, "Muon: Nesterov momentum")
     adjust_lr: str = key(
         "match_rms_adamw",
-        "of Muon, by a matrix's rows and columns: match_rms_adamw (0.2 sqrt(max(rows, columns))) or"
-        " original (sqrt(max(1, rows / columns)))",
+        "Muon: scale of an update by a matrix's rows and columns: match_rms_adamw (0.2"
+        " sqrt(max(rows, columns))) or original (sqrt(max(1, rows / columns)))",
         choices=("match_rms_adamw", "original"),
     )
-    matrix_lr: float = key(0.0, "of Muon: peak learning rate of matrices; 0: lr")
+    matrix_lr: float = key(0.0, "Muon: peak learning rate of matrices; 0: lr")
     weight_decay: float = key(
-        0.1, "decoupled for AdamW and Muon; none on norms and biases"
+        0.1, "weight decay, decoupled for AdamW and Muon; none on norms and biases"
     )
     clip: float = key(1.0, "max gradient norm; 0 disables")
 
@@ -90,13 +90,13 @@ class Checkpoints:
     dir: str = key("", "checkpoint folder; empty: checkpoints in `out`")
     remote: str = key(
         "",
-        "URL by fsspec, as s3://bucket/run, to which checkpoints are uploaded, and from which a run continues"
-        " where it has newer ones; ${NAME} in it is an environment variable",
+        "fsspec URL to upload checkpoints to, such as s3://bucket/run; a run resumes"
+        " from it if it has newer ones; ${NAME} in it is an environment variable",
     )
     remote_timeout: float = key(
         300.0,
-        "seconds that an upload to `remote`, or a download from it, may make no progress until it is given"
-        " up; 0: for ever",
+        "seconds without progress after which an upload to `remote`, or a download"
+        " from it, is given up; 0: never",
         maximum=1e6,
     )
     every: int = key(0, "steps between checkpoints; 0: only at the end")
@@ -106,10 +106,10 @@ class Checkpoints:
     keep: int = key(2, "checkpoints to keep; older ones are deleted", minimum=2)
     asynchronous: bool = key(False, "write while training continues", name="async")
     adopt: bool = key(
-        False, "go on also where the model's sizes differ, if weights fit"
+        False, "resume even if the model's sizes differ, as long as the weights fit"
     )
     on_disk_full: str = key(
-        "stop", "stop, or go on without saving", choices=("stop", "go-on")
+        "stop", "stop, or go-on: continue without saving", choices=("stop", "go-on")
     )
 
     def __post_init__(self) -> None:
@@ -130,20 +130,21 @@ class Metrics:
 class Training:
     """The reaction to ranks that fail or are missing."""
 
-    restarts: int = key(0, "times that local ranks start again after one has failed")
+    restarts: int = key(0, "restarts of the local ranks after one has failed")
     in_memory: int = key(
         0,
-        "steps between checkpoints in the memory of the hosts, each part also on the next host, from which"
-        " ranks go on that are started again; 0: none",
+        "steps between checkpoints in the memory of the hosts, from which restarted"
+        " ranks resume; each part is also on the next host; 0: none",
     )
     check_copies: int = key(
         100,
-        "steps between comparisons of all copies of weights and optimizer state that ranks hold, bit by"
-        " bit; also made before each save; 0: never",
+        "steps between bit-by-bit comparisons of the copies of weights and optimizer"
+        " state; also before each save; 0: never",
     )
     fallback: str = key(
         "",
-        "layouts for other numbers of ranks than `layout` has, in order: dp3 tp2; dp2 tp2",
+        "layouts for other numbers of ranks than that of `layout`, in order: dp3 tp2;"
+        " dp2 tp2",
     )
 
 
@@ -153,7 +154,8 @@ class Networking:
 
     interface: str = key(
         "",
-        "network interface of the ranks, as eth0; empty: the one that leads to rank 0's host",
+        "network interface of the ranks, such as eth0; empty: the one that leads to"
+        " rank 0's host",
     )
 
 
@@ -169,14 +171,20 @@ class Validation:
 class SampleChoice:
     """A text that the model writes while it is trained."""
 
-    every: int = key(0, "steps between texts, and one after the last step; 0: none")
-    prompt: str = key(
-        "\n", "the beginning of the text; a user's message, where chats are trained on"
+    every: int = key(
+        0, "steps between texts; there is also one after the last step; 0: none"
     )
-    tokens: int = key(40, "the most tokens to write", minimum=1, maximum=1 << 16)
-    temperature: float = key(0.8, "0: the likeliest token; above: drawn, by `seed`")
+    prompt: str = key(
+        "\n", "start of the text; a user's message if the run trains on chats"
+    )
+    tokens: int = key(
+        40, "maximum number of tokens to write", minimum=1, maximum=1 << 16
+    )
+    temperature: float = key(
+        0.8, "0: the likeliest token; above 0: sampled, with `seed`"
+    )
     tokenizer: str = key(
-        "", "a tokenizer.json or its folder; empty: that of `model` or of `data`"
+        "", "tokenizer.json or its folder; empty: the tokenizer of `model` or `data`"
     )
 
 
@@ -195,13 +203,14 @@ class Hangs:
 
     timeout: float = key(
         600.0,
-        "seconds, beyond its longest operation, that a rank may stand still until the run is ended"
-        " with the reason; 0: never",
+        "seconds without progress, beyond the longest operation, after which the run"
+        " is ended with the reason; 0: never",
         maximum=1e6,
     )
     straggler: float = key(
         2.0,
-        "report a rank whose own work takes so many times that of its peers; 0 disables",
+        "report a rank whose own work takes this many times as long as that of its"
+        " peers; 0 disables",
     )
 
 
@@ -210,12 +219,14 @@ class Preparing:
     """The preparation of `data`: its conversion to tokens of the model's tokenizer."""
 
     field: str = key(
-        "", "of rows; empty: text, messages, conversations, or prompt and completion"
+        "",
+        "field of the rows to read; empty: text, messages, conversations, or prompt"
+        " and completion",
     )
     held_out: float = key(0.05, "share of the documents for validation", maximum=0.999)
     on_bad: str = key(
         "skip",
-        "what cannot be read: skip (left out and named) or refuse",
+        "unreadable input: skip (leave it out and name it) or refuse",
         choices=("skip", "refuse"),
     )
 
@@ -224,11 +235,15 @@ class Preparing:
 class LoraChoice:
     """Low-rank adapters in the linears of the blocks; all other weights are frozen."""
 
-    r: int = key(0, "rank; 0: no adapters, all weights are trained", maximum=1 << 16)
+    r: int = key(
+        0,
+        "rank of the adapters; 0: no adapters, all weights are trained",
+        maximum=1 << 16,
+    )
     alpha: float = key(8.0, "the adapter's output is multiplied by alpha / r", above=0)
     targets: tuple[str, ...] = key(
         ("all-linear",),
-        "wq, wk, wv, wo, gate, up, down, or q_proj and so on as peft says",
+        "wq, wk, wv, wo, gate, up, down, or peft's names such as q_proj",
     )
 
 
@@ -242,29 +257,34 @@ class Run:
         " your own as FILE.py:Class",
     )
     layout: str = key(
-        "auto", "how the ranks share the work, as dp2 pp2 zero1 1f1b:4; or auto"
+        "auto", "how the ranks share the work, such as dp2 pp2 zero1 1f1b:4; or auto"
     )
     weights: str = key(
         "",
-        "random: train the sizes of a published name, as gpt2, from random weights; empty: hf:FOLDER"
-        " begins with its weights, a shape with random ones, and a published name is refused",
+        "random: train the sizes of a published name, such as gpt2, from random"
+        " weights; empty: hf:FOLDER starts from its weights, a shape from random ones,"
+        " and a published name is refused",
         choices=("", RANDOM),
     )
     precision: str = key(
         "",
-        "bf16, fp16, tf32, fp32, fp64; empty: the layout's, else fp32",
+        "bf16, fp16, tf32, fp32, fp64; empty: the layout's, or fp32",
         choices=("", *PRECISIONS),
     )
     data: str | tuple[str, ...] = key(
         "python",
-        "python (its own library's text), or a path, or several as 'a:0.7, b:0.3'; see `phalanx data`",
+        "python (the text of its standard library), a path, or several paths as"
+        " 'a:0.7, b:0.3'; see `phalanx data`",
     )
-    freeze: str = key("", "pieces that are not trained, as embed, layers.0-3, head")
-    document_masks: bool = key(True, "no attention between documents of a sequence")
+    freeze: str = key(
+        "", "pieces that are not trained, such as embed, layers.0-3, head"
+    )
+    document_masks: bool = key(True, "no attention between the documents in a sequence")
     packing: str = key(
         "",
-        "wrapped: text is cut where a sequence ends; bfd: whole documents share a sequence; none: one"
-        " in each, padded; empty: bfd for chats, else wrapped",
+        "wrapped: text is split where a sequence ends; bfd: whole documents share a"
+        " sequence; none: one document in each, padded; empty: bfd for chats, wrapped"
+        " otherwise",
         choices=("", "wrapped", "bfd", "none"),
     )
     batch: int = key(
@@ -278,21 +298,23 @@ class Run:
     sequence: int = key(0, "sequence length in tokens; 0: the shape's", maximum=1 << 28)
     steps: int = key(100, "optimizer steps", minimum=1, maximum=10**12)
     z_loss: float = key(
-        0.0, "adds this times log(Z)^2 to each token's loss, Z its logits' sum of exp"
+        0.0, "weight of log(Z)^2 in each token's loss; Z is the sum of exp(logits)"
     )
-    seed: int = key(0, "of the initial weights and the data order", maximum=2**62 - 1)
-    out: str = key("", "output folder; empty: runs/ and the file's name")
+    seed: int = key(
+        0, "seed of the initial weights and the data order", maximum=2**62 - 1
+    )
+    out: str = key("", "output folder; empty: runs/ plus the name of the run file")
     machine: str = key(
         "",
         "machine file of `phalanx doctor --out`, for MFU and auto; empty: measure the peak rate",
     )
     memory: float = key(
-        0.0, "memory limit per rank in GiB, for recompute:fit; 0: 80 % of its GPU"
+        0.0, "memory limit per rank in GiB for recompute:fit; 0: 80 % of its GPU"
     )
     verify: bool = key(
         False,
-        "before the ranks start, train the run in small and compare it with one process, as `phalanx"
-        " verify` does; a run that differs is refused",
+        "before the ranks start, train a scaled-down run and compare it with one"
+        " process, as `phalanx verify` does; a run that differs is refused",
     )
     lora: LoraChoice = key(LoraChoice(), "LoRA: adapters are trained, and nothing else")
     optimizer: OptimizerChoice = key(
