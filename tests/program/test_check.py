@@ -15,7 +15,16 @@ from program_worlds import (
 )
 
 from phalanx.layout import Layout, Mesh, plain_pieces
-from phalanx.program import Op, Program, ProgramError, build, check, faults, repeat
+from phalanx.program import (
+    Op,
+    Program,
+    ProgramError,
+    build,
+    check,
+    faults,
+    repeat,
+)
+from phalanx.program.passes import matrices
 
 
 def _pipe() -> Program:
@@ -52,6 +61,11 @@ def _balanced() -> Program:
     return build(
         Layout.parse("cp2 accum:2"), plain_pieces([range(4)], sums_choices=(2,))
     )
+
+
+def _muon() -> Program:
+    """Matrices that ranks exchange as a whole, for an optimizer such as Muon."""
+    return matrices(step("dp2 zero1", 4, agree=True), (1, 2))
 
 
 def _each(text: str = "dp2 zero3") -> Program:
@@ -226,6 +240,22 @@ BROKEN: dict[str, tuple[Callable[[], Program], tuple[str, ...]]] = {
     "one member of a group does not call": (
         lambda: without(_each("dp2 zero1"), 1, "1S", "1U"),
         ("rank 0: 1S is a call that rank 1 of its group never makes",),
+    ),
+    "a microbatch's sum is not summed over the replicas": (
+        lambda: without(step("dp2x2 zero2 accum:2", 4), 0, "2H#1"),
+        ("rank 0 (and 3 more): 2S#1 needs 2H#1 in the same step",),
+    ),
+    "matrices do not come back from their owners": (
+        lambda: without(_muon(), 0, "1V"),
+        ("rank 0 (and 1 more): 1Y needs 1V in the same step",),
+    ),
+    "matrices come back that were not sent": (
+        lambda: without(_muon(), 0, "1Y"),
+        ("rank 0 (and 1 more): 1V needs 1Y in the same step",),
+    ),
+    "what is recomputed was never computed": (
+        lambda: without(step("pp2 gpipe:2 recompute:every=2", 4), 1, "3F1"),
+        ("rank 1: 3R1 computes again what no 3F1 has computed",),
     ),
     "one rank does not agree": (
         lambda: without(step("pp2 1f1b:2", 2, agree=True), 1, "A"),

@@ -242,6 +242,9 @@ def _left_over(program: Program, number: int) -> Iterator[str]:
         unused = not back and (kind in ops.RECOMPUTES or (piece, m) not in again)
         if unused and kind in (*ops.RECOMPUTES, ops.RELOAD):
             yield f"{who}: {op} brings back what no backward uses."
+        if kind in ops.RECOMPUTES and (ops.FORWARD, piece, m) not in named:
+            forward = Op(ops.FORWARD, piece, m)
+            yield f"{who}: {op} computes again what no {forward} has computed."
         used = (ops.FORWARD, piece, m) in named if of == ops.FORWARD else back
         if kind == ops.RECEIVE and not used:
             yield f"{who}: {op} receives what no {piece}{op.of}{m} uses."
@@ -269,6 +272,7 @@ def _weights(program: Program, number: int, now: State) -> Iterator[str]:
     """
     who = _rank(program, number)
     drops = ops.DROP in now.has
+    yield from _pairs(program, number)
     unused: dict[int, None] = {}  # units with gradients that no update has used
     for op, _ in now.walk():
         kind, unit = op.kind, op.piece
@@ -298,6 +302,20 @@ def _weights(program: Program, number: int, now: State) -> Iterator[str]:
             yield f"{who}: {len(left)} gradients of unit {unit} are never summed: {missing}"
         for unit in sorted(unused):
             yield f"{who}: unit {unit} has gradients and no update {Op(ops.UPDATE, unit)} after them."
+
+
+def _pairs(program: Program, number: int) -> Iterator[str]:
+    """Sums over shards go on over the replicas, and matrices that go to their owners come back."""
+    who, row = _rank(program, number), program.rows[number]
+    have = set(row)
+    pairs = [(ops.TO_OWNERS, ops.FROM_OWNERS), (ops.FROM_OWNERS, ops.TO_OWNERS)]
+    if program.replicated:
+        pairs.append((ops.REDUCE, ops.REDUCE_REPLICAS))
+    for kind, other in pairs:
+        for op in row:
+            partner = op._replace(kind=other)
+            if op.kind == kind and partner not in have:
+                yield f"{who}: {op} needs {partner} in the same step, which is not there."
 
 
 def _step_ends(who: str, now: State) -> Iterator[str]:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm import World
+from ..comm import CommError, World
 from ..layout import Layout, Shape
 from ..layout.choices import FP64, THREADS
 from ..layout.journal import read_journal
@@ -34,12 +34,22 @@ from ..train.program import maker_of, shape_of
 from ..train.rank import Rank, batches_of, optimizer_of
 from ..train.step import CompletedStep
 from ..train.stop import STOP
+from .claims import false_claim
 from .journal import LoggedStep, counted_flops, journal_faults
 from .low_precision import sums_of
 from .reference import Forward, PlainForward, Trace
 from .replay import can_be_replayed, replay, rounding_of
 from .run_data import write_documents
-from .trial import TOKEN, Observed, Seen, Setting, join, token_numbers
+from .trial import (
+    TOKEN,
+    Observed,
+    Seen,
+    Setting,
+    join,
+    long_program,
+    program_in,
+    token_numbers,
+)
 from .verify import (
     Verdict,
     Worlds,
@@ -49,6 +59,7 @@ from .verify import (
     setting_for,
     truth_of,
     worlds_over,
+    wrong_transport,
 )
 
 STOPPED = 3  # steps before the run is stopped and goes on in another layout
@@ -207,6 +218,10 @@ def _verdict(trial: RunTrial, precision: str, worlds: Worlds) -> Verdict:
     if can_be_replayed(first, make(), setting):
         known = replay(make, setting, rounding_of(first))
         truth = replace(truth, replay=known)
+    program = program_in(first, make, setting)
+    long = long_program(first, make, setting)
+    if claim := false_claim(first, program, long):
+        return Verdict(str(first), first.ranks, False, math.inf, claim)
     try:
         before = join(_start(run, first, worlds), STOPPED)
         after = join(_start(run, second, worlds), STEPS - STOPPED)
@@ -226,6 +241,8 @@ def _start(run: Run, layout: Layout, worlds: Worlds) -> list[Seen]:
         hold_run(Path(run.out), run.checkpoints),
         worlds(layout.ranks) as ranks,
     ):
+        if wrong := wrong_transport(layout.ranks, ranks):
+            raise CommError(wrong)
         return ranks(_on_rank, run, layout)
 
 

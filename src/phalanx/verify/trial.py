@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from threading import Lock
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..comm import Work, World
 from ..layout import Layout
+from ..layout.choices import SEARCHED
 from ..models import RoutingPart
 from ..parallel import Entry, Model, Piece, Precision, microbatches, on_device
 from ..parallel.experts import cut_blocks
@@ -28,6 +29,7 @@ from ..train.muon import Muon
 from ..train.optimizer import AdamW, Sgd
 from ..train.precision import LossScale
 from ..train.program import fitting_program, program_of
+from .claims import LONG
 from .reference import Mismatch, Trace, TracedStep, project, routers, validation_of
 from .wide import looked_at, unrounded
 
@@ -213,6 +215,17 @@ def program_in(layout: Layout, model: Callable[[], Model], setting: Setting) -> 
         lambda most: FIT * most,
         options,
     )
+
+
+def long_program(
+    layout: Layout, model: Callable[[], Model], setting: Setting
+) -> Program | None:
+    """The program of a layout with `LONG` microbatches; None if it has none, or takes long to find."""
+    if layout.microbatches == 1 or layout.recompute == "fit" or layout.stages:
+        return None
+    if layout.schedule == SEARCHED:
+        return None
+    return program_in(replace(layout, microbatches=LONG), model, setting)
 
 
 class _PoisonedMemory(AbstractContextManager[None]):

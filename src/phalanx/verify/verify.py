@@ -44,6 +44,7 @@ from ..train.optimizer import AdamW, Sgd
 from ..train.precision import precision_of
 from ..train.program import with_z_loss
 from .cases import trial_batch
+from .claims import false_claim
 from .compare import Bounds, bounds_of, compare
 from .low_precision import can_replay, install, padded, sums_of
 from .own_forward import OwnForward
@@ -58,7 +59,8 @@ from .reference import (
     reference,
 )
 from .replay import can_be_replayed, replay, replay_differences, rounding_of
-from .trial import Setting, join, program_in, train_layout
+from .transport import transport_fault
+from .trial import Setting, join, long_program, program_in, train_layout
 
 # What opens a world of so many ranks.
 Worlds = Callable[[int], AbstractContextManager[Runner]]
@@ -258,10 +260,16 @@ def _world(
     record: Path | None,
 ) -> Iterator[Verdict]:
     with worlds(size) as run:
+        if wrong := wrong_transport(size, run):
+            yield from (Verdict(str(x), size, False, math.inf, wrong) for x in layouts)
+            return
         for layout in layouts:
             setting, truth = terms(layout)
             try:
                 program = program_in(layout, make, setting)
+                wrong = false_claim(
+                    layout, program, long_program(layout, make, setting)
+                )
             # a program that is refused is a mistake of ours
             except ProgramError as error:
                 fits = not isinstance(error, DoesNotFit)
@@ -274,6 +282,9 @@ def _world(
                     cannot_fit=not fits,
                 )
                 continue
+            if wrong:
+                yield Verdict(str(layout), size, False, math.inf, wrong)
+                continue
             try:
                 seen = run(train_layout, layout, program, make, setting)
             # whatever the engine raises is this layout's verdict
@@ -284,6 +295,17 @@ def _world(
                 spans = tuple(span for rank in seen for span in rank.timeline.spans)
                 record.write_text(str(Recorded(program, Timeline(spans))))
             yield judge(layout, join(seen, setting.steps), truth, setting)
+
+
+def wrong_transport(size: int, run: Runner) -> str:
+    """The first call of a world's groups that does not give what it should, or ""."""
+    if size == 1:
+        return ""
+    try:
+        return next(filter(None, run(transport_fault)), "")
+    # a call that raises is a wrong one
+    except Exception as error:
+        return _line(error)
 
 
 def failed(layout: Layout, error: Exception) -> Verdict:

@@ -1,0 +1,163 @@
+"""Claims of a layout's program that no number of its training shows, each tried before it runs.
+
+The text of a layout and of its program says all of it. The counts of memory follow what ranks hold, which
+the executor compares with real buffers. The proof of a step refuses the program once it is damaged.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+
+from ..layout import Layout
+from ..program import Op, Program, check, faults, ops
+from ..program.memory import Sizes, peaks
+from ..program.state import INPUT, SENT, WHOLE, State
+
+# Microbatches of a step that is long enough for a proof by a few of them.
+LONG = 12
+DAMAGES = 12  # of a program that are tried, drawn by its layout
+# Another program, as good, has none of these: no count, no clipping, everything kept, weights that stay
+# gathered, and ones that a gather brings from the host itself. Which units need the sums over tp and over the
+# choices is not in a program.
+OPTIONAL = {
+    ops.COUNT,
+    ops.AGREE,
+    ops.LOAD,
+    ops.DROP,
+    ops.SUM_PARTS,
+    ops.SUM_CHOICES,
+    *ops.RECOMPUTES,
+}
+# What these need never stands at the beginning of a list.
+EARLY = {*ops.BACKWARDS, *ops.REDUCTIONS, ops.UPDATE, ops.SEND}
+
+
+def false_claim(layout: Layout, program: Program, long: Program | None) -> str:
+    """The first claim about a program that does not hold, or "". `long` is the same step with `LONG`
+    microbatches, where the layout has any."""
+    claims = (
+        _texts(layout, program),
+        _books(program),
+        _undetected(program, str(layout)),
+        _shortened(long),
+    )
+    return next((wrong for claim in claims for wrong in claim), "")
+
+
+def _texts(layout: Layout, program: Program) -> Iterator[str]:
+    if Layout.parse(str(layout)) != layout:
+        yield f"the layout {str(layout)!r} is read back as another one"
+    if Program.parse(str(program)) != program:
+        yield "the program's text is read back as another program"
+
+
+# ---- the counts of memory
+
+
+def _books(program: Program) -> Iterator[str]:
+    """Buffers taken and given back, beside what the state holds after each operation."""
+    for row in range(len(program.rows)):
+        for in_place in (False, True):
+            yield from _row_books(State(program, row, in_place=in_place))
+
+
+def _row_books(state: State) -> Iterator[str]:
+    books: Counter[tuple[str, int]] = Counter()
+    walked = 0
+    for op, _ in state.walk():
+        # The state is that before `op`, and the flow that of all operations before it.
+        for number in state.flow[walked:]:
+            _enter(books, state, number)
+        walked = len(state.flow)
+        yield from _unequal(books, state, op)
+    for number in state.flow[walked:]:
+        _enter(books, state, number)
+    # Weights may stay for the next step, and some transports keep messages until then.
+    stays = {ops.WEIGHTS, SENT}
+    for (what, piece), count in sorted(books.items()):
+        if count and what not in stays:
+            yield f"the step ends with {count} of the buffers '{what}' of piece {piece}"
+
+
+def _enter(books: Counter[tuple[str, int]], state: State, number: int) -> None:
+    for change in state.bundles[number]:
+        books[change.what, change.piece] += change.sign
+
+
+def _unequal(books: Counter[tuple[str, int]], state: State, op: Op) -> Iterator[str]:
+    """Buffers whose count is not what the state holds before an operation."""
+    held = Counter((what, piece) for (piece, _), what in state.kept.items())
+    held.update((ops.WEIGHTS, unit) for unit in {*state.gathered, *state.loaded})
+    exact = {ops.KEPT, ops.SELECTED, ops.FACTORS, INPUT, ops.WEIGHTS}
+    for key in {*books, *held}:
+        what, piece = key
+        least = max(held[key], what == WHOLE and piece in state.open)
+        wrong = books[key] != held[key] if what in exact else books[key] < least
+        if wrong:
+            yield (
+                f"before {op} {books[key]} buffers '{what}' of piece {piece} are counted, and"
+                f" {least} are held"
+            )
+
+
+# ---- the proof
+
+
+def _undetected(program: Program, seed: str) -> Iterator[str]:
+    """Damages that the proof does not notice."""
+    every = [*_damages(program)]
+    draw = random.Random(seed)
+    for what, row, operations in draw.sample(every, min(DAMAGES, len(every))):
+        rows = [*program.rows]
+        rows[row] = operations
+        if not faults(program.with_rows(rows)):
+            yield f"the proof accepts the program though {what}"
+
+
+# What is wrong with a row, its number, and its operations.
+Damage = tuple[str, int, tuple[Op, ...]]
+
+
+def _damages(program: Program) -> Iterator[Damage]:
+    """Rows with one mistake each: an operation that is missing, that stands twice or that comes too early, or
+    two messages in another order than their sender has them."""
+    for number, row in enumerate(program.rows):
+        # The last one of each kind on each piece: an earlier one may be optional, as what it sums is then
+        # part of the next sum.
+        last = {(op.kind, op.piece): place for place, op in enumerate(row)}
+        counts = Counter(op.kind for op in row)
+        for (kind, _), place in last.items():
+            op, before, after = row[place], row[:place], row[place + 1 :]
+            # A row that gathers nothing has its weights at home, one that sums nothing its gradients.
+            alone = kind in (ops.GATHER, ops.REDUCE) and counts[kind] == 1
+            if kind not in OPTIONAL and not alone:
+                yield f"{op} is missing", number, (*before, *after)
+            if kind in EARLY:
+                yield f"{op} comes first", number, (op, *before, *after)
+            yield f"{op} stands twice", number, (*before, op, op, *after)
+        yield from _crossed(number, row)
+
+
+def _crossed(number: int, row: tuple[Op, ...]) -> Iterator[Damage]:
+    """Two neighbouring messages of one flow whose receives are exchanged."""
+    received: dict[tuple[int, str, int], int] = {}
+    for place, op in enumerate(row):
+        if op.kind != ops.RECEIVE:
+            continue
+        flow = op.piece, op.of, op.peer
+        if (other := received.get(flow)) is not None:
+            changed = [*row]
+            changed[other], changed[place] = op, row[other]
+            yield f"{row[other]} and {op} are exchanged", number, tuple(changed)
+        received[flow] = place
+
+
+def _shortened(program: Program | None) -> Iterator[str]:
+    """A proof by a few microbatches that says something else than one by all of them."""
+    if program is None:
+        return
+    sizes = Sizes.counts(program.pieces)
+    if check(program).counts != peaks(program, sizes):
+        yield "the proof of a long step counts other peaks than the step has"
