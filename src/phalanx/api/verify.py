@@ -301,11 +301,6 @@ def own_model(
 ) -> tuple[Shape, Maker]:
     """The shape of a class of the user's own, and what makes a model of it."""
     describe = describe or getattr(sys.modules[kind.__module__], "describe", None)
-    if describe is None:
-        raise UsageError(
-            f"{kind.__module__} has no function describe(model) for {getattr(kind, '__name__', kind)}."
-            " Write one, or pass describe=...; docs/bring-your-model.md shows it."
-        )
     from ..parallel.load import model_of_class
 
     make = partial(model_of_class, kind, describe)

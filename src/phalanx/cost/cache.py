@@ -25,7 +25,7 @@ from ..layout import Layout, PieceRow, Shape, one_block_of_each, piece_layout
 from ..layout.families import code_of
 from ..layout.kinds import BlockPart
 from ..layout.pieces import WeightRow
-from ..layout.source import imported_sources
+from ..layout.source import arguments_text, imported_sources
 from ..program import (
     AttentionLoad,
     CostedPiece,
@@ -87,7 +87,8 @@ def _key(model: Shape | str, sequence: int, target: str) -> str:
     else:
         path, name = code_of(model)
         text = Path(path).read_text() if Path(path).is_file() else path
-        key = {"file": text, "class": name, "sequence": sequence}
+        called = f"{name}({arguments_text(model)})"
+        key = {"file": text, "class": called, "sequence": sequence}
         for module, source in imported_sources(path).items():
             with suppress(OSError):
                 key[f"module {module}"] = hashlib.sha256(

@@ -174,7 +174,8 @@ _WRONG: Any = object()  # in place of a value with a mistake
 class Reader:
     """A file's text and the `key=value` arguments after it (`given` is the table that they make),
     read into values of its class; all mistakes are collected. `pointers` are ways out for keys that
-    are not ours, by name: old ones, and those of other libraries."""
+    are not ours, by name: old ones, and those of other libraries. `texts` names keys that are a text or a
+    table; an argument for a key of the table keeps the text under the name given here."""
 
     def __init__(
         self,
@@ -183,7 +184,9 @@ class Reader:
         file: str = "",
         overrides: tuple[str, ...] = (),
         pointers: Mapping[str, str] | None = None,
+        texts: Mapping[str, str] | None = None,
     ) -> None:
+        self._texts = texts or {}
         self.given: dict[str, Any] = {}
         self._root, self._text, self._file = root, text, file
         self._pointers = pointers or {}
@@ -223,8 +226,10 @@ class Reader:
             return
         inner = self.given
         for part in path[:-1]:
-            if not isinstance(inner.get(part), dict):
-                inner[part] = {}
+            before = inner.get(part)
+            if not isinstance(before, dict):
+                kept = isinstance(before, str) and part in self._texts
+                inner[part] = {self._texts[part]: before} if kept else {}
             inner = inner[part]
         try:
             inner[path[-1]] = parse_toml(f"{path[-1]} = {text}", name[:60], ValueError)[

@@ -23,8 +23,10 @@ from .layout import Layout
 from .mesh import LayoutError
 from .run_checks import mistakes_of
 from .shape import HUB, Shape, published
+from .source import with_arguments
 from .url import Url
 
+CLASS = "class"  # of [model]: the user's own, whose arguments are the other keys
 RANDOM = "random"  # weights that are drawn from `seed`
 # where they lie in a run's folder, unless checkpoint.dir names another
 CHECKPOINTS = "checkpoints"
@@ -254,7 +256,7 @@ class Run:
     model: str | dict[str, Any] = key(
         "tiny",
         "a shape's name, a .toml file, a table of sizes, hf:FOLDER with a model of Hugging Face, or"
-        " your own as FILE.py:Class",
+        " your own as FILE.py:Class, FILE.py:Class(n_layer=6), or a table of its arguments beside `class`",
     )
     layout: str = key(
         "auto", "how the ranks share the work, such as dp2 pp2 zero1 1f1b:4; or auto"
@@ -349,7 +351,7 @@ class Run:
         """The run of a file's text and the arguments after it. Where they name no model, `adopt`
         may give the run another than the default."""
         pointers = {other: f"Write {ours}" for other, ours in elsewhere("run").items()}
-        reader = Reader(cls, text, name, overrides, pointers)
+        reader = Reader(cls, text, name, overrides, pointers, {"model": CLASS})
         run: Run = reader.table(cls, reader.given)
         run = replace(run, out=run.out or f"runs/{Path(name).stem}")
         if adopt is not None and "model" not in reader.given:
@@ -390,11 +392,13 @@ class Run:
 
     @property
     def own(self) -> str:
-        """FILE.py:Class when the model is the user's own, or hf:FOLDER when only transformers has its
-        code; else empty."""
-        return (
-            self.model if isinstance(self.model, str) and code_of(self.model)[0] else ""
-        )
+        """FILE.py:Class when the model is the user's own, with the arguments that it is made with, or
+        hf:FOLDER when only transformers has its code; else empty."""
+        text = self.model
+        if isinstance(text, dict):
+            arguments = {key: x for key, x in text.items() if key != CLASS}
+            text = with_arguments(str(text.get(CLASS, "")), arguments)
+        return text if code_of(text)[0] else ""
 
     @property
     def hub(self) -> str:

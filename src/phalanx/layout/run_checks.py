@@ -16,7 +16,7 @@ from .layout import Layout
 from .legal import legal, nearest
 from .mesh import LayoutError
 from .shape import Shape, ShapeError
-from .source import split_name, syntax_error
+from .source import arguments_of, split_name, syntax_error
 
 if TYPE_CHECKING:
     from .run import Run
@@ -50,7 +50,7 @@ def mistakes_of(run: Run) -> Iterator[Mistake]:
     shape = None
     try:
         # read here once more, for the keys of its mistakes
-        if isinstance(run.model, dict):
+        if isinstance(run.model, dict) and not run.own:
             reader = Reader(Shape)
             reader.table(Shape, {"name": "model", **run.model}, "model.")
             yield from reader.mistakes
@@ -176,6 +176,8 @@ def _files(run: Run) -> Iterator[Mistake]:
     if file and not Path(file).is_file():
         what = f"model = {run.own!r}: there is no file {file}"
         yield Mistake("model", what, "See docs/bring-your-model.md")
+    elif file and (wrong := _unread(run.own)):
+        yield Mistake("model", wrong, "Write [model] keys as the class names them")
     elif file and (wrong := syntax_error(file)):
         yield Mistake("model", f"model = {run.own!r}: {wrong}", "Fix it there")
     if run.machine and not Path(run.machine).is_file():
@@ -183,6 +185,15 @@ def _files(run: Run) -> Iterator[Mistake]:
         yield Mistake(
             "machine", what, f"Measure it: phalanx doctor --out {run.machine}"
         )
+
+
+def _unread(own: str) -> str:
+    """Explains why the arguments of FILE.py:Class(...) cannot be read, or returns ""."""
+    try:
+        arguments_of(own, LayoutError)
+    except LayoutError as error:
+        return str(error).partition(". ")[0]
+    return ""
 
 
 def _remote(url: str) -> Iterator[Mistake]:

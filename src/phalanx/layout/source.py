@@ -13,16 +13,19 @@ import sys
 import sysconfig
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from .files import open_regular, reason
 
 Refusal = Callable[[str], Exception]
 OWN = r"[^;]+\.py:\w+"  # FILE.py:NAME; a `;` separates layouts
+# FILE.py:NAME, and what it is called with, as in model.py:GPT(n_layer=6).
+_CALL = re.compile(r"([^;]+?\.py):(\w+)(?:\((.*)\))?", re.DOTALL)
 LIMIT = 1 << 24  # bytes of a source file
 MODULES = 1000  # that are looked for behind one file
 _INSTALLED = {"site-packages", "dist-packages"}
@@ -33,19 +36,63 @@ _loads = count()
 
 def split_name(text: str) -> tuple[str, str]:
     """FILE.py and NAME of FILE.py:NAME; both are empty if the text is anything else."""
-    file, _, name = text.rpartition(":") if names_source(text) else ("", "", "")
-    return file, name
+    match = _CALL.fullmatch(text)
+    return (match[1], match[2]) if match else ("", "")
 
 
 def names_source(text: str) -> bool:
-    """True if a text has the form FILE.py:NAME."""
-    return re.fullmatch(OWN, text) is not None
+    """True if a text has the form FILE.py:NAME, or FILE.py:NAME(key=value)."""
+    return _CALL.fullmatch(text) is not None
+
+
+def arguments_text(text: str) -> str:
+    """The text between the parentheses of FILE.py:NAME(key=value); "" where there are none."""
+    match = _CALL.fullmatch(text)
+    return (match[3] or "") if match else ""
+
+
+def arguments_of(text: str, error: Refusal) -> dict[str, Any]:
+    """The arguments of FILE.py:NAME(key=value). They are literals: nothing is run."""
+    written = arguments_text(text)
+    wrong = error(
+        f"{text[:100]!r} names arguments that cannot be read. Write them by name, with numbers, texts or"
+        " lists: FILE.py:NAME(n_layer=6)."
+    )
+    try:
+        call = ast.parse(f"_({written})", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
+            raise wrong
+        return {str(each.arg): _literal(each) for each in call.keywords}
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise wrong from None
+
+
+def _literal(keyword: ast.keyword) -> Any:
+    if keyword.arg is None:  # **
+        raise ValueError
+    return ast.literal_eval(keyword.value)
+
+
+def with_arguments(text: str, arguments: Mapping[str, Any]) -> str:
+    """FILE.py:NAME called with these arguments beside those that it names."""
+    if not names_source(text):
+        return text
+    written = [f"{name}={value!r}" for name, value in arguments.items()]
+    named = [arguments_text(text)] if arguments_text(text) else []
+    file, name = split_name(text)
+    return f"{file}:{name}({', '.join([*named, *written])})" if written else text
 
 
 def load_source(
     path: str | Path, names: tuple[str, ...], error: Refusal
 ) -> tuple[Any, ...]:
     """The objects with these names in a user's file; each call runs the file once."""
+    module = load_module(path, names, error)
+    return tuple(getattr(module, name) for name in names)
+
+
+def load_module(path: str | Path, names: tuple[str, ...], error: Refusal) -> ModuleType:
+    """A user's file as a module that has these names; each call runs the file once."""
     name = names[0]
     _refuse_unreadable(path, name, error)
     # A name of its own, as dataclasses and torch's compiler look for a module by its name.
@@ -69,7 +116,7 @@ def load_source(
                 else "It defines nothing that can be called"
             )
             raise error(f"{path} has no function or class {name!r}. {has}.")
-    return tuple(getattr(module, name) for name in names)
+    return module
 
 
 def refuse_broken(text: str, error: Refusal) -> None:

@@ -232,7 +232,8 @@ class _Comparison:
         ]
         for number, call in zip(places, own, strict=True):
             name = self.model.pieces[number][0]
-            if number:
+            # What a module as it is computes between two blocks is the later one's.
+            if number and not self.model.as_it_is:
                 before = self.model.pieces[number - 1][0]
                 if apart := self._apart(call.took, pieces.gave[number - 1].get("x")):
                     return (

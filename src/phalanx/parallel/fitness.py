@@ -56,7 +56,7 @@ def fitting(model: Model, layouts: Iterable[Layout]) -> tuple[Layout, ...]:
 
 def misfits(model: Model, layout: Layout) -> tuple[str, ...]:
     """A sentence for every part of the model that this layout would compute wrongly."""
-    wrong = [*_unnamed(model), *_untrainable(model)]
+    wrong = [*_unnamed(model), *_untrainable(model), *_uncuttable(model, layout)]
     if model.original and layout.compile:
         wrong.append("transformers' own code cannot be compiled. Leave compile out.")
     if layout.seq and layout.tp > 1 and not wrong:
@@ -88,6 +88,22 @@ def _untrainable(model: Model) -> Iterator[str]:
     for name, parameter in model.weights.items():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             yield f"{name} has hooks on its gradient, which would never be called. Remove them."
+
+
+def _uncuttable(model: Model, layout: Layout) -> Iterator[str]:
+    """The ways to cut a module that nothing describes, of which too little is known."""
+    if not model.as_it_is:
+        return
+    cut = [axis for axis in ("cp", "ep") if layout.mesh.of(axis) > 1]
+    dims = {dim for _, dims in model.rules.lines for dim in dims}
+    if layout.tp > 1 and not any(AXIS_OF.get(dim) == "tp" for dim in dims):
+        cut.append("tp")
+    cut += ["seq"] * layout.seq
+    if cut:
+        yield (
+            f"{' and '.join(cut)} of {layout}: nothing says how this module is cut. Describe it"
+            " (docs/bring-your-model.md), or use dp, ZeRO and pp."
+        )
 
 
 # ---- in every layout

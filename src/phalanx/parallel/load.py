@@ -1,53 +1,56 @@
 """Loads models of users: from a file, from a class, or in transformers' own code."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 
 from ..layout import LayoutError
 from ..layout.shape import HUB
-from ..layout.source import load_source, running, split_name
+from ..layout.source import arguments_of, load_module, running, split_name
 from .model import Model
+from .own_class import maker_with, parameters_on_meta
+from .own_module import as_it_is, described
 from .transformers_code import load_transformers
-from .whole import whole_of_class
+
+Describe = Callable[[Any], object]
 
 
 def load_model(text: str) -> Model:
-    """Load a user's model from `FILE.py:Class`, or transformers' model from
-    `hf:FOLDER`.
+    """Load a user's model from `FILE.py:Class`, or `FILE.py:Class(n_layer=6)` with its
+    arguments, or transformers' model from `hf:FOLDER`.
 
-    The class is created without arguments on the meta device and described by the
-    file's `describe(model)`, which returns a `Model`.
+    If the file has a `describe(model)`, which returns a `Model`, the class is created on
+    the meta device and described by it. Otherwise its pieces are found by running it.
     """
     if text.startswith(HUB):
         return load_transformers(text.removeprefix(HUB))
     path, name = split_name(text)
-    kind, describe = load_source(path, (name, "describe"), LayoutError)
+    module = load_module(path, (name,), LayoutError)
+    arguments = arguments_of(text, LayoutError)
+    make = maker_with(getattr(module, name), arguments, vars(module))
+    describe = getattr(module, "describe", None)
+    if describe is None:
+        with running(path, LayoutError), parameters_on_meta():
+            instance = make()
+        return as_it_is(instance, make)
     with running(path, LayoutError), torch.device("meta"):
-        instance = kind()
+        instance = make()
         made = describe(instance)
-    return _only_model(made, path, instance)
+    return described(made, path, instance)
 
 
 def model_of_class(
-    kind: Callable[[], object], describe: Callable[[Any], object]
+    kind: Callable[[], object], describe: Describe | None = None
 ) -> Model:
     """A model from a class that is already loaded, for example in a notebook."""
+    if describe is None:
+        with parameters_on_meta():
+            instance = kind()
+        return as_it_is(instance, kind)
     with torch.device("meta"):
         instance = kind()
         made = describe(instance)
-    return _only_model(made, getattr(kind, "__name__", "the model"), instance)
-
-
-def _only_model(made: object, where: str, instance: object) -> Model:
-    if not isinstance(made, Model):
-        raise LayoutError(
-            f"{where}: describe() returns a {type(made).__name__}, not a Model;"
-            " see docs/bring-your-model.md."
-        )
-    return replace(
-        made, whole=partial(whole_of_class, instance, made.pieces, made.weights)
-    )
+    return described(made, getattr(kind, "__name__", "the model"), instance)

@@ -328,7 +328,8 @@ def _piece(
 ) -> Piece:
     module, compiled = model.pieces[piece][1], None
     # On meta each operation is costed on its own, so nothing is compiled.
-    if layout.compile and device.type != "meta" and not isinstance(module, ExpertsPart):
+    apart = isinstance(module, ExpertsPart) or getattr(module, "uncompiled", False)
+    if layout.compile and device.type != "meta" and not apart:
         refuse_uncompiled(device)
         again = layout.recompute == "selective" and 0 < piece < program.pieces - 1
         compiled = CompiledModule(module, layout.compile, device, selective=again)
@@ -396,6 +397,8 @@ def _draw(
         return start(model, name, seed, dtype, part)
 
     _fill(units, drawn, chosen)
+    if model.own_start is not None:
+        model.own_start.forget()
 
 
 def _fill_from(

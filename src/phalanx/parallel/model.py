@@ -29,6 +29,7 @@ from ..models import (
     draw_lora,
     mlp,
 )
+from .own_class import OwnStart
 from .whole import Whole
 
 Draw = Callable[[str, Tensor, torch.Generator], None]
@@ -37,6 +38,11 @@ Derive = Callable[[Mapping[str, Tensor], torch.dtype], Tensor]
 EVERY = "*"  # in the names that a piece takes: all entries of the batch
 # the most columns and elements of a tile drawn on its own
 COLUMNS, NUMBERS = 256, 1 << 16
+
+
+def entries_named(names: tuple[str, ...], batch: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names that a piece takes, with those of all entries of a batch if it takes every one."""
+    return (*names, *batch) if EVERY in names else names
 
 
 def _draw(name: str, weight: Tensor, generator: torch.Generator) -> None:
@@ -88,6 +94,10 @@ class Model:
     # Makes the model as it was before it was taken apart, or None if it has no forward
     # of its own. Call it while the weights are still on meta.
     whole: Callable[[], Whole | None] | None = None
+    # A module without a description, whose pieces were found by running it.
+    as_it_is: bool = False
+    # the weights that its own constructor draws with a seed
+    own_start: OwnStart | None = None
     # By the name of a lookup's weight: the row of its padding token.
     padding: Mapping[str, int] = field(init=False)
 
@@ -293,6 +303,10 @@ def start(
     across = min(wide, COLUMNS) if tiled else wide
     down = NUMBERS // across if tiled else high
     rows, columns = part or (torch.arange(high), slice(wide))
+    if model.own_start is not None:
+        whole = model.own_start(seed)[name]
+        chosen = whole.reshape(high, wide)[rows][:, columns]
+        return (chosen if part else chosen.view(shape)).to(dtype).contiguous()
     left, right, _ = columns.indices(wide)
     out = torch.empty(len(rows), right - left)
     for i in (rows // down).unique_consecutive().tolist():

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ..layout import LayoutError, Rules
+from ..models import IGNORED
 from .frame import (
     Frame,
     Key,
@@ -34,6 +38,7 @@ from .model import Model
 from .own_loss import arguments_for
 from .probe import bind_weights
 from .transformers_refused import refuse
+from .whole import TARGETS, Whole
 
 Batch = Mapping[str, Tensor]
 
@@ -64,6 +69,7 @@ class OwnFrame(Frame):
         super().__init__()
         self.module = module
         self.given: dict[Key, _Given] = {}
+        self.ignored = IGNORED  # the target that its own loss leaves out
 
     def passed_by(self, key: Key, args: Any, kwargs: Any) -> Any:
         x = _first_tensor(args, kwargs)
@@ -82,17 +88,38 @@ class OwnFrame(Frame):
         return value
 
     def run(self, running: Running, batch: Batch) -> Any:
-        self._bring_buffers(next(iter(batch.values())).device)
-        given = arguments_for(self.module.forward, batch)
-        return self.until_reached(running, partial(self.module, **given))
+        device = next(iter(batch.values())).device
+        self._bring_buffers(device)
+        given = arguments_for(self.module.forward, with_ignored(batch, self.ignored))
+        # On meta, where pieces are costed, what the forward makes by itself is on meta too.
+        with torch.device(device) if device.type == "meta" else nullcontext():
+            return self.until_reached(running, partial(self.module, **given))
 
     def _bring_buffers(self, device: torch.device) -> None:
         """Tables around the pieces come to the device that computes."""
         for module in self.module.modules():
             own = {} if isinstance(module, StandIn) else module._buffers
             for key, x in own.items():
-                if x is not None and device.type != "meta":
+                if x is not None:
                     module._buffers[key] = x.to(device)
+
+
+def with_ignored(batch: Batch, ignored: int) -> Batch:
+    """A batch in which targets that count nothing are those that a model's own loss leaves out."""
+    if ignored == IGNORED or TARGETS not in batch:
+        return batch
+    targets = batch[TARGETS]
+    return {**batch, TARGETS: targets.masked_fill(targets == IGNORED, ignored)}
+
+
+@dataclass(frozen=True, eq=False)
+class OwnWhole(Whole):
+    """A user's module as it is; its own loss leaves out the targets `ignored`."""
+
+    ignored: int = IGNORED
+
+    def given(self, batch: Batch) -> dict[str, Tensor]:
+        return super().given(with_ignored(batch, self.ignored))
 
 
 def _first_tensor(args: Any, kwargs: Any) -> Tensor:
@@ -105,6 +132,7 @@ class _OwnOuter(OuterModules):
 
     frame: OwnFrame
     takes_batch = True
+    uncompiled = True  # it is left by an exception
 
 
 class OwnEmbed(_OwnOuter):
@@ -135,10 +163,16 @@ def _block_forward(self: Any, x: Tensor, **batch: Tensor) -> Tensor:
         y: Tensor = self.theirs(x, *args, **kwargs)
         return y
 
-    def block(_: Tensor, *args: Any, **kwargs: Any) -> None:
-        raise Reached(self.theirs(x, *args, **kwargs))
+    def block(first: Tensor, *args: Any, **kwargs: Any) -> None:
+        first = first if self._after_other else x
+        raise Reached(self.theirs(first, *args, **kwargs))
 
-    reached: Tensor = self.frame.run({self._number: block}, batch)
+    running: dict[Key, Callable[..., Any]] = {self._number: block}
+    if (
+        self._after_other
+    ):  # what the forward makes of the last block's output is this piece's
+        running[self._number - 1] = lambda *_, **__: x
+    reached: Tensor = self.frame.run(running, batch)
     return reached
 
 
@@ -148,7 +182,24 @@ def _block_class(kind: Any) -> type[nn.Module]:
     return type(kind.__name__, (kind,), members)
 
 
-def take_apart(module: nn.Module, example: Batch) -> Model:
+@dataclass(frozen=True)
+class Apart:
+    """A module taken apart, and what its run on the example has shown.
+
+    `returned` is what the forward gave, on meta. `words` are the rows of the table in which it looks up its
+    first argument, `places` those of the table of positions; 0 where there is none.
+    """
+
+    model: Model
+    frame: OwnFrame
+    blocks: Sequence[nn.Module]
+    width: int
+    returned: Any
+    words: int
+    places: int
+
+
+def take_apart(module: nn.Module, example: Batch) -> Apart:
     """The pieces of a module on meta; a LayoutError says why it cannot be cut, and where."""
     kind = type(module).__name__
     try:
@@ -160,8 +211,8 @@ def take_apart(module: nn.Module, example: Batch) -> Model:
         ) from None
 
 
-def _taken_apart(module: nn.Module, example: Batch) -> Model:
-    path, layers = _blocks_of(module)
+def _taken_apart(module: nn.Module, example: Batch) -> Apart:
+    path, layers = blocks_of(module)
     blocks = list(layers.children())
     names = {owner: name for name, owner in module.named_modules()}
     refuse(
@@ -184,6 +235,9 @@ def _taken_apart(module: nn.Module, example: Batch) -> Model:
         block.__class__ = _block_class(own_kind)
         alone = trial.others[number]
         block.__dict__.update(_number=number, _alone=alone, frame=frame)
+        block.__dict__["_after_other"] = number in trial.after_other
+        # a frame is left by an exception
+        block.__dict__["uncompiled"] = alone is None
     embed = OwnEmbed(frame, around.before)
     head = OwnHead(frame, around.after, len(blocks) - 1)
     inner = tuple((f"blocks.{n}", block) for n, block in enumerate(blocks))
@@ -195,10 +249,14 @@ def _taken_apart(module: nn.Module, example: Batch) -> Model:
     for prefix, piece in pieces:
         for name, x in (*piece.named_parameters(), *piece.named_buffers()):
             lines[f"{prefix}.{name} : {' '.join('-' * x.dim())}"] = None
-    return Model(pieces, Rules.parse("\n".join(lines)), edges=edges)
+    table = Rules.parse("\n".join(lines))
+    model = Model(pieces, table, edges=edges, as_it_is=True)
+    width = trial.edge.shape[-1]
+    lookups = trial.words, trial.places
+    return Apart(model, frame, blocks, width, trial.returned, *lookups)
 
 
-def _blocks_of(module: nn.Module) -> tuple[list[nn.Module], nn.Module]:
+def blocks_of(module: nn.Module) -> tuple[list[nn.Module], nn.Module]:
     """The modules from the whole down to the one that owns the blocks, and its blocks: the list of modules
     of one class that has the most parameters."""
     best, most = "", 0
@@ -220,6 +278,20 @@ def _blocks_of(module: nn.Module) -> tuple[list[nn.Module], nn.Module]:
     return owners, module.get_submodule(best)
 
 
+class _LossSeen(TorchFunctionMode):
+    """Notes which target a cross-entropy leaves out while it is on."""
+
+    ignored = IGNORED
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        named = kwargs or {}
+        if func in (F.cross_entropy, F.nll_loss):
+            self.ignored = named.get("ignore_index", IGNORED)
+        return func(*args, **named)
+
+
 class _RunOnMeta:
     """The whole forward on meta, with the calls of all modules around the blocks and of the blocks."""
 
@@ -230,6 +302,11 @@ class _RunOnMeta:
         outer: Mapping[str, nn.Module],
     ) -> None:
         self.frame, self.order = frame, list[Key]()
+        # Blocks that take something else than what the block before gives.
+        self.after_other = set[int]()
+        self.words = self.places = 0
+        self.last: Any = None
+        self.returned: Any = None
         # Of each block its arguments besides the first, if none of them is a tensor.
         self.others: dict[int, tuple[Any, Any] | None] = {}
         self.every: dict[Key, Callable[..., Any]] = {}
@@ -242,15 +319,36 @@ class _RunOnMeta:
     def run(self, example: Batch) -> list[Key]:
         """The modules in the order in which the forward calls them."""
         meta = {name: torch.empty_like(x, device="meta") for name, x in example.items()}
+        first = next(iter(arguments_for(self.frame.module.forward, meta).values()))
+        seen = _LossSeen()
+        hooks = [
+            module.register_forward_pre_hook(partial(self._looked_up, first))
+            for root in self.roots
+            for module in root.modules()
+            if isinstance(module, nn.Embedding)
+        ]
         try:
             # What the forward makes by itself, as a mask, is on meta too.
-            with torch.no_grad(), torch.device("meta"), self._buffers_on_meta():
-                self.frame.run(self.every, meta)
+            with torch.no_grad(), self._buffers_on_meta(), seen:
+                self.returned = self.frame.run(self.every, meta)
         except LayoutError:
             raise
         except Exception as error:
             raise LayoutError(_with_its_line(error)) from None
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self.frame.ignored = seen.ignored
         return self.order
+
+    def _looked_up(self, first: Tensor, table: nn.Module, args: Any) -> None:
+        """Notes how many rows the tables of tokens and of positions have."""
+        assert isinstance(table, nn.Embedding)
+        rows, time = table.num_embeddings, args[0].shape[-1]
+        if args[0] is first:
+            self.words = rows
+        elif first.dim() > 1 and time == first.shape[1] and rows >= time:
+            self.places = rows
 
     @contextmanager
     def _buffers_on_meta(self) -> Iterator[None]:
@@ -284,9 +382,13 @@ class _RunOnMeta:
                 ),
             }
         )
+        if number and args[0] is not self.last:
+            self.after_other.add(number)
+        self.last = y
         others = args[1:], kwargs
         tensors = [x for x in (*args[1:], *kwargs.values()) if isinstance(x, Tensor)]
-        self.others[number] = None if tensors else others
+        framed = tensors or number in self.after_other
+        self.others[number] = None if framed else others
         return y
 
     def _outer(self, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -302,7 +404,8 @@ class _RunOnMeta:
 def _with_its_line(error: Exception) -> str:
     """An error with the line of the user's code at which it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [each for each in frames if "/torch/" not in each.filename]
+    ours = str(Path(__file__).parent)
+    own = [f for f in frames if "/torch/" not in f.filename and ours not in f.filename]
     at = own[-1] if own else frames[-1]
     text = " ".join(str(error).split())[:200]
     return (

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from ..layout import LayoutError
@@ -51,7 +54,7 @@ class OwnLoss:
     def __call__(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor | None]:
         entries = dict(batch)
         if not self.tried:
-            self.tried = True
+            self.tried = not _has_no_values(entries)
             self._refuse_other_than_sums(output, entries)
         return self._sums(output, entries)
 
@@ -81,22 +84,28 @@ class OwnLoss:
     @torch.no_grad()
     def _refuse_other_than_sums(self, output: Any, batch: dict[str, Tensor]) -> None:
         rows = next(iter(batch.values())).shape[0]
-        if rows < 2:
+        if rows < 2 or _has_no_values(batch):
             return  # nothing to cut
         middle = rows // 2
         whole, _ = self._sums(_detached(output), batch)
+        apart = _apart(whole)
         parts = []
         for part in (slice(0, middle), slice(middle, rows)):
             own, _ = self._sums(_cut(output, part, rows), _cut(batch, part, rows))
             parts.append(float(own))
         total = float(whole)
-        if not _adds_up([total, *parts]):
+        if not _adds_up([total, *parts], apart):
             raise LayoutError(
                 f"the loss of {rows} rows is {total:.6g}, and {parts[0]:.6g} and {parts[1]:.6g} of its"
                 " two parts: it is no sum over rows. Return a sum (reduction='sum'): ranks and"
                 " microbatches add up their losses, and training divides by the count of all rows or"
                 " targets, or by what count=... gives."
             )
+
+
+def _has_no_values(batch: Batch) -> bool:
+    """True on meta, where pieces are costed."""
+    return next(iter(batch.values())).is_meta
 
 
 def _detached(output: Any) -> Any:
@@ -174,7 +183,7 @@ def _by_itself(self: Any, **batch: Tensor) -> dict[str, Tensor]:
     def run(x: Tensor | None, entries: Batch) -> Any:
         return self.theirs(**arguments_for(self.theirs, entries))
 
-    return _with_loss(self.loss_of, run, None, batch)
+    return _with_loss(self, run, None, batch)
 
 
 def _by_the_head(self: Any, x: Tensor, **batch: Tensor) -> dict[str, Tensor]:
@@ -183,18 +192,50 @@ def _by_the_head(self: Any, x: Tensor, **batch: Tensor) -> dict[str, Tensor]:
     def run(activations: Tensor | None, entries: Batch) -> Any:
         return self.theirs(activations, **entries)
 
-    return _with_loss(self.loss_of, run, x, batch)
+    return _with_loss(self, run, x, batch)
 
 
 _Run = Callable[[Tensor | None, Batch], Any]  # of activations and a batch
 
 
 def _with_loss(
-    loss_of: OwnLoss | _ReturnedLoss, run: _Run, x: Tensor | None, batch: Batch
+    module: Any, run: _Run, x: Tensor | None, batch: Batch
 ) -> dict[str, Tensor]:
-    if isinstance(loss_of, _ReturnedLoss):
+    loss_of: OwnLoss | _ReturnedLoss = module.loss_of
+    if isinstance(loss_of, OwnLoss):
+        return _as_bundle(*loss_of(run(x, batch), batch))
+    dtype = next((each.dtype for each in module.parameters()), torch.float32)
+    narrow = dtype.is_floating_point and dtype.itemsize < 4
+    with _WideLosses() if narrow else nullcontext():
         return {"x": loss_of(run, x, batch)}
-    return _as_bundle(*loss_of(run(x, batch), batch))
+
+
+_LOSSES: tuple[Callable[..., Tensor], ...] = (
+    F.cross_entropy,
+    F.nll_loss,
+    F.mse_loss,
+    F.l1_loss,
+    F.smooth_l1_loss,
+    F.huber_loss,
+    F.kl_div,
+    F.binary_cross_entropy_with_logits,
+)
+
+
+class _WideLosses(TorchFunctionMode):
+    """Computes a module's own loss in float32 where its weights have 16 bits, as torch.autocast does."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in _LOSSES:
+            args = tuple(x.float() if _is_narrow(x) else x for x in args)
+        return func(*args, **(kwargs or {}))
+
+
+def _is_narrow(x: Any) -> bool:
+    floating = isinstance(x, Tensor) and x.is_floating_point()
+    return floating and x.element_size() < 4
 
 
 class _ReturnedLoss:
@@ -210,10 +251,17 @@ class _ReturnedLoss:
             raise LayoutError(
                 "metrics come from a loss that is given: prepare(..., loss=my_loss)."
             )
-        if self.mean is None:
+        if self.mean is None and not _has_no_values(batch):
             self.mean = self._is_mean(run, x, batch)
         loss = self._loss(run, x, batch)
-        return loss * self.measure.count(batch).to(loss.dtype) if self.mean else loss
+        return self._summed(loss, batch) if self.mean else loss
+
+    def _summed(self, loss: Tensor, batch: Batch) -> Tensor:
+        """The sum of what a loss is the mean of; 0 where that is nothing, whose mean is no number."""
+        # A count of thousands has too many digits for 16 bits.
+        wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
+        count = self.measure.count(batch).to(wide.dtype)
+        return torch.where(count > 0, wide * count, torch.zeros_like(wide))
 
     def _loss(self, run: _Run, x: Tensor | None, batch: Batch) -> Tensor:
         loss = returned_loss(run(x, batch))
@@ -235,12 +283,13 @@ class _ReturnedLoss:
         whole = x, dict(batch)
         halves = (slice(0, middle), slice(middle, rows))
         parts = [whole, *(_cut(whole, half, rows) for half in halves)]
-        each = [float(self._loss(run, *part)) for part in parts]
+        losses = [self._loss(run, *part) for part in parts]
+        each, apart = [float(loss) for loss in losses], _apart(losses[0])
         counts = [float(self.measure.count(part)) for _, part in parts]
         weighted = [loss * n for loss, n in zip(each, counts, strict=True)]
-        if _adds_up(each):
+        if _adds_up(each, apart):
             return False
-        if _adds_up(weighted):
+        if _adds_up(weighted, apart):
             return True
         raise LayoutError(
             f"the loss of {rows} rows is {each[0]:.6g}, and {each[1]:.6g} and {each[2]:.6g} of its two"
@@ -250,10 +299,15 @@ class _ReturnedLoss:
         )
 
 
-def _adds_up(values: Sequence[float]) -> bool:
+def _apart(loss: Tensor) -> float:
+    """The relative distance below which two losses are equal: rounding in bf16 is 0.4 %."""
+    return max(_APART, 4 * torch.finfo(loss.dtype).eps)
+
+
+def _adds_up(values: Sequence[float], apart: float) -> bool:
     """True if the first value is the sum of the others."""
     whole, *parts = values
-    return abs(whole - sum(parts)) <= _APART * (abs(whole) + sum(map(abs, parts)))
+    return abs(whole - sum(parts)) <= apart * (abs(whole) + sum(map(abs, parts)))
 
 
 def arguments_for(forward: Callable[..., Any], batch: Batch) -> dict[str, Tensor]:

@@ -10,18 +10,31 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from functools import cached_property
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..layout import LayoutError, Rules, Shape
 from ..models import Decoder, decoder
-from .load import model_of_class
 from .model import Model
-from .own_apart import take_apart
+from .own_apart import Apart, OwnWhole, blocks_of, take_apart
+from .own_class import Made, OwnStart
+from .own_heads import heads_of
+from .own_loss import Measure, OwnLoss, make_head
+from .whole import (
+    TARGETS,
+    TOKENS,
+    Whole,
+    entries_for,
+    logits_in,
+    parameter_places,
+    returned_loss,
+    whole_of_class,
+)
 
 Describe = Callable[[Any], object]
 WHOLE = "model"  # the only piece of a module that is not described
@@ -61,31 +74,139 @@ class OwnModule:
 
     def model(self) -> tuple[Model, dict[str, str]]:
         """A new Model on the meta device, and the module's name of each of its weights."""
+        twin, made = self._twin()
+        if self.describe is None and self.example is not None:
+            _refuse_batch_statistics(twin)
+            model = take_apart(twin, self.example).model
+        elif self.describe is None:
+            model = _one_piece(twin)
+        else:
+            with torch.device("meta"):
+                given = self.describe(twin)
+            model = described(given, type(self.module).__name__, twin)
+        return model, self._own_names(model, made)
+
+    def apart(self) -> tuple[Apart, dict[str, str]]:
+        """The module taken apart by the example, and its name of each weight of the new Model."""
+        twin, made = self._twin()
+        _refuse_batch_statistics(twin)
+        apart = take_apart(twin, self.example or {})
+        return apart, self._own_names(apart.model, made)
+
+    def _twin(self) -> tuple[nn.Module, dict[nn.Parameter, str]]:
+        """A copy of the module with parameters on meta, and their names."""
         memo: dict[int, Any] = {}
         made: dict[nn.Parameter, str] = {}
         for name, parameter in self.names.items():
             like = torch.empty_like(parameter, device="meta")
             twin = nn.Parameter(like, requires_grad=parameter.requires_grad)
             memo[id(parameter)], made[twin] = twin, name
-        twin_module = copy.deepcopy(self.module, memo)
-        if self.describe is None and self.example is not None:
-            _refuse_batch_statistics(twin_module)
-            model = take_apart(twin_module, self.example)
-        elif self.describe is None:
-            model = _one_piece(twin_module)
-        else:
-            model = model_of_class(lambda: twin_module, self.describe)
+        return copy.deepcopy(self.module, memo), made
+
+    def _own_names(
+        self, model: Model, made: Mapping[nn.Parameter, str]
+    ) -> dict[str, str]:
         own = {name: made[weight] for name, weight in model.weights.items()}
         if lost := self.names.keys() - own.values():
             raise LayoutError(
                 f"the parameter {min(lost)} is in no piece of describe(), so no layout would train it."
                 " Give it to the piece that computes with it."
             )
-        return model, own
+        return own
 
     def values(self, names: Mapping[str, str]) -> dict[str, Tensor]:
         """The weights' values, by their names in the Model."""
         return {name: self.names[own].detach() for name, own in names.items()}
+
+
+# ---- classes
+
+
+def described(made: object, where: str, instance: object) -> Model:
+    """What a `describe` has returned for an instance on meta, which has a forward of its own."""
+    if not isinstance(made, Model):
+        raise LayoutError(
+            f"{where}: describe() returns a {type(made).__name__}, not a Model;"
+            " see docs/bring-your-model.md."
+        )
+    return replace(
+        made, whole=partial(whole_of_class, instance, made.pieces, made.weights)
+    )
+
+
+def as_it_is(instance: object, make: Made) -> Model:
+    """The Model of a class that nothing describes: it reads tokens, and its own constructor draws its
+    weights. `instance` has parameters on meta; `make` makes another one."""
+    if not isinstance(instance, nn.Module):
+        raise LayoutError(
+            f"a model is a torch.nn.Module, and this is a {type(instance).__name__}."
+        )
+    ids = torch.zeros(2, _TOKENS, dtype=torch.int64)
+    positions = torch.arange(_TOKENS).expand(2, -1)
+    example = {TOKENS: ids, TARGETS: ids, "positions": positions}
+    own = OwnModule(instance, None, example)
+    apart, names = own.apart()
+    name = type(instance).__name__
+    own_loss = returned_loss(apart.returned) is not None
+    loss = None if own_loss else OwnLoss(partial(_cross_entropy, name), Measure())
+    make_head(apart.model.pieces[-1][1], loss, Measure())
+    return replace(
+        apart.model,
+        shape=_shape_of(apart, name),
+        whole=partial(_whole, own, apart, names),
+        own_start=OwnStart(make, names),
+    )
+
+
+_TOKENS = 8  # of the sequences with which a class is tried
+_SEQUENCE = 128  # tokens, where neither the model nor the run says how many
+
+
+def _cross_entropy(name: str, returned: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    """The loss of a forward that returns logits."""
+    logits = logits_in(returned, f"{name}.forward").flatten(0, -2)
+    return F.cross_entropy(logits, batch[TARGETS].flatten(), reduction="sum")
+
+
+def _shape_of(apart: Apart, name: str) -> Shape:
+    """The sizes of a module as it is. Widths of attention and MLP are not known: `ffn` is that of a plain
+    decoder with as many weights in its blocks, so that the products of a step are about right."""
+    words = apart.words
+    if not words:
+        words = logits_in(apart.returned, f"{name}.forward").shape[-1]
+    numbers = [sum(x.numel() for x in each.parameters()) for each in apart.blocks]
+    width, heads = apart.width, heads_of(apart.blocks[0])
+    rest = sum(numbers) // len(numbers) - 4 * width * width
+    return Shape(
+        name.lower(),
+        layers=len(apart.blocks),
+        hidden=width,
+        heads=heads.query,
+        kv_heads=heads.key,
+        ffn=heads.query * max(1, rest // (2 * width * heads.query)),
+        vocab=words,
+        sequence=apart.places or _SEQUENCE,
+        positions="learned" if apart.places else "rope",
+        gated=False,
+        tied=bool(apart.model.tied),
+    )
+
+
+def _whole(own: OwnModule, apart: Apart, names: Mapping[str, str]) -> Whole:
+    """The module that has not been taken apart."""
+    module = own.module
+    ours = {theirs: name for name, theirs in names.items()}
+    parameters = {x: ours[theirs] for theirs, x in own.names.items()}
+    places, missing = parameter_places(module, parameters)
+    _, blocks = blocks_of(module)
+    parts = {1 + number: block for number, block in enumerate(blocks.children())}
+    label = f"{type(module).__name__}.forward"
+    arguments = entries_for(module, label)
+    ignored = apart.frame.ignored
+    return OwnWhole(label, module, arguments, places, parts, missing, ignored=ignored)
+
+
+# ---- one piece
 
 
 def _refuse_batch_statistics(module: nn.Module) -> None:

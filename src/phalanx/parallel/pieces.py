@@ -31,7 +31,7 @@ from ..models.experts import TERMS, loss_router
 from .compile import CompiledModule, Factors
 from .data import Unit
 from .low_precision import EightBits, of_expert
-from .model import EVERY
+from .model import entries_named
 from .pool import storage_of
 from .products import MatmulSpec, into_input, multiply
 from .recompute import Selected, giving, keeping
@@ -422,8 +422,7 @@ class Piece:
                 if self.first or self.takes[0] in bundle
                 else ("x", *self.takes[1:])
             )
-            if EVERY in names:
-                names = (*names, *batch)
+            names = entries_named(names, batch)
             mine = tuple(name for name in names if name in bundle)
             named = tuple(name for name in names if name in batch and name not in mine)
             past = tuple(name for name in bundle if name not in mine)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .batch import DOCUMENTS
-from .model import Model
+from .model import Model, entries_named
 from .whole import TARGETS, TOKENS
 
 _PLAIN = 1 << 20  # weights with more elements overlap in memory
@@ -126,6 +126,7 @@ def run_pieces(model: Model, batch: Mapping[str, Tensor]) -> ProbeRun:
     for number, (prefix, piece) in enumerate(model.pieces):
         takes = model.takes(number)
         names = takes if not number or takes[0] in bundle else ("x", *takes[1:])
+        names = entries_named(names, batch)
         mine = [bundle[name] for name in names[:1] if name in bundle]
         more = {n: x for n, x in bundle.items() if n in names[len(mine) :]}
         named = {n: x for n, x in batch.items() if n in names and n not in bundle}

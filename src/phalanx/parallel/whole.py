@@ -68,6 +68,12 @@ class Whole:
         implied = {TARGETS} if DOCUMENTS in taken else {TARGETS, "positions"}
         return set(entries) - taken - implied
 
+    def given(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The arguments of its forward for a batch."""
+        return {
+            name: batch[key] for name, key in self.arguments.items() if key in batch
+        }
+
     def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the loss of a batch, as a sum over its valid tokens."""
         count = valid_count(batch)
@@ -75,14 +81,11 @@ class Whole:
             return torch.stack(
                 [x.flatten()[:1].sum() * 0 for x in self.module.parameters()]
             ).sum()
-        given = {
-            name: batch[key] for name, key in self.arguments.items() if key in batch
-        }
-        returned = self.module(**given)
+        returned = self.module(**self.given(batch))
         loss = returned_loss(returned)
         if loss is not None:
             return loss * count if self.mean else loss
-        logits = _logits_in(returned, self.name).flatten(0, -2)
+        logits = logits_in(returned, self.name).flatten(0, -2)
         targets = batch[TARGETS].flatten()
         return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
 
@@ -106,7 +109,7 @@ def whole_of_class(
         number: piece for number, (_, piece) in enumerate(pieces) if piece in inside
     }
     name = f"{type(module).__name__}.forward"
-    return Whole(name, module, _arguments(module, name), places, parts, missing)
+    return Whole(name, module, entries_for(module, name), places, parts, missing)
 
 
 def parameter_places(
@@ -137,7 +140,7 @@ def valid_count(batch: Mapping[str, Tensor]) -> int:
     return int((targets != IGNORED).sum())
 
 
-def _arguments(module: nn.Module, name: str) -> dict[str, str]:
+def entries_for(module: nn.Module, name: str) -> dict[str, str]:
     """The batch entry that each argument of a forward gets."""
     signature = inspect.signature(type(module).forward).parameters
     open_kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
@@ -172,7 +175,7 @@ def returned_loss(returned: Any) -> Tensor | None:
     return next((x for x in scalars if not x.dim()), None)
 
 
-def _logits_in(returned: Any, name: str) -> Tensor:
+def logits_in(returned: Any, name: str) -> Tensor:
     """The logits (batch, time, words) that a forward returned."""
     if isinstance(returned, Mapping):
         candidates = [returned.get("logits")]

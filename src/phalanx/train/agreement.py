@@ -31,7 +31,7 @@ from ..layout import Layout, Shape
 from ..layout.families import code_of
 from ..layout.run import Run
 from ..layout.shape import HUB
-from ..layout.source import imported_sources, split_name
+from ..layout.source import arguments_text, imported_sources, split_name
 from ..parallel import Model
 from ..program import Program
 from .data.digests import SourceRecord, identity_of, records_of, table_of
@@ -70,6 +70,7 @@ def facts_of(
         **modules,
         "model file": _file(model_file),
         "model class": code_of(run.own)[1],
+        "model's arguments": arguments_text(run.own),
         "model's weights": _checksum("\n".join(weights)),
         "schedule file": _file(schedule),
         "machine file": _file(run.machine),

@@ -24,7 +24,7 @@ from ..layout import Layout, LayoutError, Shape
 from ..layout.choices import OPTIMIZERS, SGD, OptimizerTraits
 from ..layout.families import code_of
 from ..layout.run import Run
-from ..layout.source import split_name
+from ..layout.source import arguments_text, split_name
 from ..parallel import Entry, Model
 from ..parallel.local import LocalModel
 from ..parallel.model import is_lora
@@ -286,6 +286,9 @@ class ModelIdentity:
                 " code is another"
             ]
         changed = []
+        made = [arguments_text(own) or "nothing" for own in (here["own"], was)]
+        if was and made[0] != made[1]:
+            changed.append((f"what {split_name(was)[1]} is made with", *made))
         if was and source and source != here["source"]:
             both = (f"sha256 {each[:16]}" for each in (here["source"], source))
             changed.append((code_of(was)[0], *both))

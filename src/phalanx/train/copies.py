@@ -60,7 +60,7 @@ def checksum(x: Tensor) -> Tensor:
     equal and opposite) stays unseen with probability 2^-32 at most. 64-bit elements are taken as halves:
     the weight of a sign bit of 2^63 would be lost modulo 2^64 where two of them flip.
     """
-    bits = x.detach().view(_INTEGERS[x.element_size()])
+    bits = x.detach().reshape(-1).view(_INTEGERS[x.element_size()])
     columns = _odd_numbers(COLUMNS, 0, bits.device)
     rows = bits.numel() // COLUMNS
     whole = rows * COLUMNS

@@ -27,6 +27,7 @@ from ..models import IGNORED, Decoder, DeepMlp, Router
 from ..models.loss import CrossEntropy
 from ..parallel import Model, Precision
 from ..parallel.batch import VALID
+from ..parallel.model import entries_named
 from ..train.muon import Muon
 from ..train.optimizer import AdamW, Sgd
 from . import plain
@@ -292,6 +293,8 @@ def passes(
 def draw(model: Model, name: str, seed: int) -> Tensor:
     """The start of a weight, from the rule as `docs/verified.md` states it: numbers of a generator
     whose seed is the first 63 bits of the SHA-256 of `seed:name`, of a matrix one for each tile."""
+    if model.own_start is not None:  # the class's own constructor
+        return model.own_start(seed)[name].clone()
     size, owner = model.weights[name].shape, getattr(model.draw, "__self__", None)
     whole = torch.empty(size).view(size[:-1].numel(), -1)
     high, wide = whole.shape
@@ -432,17 +435,15 @@ class Pieces:
         model, nudge = self.model, self.nudge
         x: Tensor | None = None
         for number, (name, piece) in enumerate(model.pieces):
-            named = {
-                key: batch[key]
-                for key in model.takes(number)[number > 0 :]
-                if key in batch
-            }
+            takes = entries_named(model.takes(number)[number > 0 :], batch)
+            named = {key: batch[key] for key in takes if key in batch}
             if nudge:
                 named = {
                     k: nudge(v) if v.is_floating_point() else v
                     for k, v in named.items()
                 }
-            x = piece(**named) if x is None else piece(x, **named)
+            gave = piece(**named) if x is None else piece(x, **named)
+            x = gave["x"] if isinstance(gave, dict) else gave
             if x.dim():
                 outputs[name] = project(_without_padding(x, batch.get(VALID)))
                 x = _nudged(x, nudge) if nudge else x

@@ -1,0 +1,34 @@
+"""The heads of somebody's attention, by the attributes in which its code keeps their numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+_HEADS = ("n_head", "n_heads", "num_heads", "num_attention_heads", "nhead", "heads")
+_KEYS = ("n_kv_head", "n_kv_heads", "num_kv_heads", "num_key_value_heads", "kv_heads")
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How many heads of queries, and of keys and values, an attention has. `owner` is the module that says
+    so; without one there is one of each."""
+
+    query: int = 1
+    key: int = 1
+    owner: nn.Module | None = None
+
+
+def heads_of(module: nn.Module) -> Heads:
+    """The heads that a module, or the first one inside of it, keeps in an attribute."""
+    for each in module.modules():
+        if query := _number(each, _HEADS):
+            return Heads(query, _number(each, _KEYS) or query, each)
+    return Heads()
+
+
+def _number(module: nn.Module, names: tuple[str, ...]) -> int:
+    own = vars(module)
+    found = (own[name] for name in names if type(own.get(name)) is int)
+    return next((number for number in found if number > 0), 0)
