@@ -85,7 +85,7 @@ def test_verify_compares_layouts_with_the_class_s_own_forward(
 
 
 def test_a_residual_around_the_blocks_is_no_piece_and_is_refused() -> None:
-    with pytest.raises(LayoutError, match=r"gives something else in Around\.forward"):
+    with pytest.raises(LayoutError, match=r"has a different output in Around\.forward"):
         phalanx.verify(f"{FILE}:Around(width=12)", "dp2")
 
 
