@@ -1,9 +1,10 @@
-"""Facts that all ranks of a run must share, compared before it begins.
+"""Settings and files that must be equal on all ranks, compared before a run begins.
 
-Every key of the run is such a fact, and so are the contents of its files: a model's source, its
-data, a machine file, a schedule. Two keys are paths that may differ between hosts: for `data` and
-`machine` only the contents count. `out` and `checkpoint.dir` are compared as absolute paths: ranks
-write one checkpoint together, so all need the same folder on a shared file system.
+Every key of the run file is compared, and so are the contents of the files that it
+names: a model's source, the data, a machine file, a schedule. The paths in `data` and
+`machine` may differ between hosts; only the contents count. `out` and `checkpoint.dir`
+are compared as absolute paths: ranks write one checkpoint together, so all need the
+same folder on a shared file system.
 """
 
 import json
@@ -37,13 +38,14 @@ from ..program import Program
 from .data.digests import SourceRecord, identity_of, records_of, table_of
 from .data.token_files import Corpus, DataError, describe
 
-DIGITS = 16  # of a checksum that are compared and shown
+DIGITS = 16  # hex digits of a checksum that are compared and shown
 
 
 def facts_of(
     run: Run, layout: Layout, shape: Shape, model: Model, program: Program | None
 ) -> dict[str, str]:
-    """Everything that the ranks of a run must have alike, by name, but for the data."""
+    """Return the settings and file digests that must be equal on all ranks, by name,
+    except the data's."""
     table, sizes = asdict(run), asdict(shape)
     for name in ("model", "data", "machine"):
         del table[name]
@@ -74,14 +76,18 @@ def facts_of(
         "model's weights": _checksum("\n".join(weights)),
         "schedule file": _file(schedule),
         "machine file": _file(run.machine),
-        # With recompute:fit ranks first settle how much memory there is.
+        # With recompute:fit the program is not known yet: ranks first agree on the free
+        # memory.
         "program": _checksum(str(program)) if program else "",
     }
 
 
 def modules_of(own: str) -> dict[str, str]:
-    """Digests of the user's own modules that a model's file imports, by name. Of a model that only
-    transformers has the code of, that package's version."""
+    """Return digests of the user's own modules that a model file imports, by name.
+
+    If only transformers has the model's code, the version of that package is returned
+    instead.
+    """
     if own.startswith(HUB):
         return {"transformers": f"version {metadata.version('transformers')}"}
     return _modules(code_of(own)[0])
@@ -90,20 +96,20 @@ def modules_of(own: str) -> dict[str, str]:
 def _modules(file: str) -> dict[str, str]:
     digests = {}
     for name, path in imported_sources(file).items() if file else ():
-        with suppress(OSError):  # it was there a moment ago
+        with suppress(OSError):  # deleted since it was listed
             digests[name] = f"sha256 {_checksum(path.read_bytes())}"
     return digests
 
 
 def agreed_data(group: Group, corpora: Sequence[Corpus]) -> list[SourceRecord]:
-    """The records of the run's data. All ranks are in the group and call this; if hosts have different
-    data, all raise.
+    """Return the records of the run's data; raise on all ranks if hosts have different
+    data.
 
-    Of the ranks of a host that have opened the same files, the first one computes their digests. Every
-    rank then compares those of all hosts.
+    Collective. Of the ranks of a host that opened the same files, the first computes
+    the digests. Every rank then compares those of all hosts.
     """
     opened = exchange(group, _opened(corpora))
-    # by rank, the rank that computes its digests
+    # leaders[rank]: the rank that computes the digests of `rank`'s files
     leaders = [opened.index(each) for each in opened]
     text, wrong = "", None
     if leaders[group.rank] == group.rank:
@@ -134,7 +140,7 @@ def agreed_data(group: Group, corpora: Sequence[Corpus]) -> list[SourceRecord]:
 
 
 def _opened(corpora: Sequence[Corpus]) -> str:
-    """A digest that is equal on ranks of one host which have opened the same files."""
+    """Return a digest that is equal on ranks of one host that opened the same files."""
     opened: list[object] = [_boot()]
     for corpus in corpora:
         opened.append(asdict(replace(corpus.record, name="")))
@@ -147,7 +153,10 @@ def _opened(corpora: Sequence[Corpus]) -> str:
 
 
 def _boot() -> str:
-    """This start of this machine. Two hosts may have one name; files of theirs may have equal numbers."""
+    """Return an id of this boot of this machine.
+
+    Host names and inode numbers are not enough: two hosts may share both.
+    """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -155,7 +164,8 @@ def _boot() -> str:
 
 
 def _data_facts(records: Sequence[SourceRecord]) -> dict[str, str]:
-    """The data's facts that must be equal on all ranks; its location is each rank's own."""
+    """Return the properties of the data that must be equal on all ranks; paths may
+    differ."""
     facts = {}
     for number, record in enumerate(records, 1):
         name = "data" if len(records) == 1 else f"data {number}"
@@ -178,7 +188,7 @@ def _data_facts(records: Sequence[SourceRecord]) -> dict[str, str]:
 
 
 def flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of a table and of those in it, by dotted keys."""
+    """Flatten nested tables into pairs of a dotted key and its value."""
     for key, value in table.items():
         if isinstance(value, Mapping):
             yield from flat(value, f"{prefix}{key}.")

@@ -1,8 +1,10 @@
-"""Saving a run. Going on with it is in `checkpoint_load.py`, the files are in `checkpoint_format.py`.
+"""Saving checkpoints. `checkpoint_load.py` resumes from them, `checkpoint_format.py`
+defines the files.
 
-A save is a folder `step-00000100` that appears whole or not at all: every rank writes its own file
-into a hidden folder, all agree that it is there, rank 0 writes the manifest and renames. Whatever goes
-wrong on one rank, all ranks learn of it and decide alike.
+A save is a folder `step-00000100` that appears whole or not at all: every rank writes
+its own file into a hidden folder, all ranks agree that they have finished, then rank 0
+writes the manifest and renames the folder. An error on one rank is reported to all
+ranks, so that all take the same decision.
 """
 
 import shutil
@@ -33,10 +35,11 @@ from .checkpoint_format import (
 )
 from .optimizer import Update
 
-# Hidden names of what is not a checkpoint: begun, or about to be removed.
+# Prefixes of hidden folders: a save in progress, and a checkpoint about to be deleted.
 SAVING, REMOVED = ".saving-", ".removed-"
 ASIDE = "set-aside-"
-# The error of a save whose folder somebody has removed. The next save makes it again.
+# The error of a save whose folder was deleted by somebody else. The next save recreates
+# it.
 GONE = "its folder was removed while it was saved"
 
 Updates = Mapping[int, Update]
@@ -44,7 +47,7 @@ T = TypeVar("T")
 
 
 def steps(folder: Path) -> list[Path]:
-    """The checkpoints of a run, the newest first; whether they are sound is not checked."""
+    """Return the checkpoints of a run, newest first. Their integrity is not checked."""
     if not folder.is_dir():
         return []
     paths = [p for p in folder.iterdir() if stored.step_of(p.name) >= 0 and p.is_dir()]
@@ -66,20 +69,23 @@ class Saved:
 
 
 class SaveError(CheckpointError):
-    """A checkpoint that could not be saved; the checkpoints before it stay."""
+    """Raised when a checkpoint could not be saved. Earlier checkpoints are intact."""
 
     exit_code = 1
 
 
 class Saver:
-    """Saves a run's checkpoints; every rank has one and calls it alike.
+    """Saves a run's checkpoints. Every rank has one, and its methods are collective.
 
-    Asynchronous: `save` only copies the numbers to the host, and threads write them. `poll`, once a
-    step, asks whether all ranks have; then a thread of rank 0 makes a checkpoint of it.
-    Each call gives the saves that were decided by it. A save that fails raises on every rank when
-    `on_failure` is "stop", else its `Saved.error` says why; so it does where its folder was removed.
-    `keep` checkpoints stay, and no old one
-    goes before the new one is there and has been read back; nor the one that `spare` names.
+    If `asynchronous`, `save` only copies the tensors to the host, and a thread writes
+    them. `poll`, called once a step, checks whether all ranks have written; then a
+    thread of rank 0 commits the checkpoint. Each call returns the saves that finished
+    or failed during it.
+
+    A failed save raises on every rank if `on_failure` is "stop"; otherwise
+    `Saved.error` gives the reason. If the run's folder was deleted, it never raises.
+    `keep` checkpoints are kept. Old ones are deleted only after the new one is on the
+    disk and was read back, and never the one that `spare` names.
     """
 
     def __init__(
@@ -97,11 +103,12 @@ class Saver:
         self.keep, self.asynchronous, self.on_failure = keep, asynchronous, on_failure
         self.spare = spare
         self.group: Group = local.groups.everyone
-        self.buffers: dict[str, Tensor] = {}  # host memory, used again by every save
+        self.buffers: dict[str, Tensor] = {}  # host memory, reused by every save
         self.pending: _Pending | None = None
 
     def save(self, progress: Progress) -> tuple[Saved, ...]:
-        """Begin a save, after the one before is decided; unless asynchronous, also end it."""
+        """Start a save after finishing the previous one. Unless asynchronous, also
+        finish it."""
         before = self.finish()
         hidden = self.folder / f"{SAVING}{progress.step:08}"
         try:
@@ -116,7 +123,7 @@ class Saver:
         return before if self.asynchronous else (*before, *self.finish())
 
     def poll(self) -> tuple[Saved, ...]:
-        """Go on with a save when every rank has done its part; nothing when there is none."""
+        """Advance a save in progress once every rank has done its part."""
         if self.pending is None:
             return ()
         waiting = torch.tensor(
@@ -126,7 +133,7 @@ class Saver:
         return () if int(waiting) else self._go_on(self.pending)
 
     def finish(self) -> tuple[Saved, ...]:
-        """Wait for a save that is under way, and decide it."""
+        """Wait for the save in progress and return its outcome."""
         decided: tuple[Saved, ...] = ()
         while self.pending is not None:
             if self.asynchronous:
@@ -135,7 +142,8 @@ class Saver:
         return decided
 
     def _go_on(self, pending: "_Pending") -> tuple[Saved, ...]:
-        """After all ranks have written, rank 0 commits; after that the save is decided."""
+        """Advance a save whose current part has ended on all ranks: commit it on rank
+        0, or report its outcome."""
         errors = errors_of(self.group, pending.error)
         if not errors and not pending.committing:
             reports = exchange(self.group, pending.result, 0)
@@ -159,8 +167,11 @@ class Saver:
         return Saved(step, path, error, "" if error else notice)
 
     def snapshot(self, progress: Progress) -> tuple[Manifest, dict[str, Tensor]]:
-        """This rank's own numbers on the host, by the titles that they have in the manifest of what it
-        writes. They are copied unless training waits for the file."""
+        """Return this rank's part of the manifest and its tensors on the host, by
+        title.
+
+        The tensors are copied, unless training waits for the file.
+        """
         numbers = {
             tensor.title: (tensor, own)
             for tensor, own in owned(self.local, self.updates)
@@ -192,8 +203,11 @@ class Saver:
 
 
 def write_own(path: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> str:
-    """Write a rank's numbers into a file; its manifest with where they are, as text. A rank that owns
-    nothing makes no file."""
+    """Write this rank's tensors to a file and return its part of the manifest as text,
+    with their offsets.
+
+    A rank that owns no tensors writes no file.
+    """
     if not tensors:
         return str(manifest)
     file, offsets = write_file(path, tensors)
@@ -205,8 +219,10 @@ def write_own(path: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> 
 
 
 class _Pending:
-    """A save that is under way: what this rank does for it now, in a thread if asynchronous, and what
-    has come of it."""
+    """A save in progress: this rank's current part of it and the result.
+
+    The part runs in a thread if the save is asynchronous.
+    """
 
     def __init__(self, step: int, hidden: Path, asynchronous: bool) -> None:
         self.step, self.hidden, self.asynchronous = step, hidden, asynchronous
@@ -215,7 +231,8 @@ class _Pending:
 
     def begin(self, work: Callable[[], str]) -> None:
         def caught() -> None:
-            # All ranks learn of an error in `_go_on`: one that raised alone would hang the others.
+            # An exception raised on one rank alone would hang the others; `_go_on`
+            # shares the error.
             try:
                 self.result = work()
             except Exception as error:
@@ -248,16 +265,20 @@ def together(group: Group, work: Callable[[], T], what: str = "") -> T:
     return result  # type: ignore[no-any-return]
 
 
-# ---- which numbers a rank writes
+# ---- the tensors that a rank writes
 
 
 def owned(
     local: LocalModel, updates: Updates
 ) -> Iterator[tuple[stored.StoredTensor, Tensor]]:
-    """The numbers that this rank writes, flat: those that no rank before it has. Each with the whole
-    tensor that it is a shard of, as if it began the first file."""
+    """Yield the flat tensors that this rank writes: those that no rank before it holds.
+
+    Each comes with its manifest entry: the whole tensor with one shard, at offset 0 of
+    file 0.
+    """
     for unit in local.every_unit:
-        # A tied weight lies on several stages; the one that runs its unit's own piece writes it.
+        # A tied weight lives on several stages; the stage that runs the unit's own
+        # piece writes it.
         if unit.piece not in local.pieces or unit.groups.replica.rank:
             continue
         for entry in unit.entries():
@@ -299,11 +320,11 @@ def kept_of(unit: Unit, entry: Entry, updates: Updates) -> Iterator[tuple[str, T
 
 
 def optimizer_name(updates: Updates) -> str:
-    """The name of the optimizer, as torch calls it; empty on a rank that updates nothing."""
+    """The optimizer's name as torch spells it; "" on a rank that updates nothing."""
     return next((u.name for u in updates.values() if u.every_run), "")
 
 
-# ---- what rank 0 does with the folder
+# ---- rank 0's work on the folder
 
 
 def why(error: Exception) -> str:
@@ -313,11 +334,12 @@ def why(error: Exception) -> str:
 
 
 def make_hidden(hidden: Path) -> Path:
-    """Make the hidden folder of a save, and remove what saves that were killed have left."""
+    """Create the hidden folder of a save, and delete what killed saves left behind."""
     hidden.parent.mkdir(parents=True, exist_ok=True)
     for left in hidden.parent.iterdir():
         if left.name.startswith((SAVING, REMOVED)):
-            # What cannot be removed is not in the way, unless it has the name of this save.
+            # Leftovers that cannot be deleted do no harm, unless one has this save's
+            # name.
             with suppress(OSError):
                 shutil.rmtree(left)
     hidden.mkdir()
@@ -327,11 +349,16 @@ def make_hidden(hidden: Path) -> Path:
 def commit(
     folder: Path, hidden: Path, reports: list[str], keep: int, spare: Path | None = None
 ) -> str:
-    """Make what all ranks have written a checkpoint, then remove old ones. What went wrong after it had
-    become one: then it is there, and so is what was before."""
+    """Publish a hidden folder, which all ranks have written, as a checkpoint; then
+    delete old ones.
+
+    Returns problems that occurred after it was published: the checkpoint is complete
+    then, and the old ones are still there.
+    """
     parts = [Manifest.decode(text, f"rank {rank}") for rank, text in enumerate(reports)]
     text = str(Manifest.merged(parts))
-    Manifest.parse(text, hidden)  # what cannot be read is not written
+    # parsed before it is written: an invalid manifest must not be published
+    Manifest.parse(text, hidden)
     write_text(hidden / MANIFEST, text, durable=True)
     path = folder / name_of(parts[0].step)
     replaced = path.with_name(f"{REMOVED}{path.name}")
@@ -356,8 +383,12 @@ def commit(
 
 
 def prune(folder: Path, newest: Path, keep: int, spare: Path | None = None) -> None:
-    """Remove old ones. Later steps than the one just made are of a course that was left, by damage
-    or by choice: they are set aside, or the next start would go back to them."""
+    """Delete old checkpoints.
+
+    Later steps than the new one belong to a course of training that was abandoned,
+    after damage or by choice. They are set aside, or the next start would resume from
+    them.
+    """
     there = steps(folder)
     at = there.index(newest)
     for later in there[:at]:
@@ -365,5 +396,5 @@ def prune(folder: Path, newest: Path, keep: int, spare: Path | None = None) -> N
         shutil.rmtree(aside, ignore_errors=True)
         later.rename(aside)
     for old in (path for path in there[at + keep :] if path != spare):
-        # Renamed first: one that is half removed must not look like a checkpoint.
+        # Renamed first: a half-deleted folder must not look like a checkpoint.
         shutil.rmtree(old.rename(old.with_name(f"{REMOVED}{old.name}")))

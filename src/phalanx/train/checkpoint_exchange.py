@@ -1,8 +1,8 @@
-"""Weights to and from the layout of Hugging Face: `config.json` and sharded safetensors with an index;
-and the adapter of a run with LoRA as peft reads it.
+"""Conversion of checkpoints from and to Hugging Face: `config.json` and sharded
+safetensors with an index, and LoRA adapters in peft's format.
 
-Which model a folder holds and what its weights are called is in `layout/families.py`. Weights are read
-where they lie, box by box, so that a rank reads what it keeps.
+`layout/families.py` recognises the model in a folder and maps the names of its weights.
+Weights are read from their files box by box, so that a rank reads only what it keeps.
 """
 
 import json
@@ -33,10 +33,11 @@ from .lock import hold_run
 
 INDEX, ONE = "model.safetensors.index.json", "model.safetensors"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-Placed = tuple[str, stored.HeaderEntry, int]  # the file, what it is, where it begins
+# file, header entry, byte offset in the file
+Placed = tuple[str, stored.HeaderEntry, int]
 T = TypeVar("T")
-SHARD = 4 << 30  # bytes of a file
-# What belongs to a tokenizer, and how text is made with it.
+SHARD = 4 << 30  # maximum bytes of a weights file
+# Files of a tokenizer, and of text generation.
 TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json",
@@ -47,8 +48,10 @@ TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 def export_weights(
     path: Path, out: Path, *, family: str = "", dtype: str = ""
 ) -> list[Path]:
-    """Write a checkpoint as Hugging Face reads it, with the tokenizer of the folder that its run began
-    from; the files."""
+    """Write a checkpoint in Hugging Face's format and return the files.
+
+    The tokenizer is copied from the folder that the run started from.
+    """
     manifest = stored.read_manifest(path)
     shape = manifest.shape
     if shape is None:
@@ -61,7 +64,7 @@ def export_weights(
         family, data = "", _tensors_of(load_model(own))
     else:
         family = families.family_of(shape, family)
-        # Sizes alone do not say what a model does.
+        # Equal sizes do not make it the same model; compare every weight.
         ours = {
             name: tuple(each.shape) for name, each in build_model(shape).weights.items()
         }
@@ -80,7 +83,8 @@ def export_weights(
     plain = [name for name in weights if not is_lora(name)]
     kind = DTYPES[dtype or weights[plain[0]].dtype]
     theirs = {source.name: source for source in data.values()}
-    # Steps of a bias that balances are lost in 16 bits, and theirs is float32 whatever the rest is.
+    # Bias updates of router balancing are lost in 16 bits; Hugging Face keeps it in
+    # float32 too.
     wide = torch.promote_types(kind, torch.float32)
     kinds = {
         name: wide if name.endswith(families.BALANCES) else kind for name in theirs
@@ -123,12 +127,13 @@ def export_weights(
     if begun := begun_with(manifest):
         copied, known = _tokenizer(Path(begun), out)
     if shape.positions != "learned" and type(known.get("sequence")) is int:
-        shape = replace(shape, sequence=known.pop("sequence"))  # not that of the run
+        # the model's own, not that of this run
+        shape = replace(shape, sequence=known.pop("sequence"))
     plain_kind = str(kind).removeprefix("torch.")
     if family:
         config = families.config_of(shape, family, plain_kind)
         config |= {name: known[name] for name in TOKENS if name in known}
-    else:  # theirs as it was
+    else:  # keep the original configuration
         config = {n: x for n, x in known.items() if n != "sequence"} | {
             "dtype": plain_kind
         }
@@ -138,21 +143,22 @@ def export_weights(
 
 
 def make_empty(out: Path) -> None:
-    """Make the folder of an export."""
+    """Create the folder of an export, which must not contain files."""
     out.mkdir(parents=True, exist_ok=True)
     if any(out.iterdir()):
         raise CheckpointError(f"{out} is not empty; choose a new folder.")
 
 
 def begun_with(manifest: stored.Manifest) -> str:
-    """The folder of the model of Hugging Face that the checkpoint's run began with, else empty."""
+    """Return the folder of the Hugging Face model that the checkpoint's run started
+    from, or ""."""
     run = manifest.config.get("run")
     begun = str(run.get("model", "")) if isinstance(run, dict) else ""
     return begun.removeprefix(HUB) if begun.startswith(HUB) else ""
 
 
 def _merged(reader: TensorReader, name: str) -> Tensor:
-    """A whole weight, with what its adapter adds to it."""
+    """Return a whole weight with its LoRA adapter merged."""
     whole, shape = reader.whole(reader.tensors[WEIGHT, name]), reader.manifest.shape
     a, b = (
         (WEIGHT, f"{name.removesuffix('weight')}lora.{each}.weight") for each in "ab"
@@ -167,7 +173,8 @@ def _merged(reader: TensorReader, name: str) -> Tensor:
 
 
 def _tensors_of(model: Model) -> dict[str, families.HubTensor]:
-    """Maps the weights of a model in transformers' own code to their tensors in files."""
+    """Map the weights of a model that runs transformers' own code to their tensors in
+    files."""
     assert model.original is not None
     return {
         name: families.HubTensor(theirs, (name,))
@@ -176,7 +183,8 @@ def _tensors_of(model: Model) -> dict[str, families.HubTensor]:
 
 
 def _tokenizer(source: Path, out: Path) -> tuple[list[str], dict[str, Any]]:
-    """Copy the tokenizer of a folder that is still there; what its configuration says beside sizes."""
+    """Copy the tokenizer if its folder still exists. Return the copied names and the
+    model's configuration."""
     if not (source / families.CONFIG).is_file():
         return [], {}
     folder = Folder(source, CheckpointError)
@@ -189,7 +197,7 @@ def _tokenizer(source: Path, out: Path) -> tuple[list[str], dict[str, Any]]:
 
 
 def _shards(items: Iterable[T], sizes: Iterable[int]) -> Iterator[list[T]]:
-    """Runs of items of about `SHARD` bytes."""
+    """Group items into runs of about `SHARD` bytes."""
     run, total = list[T](), 0
     for item, size in zip(items, sizes, strict=True):
         if run and total + size > SHARD:
@@ -203,10 +211,12 @@ def _shards(items: Iterable[T], sizes: Iterable[int]) -> Iterator[list[T]]:
 def export_adapter(
     path: Path, out: Path, *, family: str = "", dtype: str = ""
 ) -> list[Path]:
-    """Write the factors of a checkpoint's LoRA for `PeftModel.from_pretrained`; the files.
+    """Write a checkpoint's LoRA adapter for `PeftModel.from_pretrained` and return the
+    files.
 
-    Where their linear packs several of ours, its adapter has the ranks of all: their `a` one below
-    another, their `b` in blocks, each in its own rows.
+    Where one linear layer of theirs packs several of ours, its adapter has the sum of
+    their ranks: the A factors are stacked, and the B factors form a block-diagonal
+    matrix.
     """
     manifest = stored.read_manifest(path)
     shape = manifest.shape
@@ -267,18 +277,21 @@ def export_adapter(
     return [out / ADAPTER, out / ADAPTER_CONFIG]
 
 
-# ---- and back
+# ---- import
 
 
 class HubReader(TensorReader):
-    """The weights of a folder of theirs, under our names: read where they lie, as a checkpoint's."""
+    """Reads the weights of a Hugging Face folder under our names, like those of a
+    checkpoint."""
 
     def __init__(self, source: Path) -> None:
         folder = Folder(source, CheckpointError)
         shape = families.hub_shape(str(source))
-        # Of (in, out) matrices: the numbers of a row, and the first column of ours.
+        # For transposed (in, out) matrices: the row length, and the first column of our
+        # weight.
         self.columns: dict[str, tuple[int, int]] = {}
-        # Of experts that theirs has in one tensor, or in two of mxfp4: which, and where.
+        # For experts that share one tensor, or a pair of mxfp4: the tensor and its
+        # places.
         self.experts: dict[str, tuple[families.HubTensor, list[Placed]]] = {}
         super().__init__(source, self._manifest(folder, shape))
 
@@ -298,7 +311,7 @@ class HubReader(TensorReader):
             where = _tensors_of(model)
         else:
             if not any(name.startswith(data.layers) for name in tensors):
-                # Saved without what is around the blocks: the names are shorter.
+                # Saved from the bare model without its head: names lack the prefix.
                 first = data.layers.partition(".")[0] + "."
                 tensors = {
                     n if n == "lm_head.weight" else first + n: x
@@ -322,7 +335,7 @@ class HubReader(TensorReader):
             source, box = where[name], tuple((0, n) for n in dims)
             parts = [plain[each] for each in source.names(shape.experts)]
             file, entry, offset = parts[0]
-            # each expert's tensor of theirs, one behind the other
+            # one tensor for each expert, one after the other
             if "*" in source.name:
                 places = [
                     _whole(name, ((e, e + 1), *box[1:]), files.index(file), offset)
@@ -376,7 +389,8 @@ class HubReader(TensorReader):
         return turned.T
 
     def _expert(self, name: str, number: int) -> Tensor:
-        """A weight of one expert. Rows of what theirs packs, as gate and up, alternate."""
+        """Return one expert's weight. In packed tensors, such as gate and up, the rows
+        alternate."""
         (source, places), names = (
             self.experts[name],
             [each.name for each in self.manifest.files],
@@ -390,7 +404,7 @@ class HubReader(TensorReader):
             read_into(self._file(names.index(file)), at, slab.view(-1))
             parts.append(slab)
         whole = parts[0].mT if source.transposed else parts[0]
-        # which is (out, in) already
+        # decoded values are (out, in) already
         whole = decode_fp4(*parts) if len(parts) == 2 else whole
         return whole[source.packed.index(name) :: len(source.packed)]
 
@@ -398,7 +412,8 @@ class HubReader(TensorReader):
 def _dims_of(
     source: families.HubTensor, ours: Mapping[str, tuple[int, ...]]
 ) -> tuple[int, ...]:
-    """Dims of a tensor of theirs, which all experts have together or each has one of."""
+    """Return the shape of a Hugging Face tensor that packs our weights: stacked for all
+    experts, or of one."""
     dims = list(ours[source.packed[0]])
     at = int(source.alternating)
     dims[at] = sum(ours[name][at] for name in source.packed)
@@ -408,7 +423,7 @@ def _dims_of(
 def _whole(
     key: str, box: stored.Box, file: int = 0, offset: int = 0
 ) -> stored.StoredShard:
-    """A part of a tensor that one place of a file has, as if it began the first."""
+    """Return a shard that stores the whole box in one place of a file, under a key."""
     dims = tuple(b - a for a, b in box)
     return stored.StoredShard(key, box, dims, file, offset, 0, math.prod(dims))
 
@@ -419,7 +434,7 @@ def _refuse_others(
     wanted: Mapping[str, tuple[int, ...]],
     shape: Shape,
 ) -> None:
-    """Refuse weights that are not those of the configuration."""
+    """Refuse weights that do not match the configuration."""
     wrong = [
         f"{name} is {list(tensors[name][1].shape) if name in tensors else 'missing'},"
         f" {list(dims)} is wanted"
@@ -437,7 +452,8 @@ def _refuse_others(
 
 
 def import_weights(source: Path, out: Path) -> Path:
-    """Make a checkpoint of step 0 from a folder of theirs: weights, and no optimizer state."""
+    """Convert a Hugging Face folder to a checkpoint of step 0: weights without
+    optimizer state."""
     with HubReader(source) as reader:
         if steps(out):
             raise CheckpointError(f"{out} holds checkpoints; choose a new folder.")
@@ -451,7 +467,7 @@ _COMPUTED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
 def _tensors(folder: Folder) -> dict[str, Placed]:
-    """Every tensor by name: the file it is in, what it is, and where it begins."""
+    """Return every tensor by name: its file, header entry and byte offset."""
     if (folder.path / INDEX).exists():
         index = folder.json(INDEX, families.LIMIT).get("weight_map")
         index = decode(
@@ -471,14 +487,15 @@ def _tensors(folder: Folder) -> dict[str, Placed]:
                 folder.refuse(
                     file, f"holds {name[:80]!r}, which {tensors[name][0]} has already."
                 )
-            # Old writers kept these tables; they are computed from the config.
+            # Old versions stored these buffers; they are computed from the
+            # configuration.
             if not name.endswith(_COMPUTED):
                 tensors[name] = file, entry, offset
     return tensors
 
 
 def _write(reader: TensorReader, out: Path, config: Mapping[str, Any]) -> Path:
-    """Make a checkpoint as a run does, as if each file were that of a rank."""
+    """Write a checkpoint in the run's format, as if each file came from a rank."""
     hidden = make_hidden(out / f"{SAVING}00000000")
     reports, every = [], reader.manifest.tensors
     sizes = [math.prod(each.shape) * DTYPES[each.dtype].itemsize for each in every]
@@ -495,15 +512,19 @@ def _write(reader: TensorReader, out: Path, config: Mapping[str, Any]) -> Path:
     return steps(out)[0]
 
 
-# ---- mxfp4: numbers of 4 bits, two in a byte, and for 32 of them a power of two (OCP Microscaling 1.0)
+# ---- mxfp4: 4-bit floats, two in a byte; 32 share a power-of-two scale (OCP
+# Microscaling 1.0)
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def decode_fp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Numbers (..., 32 n) in bfloat16, which has them exactly, of bytes (..., n, 16) and the exponents of
-    their scales (..., n), counted from -127."""
+    """Decode mxfp4 to bfloat16, which represents every value exactly.
+
+    `blocks` are bytes (..., n, 16), `scales` biased exponents (..., n); the result is
+    (..., 32 n).
+    """
     known = torch.tensor([*_FP4, *(-x for x in _FP4)], dtype=torch.bfloat16)
     low_first = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
     exponents = scales.to(torch.int32).unsqueeze(-1) - 127
@@ -513,7 +534,8 @@ def decode_fp4(blocks: Tensor, scales: Tensor) -> Tensor:
 def decoded_names(
     tensors: Mapping[str, Placed], where: str
 ) -> Iterator[tuple[str, Placed]]:
-    """All tensors by the names and sizes that they have when they are no mxfp4."""
+    """Yield all tensors under the names and shapes that they have after decoding
+    mxfp4."""
     for name, (file, entry, offset) in tensors.items():
         plain, of = name.removesuffix(_BLOCKS), name.removesuffix(_SCALES)
         if plain != name and plain + _SCALES in tensors:

@@ -1,12 +1,14 @@
-"""The checkpoint format: `manifest.json`, which locates every element of every tensor, and one file
-per rank in the safetensors format. See docs/checkpoints.md.
+"""The checkpoint format: `manifest.json`, which locates every element of every tensor,
+and one safetensors file per rank. See docs/checkpoints.md.
 
-No claim of a file is trusted before it has been compared with everything else. `checkpoint.py`
-writes checkpoints, and `checkpoint_load.py` decides who reads what.
+No statement in a file is trusted before it has been checked against the others.
+`checkpoint.py` writes checkpoints, and `checkpoint_load.py` decides which rank reads
+what.
 
-The safetensors library has the same file format. Its writer renames a temporary file of mode 0600
-over any existing one, without fsync. Its reader maps the file, so that truncation during a read
-kills the process (SIGBUS), and it accepts a header that names a tensor twice.
+The safetensors library is not used, though the file format is the same. Its writer
+renames a temporary file of mode 0600 over any existing one, without fsync. Its reader
+maps the file, so that truncation during a read kills the process (SIGBUS), and it
+accepts a header that names a tensor twice.
 """
 
 from __future__ import annotations
@@ -38,18 +40,18 @@ from .checksums import FASTEST
 from .folder import LARGEST, Folder, count
 
 MANIFEST = "manifest.json"
-LIMIT = 1 << 28  # bytes of a manifest
-FORMAT, VERSION = "phalanx-checkpoint", 2  # 1 had SHA-256 alone
-CHUNK = 16 << 20  # bytes that have one checksum
+LIMIT = 1 << 28  # maximum bytes of a manifest
+FORMAT, VERSION = "phalanx-checkpoint", 2  # version 1 had only SHA-256
+CHUNK = 16 << 20  # bytes covered by one checksum
 HEADER = 100_000_000  # bytes; the limit of the safetensors library
 DIMS = 8
-PARTS = 1024  # of a tensor, at most
-# Numbers that weights are made of. Others are no part of a model, so they are refused.
+PARTS = 1024  # maximum number of parts of a tensor
+# The dtypes of weights. Any other is not part of a model and is refused.
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, full) for name, full in STORED.items()
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# which hold numbers of fewer bits, in folders of Hugging Face
+# dtypes of Hugging Face files that pack values of fewer bits
 BYTES = {"U8": torch.uint8}
 WEIGHT = "weight"
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\.safetensors")
@@ -58,11 +60,12 @@ _KIND = re.compile(r"[a-z_]{1,40}")
 _STEP = re.compile(r"step-(\d{8,18})")
 _BLOCK = 1 << 18
 
-Box = tuple[tuple[int, int], ...]  # start and stop in each dim
+Box = tuple[tuple[int, int], ...]  # start and stop in each dimension
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be used or made: the file, what is wrong with it, the way out."""
+    """Raised for a checkpoint that cannot be used or written. Names the file, the
+    problem and a way out."""
 
 
 # ---- the manifest
@@ -70,7 +73,7 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file as it was written: its size, and the checksum of each run of `CHUNK` bytes."""
+    """A file as it was written: its size, and a checksum of every `CHUNK` bytes."""
 
     name: str
     chunks: tuple[str, ...]
@@ -93,10 +96,11 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class StoredShard:
-    """Numbers `start` to `stop` of a part of a tensor, flattened: they are at byte `offset` of a file.
+    """Elements `start` to `stop` of a flattened part of a tensor, at byte `offset` of a
+    file.
 
-    The part is what one tensor-parallel rank has: the `box` of the whole, padded at each dim's end
-    to the lengths `local`.
+    The part is what one tensor-parallel rank holds: a `box` of the whole tensor, padded
+    at the end of each dimension to the lengths `local`.
     """
 
     key: str
@@ -129,7 +133,7 @@ class StoredShard:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A whole tensor: a weight, or what the optimizer keeps for one (`kind` says which)."""
+    """A whole tensor: a weight, or a weight's optimizer state, as `kind` says."""
 
     kind: str
     name: str
@@ -146,7 +150,7 @@ class StoredTensor:
         return tuple((0, n) for n in self.shape)
 
     def parts(self) -> list[list[StoredShard]]:
-        """The shards of each part, in order: together they are the whole part."""
+        """The shards of each part in order, which together cover the part."""
         parts: dict[tuple[Box, tuple[int, ...]], list[StoredShard]] = {}
         for shard in sorted(self.shards, key=lambda s: s.start):
             parts.setdefault((shard.box, shard.local), []).append(shard)
@@ -164,7 +168,7 @@ class StoredTensor:
         yield from self._uncovered()
 
     def _uncovered(self) -> Iterator[str]:
-        """Describes elements of the tensor that are not in exactly one shard."""
+        """Describe elements of the tensor that are not in exactly one shard."""
         parts = self.parts()
         for part in parts:
             at, count = 0, math.prod(part[0].local)
@@ -190,7 +194,8 @@ class StoredTensor:
 
 def _any_meet(boxes: Sequence[Box]) -> bool:
     """True if any two boxes overlap."""
-    # All pairs at once: as many as a manifest may have would take Python half a minute.
+    # All pairs in one numpy operation: Python would need half a minute for the largest
+    # manifest.
     both = np.ones((len(boxes), len(boxes)), bool)
     for dim in zip(*boxes, strict=True):
         starts, stops = np.array(dim, np.int64).T
@@ -204,7 +209,7 @@ _RUN_ID = re.compile(r"[0-9a-f]{32}")
 
 
 def run_id_of(config: object) -> str:
-    """The run id in a manifest's `config`; "" if there is none."""
+    """Return the run id in a manifest's `config`, or ""."""
     value = config.get(RUN_ID) if isinstance(config, Mapping) else None
     return value if is_run_id(value) else ""
 
@@ -215,11 +220,12 @@ def is_run_id(value: object) -> TypeGuard[str]:
 
 @dataclass(frozen=True)
 class Progress:
-    """The position of a run: everything it needs, beside its tensors, to continue.
+    """The position of a run: everything except its tensors that it needs to continue.
 
-    `step` is the next one, `cursor` the number of sequences taken, `seed` the source of all random
-    numbers, `data` the fingerprint of the corpus. `config` and `state` are the run's own and only
-    stored: its settings, and other changing values (a loss scale).
+    `step` is the next step, `cursor` the number of sequences consumed, `seed` the
+    source of all random numbers, and `data` the fingerprint of the corpus. `config`
+    (the run's settings) and `state` (other changing values, such as the loss scale)
+    belong to the run and are only stored.
     """
 
     step: int = count()
@@ -233,15 +239,18 @@ class Progress:
 
     @property
     def run_id(self) -> str:
-        """The id of the run that made the checkpoint; "" where an earlier version made it."""
+        """The id of the run that made the checkpoint; "" if an earlier version made
+        it."""
         return run_id_of(self.config)
 
 
 @dataclass(frozen=True)
 class Manifest(Progress):
-    """The position of a run, and its tensors. `optimizer` names the one whose tensors are stored,
-    `updates` counts its steps. Each rank makes a manifest of the tensors that it has written;
-    `merged` joins them."""
+    """The position of a run, and its tensors.
+
+    `optimizer` names the optimizer whose state is stored; `updates` counts its steps.
+    Each rank makes a manifest of the tensors that it wrote, and `merged` joins them.
+    """
 
     optimizer: str = ""
     updates: float | None = key(None, minimum=0)
@@ -251,12 +260,14 @@ class Manifest(Progress):
 
     def __str__(self) -> str:
         body = {"format": FORMAT, "version": VERSION, **_table(self)}
-        # Without an indent: json has a fast encoder for that only, and manifests have megabytes.
+        # No indent: only json's compact form has a fast encoder, and manifests have
+        # megabytes.
         return json.dumps({"sha256": _sum(body), "body": body}, default=_table)
 
     @classmethod
     def parse(cls, text: str, folder: Path) -> Manifest:
-        """The manifest that a text is, if nothing in it contradicts anything else."""
+        """Parse a manifest and check that it is consistent in itself and with its
+        folder's name."""
         manifest, where = cls.decode(text, str(folder / MANIFEST)), folder / MANIFEST
         if problem := next(manifest.problems(), ""):
             raise CheckpointError(f"{where}: body: {problem}")
@@ -269,7 +280,7 @@ class Manifest(Progress):
 
     @classmethod
     def decode(cls, text: str, where: str) -> Manifest:
-        """The manifest that a text is: every value has its type, and nothing more is known."""
+        """Parse a manifest and check its checksum and types, nothing more."""
         signed = parse_json(text, where, CheckpointError)
         body = signed.get("body")
         if not isinstance(body, dict) or signed.get("sha256") != _sum(body):
@@ -287,7 +298,7 @@ class Manifest(Progress):
 
     @classmethod
     def merged(cls, reports: Iterable[Manifest]) -> Manifest:
-        """One manifest of what all ranks have written."""
+        """Merge the manifests of all ranks."""
         files, tensors, reports = (
             list[StoredFile](),
             dict[str, StoredTensor](),
@@ -318,7 +329,8 @@ class Manifest(Progress):
         )
 
     def problems(self) -> Iterator[str]:
-        """Contradictions within the manifest. Each is checked only if those before it hold."""
+        """Yield contradictions within the manifest. A check runs only if those before
+        it found nothing."""
         if len({file.name for file in self.files}) < len(self.files):
             yield f"file names {[file.name[:80] for file in self.files]}: names are there once."
         for file in self.files:
@@ -330,7 +342,8 @@ class Manifest(Progress):
                 f"{tensor.title[:80]}: {what}" for what in tensor.problems(self.files)
             )
         yield from self._empty_files()
-        match self.state.get("loss_scale"):  # and for how many steps it has stayed
+        # the scale, and the number of steps for which it has not changed
+        match self.state.get("loss_scale"):
             case None:
                 pass
             case [int() | float() as scale, int() as steady] if type(
@@ -344,8 +357,10 @@ class Manifest(Progress):
                 )
 
     def _empty_files(self) -> Iterator[str]:
-        """Describes files that are much larger than what they hold. A sparse file of a terabyte takes no
-        place on a disk, and hours to read."""
+        """Describe files that are much larger than their tensors.
+
+        A sparse file of a terabyte takes no disk space, but hours to read.
+        """
         held = [0] * len(self.files)
         for tensor in self.tensors:
             itemsize = DTYPES[tensor.dtype].itemsize
@@ -357,7 +372,7 @@ class Manifest(Progress):
 
 
 def _table(value: Any) -> dict[str, Any]:
-    """A value of a dataclass as JSON's table, one level deep."""
+    """Convert a dataclass to a JSON table, one level deep."""
     return {
         each.metadata.get("name") or each.name: getattr(value, each.name)
         for each in fields(value)
@@ -369,7 +384,7 @@ def _sum(body: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-# ---- a file of numbers
+# ---- tensor files
 
 
 @dataclass(frozen=True)
@@ -381,7 +396,7 @@ class HeaderEntry:
     data_offsets: tuple[int, int] = count()
 
     def problems(self, at: int) -> Iterator[str]:
-        """Problems of a tensor that should begin at this byte."""
+        """Yield the problems of a tensor that should begin at byte `at`."""
         start, end = self.data_offsets
         size = math.prod(self.shape) * (DTYPES | BYTES)[self.dtype].itemsize
         if len(self.shape) > DIMS:
@@ -399,8 +414,11 @@ class HeaderEntry:
 def write_file(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> tuple[StoredFile, dict[str, int]]:
-    """Write contiguous host tensors to a new file, and bring it to the disk; the file, and the byte at
-    which each tensor begins. Meanwhile a thread compares what it reads back with what was written."""
+    """Write contiguous host tensors to a new file and fsync it. Return the file and
+    each tensor's byte offset.
+
+    A thread reads the chunks back meanwhile and compares them with what was written.
+    """
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     offsets, end = dict[str, int](), 0
     for name, x in tensors.items():
@@ -412,7 +430,7 @@ def write_file(
             "data_offsets": span,
         }
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the numbers are aligned
+    text += b" " * (-len(text) % 8)  # aligns the data to 8 bytes
     first = len(text).to_bytes(8, "little") + text
     blocks = [memoryview(first), *(raw_bytes(x) for x in tensors.values() if x.numel())]
     checksum = FASTEST
@@ -421,7 +439,7 @@ def write_file(
         for number, chunk in enumerate(_chunks(blocks)):
             for block in chunk:
                 left = block
-                # one write of megabytes has the kernel look for pages as large
+                # Small writes: one of megabytes makes the kernel look for huge pages.
                 while left:
                     left = left[file.write(left[:_BLOCK]) :]
             sums.append(thread.submit(_compared_sum, checksum, chunk, file, number))
@@ -433,12 +451,12 @@ def write_file(
 
 
 def raw_bytes(x: Tensor) -> memoryview:
-    """The bytes of a contiguous host tensor, not copied."""
+    """The bytes of a contiguous host tensor, without a copy."""
     return x.view(-1).view(torch.uint8).numpy().data
 
 
 def _chunks(blocks: Iterable[memoryview]) -> Iterator[list[memoryview]]:
-    """Regroups the bytes into runs of `CHUNK`."""
+    """Regroup the bytes into runs of `CHUNK`."""
     chunk, free = list[memoryview](), CHUNK
     for block in blocks:
         left = block
@@ -455,7 +473,7 @@ def _chunks(blocks: Iterable[memoryview]) -> Iterator[list[memoryview]]:
 def _compared_sum(
     checksum: str, chunk: Iterable[memoryview], file: BinaryIO, number: int
 ) -> str:
-    """The checksum of what was written as a chunk, which must be that of what is read back."""
+    """Return a chunk's checksum, after checking that the file reads back the same."""
     digest = CHECKSUMS[checksum]()
     for block in chunk:
         digest.update(block)
@@ -464,7 +482,8 @@ def _compared_sum(
         raise CheckpointError(
             f"{file.name}: the bytes read back differ from those written."
         )
-    # The disk begins with this chunk now and not at the fsync: a third less time.
+    # Start writing this chunk to the disk now instead of at the fsync: a third less
+    # time.
     os.posix_fadvise(file.fileno(), number * CHUNK, CHUNK, os.POSIX_FADV_DONTNEED)
     return written
 
@@ -480,14 +499,15 @@ def _chunk_sum(checksum: str, file: BinaryIO, number: int) -> str:
 
 
 def chunk_sums(file: BinaryIO, checksum: str) -> tuple[str, ...]:
-    """The checksum of each chunk of a file. Threads share them: one alone is slower than a disk."""
+    """Return the checksum of each chunk of a file, computed in threads: one alone is
+    slower than a disk."""
     numbers = range(-(-os.fstat(file.fileno()).st_size // CHUNK))
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
         return tuple(threads.map(partial(_chunk_sum, checksum, file), numbers))
 
 
 def read_into(file: BinaryIO, offset: int, out: Tensor) -> None:
-    """Fill a flat host tensor with the file's bytes from `offset`."""
+    """Fill a flat host tensor with the file's bytes from `offset` on."""
     left = raw_bytes(out) if out.numel() else None
     while left:
         count = os.preadv(file.fileno(), [left], offset)
@@ -499,8 +519,11 @@ def read_into(file: BinaryIO, offset: int, out: Tensor) -> None:
 
 
 def read_header(folder: Folder, name: str) -> dict[str, tuple[HeaderEntry, int]]:
-    """The tensors of a file by name, and the byte at which each begins, if the header is right in
-    everything: names once, known types, sizes that fit, no byte in two tensors or in none."""
+    """Return a file's tensors and their byte offsets by name, if its header is valid.
+
+    A valid header has unique names, known dtypes and matching sizes, and every byte
+    belongs to exactly one tensor.
+    """
     with folder.open(name) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
@@ -537,27 +560,27 @@ def read_header(folder: Folder, name: str) -> dict[str, tuple[HeaderEntry, int]]
     }
 
 
-# ---- a checkpoint's folder
+# ---- the folder of a checkpoint
 
 
 def name_of(step: int) -> str:
-    """The folder of a step's checkpoint."""
+    """Return the folder name of a step's checkpoint."""
     return f"step-{step:08}"
 
 
 def step_of(name: str) -> int:
-    """The step of a checkpoint's folder; -1 where the name is of none."""
+    """Return the step in a checkpoint's folder name; -1 if it is not such a name."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match else -1
 
 
 def file_of(rank: int) -> str:
-    """The file of what a rank writes."""
+    """Return the name of a rank's file."""
     return f"rank-{rank:05}.safetensors"
 
 
 def is_file_name(name: str) -> bool:
-    """True if a file of a checkpoint's tensors may have this name."""
+    """True if this can be the name of a tensor file."""
     return _FILE.fullmatch(name) is not None
 
 
@@ -566,12 +589,12 @@ def manifest_text(path: Path) -> str:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of a checkpoint's folder, checked in itself."""
+    """Read a checkpoint's manifest and check its consistency."""
     return Manifest.parse(manifest_text(path), path)
 
 
 def verify_checkpoint(path: Path) -> list[str]:
-    """Everything that is wrong with a checkpoint; nothing when it is sound."""
+    """List everything that is wrong with a checkpoint; empty if it is intact."""
     try:
         return faults(path, read_manifest(path))
     except CheckpointError as error:
@@ -579,8 +602,10 @@ def verify_checkpoint(path: Path) -> list[str]:
 
 
 def faults(path: Path, manifest: Manifest, rank: int = 0, ranks: int = 1) -> list[str]:
-    """Faults in a checkpoint's files, or in this rank's share of them: reads all bytes and compares
-    the headers with the manifest."""
+    """List faults in a checkpoint's files, or in this rank's share of them.
+
+    Reads all bytes, and compares the headers with the manifest.
+    """
     folder = Folder(path, CheckpointError)
     own = range(rank, len(manifest.files), ranks)
     wrong = [fault for number in own if (fault := damage(folder, manifest, number))]
@@ -604,7 +629,7 @@ def faults(path: Path, manifest: Manifest, rank: int = 0, ranks: int = 1) -> lis
 
 
 def damage(folder: Folder, manifest: Manifest, number: int) -> str:
-    """One line for a file that is gone, or not what was written."""
+    """Describe in one line why a file is missing or damaged; "" if it is intact."""
     file = manifest.files[number]
     path = folder.path / file.name
     try:

@@ -1,7 +1,8 @@
-"""Going on from a checkpoint: which one, whether it is of the same model, and its numbers in this layout.
+"""Resuming: choosing a checkpoint, comparing its model with the run's, and loading it
+into this layout.
 
-No weight is touched before every rank has found the files sound and the model to be the run's. The
-files themselves are in `checkpoint_format.py`.
+No weight is changed before every rank has found the files intact and the model to be
+the run's. `checkpoint_format.py` defines the files.
 """
 
 from __future__ import annotations
@@ -57,15 +58,15 @@ from .data.token_files import DataError
 from .folder import Folder
 from .own_optimizer import OwnUpdate
 
-# bytes of whole rows that are read at once where a rank keeps a part of each
+# bytes read at once where a rank keeps a part of each row
 BLOCK = 16 << 20
 _OPTIMIZERS = {traits.stored: traits for traits in OPTIMIZERS.values()}
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """The position at which a run continues, the damaged checkpoints that were skipped, and notices
-    about the model (`ModelIdentity.notices`)."""
+    """The position at which a run continues, the damaged checkpoints that were skipped,
+    and notices about the model (`ModelIdentity.notices`)."""
 
     progress: stored.Progress
     path: Path
@@ -84,13 +85,14 @@ def load(
     remote: Remote | None = None,
     memory: MemoryCheckpoints | None = None,
 ) -> Loaded | None:
-    """Go on from the newest sound checkpoint of a run, in this layout. None when there is none. One that
-    is newer in the folder `remote` is fetched first. Nothing of them is read where what is in `memory` is no
-    older.
+    """Resume from the newest intact checkpoint of a run; return None if there is none.
 
-    Every rank calls it. Nothing is changed before all ranks have found the files sound and the
-    model to be that of `identity`, or at least the tensors to be those of the model: that is all
-    with `adopt`. A state of another optimizer than `optimizer`, the run's name for it, is refused.
+    A newer checkpoint in the folder `remote` is downloaded first. Neither is read if
+    `memory` has one at least as new.
+
+    Collective. Nothing changes before all ranks have found the files intact and the
+    model equal to `identity`. With `adopt` it is enough that the tensors fit. State of
+    another optimizer than `optimizer`, the run's name for it, is refused.
     """
     group, found, damaged = local.groups.everyone, None, list[str]()
     if memory is not None:
@@ -124,8 +126,10 @@ def load(
 def begin(
     source: Callable[[], TensorReader], local: LocalModel, updates: Updates
 ) -> None:
-    """Fill this rank's weights from elsewhere, before the first step; every rank calls it. Adapters are
-    not there: they stay as they were drawn."""
+    """Fill this rank's weights from elsewhere before the first step. Collective.
+
+    The source holds no adapters: they keep their initial values.
+    """
 
     def fill() -> None:
         reader = source()
@@ -141,7 +145,7 @@ def _refresh(local: LocalModel) -> None:
         unit.bring_up()
 
 
-# ---- which checkpoint
+# ---- choosing a checkpoint
 
 
 Found = tuple[Path, Manifest]
@@ -150,11 +154,11 @@ Found = tuple[Path, Manifest]
 def choose(
     folder: Path, group: Group, remote: Remote | None = None
 ) -> tuple[Found | None, list[str]]:
-    """The newest sound checkpoint of a folder, after all that is newer in the folder `remote` has been
-    tried and fetched; and what is wrong with newer ones.
+    """Return the newest intact checkpoint of a folder, and the problems of newer ones.
 
-    None when there is no checkpoint at all. When there are and none is sound, that is an error: to begin
-    anew without a word would lose the run.
+    Newer checkpoints in the folder `remote` are downloaded first. Returns None if there
+    are no checkpoints at all. Raises if there are some but none is intact: starting
+    over silently would lose the run.
     """
     known, failed = set[int](), list[str]()
     while True:
@@ -173,8 +177,10 @@ def choose(
 
 
 def _newest_sound(folder: Path, group: Group) -> tuple[Found | None, list[str]]:
-    """The newest undamaged checkpoint, the same on every rank. All bytes are read, a share by each
-    rank."""
+    """Return the newest undamaged checkpoint, the same on every rank.
+
+    All bytes are read, a share by each rank.
+    """
     names = [path.name for path in steps(folder)] if group.rank == 0 else []
     damaged = list[str]()
     for name in json.loads(broadcast_text(group, json.dumps(names))):
@@ -187,7 +193,8 @@ def _newest_sound(folder: Path, group: Group) -> tuple[Found | None, list[str]]:
 
 
 def _sound(path: Path, group: Group) -> Manifest:
-    """The manifest of a checkpoint in which no rank finds anything wrong."""
+    """Return the manifest of a checkpoint; raise if any rank finds a fault in its
+    files."""
     read = together(
         group, lambda: stored.manifest_text(path) if group.rank == 0 else ""
     )
@@ -203,34 +210,36 @@ def _sound(path: Path, group: Group) -> Manifest:
 
 
 def newest(folder: Path) -> tuple[Path, Manifest] | None:
-    """The newest checkpoint whose manifest can be read. Its files are not looked at: what a run goes
-    on from is chosen by `choose`, on all ranks."""
+    """Return the newest checkpoint whose manifest can be read.
+
+    Its files are not examined: `choose` decides on all ranks where a run resumes.
+    """
     for path in steps(folder):
         try:
             return path, stored.read_manifest(path)
         except (CheckpointError, OSError):
-            continue  # damaged, or removed by a run that goes on; `choose` says which
+            continue  # damaged, or deleted by a running run; `choose` reports it
     return None
 
 
-# ---- whether it is of the same model
+# ---- comparing the model
 
-LINES = 5  # of weights that an error names; another model may differ in every one
+LINES = 5  # weights listed in an error; every weight of another model may differ
 
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """Identity of a checkpoint's model. Take it before the model is cut.
+    """Identity of a checkpoint's model. Taken before the model is sharded.
 
-    Some sizes change what a model computes without changing any weight's shape (heads, rope, eps),
-    so the shape is compared key by key. `own` is FILE.py:Class of a user's model, else empty. Its
-    file is hashed, with the user's modules that it imports: changed code earns a notice, and only
-    another structure is refused.
+    Some sizes change what a model computes without changing any weight's shape (heads,
+    rope, eps), so the shape is compared key by key. `own` is FILE.py:Class of a user's
+    model, or "". Its file and the user's modules that it imports are hashed: changed
+    code causes a notice, and only a different structure is refused.
     """
 
     shape: Shape
     weights: Mapping[str, tuple[int, ...]]
-    # what the manifest keeps of it beside the shape, as JSON gives it
+    # the manifest's record of the model beside its shape, as decoded from JSON
     record: Mapping[str, Any]
 
     @classmethod
@@ -249,9 +258,10 @@ class ModelIdentity:
         return cls(shape, weights, record)
 
     def differences(self, manifest: Manifest) -> list[str]:
-        """Why a checkpoint is of another model: each key with both values, then weights by name.
+        """List the differences between a checkpoint's model and this one: keys with
+        both values, then weights.
 
-        A manifest without a shape, or without a record, is compared by what it has: its weights.
+        A manifest without a shape or a record is compared by its weights alone.
         """
         if manifest.shape and (wrong := differing_sizes(manifest.shape, self.shape)):
             return wrong
@@ -265,8 +275,8 @@ class ModelIdentity:
         return wrong if len(wrong) <= LINES else [*wrong[:LINES], more]
 
     def notices(self, manifest: Manifest) -> list[str]:
-        """Reasons to doubt that the model is the checkpoint's, though nothing shows that it is
-        another."""
+        """List reasons to doubt that the checkpoint's model is this one, though nothing
+        proves a difference."""
         there, here = _record(manifest), self.record
         was, source = own_model(manifest), str(there.get("source", ""))
         if manifest.shape is None:
@@ -311,7 +321,8 @@ class ModelIdentity:
 
 
 def refuse_other(path: Path, manifest: Manifest, identity: ModelIdentity) -> None:
-    """Refuse a checkpoint of another model; every rank decides the same from the manifest."""
+    """Refuse a checkpoint of another model. All ranks decide alike, since all have the
+    manifest."""
     if wrong := identity.differences(manifest):
         way_out = "Leave `model` out, and the run takes the checkpoint's"
         if own := identity.record["own"]:
@@ -324,7 +335,8 @@ def refuse_other(path: Path, manifest: Manifest, identity: ModelIdentity) -> Non
 
 
 def refuse_optimizer(path: Path, manifest: Manifest, name: str) -> None:
-    """Refuse a checkpoint that keeps another optimizer's state than that of the run's `optimizer.name`."""
+    """Refuse a checkpoint with the state of another optimizer than the run's
+    `optimizer.name`."""
     was = manifest.optimizer.lower()
     if _kinds(manifest) and was != name:
         raise CheckpointError(
@@ -339,8 +351,11 @@ def data_notices(
     data: Sequence[SourceRecord],
     batches: Batches,
 ) -> list[str]:
-    """Differences between the run's data and the data that a checkpoint was trained on. `data` are
-    the run's records."""
+    """List differences between the run's data and the data that a checkpoint was
+    trained on.
+
+    `data` are the records of the run.
+    """
     if not progress.data:  # an imported model was not trained on any
         return []
     table = progress.config.get("data")
@@ -369,7 +384,8 @@ def data_notices(
 def _earlier_notices(
     progress: stored.Progress, path: Path, batches: Batches
 ) -> list[str]:
-    """The notices for a checkpoint of an earlier version, which recorded sizes and beginnings."""
+    """Return the notices for a checkpoint of an earlier version, which recorded only
+    sizes and beginnings."""
     if progress.data != batches.mark:
         return [
             f"the data is not what {path} was trained on: its beginning or its size differs"
@@ -382,8 +398,8 @@ def _earlier_notices(
     return []
 
 
-# Every key of a run, or its table, by what becomes of another value when a run resumes. A test walks
-# all keys of a run, so that a new one has to be put into one of these three.
+# Every key or table of a run, by the effect of a changed value when the run resumes. A
+# test walks all keys, so that a new one has to be added to one of these three.
 REFUSED = {
     "model": "the model's identity, unless --adopt is given",
     "freeze": "of the model's sizes",
@@ -417,8 +433,11 @@ UNTOLD = {
 def changed_settings(
     manifest: stored.Progress, run: Run, layout: Layout, shape: Shape
 ) -> list[str]:
-    """The settings that change what is trained or measured, and are not those of the checkpoint: each
-    key with both values. Of keys that may be left out, the values in effect are compared."""
+    """List settings that affect training or validation and differ from the
+    checkpoint's, with both values.
+
+    For optional keys the effective values are compared.
+    """
     was = manifest.config.get("run")
     old = dict(flat(was if isinstance(was, dict) else {}))
     new = dict(flat(json.loads(json.dumps(asdict(run)))))
@@ -428,7 +447,7 @@ def changed_settings(
         old["sequence"] = old.get("sequence") or manifest.shape.sequence
     new |= {"batch": shape.batch, "sequence": run.tokens(shape)}
     old.pop("precision", None)
-    with suppress(LayoutError):  # of another version
+    with suppress(LayoutError):  # a layout of another version
         old |= _arithmetic(Layout.parse(manifest.layout))
     new |= _arithmetic(layout)
     return _differing(old, new, [*keys, "matmul"])
@@ -444,7 +463,7 @@ def _arithmetic(layout: Layout) -> dict[str, str]:
 def weight_differences(
     manifest: Manifest, weights: Mapping[str, tuple[int, ...]]
 ) -> list[str]:
-    """Weights that a checkpoint lacks, or has in another shape."""
+    """List weights that a checkpoint lacks or has in another shape."""
     there = {each.name: each.shape for each in manifest.tensors if each.kind == WEIGHT}
     return [
         f"{name} is {list(there[name])}, the model's is {list(shape)}"
@@ -456,7 +475,8 @@ def weight_differences(
 
 
 def differing_sizes(there: Shape, here: Shape) -> list[str]:
-    """The keys of a shape in which a checkpoint's and a run's differ, each with both values."""
+    """List the keys in which a checkpoint's shape and the run's differ, with both
+    values."""
     free = {"name", "source", "batch"}  # may change from start to start
     if "learned" not in (there.positions, here.positions):
         free.add("sequence")  # only learned positions are weights
@@ -475,14 +495,14 @@ def _differing(
 
 
 def table_of(shape: Shape) -> dict[str, Any]:
-    """A shape as the table of sizes that a run file's `model` is, without what is by default."""
+    """Convert a shape to a run file's `model` table, without default values."""
     plain = {f.name: f.default for f in fields(shape) if f.default is not MISSING}
     sizes = asdict(shape)
     return {key: n for key, n in sizes.items() if key not in plain or plain[key] != n}
 
 
 def own_model(manifest: Manifest) -> str:
-    """FILE.py:Class where a checkpoint is of a user's model, else empty."""
+    """FILE.py:Class if a checkpoint holds a user's model, or ""."""
     return str(_record(manifest).get("own", ""))[:1000]
 
 
@@ -496,7 +516,7 @@ def _short(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-# ---- its numbers, in this layout
+# ---- loading the tensors into this layout
 
 
 def _check(
@@ -505,8 +525,8 @@ def _check(
     updates: Updates,
     drawn: Callable[[str], bool] = lambda name: False,
 ) -> None:
-    """Refuse tensors that are not those of this rank's model and optimizer. Weights that are `drawn`
-    need not be there."""
+    """Refuse tensors that do not fit this rank's model and optimizer. Weights that are
+    `drawn` may be missing."""
     own = {w.name: tuple(w.shape) for unit in local.every_unit for w in unit.order}
     wrong = weight_differences(
         manifest, {n: shape for n, shape in own.items() if not drawn(n)}
@@ -545,20 +565,24 @@ def _check(
 
 
 def _traits(manifest: Manifest, updates: Updates) -> OptimizerTraits | None:
-    """The optimizer whose state a checkpoint holds; None if it is unknown. A torch optimizer of the
-    user's makes its state with its first step, so it is what is there."""
+    """Return the traits of the optimizer whose state a checkpoint holds; None if it is
+    unknown.
+
+    A torch optimizer of the user's creates its state in its first step, so its traits
+    are what the checkpoint holds.
+    """
     if any(isinstance(update, OwnUpdate) for update in updates.values()):
         return OptimizerTraits(manifest.optimizer, tuple(_kinds(manifest)))
     return _OPTIMIZERS.get(manifest.optimizer)
 
 
 def _kinds(manifest: Manifest) -> list[str]:
-    """Kinds of optimizer state in this checkpoint."""
+    """List the kinds of optimizer state in the checkpoint."""
     return sorted({each.kind for each in manifest.tensors} - {WEIGHT})
 
 
 def _fill(reader: TensorReader, local: LocalModel, updates: Updates) -> None:
-    """This rank's homes and optimizer state become those of the checkpoint."""
+    """Load this rank's weights and optimizer state from a checkpoint."""
     kinds, count = _kinds(reader.manifest), reader.manifest.updates
     traits = _traits(reader.manifest, updates)
     for update in updates.values() if kinds and traits else ():
@@ -566,7 +590,8 @@ def _fill(reader: TensorReader, local: LocalModel, updates: Updates) -> None:
             kept = traits.kept(matrix=number >= len(update.runs)) if traits else ()
             state = {kind: torch.zeros_like(view) for kind in kept}
             if count is not None:
-                # A fused optimizer keeps its count where the numbers are, in float32.
+                # Fused optimizers keep the step count on the parameters' device, in
+                # float32.
                 state["step"] = torch.tensor(
                     count, dtype=torch.float32, device=view.device
                 )
@@ -580,7 +605,7 @@ def _fill(reader: TensorReader, local: LocalModel, updates: Updates) -> None:
 
 
 class TensorReader(ExitStack):
-    """The tensors of a checkpoint, read box by box. Its files have been verified before."""
+    """Reads the tensors of a verified checkpoint, box by box."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         super().__init__()
@@ -592,7 +617,8 @@ class TensorReader(ExitStack):
         return self.box(tensor, tensor.whole)
 
     def numbers(self, kind: str, entry: Entry) -> Tensor:
-        """An entry's numbers, flat: whole rows of its shard are read, padding is zero."""
+        """Return an entry's elements, flat. Whole rows of its shard are read; padding
+        is zero."""
         tensor, local = self.tensors[kind, entry.weight.name], entry.weight.local
         if not (box := box_of(entry)):
             return self.whole(tensor).view(-1)
@@ -608,11 +634,11 @@ class TensorReader(ExitStack):
         return part.view(-1)[entry.start - first * row : entry.stop - first * row]
 
     def box(self, tensor: StoredTensor, box: Box) -> Tensor:
-        """These numbers of a tensor, in its own dtype, on the host."""
+        """Return a box of a tensor, in the stored dtype, on the host."""
         out = torch.empty([b - a for a, b in box], dtype=DTYPES[tensor.dtype])
         for part in tensor.parts():
             outer = part[0].box
-            if not box:  # a tensor without dims
+            if not box:  # a scalar
                 return self._rows(tensor, part, 0, 1).view(())
             pairs = zip(outer, box, strict=True)
             common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in pairs)
@@ -620,9 +646,10 @@ class TensorReader(ExitStack):
                 continue
             (rows, *inside), (to, *at) = _slices(common, outer), _slices(common, box)
             whole = common[1:] == outer[1:]
-            if common == box and whole:  # all of it lies in this part: no copy
+            if common == box and whole:  # the box lies within this part: no copy
                 return self._rows(tensor, part, rows.start, rows.stop).contiguous()
-            # Of rows that are cut a few at a time: a rank holds little more than it keeps.
+            # Read partial rows in blocks, so that a rank needs little more memory than
+            # it keeps.
             count, row = (
                 rows.stop - rows.start,
                 out.element_size() * math.prod(part[0].local[1:]),
@@ -641,7 +668,7 @@ class TensorReader(ExitStack):
         first: int,
         last: int,
     ) -> Tensor:
-        """Rows of one part, from all the shards that have some of them."""
+        """Read rows of one part from all shards that overlap them."""
         dims = part[0].local[1:]
         row = math.prod(dims)
         start, stop = first * row, last * row
@@ -661,5 +688,5 @@ class TensorReader(ExitStack):
 
 
 def _slices(box: Box, outer: Box) -> tuple[slice, ...]:
-    """Position of a box within an enclosing one."""
+    """Return the slices of a box within an enclosing one."""
     return tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(box, outer, strict=True))

@@ -1,11 +1,13 @@
-"""Checkpoints in the memory of the hosts, for ranks that are started again.
+"""In-memory checkpoints on the hosts, for ranks that are restarted.
 
-They are checkpoints as others, in a folder of /dev/shm on each host, which outlives the ranks: every
-rank writes its part there, and where there are several hosts a rank of the next one keeps a copy. So
-a rank's part outlives the rank, and one host may be lost. The folder belongs to the process that has
-started the ranks (the command, or torchrun's agent): its name says which, and when that process ends
-the host's watcher removes it. A host holds at most twice what its ranks and those of the host before
-own: the newest, and the one that is being written.
+They have the format of other checkpoints and lie in a folder of /dev/shm on each host,
+which outlives the ranks. Every rank writes its part there. With several hosts, a rank
+of the next host keeps a copy, so that one host may be lost.
+
+The folder belongs to the process that started the ranks (the command, or torchrun's
+agent) and carries its pid. When that process ends, the host's watcher deletes the
+folder. A host holds at most twice the parts of its own ranks and of the previous
+host's: the newest checkpoint, and the one being written.
 """
 
 import hashlib
@@ -40,8 +42,8 @@ NAME = "phalanx-memory"
 
 
 def memory_folder(run: Run) -> Path | None:
-    """Folder of this host's in-memory checkpoints; None if they are off, or if nothing outlives the
-    ranks."""
+    """Return the folder of this host's in-memory checkpoints; None if they are off, or
+    if nothing outlives the ranks."""
     started = (
         multiprocessing.parent_process() is not None
         or "TORCHELASTIC_RUN_ID" in os.environ
@@ -59,7 +61,7 @@ def _mark(run: Run) -> str:
 
 
 def newest_in_memory(run: Run) -> str:
-    """The newest that is in this host's memory for a run; empty when there is none."""
+    """Return the name of a run's newest checkpoint in this host's memory, or ""."""
     found = [
         p.name
         for folder in ROOT.glob(f"{NAME}-*-{_mark(run)}")
@@ -69,7 +71,7 @@ def newest_in_memory(run: Run) -> str:
 
 
 def remove_left(root: Path = ROOT) -> None:
-    """Remove what runs have left whose watcher was killed."""
+    """Delete in-memory checkpoints of runs whose watcher was killed."""
     for folder in root.glob(f"{NAME}-*-*-*"):
         with suppress(OSError, ValueError):
             _, _, pid, started, _ = folder.name.split("-")
@@ -80,8 +82,11 @@ def remove_left(root: Path = ROOT) -> None:
 
 
 class MemoryCheckpoints:
-    """A run's checkpoints in memory; every rank has one and calls it alike. `host`: whose memory this
-    rank's is; ranks with the same have the same `folder`."""
+    """A run's in-memory checkpoints. Every rank has one, and its methods are
+    collective.
+
+    `host` identifies the memory that a rank uses; ranks of one host share `folder`.
+    """
 
     def __init__(
         self, folder: Path, host: str, local: LocalModel, updates: Updates
@@ -94,7 +99,8 @@ class MemoryCheckpoints:
         self.host, self.ranks = host, self.hosts[host]
         self.first = self.ranks[0] == self.group.rank
         places = list(self.hosts.values())
-        # Whose part a rank also keeps: that of the rank in its place on the host before.
+        # keeper[rank]: the rank at the same position on the next host, which keeps a
+        # copy of its part.
         self.keeper: dict[int, int] = {}
         for ranks, after in zip(places, [*places[1:], places[0]], strict=True):
             if len(places) > 1:
@@ -103,12 +109,13 @@ class MemoryCheckpoints:
                 }
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         if self.first:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def save(self, progress: stored.Progress) -> list[str]:
-        """Keep this step; what went wrong, on all ranks: then what was before is still there."""
+        """Save this step. Return the errors, the same on all ranks; if any, the
+        previous checkpoint is intact."""
         hidden, group = (
             self.folder / f"{checkpoint.SAVING}{progress.step:08}",
             self.group,
@@ -132,7 +139,8 @@ class MemoryCheckpoints:
                     ).files
                 ],
             )
-            # Old ones go when all hosts have the new one, so that all have one of the same step.
+            # Old ones are deleted after all hosts have the new one: every host holds
+            # some common step.
             rest = (self.folder, hidden, reports, 2)
             checkpoint.together(
                 group, lambda: checkpoint.commit(*rest) if self.first else ""
@@ -147,7 +155,7 @@ class MemoryCheckpoints:
         return []
 
     def _make_room(self, hidden: Path, sizes: Sequence[int]) -> None:
-        """Make the hidden folder of a save, if its host has room."""
+        """Create the hidden folder of a save if its host has enough memory."""
         if not self.first:
             return
         remove_left(self.folder.parent)
@@ -167,8 +175,10 @@ class MemoryCheckpoints:
         checkpoint.make_hidden(hidden)
 
     def _move(self, folder: Path, files: Sequence[tuple[str, int, int, int]]) -> None:
-        """Move files of a folder between hosts, a chunk of each at a time: the name, the size, the rank
-        that has it, and the one that writes it."""
+        """Copy files between hosts, one chunk of each at a time.
+
+        Each file is given by name, size, source rank and target rank.
+        """
         if not files:
             return
         me, world, error = self.group.rank, self.group.size, ""
@@ -183,7 +193,7 @@ class MemoryCheckpoints:
                     try:
                         with (folder / name).open("rb") as file:
                             stored.read_into(file, at, own[-1])
-                    # all ranks go on to the last call
+                    # continue to the last call, as the others wait in it
                     except (CheckpointError, OSError) as wrong:
                         error = why(wrong)
                 if target == me:
@@ -205,8 +215,11 @@ class MemoryCheckpoints:
             raise checkpoint.RanksFailed("", errors)
 
     def find(self, least: int = 0) -> tuple[Path, stored.Manifest] | None:
-        """The newest step, from `least` on, of which all parts are in the memory of some host, with
-        what this host's ranks need brought to it. None when a part is nowhere, or not what was written."""
+        """Find the newest step >= `least` all of whose parts are in some host's memory,
+        and bring its files to the ranks that need them.
+
+        Returns None if a part is missing or damaged.
+        """
         seen, texts = self._seen()
         tables = [json.loads(text) for text in exchange(self.group, json.dumps(seen))]
         have: dict[tuple[int, str, int], dict[str, set[int]]] = {}
@@ -238,8 +251,8 @@ class MemoryCheckpoints:
         return path, manifest
 
     def _seen(self) -> tuple[list[tuple[int, str, int, list[int]]], dict[str, str]]:
-        """Checkpoints in this host's memory: for each step the sound files of this rank's share;
-        and the manifests by digest."""
+        """List the checkpoints in this host's memory, with the intact files of this
+        rank's share. Return them and the manifests by digest."""
         seen, texts = [], {}
         for path in steps(self.folder):
             with suppress(CheckpointError, OSError):
@@ -266,7 +279,7 @@ class MemoryCheckpoints:
         manifest: stored.Manifest,
         have: dict[str, set[int]],
     ) -> None:
-        """Bring files to hosts whose ranks need them and that have them not."""
+        """Copy files to the hosts whose ranks need them and lack them."""
         needs = [
             json.loads(each)
             for each in exchange(self.group, json.dumps(self._needs(manifest)))
@@ -302,7 +315,7 @@ class MemoryCheckpoints:
             raise checkpoint.RanksFailed("", errors)
 
     def _needs(self, manifest: stored.Manifest) -> list[int]:
-        """The files in which numbers of this rank are."""
+        """List the files that hold elements of this rank's tensors."""
         tensors: dict[str, list[int]] = {}
         for number, tensor in enumerate(manifest.tensors):
             tensors.setdefault(tensor.name, []).append(number)
@@ -310,7 +323,7 @@ class MemoryCheckpoints:
         for unit in self.local.every_unit:
             for entry in unit.entries():
                 box, row = checkpoint.box_of(entry), math.prod(entry.weight.local[1:])
-                # Rows are read whole.
+                # Whole rows are read.
                 start, stop = entry.start // row * row, -(-entry.stop // row) * row
                 for number in tensors.get(entry.weight.name, ()):
                     for shard in manifest.tensors[number].shards:

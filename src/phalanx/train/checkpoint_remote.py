@@ -1,8 +1,9 @@
-"""Checkpoints in object storage, or on any other file system that fsspec knows.
+"""Checkpoints in object storage, or in any other file system that fsspec supports.
 
-A checkpoint is made on the disk first. A thread of rank 0 then uploads it while training goes on, and
-tries again where that fails. An upload that makes no progress is given up and reported. What lies at
-the URL is described in `remote_folder.py`, whose it is in `remote_owner.py`.
+A checkpoint is first written to the disk. A thread of rank 0 then uploads it during
+training, and retries after failures. An upload without progress is abandoned and
+reported. `remote_folder.py` defines the files at the URL, `remote_owner.py` which run
+may change them.
 """
 
 import json
@@ -21,28 +22,33 @@ from .remote_folder import ForeignCheckpoint, RemoteFolder
 from .remote_owner import FolderLost, Ownership
 from .remote_task import Answer, Task, on_first_rank, try_often
 
-MOST_STUCK = 4  # uploads that hang; while so many do, no further one is begun
-ENDING = 10.0  # seconds that the end of a run waits until the folder is released
+MOST_STUCK = 4  # maximum number of hanging uploads; beyond it no further one is started
+ENDING = 10.0  # seconds to wait at the end of a run until the folder is released
 
 
 @dataclass(frozen=True)
 class Remote:
-    """A run's remote folder: where it is, and how long work there may make no progress. `owner` is this
-    start's claim to it, on rank 0."""
+    """A run's remote folder, and the time without progress after which work there is
+    abandoned.
+
+    `owner` is this start's claim to the folder, on rank 0.
+    """
 
     url: Url
     timeout: float
     owner: Ownership | None = None
 
     def describe(self, error: Exception) -> str:
-        """An error of the store without the secrets of the URL."""
+        """Describe an error of the store without the URL's secrets."""
         return self.url.masked(why(error))
 
 
 def claim(remote: Remote, group: Group) -> Answer:
-    """Claim the folder for this run, on rank 0; every rank calls it. All ranks raise `RunLocked` if it is
-    another run's, or another start is at work there. The answer's error says why it cannot be claimed
-    yet."""
+    """Claim the remote folder for this run, on rank 0. Collective.
+
+    All ranks raise `RunLocked` if the folder belongs to another run, or another start
+    of this one is using it. The answer's error explains why it cannot be claimed yet.
+    """
 
     def work(task: Task) -> str:
         assert remote.owner is not None
@@ -56,8 +62,11 @@ def claim(remote: Remote, group: Group) -> Answer:
 
 
 class Uploader:
-    """Uploads a run's checkpoints, one after the other, in a thread of rank 0. While one is under way
-    only the newest of those that come is kept waiting: a slow network holds up no step."""
+    """Uploads a run's checkpoints one after the other, in a thread of rank 0.
+
+    During an upload only the newest further checkpoint is queued, so that a slow
+    network delays no step.
+    """
 
     def __init__(self, remote: Remote, keep: int) -> None:
         assert remote.owner is not None
@@ -65,7 +74,7 @@ class Uploader:
         self.work = threading.Condition()
         self.waiting: Path | None = None
         self.current: Path | None = None
-        self.missing = ""  # why the newest checkpoint is not there
+        self.missing = ""  # the reason why the newest checkpoint is not uploaded
         self._newest: Path | None = None
         self._task: Task | None = None
         self._stuck: list[Task] = []
@@ -73,7 +82,7 @@ class Uploader:
         self.owner.begin_beating(lambda: RemoteFolder(remote.url, fresh=True))
 
     def offer(self, path: Path) -> None:
-        """Upload this checkpoint next."""
+        """Queue a checkpoint as the next upload."""
         with self.work:
             self.waiting = self._newest = path
             self.missing = "its upload has not ended"
@@ -81,7 +90,7 @@ class Uploader:
                 self._next()
 
     def _next(self) -> None:
-        """Begin the upload that waits."""
+        """Start the queued upload."""
         self.current, self.waiting = self.waiting, None
         if self.current is None:
             return
@@ -107,7 +116,7 @@ class Uploader:
             folder.prune(step, self.keep, self.owner.owns)
 
         def in_vain() -> bool:
-            # it is old, or was removed
+            # superseded by a newer one, or deleted
             return self.waiting is not None or not path.exists()
 
         final = (FolderLost, ForeignCheckpoint)
@@ -134,7 +143,7 @@ class Uploader:
             self.missing = error
 
     def _give_up(self, reason: str) -> None:
-        """Leave the upload under way behind, and begin the one that waits."""
+        """Abandon the current upload and start the queued one."""
         task, path = self._task, self.current
         if task is None or path is None or task.finished.is_set():
             return
@@ -149,21 +158,22 @@ class Uploader:
             self._give_up(text)
 
     def taken(self) -> list[Saved]:
-        """Outcomes of uploads since the last call."""
+        """Return the outcomes of uploads since the last call."""
         with self.work:
             self._look()
             results, self._results = self._results, []
             return results
 
     def under_way(self, seconds: float) -> bool:
-        """True if an upload is under way; waits so long for it to end."""
+        """Wait up to `seconds` for the current upload; return True if it is still in
+        progress."""
         with self.work:
             self.work.wait_for(lambda: self.current is None, seconds)
             self._look()
             return self.current is not None
 
     def stop(self, reason: str) -> None:
-        """Give up what is under way and what waits."""
+        """Abandon the current upload and the queued one."""
         with self.work:
             if self.waiting is not None:
                 self._decide(self.waiting, reason)
@@ -171,7 +181,7 @@ class Uploader:
             self._give_up(reason)
 
     def release(self) -> Task:
-        """Begin to say in the folder that this start has ended."""
+        """Start recording in the folder that this start has ended."""
         return Task(self._release).start()
 
     def _release(self, task: Task) -> str:
@@ -180,11 +190,11 @@ class Uploader:
 
     @property
     def stuck(self) -> bool:
-        """True if uploads that were given up still hang."""
+        """True if abandoned uploads still hang."""
         return any(task.thread.is_alive() for task in self._stuck)
 
     def close(self) -> None:
-        """Write no more heartbeats, however the run ends."""
+        """Stop writing heartbeats, however the run ends."""
         self.owner.stop_beating()
         with self.work:
             if self._task is not None:
@@ -194,8 +204,11 @@ class Uploader:
 def fetch_newer(
     remote: Remote, folder: Path, at: int, known: set[int], group: Group
 ) -> tuple[bool, str]:
-    """Fetch the newest checkpoint beyond step `at` that was not tried before. Returns whether one was
-    tried, and what went wrong. Every rank calls it, and rank 0 does it."""
+    """Download the newest remote checkpoint after step `at` that is not in `known`.
+    Collective.
+
+    Rank 0 downloads. Returns True if there was such a checkpoint, and the error.
+    """
 
     def work(task: Task) -> str:
         wanted, foreign = -1, ""

@@ -1,11 +1,13 @@
-"""Checksums of files by the names that are written down with them. They find accidents, not forgeries."""
+"""Checksum algorithms by the names that are stored with the sums. They detect
+accidents, not forgery."""
 
 import hashlib
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-# SHA-256 is as slow as a disk. It stays for older files, and where nothing can be installed.
+# SHA-256 limits the speed to that of a disk. It is for older files, and where xxhash is
+# missing.
 CHECKSUMS: dict[str, Callable[..., Any]] = {"sha256": hashlib.sha256}
 with suppress(ImportError):
     import xxhash

@@ -1,12 +1,15 @@
-"""Comparison of the copies of weights, optimizer state and buffers that several ranks hold, bit by bit.
+"""Bitwise comparison of weights, optimizer state and buffers that several ranks hold
+copies of.
 
-A bit that flips in the memory of one rank changes its copy of a weight and nothing else: every step goes
-on, and the ranks train different models from then on. The comparison is made between steps. Each rank adds
-up a 64-bit checksum of each run of its numbers on the device, and one small all-reduce in each group of
-ranks with copies compares them; the host reads one number at the end. Only if checksums differ do ranks
-exchange them weight by weight, to name the weight and the ranks.
+A bit that flips in the memory of one rank changes its copy of a weight and nothing
+else: every step continues, and from then on the ranks train different models. Copies
+are compared between steps. Each rank computes 64-bit checksums of its tensors on the
+device, and one small all-reduce in each group of ranks with copies compares them; the
+host reads one number at the end. Only if checksums differ do the ranks exchange them
+weight by weight, to name the weight and the ranks.
 
-Copies are bit-equal by construction: every rank applies the same update to the same summed gradient.
+Copies are bit-equal by construction: every rank applies the same update to the same
+summed gradient.
 """
 
 from __future__ import annotations
@@ -27,45 +30,48 @@ from ..parallel import Entry, Unit
 from ..parallel.local import LocalModel
 from .optimizer import Update
 
-COLUMNS = 4096  # of the table that a tensor is taken as
-CHUNK = {"cpu": 1 << 18}  # elements widened to int64 at once: what a cache holds
+COLUMNS = 4096  # columns of the table that a tensor is viewed as
+CHUNK = {"cpu": 1 << 18}  # elements widened to int64 at once: they fit into a cache
 LARGE_CHUNK = 1 << 22  # on a GPU
-MOST = 6  # differences that are listed
-ORDERS = 3  # of groups: see `ComparedTensor`
+MOST = 6  # maximum number of differences listed
+ORDERS = 3  # process groups of a tensor: see `ComparedTensor`
 WEIGHT, COMPUTE_COPY, BUFFER = "weight", "compute copy", "buffer"
-APART = " of "  # between the name of a weight and what its copies have in common
-# by itemsize
+APART = " of "  # separates a weight's name from what its copies share
+# integer dtype by itemsize
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
 @cache
 def _odd_numbers(count: int, salt: int, device: torch.device) -> Tensor:
-    """Odd numbers of 64 bits that look random, the same everywhere (splitmix64, Steele et al. 2014)."""
+    """Return pseudo-random odd 64-bit numbers, the same everywhere (splitmix64, Steele
+    et al. 2014)."""
     z = torch.arange(1 + salt, 1 + salt + count, device=device) * -7046029254386353131
     for shift, factor in (
         (30, -4658895280553007687),
         (27, -7723592293110705685),
         (31, 1),
     ):
-        # An arithmetic shift copies the sign bit; what it fills in is cleared.
+        # An arithmetic shift copies the sign bit; clear the bits that it fills in.
         z = (z ^ ((z >> shift) & ((1 << (64 - shift)) - 1))) * factor
     return z | 1
 
 
 def checksum(x: Tensor) -> Tensor:
-    """The checksum of a flat tensor's bits, an int64 of no dim on its device.
+    """Return the checksum of a flat tensor's bits, an int64 scalar on its device.
 
-    It is the sum of all elements, as integers of at most 32 bits, times an odd 64-bit number for each
-    place, modulo 2^64. One changed element always changes it; any other change (a swap, two that are
-    equal and opposite) stays unseen with probability 2^-32 at most. 64-bit elements are taken as halves:
-    the weight of a sign bit of 2^63 would be lost modulo 2^64 where two of them flip.
+    It is the sum over all elements, taken as integers of at most 32 bits, of the
+    element times an odd 64-bit number that depends on its position, modulo 2^64. One
+    changed element always changes the sum; any other change (a swap, two equal and
+    opposite changes) goes unseen with probability at most 2^-32. 64-bit elements are
+    split into halves: a flipped sign bit counts 2^63, and two of them would cancel
+    modulo 2^64.
     """
     bits = x.detach().reshape(-1).view(_INTEGERS[x.element_size()])
     columns = _odd_numbers(COLUMNS, 0, bits.device)
     rows = bits.numel() // COLUMNS
     whole = rows * COLUMNS
-    # The multiplier of an element is that of its row times that of its column, so that no table of
-    # them is as large as the tensor.
+    # The multiplier of an element is that of its row times that of its column, so that
+    # no table of multipliers is as large as the tensor.
     multipliers = _odd_numbers(_at_least(rows + 1), 1 << 32, bits.device)
     total = (bits[whole:] * columns[: bits.numel() - whole]).sum() * multipliers[rows]
     step = max(1, CHUNK.get(bits.device.type, LARGE_CHUNK) // COLUMNS)
@@ -78,12 +84,12 @@ def checksum(x: Tensor) -> Tensor:
 
 
 def _at_least(count: int) -> int:
-    """The next power of two, so that few tables of multipliers are made."""
+    """Round up to a power of two, so that few tables of multipliers are cached."""
     return 1 << max(10, (count - 1).bit_length())
 
 
 class CopyOf(NamedTuple):
-    """The subject of a checksum: a kind of values of a unit, or a buffer by its index."""
+    """What a checksum covers: one kind of a unit's values, or a buffer by its index."""
 
     kind: str
     unit: int
@@ -91,8 +97,11 @@ class CopyOf(NamedTuple):
 
 
 class ComparedTensor(NamedTuple):
-    """A checksum that the ranks of some groups have in common. The groups stand in an order that is the
-    same on all ranks: replicas of data parallelism, copies along tp, stages that share a tied weight."""
+    """A checksum that the ranks of some groups compare.
+
+    The groups have the same order on all ranks: data-parallel replicas, copies along
+    tp, stages that share a tied weight.
+    """
 
     where: CopyOf
     numbers: Tensor
@@ -104,11 +113,11 @@ class ComparedTensor(NamedTuple):
 
 
 class Copies:
-    """Compares the values that several ranks hold copies of. Every rank makes one and calls it
-    alike.
+    """Compares the values that several ranks hold copies of. Every rank has one, and
+    its methods are collective.
 
-    `names` are those of the model's pieces. `any` is true if any rank has a copy of anything. ZeRO
-    shards that one rank alone holds have none.
+    `names` are those of the model's pieces. `any` is true if any rank has a copy of
+    anything; ZeRO shards, which one rank alone holds, have none.
     """
 
     def __init__(
@@ -123,8 +132,11 @@ class Copies:
 
     @torch.no_grad()
     def differences(self) -> str:
-        """The weights whose copies differ, with the ranks that hold them: the same text on all ranks, and
-        empty if all copies are equal. Every rank calls it, between two steps."""
+        """Describe the weights whose copies differ and the ranks that hold them; "" if
+        all are equal.
+
+        Collective, between two steps. The text is the same on all ranks.
+        """
         if not self.any:
             return ""
         compared = [each for each in self._compared() if each.has_copies]
@@ -141,7 +153,7 @@ class Copies:
                     (chosen, _differ(group, torch.stack([sums[i] for i in chosen])))
                 )
         differ = [verdict for _, verdict in verdicts]
-        # The only number that the host waits for, if all is well.
+        # The only value that the host waits for if all copies are equal.
         if not self._anywhere(torch.cat(differ).any() if differ else False):
             return ""
         found = {
@@ -153,7 +165,7 @@ class Copies:
         return self._named(found)
 
     def _anywhere(self, own: Tensor | bool) -> bool:
-        """True if something holds on any rank."""
+        """True if `own` is true on any rank."""
         flag = torch.as_tensor(own, device=self.everyone.device).long().view(1)
         self.everyone.all_reduce(flag, "max")
         return bool(int(flag))
@@ -161,7 +173,8 @@ class Copies:
     # ---- what is compared
 
     def _compared(self) -> Iterator[ComparedTensor]:
-        """Runs of this rank's numbers of which the same ranks have copies, and the buffers."""
+        """Yield this rank's flat tensors, grouped by the ranks that share them, and the
+        buffers."""
         for unit in self.local.every_unit:
             tie = self.local.groups.units[unit.number].tie
             for run, tp in self._runs(unit):
@@ -175,7 +188,8 @@ class Copies:
             yield ComparedTensor(CopyOf(BUFFER, i), buffer, every_rank)
 
     def _runs(self, unit: Unit) -> Iterator[tuple[slice, Group | None]]:
-        """This rank's part of a unit in runs, each with the group of its copies along tp."""
+        """Yield runs of this rank's elements of a unit, each with the group of its
+        copies along tp."""
         runs: list[tuple[slice, Group | None]] = []
         for entry in unit.entries():
             run = slice(entry.offset, entry.offset + entry.stop - entry.start)
@@ -187,16 +201,17 @@ class Copies:
 
     def _group_along_tp(self, entry: Entry) -> Group | None:
         weight = entry.weight
-        if weight.adds == "kv":  # as many neighbours as have the same head
+        # shared by neighbouring ranks that repeat the same KV head
+        if weight.adds == "kv":
             return self.along_tp["kv"]
         return None if any(weight.over_tp) else self.along_tp["norms"]
 
     def _kinds(self, unit: Unit, run: slice) -> Iterator[tuple[str, Tensor]]:
-        """Values that this rank keeps of a run of elements: weights, the compute copy, the
-        optimizer's state."""
+        """Yield what this rank keeps of a run of elements: weights, compute copy,
+        optimizer state."""
         yield WEIGHT, unit.home[run]
         if unit.buffer is not None and not unit.same and unit.groups.gather.size == 1:
-            # a gathered one is as old as the last gather
+            # a gathered buffer is as old as the last gather, so it is not compared
             yield COMPUTE_COPY, unit.buffer[run]
         if unit.frozen:
             return
@@ -212,17 +227,19 @@ class Copies:
     def _sum(self, compared: ComparedTensor) -> Tensor:
         own = checksum(compared.numbers.flatten())
         if compared.where.kind == BUFFER:
-            # A module may change its buffers, and differently on each rank. Either all of them do or none.
+            # A module may change its buffers, differently on each rank: compare only
+            # whether they changed.
             own = (own != self.at_start[compared.where.unit]).long()
         return own.to(self.everyone.device)
 
     # ---- where copies differ
 
     def _named(self, found: set[CopyOf]) -> str:
-        """Names the weights that differ and the ranks. Called on all ranks, also where all are equal."""
+        """Name the weights that differ and their ranks. Collective, so it also runs
+        where all are equal."""
         texts = exchange(self.everyone, json.dumps(sorted(found)))
         everywhere = {CopyOf(*each) for text in texts for each in json.loads(text)}
-        # Weight by weight, so that all copies of a weight are found, over whatever axes.
+        # Weight by weight, so that all copies of a weight are found, along any axis.
         own = dict(self._sums_by_weight(everywhere))
         holders: dict[str, dict[str, list[int]]] = defaultdict(
             lambda: defaultdict(list)
@@ -240,7 +257,8 @@ class Copies:
         return "; ".join([*shown, *more])
 
     def _sums_by_weight(self, found: set[CopyOf]) -> Iterator[tuple[str, str]]:
-        """The checksum of each weight that this rank holds, by what its copies have in common."""
+        """Yield the checksum of each weight that this rank holds, keyed by the region
+        its copies share."""
         names = list(self.buffers)
         for each in self._compared():
             if each.where in found and each.where.kind == BUFFER:
@@ -260,7 +278,8 @@ class Copies:
 
 
 def _buffers(local: LocalModel, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-    """The buffers of this rank's modules, by name. `names` are those of the model's pieces."""
+    """Yield the buffers of this rank's modules by name. `names` are those of the
+    model's pieces."""
     for number, piece in local.pieces.items():
         for name, buffer in piece.module.named_buffers():
             if buffer.numel():
@@ -268,8 +287,9 @@ def _buffers(local: LocalModel, names: Sequence[str]) -> Iterator[tuple[str, Ten
 
 
 def _differ(group: Group, sums: Tensor) -> Tensor:
-    """The checksums that differ between members of a group."""
-    # The largest, and the smallest as the complement of the largest complement, in one call.
+    """Return a mask of the checksums that differ between members of a group."""
+    # The maximum, and the minimum as the complement of the largest complement, in one
+    # call.
     both = torch.cat((sums, ~sums))
     group.all_reduce(both, "max")
     largest, smallest = both[: len(sums)], ~both[len(sums) :]
@@ -277,7 +297,7 @@ def _differ(group: Group, sums: Tensor) -> Tensor:
 
 
 def _line(name: str, holders: Mapping[str, Sequence[int]]) -> str:
-    """The ranks whose bits of a weight differ from the majority's."""
+    """Describe the ranks whose copy of a weight differs from the majority's."""
     alike = sorted(holders.values(), key=lambda ranks: (-len(ranks), ranks))
     most, rest = alike[0], sorted(rank for ranks in alike[1:] for rank in ranks)
     if len(most) == len(alike[1]):

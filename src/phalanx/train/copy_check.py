@@ -1,7 +1,5 @@
-"""The comparison of a run's copies: when it is due, and the end of the run where they differ.
-
-`copies.py` makes the comparison.
-"""
+"""Schedules the comparison of weight copies (`copies.py`), and ends the run if they
+differ."""
 
 from __future__ import annotations
 
@@ -16,14 +14,17 @@ from .uploads import Uploads
 
 
 class CopiesDiffer(TrainError):
-    """Copies of a weight that were equal bit by bit and no longer are. A restart goes back to equal ones."""
+    """Raised when copies of a weight that were bit-equal differ. A restart returns to
+    equal copies."""
 
     restart_helps = True
 
 
 class CopyCheck:
-    """Compares copies every `train.check_copies` steps, and before each save: a bad checkpoint must not
-    follow a good one."""
+    """Compares copies every `train.check_copies` steps and before each save.
+
+    A save of corrupt weights must not replace a good checkpoint.
+    """
 
     def __init__(
         self,
@@ -53,8 +54,8 @@ class CopyCheck:
             self._end(step.done, differences)
 
     def _end(self, done: int, differences: str) -> None:
-        """Ends the run; what was saved before is good."""
-        self.disk.finish()  # a save that was begun when the copies were equal
+        """End the run. Checkpoints saved before are good."""
+        self.disk.finish()  # a save that began while the copies were equal
         self.uploads.report()
         saved = steps(self.disk.folder) if self.rank.world.rank == 0 else []
         last = str(saved[0]) if saved else "the beginning"

@@ -1,8 +1,8 @@
 """Progress of a GPU through the operations that the host has queued for it.
 
-Over NCCL the host queues a whole step and then waits in one read, so its own position says nothing.
-The executor records an event at the start and end of each operation; another thread asks which of
-them the device has passed.
+With NCCL the host queues a whole step and then waits in one read, so the host's
+position says nothing. The executor records an event at the start and end of each
+operation; another thread asks which of them the device has passed.
 """
 
 from collections import deque
@@ -12,8 +12,10 @@ import torch
 
 
 class DeviceProgress:
-    """The events that a device has not come past yet, each with the operation it belongs to. The rank's
-    thread adds them, and the thread that beats looks."""
+    """The events that a device has not passed yet, each with its operation.
+
+    The rank's thread adds events, and the heartbeat thread queries them.
+    """
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device
@@ -21,20 +23,23 @@ class DeviceProgress:
         self._passed = 0
 
     def add(self, place: int, event: Any) -> None:
-        """An event that has just been recorded; `place` is the number of the operation's text."""
+        """Add an event that was just recorded; `place` is the index of the operation's
+        text."""
         self._queued.append((place, event))
 
     def forget(self) -> None:
-        """Counts all events as passed: the host has read what the device computed after them."""
-        # The deque is replaced and not emptied: the other thread may be looking at it.
+        """Count all events as passed, after the host has read a later result of the
+        device."""
+        # Replaced and not cleared: the other thread may be iterating over it.
         queued, self._queued = self._queued, deque()
         self._passed += len(queued)
 
     def look(self) -> tuple[int, int]:
-        """The operation that the device is at, -1 when it has come past all, and how many events it
-        has passed so far."""
+        """Return the operation that the device is at (-1 if it has passed all) and the
+        number of events passed."""
         if self._device is not None:
-            # A thread's device is GPU 0 at first, and to ask there would use memory of that.
+            # A new thread's device is GPU 0; querying there would allocate memory on
+            # it.
             torch.cuda.set_device(self._device)
             self._device = None
         queued = self._queued
@@ -42,7 +47,7 @@ class DeviceProgress:
             place, event = queued[0]
             try:
                 passed = event.query()
-            # the device has failed, which the rank's own thread will hear
+            # the device failed; the rank's own thread will raise it
             except RuntimeError:
                 return place, self._passed
             if not passed:

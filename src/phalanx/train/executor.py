@@ -1,9 +1,10 @@
-"""Carries out one rank's row of a program, operation by operation, and measures it.
+"""Executes one rank's row of a program, operation by operation, and measures it.
 
-It issues operations in the order of the list, from one thread, and decides nothing. Operations of the
-compute lane run where they stand; the others (gathers, reductions, messages) are begun where they
-stand and run beside. Before an operation starts, those on other lanes that it needs are waited for:
-these are the edges that `program/state.py` gives, the same that `simulate` reads.
+Operations are issued in list order from one thread; the executor decides nothing.
+Compute operations run where they stand. The others (gathers, reductions, messages)
+start where they stand and run concurrently. Before an operation starts, the executor
+waits for the operations on other lanes that it needs: the edges that `program/state.py`
+yields, which `simulate` reads too.
 """
 
 from __future__ import annotations
@@ -46,16 +47,20 @@ Batch = Mapping[str, Tensor]
 Key = tuple[int, int]  # a piece and a microbatch
 
 _USES_BATCH = {ops.FORWARD, *ops.RECOMPUTES, *ops.PROPAGATES}
-WIDE = dict.fromkeys(HALVES, torch.float32)  # what is summed in more digits than it has
-_SHORT = 1024  # numbers of a run whose norm is taken in float32
+# dtypes whose sums are accumulated in float32
+WIDE = dict.fromkeys(HALVES, torch.float32)
+_SHORT = 1024  # elements of a run whose norm is computed in float32
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """A rank's results of a step. `loss` is its own sum, zero if it counts none; `norm` is None if
-    the program agrees on none. With it come the mean loss of all ranks, the number of ranks
-    that want to stop, and the means of the loss's own metrics: without a norm they are sums of this
-    rank."""
+    """A rank's results of a step.
+
+    `loss` is the rank's own sum, zero if it counts none. `norm` is None if the program
+    computes none. `total` is the mean loss of all ranks, `stops` the number of ranks
+    that want to stop, and `metrics` the means of the loss's own metrics. Without a
+    norm, `metrics` are this rank's sums.
+    """
 
     timeline: Timeline
     loss: float
@@ -71,22 +76,25 @@ class StepResult:
 
 
 class Executor:
-    """One rank's row of a program that has been checked, carried out step by step.
+    """Executes one rank's row of a checked program, step by step.
 
-    Loss, count, norm and the scale of updates stay on the device; they are read once, after the last
-    operation, so that a GPU is never waited for inside a step.
+    Loss, count, norm and the scale of updates stay on the device. They are read once,
+    after the last operation, so that the host never waits for a GPU inside a step.
 
-    A loss that is not finite spoils the step as a gradient does: no rank updates anything.
+    A non-finite loss skips the step like a non-finite gradient: no rank updates
+    anything.
 
-    `checked`, for tests: after every operation, what the rank holds must be what the program says.
+    `checked`, for tests: compare what the rank holds with the program's state after
+    every operation.
     """
 
     checked = False
-    # Where the number of each operation is written, and that of the row's first.
+    # Receives the index of each operation; `first` is that of the row's first.
     words: memoryview[int] | list[int] = [0] * WORDS
     first = 0
     wants_to_stop: Callable[[], bool] = staticmethod(lambda: False)
-    ranges: Callable[[Op], Any] | None = None  # in which a profiler sees each operation
+    # context manager in which a profiler sees each operation
+    ranges: Callable[[Op], Any] | None = None
 
     def __init__(
         self,
@@ -106,7 +114,7 @@ class Executor:
         self.row, self.again = state.ops, state.again
         self.restarting = {key for key in state.again if restarts(state.at, *key)}
         self.lanes = {op: lane(op, program, self.number) for op in self.row}
-        # What each operation waits for: the operations on other lanes that it needs.
+        # The operations on other lanes that each operation waits for.
         self.waits: dict[Op, tuple[Op, ...]] = {
             op: tuple(
                 n for n in needs if isinstance(n, Op) and self.lanes[n] != ops.COMPUTE
@@ -116,7 +124,7 @@ class Executor:
         self.updates = (
             {n: optimizer.of(u) for n, u in local.units.items()} if optimizer else {}
         )
-        # After these no operation needs what was derived from the microbatch.
+        # After these operations nothing needs the values derived from a microbatch.
         uses = {op.index: op for op in self.row if op.kind in _USES_BATCH}
         self.last_uses = frozenset(uses.values())
         self.trains = any(op.kind in ops.PROPAGATES for op in self.row)
@@ -124,7 +132,7 @@ class Executor:
         self.clip, self.scaling = clip, scaling
         self.clock = clock_of(local.pool.device)
         self.places = {op: place for place, op in enumerate(self.row)}
-        # Of a GPU that is watched: only its events come later than the host.
+        # Set for a GPU that is watched: only its events come later than the host.
         self.progress: DeviceProgress | None = None
         self.out, self.back = CopyLane(local.pool.device), CopyLane(local.pool.device)
         self.handlers: dict[str, Callable[[Op], Work | None]] = {
@@ -171,42 +179,44 @@ class Executor:
         timed: bool = True,
         meanwhile: Callable[[], object] | None = None,
     ) -> StepResult:
-        """One training step on this rank's microbatches.
+        """Run one training step on this rank's microbatches.
 
-        `meanwhile` is called when all operations are queued and before their results are read. A step
-        that is not `timed` has no spans on a GPU, where reading its events takes time.
+        `meanwhile` is called when all operations are queued, before their results are
+        read. On a GPU a step that is not `timed` has no spans, as reading its events
+        takes time.
         """
         number = partial(
             torch.full, (1,), dtype=torch.float64, device=self.local.pool.device
         )
         self.batches = batches
-        # by microbatch, with what pieces derive from it
+        # by microbatch, with the values that pieces derive from it
         self.completed: dict[int, Batch] = {}
         self.lr = lr
-        self.inputs: dict[Key, Bundle] = {}  # what a forward is waiting for
-        self.gradients: dict[Key, Bundle] = {}  # what a backward is waiting for
+        self.inputs: dict[Key, Bundle] = {}  # inputs of forwards that have not run
+        # gradients of backwards that have not run
+        self.gradients: dict[Key, Bundle] = {}
         self.arrivals = {ops.FORWARD: self.inputs, ops.BACKWARD: self.gradients}
         self.segments: dict[Key, Bundle] = {}  # inputs kept for recomputation
-        # what else is kept, for recomputing a part
+        # tensors kept for partial recomputation
         self.selected: dict[Key, Selected] = {}
-        # both in boxes, where they are on the host
+        # both of the above in boxes, while they are on the host
         self.away: dict[Key, tuple[Any, ...]] = {}
         self.outgoing: dict[tuple[str, int, int], Bundle] = {}
-        # begun and not waited for, and when
+        # started and not waited for, with the start time
         self.under_way: dict[Op, tuple[Work, Any]] = {}
         # of experts, from a forward to its backward
         self.choices: dict[Key, Choices] = {}
         self.loss, self.count = number(0.0), number(1.0)
         self.metrics = number(0.0).expand(len(self.measure.metrics)).clone()
-        # with or without a target, which routers' losses are divided by
+        # all tokens, with or without a target: the divisor of routers' losses
         self.tokens = number(1.0)
         self.norm: Tensor | None = None
-        # over all ranks, by what the result calls them
+        # reduced over all ranks, by the result's field names
         self.sums: dict[str, Tensor] = {}
-        # of all that pieces put out, by way
+        # sums of all pieces' outputs, by direction and piece
         self.sums_of: dict[tuple[str, int], Tensor] = {}
         self.scale: Scale | None = None
-        self.moments: list[tuple[Op, Any, Any]] = []  # when operations began and ended
+        self.moments: list[tuple[Op, Any, Any]] = []  # start and end of each operation
         self.clock.begin(timed=timed, watched=self.progress is not None)
         state = State(self.program, self.number) if self.checked else None
         words = self.words
@@ -240,7 +250,8 @@ class Executor:
         return result
 
     def write_to(self, positions: Positions, names: Sequence[str]) -> None:
-        """Writes down from here on at which operation this rank is, with the names of pieces."""
+        """From now on, record the current operation in `positions`, described with the
+        pieces' names."""
         self.words = positions.words
         if self.local.pool.device.type == "cuda":
             self.progress = DeviceProgress(self.local.pool.device)
@@ -267,7 +278,7 @@ class Executor:
             if op in self.last_uses:
                 self.completed.pop(op.index, None)
         except CommError as error:
-            # Every rank says for itself at which operation it lost the others.
+            # Every rank reports at which operation it lost the others.
             error.args = (f"{error} Rank {self.rank} was at {op}.",)
             raise
         except Exception as error:
@@ -279,7 +290,8 @@ class Executor:
             self.under_way[op] = work, start
 
     def _issue(self, op: Op) -> tuple[Any, Work | None]:
-        """Carries out an operation or begins it, after what it needs: when, and what is under way."""
+        """Wait for an operation's needs, then run or start it. Return its start and its
+        pending work."""
         for need in self.waits[op]:
             if need in self.under_way:
                 self._wait(need)
@@ -287,26 +299,27 @@ class Executor:
         return start, self.handlers[op.kind](op)
 
     def _wait(self, op: Op) -> None:
-        """Waits for an operation that is under way; its span ends here."""
+        """Wait for a pending operation. Its span ends here."""
         work, start = self.under_way.pop(op)
         work.wait()
         self.moments.append((op, start, self._end(op)))
 
     def _end(self, op: Op) -> Any:
-        """The moment at which an operation ends; its device will come past it."""
+        """Record the moment at which an operation ends, also for a watched device."""
         moment = self.clock.end()
         if self.progress is not None:
             self.progress.add(self.first + self.places[op], moment)
         return moment
 
     def _compare(self, state: State, op: Op) -> None:
-        """Raise if what this rank holds after an operation is not what the program says."""
-        # Units of experts are where the others of their pieces are.
+        """Raise if what this rank holds after an operation differs from the program's
+        state."""
+        # An expert unit is held or dropped with its piece's other units.
         pieces, count = self.local.pieces, self.program.pieces
         units = {n: u for n, u in self.local.units.items() if n < count}
         still = (n for n in self.local.frozen if n < count)
         weights = {n: self.local.weights(n)[-1] for n in (*units, *still)}
-        # after their use
+        # dropped after use
         dropped = {n: u for n, u in weights.items() if not u.resident}
         kept = {(p, m): k for p, piece in pieces.items() for m, k in piece.kept.items()}
         copied = {
@@ -318,7 +331,7 @@ class Executor:
             key for key, k in kept.items() if any(box.tensor is None for box in k.boxes)
         }
         there = {**state.kept, **state.away} if self.trains else {}
-        # The first piece has no input to keep.
+        # the first piece has no input to keep
         there = {
             k: what
             for k, what in there.items()
@@ -376,8 +389,9 @@ class Executor:
         )
 
     def _agree(self, op: Op) -> Work:
-        # Each logical weight is counted by one rank of its copies, and on one stage. Kept, as a unit's
-        # norms are finite only if all its numbers are.
+        # Each logical weight is counted by one rank among its copies, and on one stage.
+        # The norms are kept for `first_bad`: a unit's norms are finite only if all its
+        # elements are.
         host, stage = self.program.host, self.program.owner[self.rank]
         home = {n: u for n, u in self.local.units.items() if host[u.piece] == stage}
         self.norms = {
@@ -398,8 +412,8 @@ class Executor:
         )
 
     def _use_sums(self, sums: Tensor) -> None:
-        """Takes the values summed with the norm: all losses, and the number of ranks that want to
-        stop."""
+        """Take the values that were reduced with the norm: the loss, and the number of
+        ranks that want to stop."""
         assert self.norm is not None
         total = sums[:1] / self._divisor
         self.norm = self.norm.where(total.isfinite(), math.nan)
@@ -407,7 +421,7 @@ class Executor:
 
     @property
     def _divisor(self) -> Tensor:
-        """The count of all ranks, or 1 in a step that counts nothing."""
+        """The token count of all ranks, or 1 if the step counts none."""
         return self.count.where(self.count != 0.0, 1.0)
 
     @property
@@ -417,7 +431,8 @@ class Executor:
     # ---- computing
 
     def _batch(self, m: int) -> Batch:
-        """A microbatch with what is derived from it, from its first use to its last."""
+        """Return a microbatch with the values derived from it, cached from its first
+        use to its last."""
         if m not in self.completed:
             self.completed[m] = self.local.complete(self.batches[m])
         return self.completed[m]
@@ -446,7 +461,7 @@ class Executor:
 
     def _add_loss(self, y: Tensor) -> None:
         self._watch(ops.FORWARD, self.program.pieces - 1, y)
-        # Every rank of tp computes the same loss; one of them counts it.
+        # Every tp rank computes the same loss; count it once.
         if self.local.groups.tp.rank == 0:
             self.loss += y
 
@@ -456,14 +471,14 @@ class Executor:
         taken = {} if piece.first else self.segments.pop((p, m))
         selected = self.selected.pop((p, m), None)
         out = piece.forward(m, taken, self._batch(m), keep=True, selected=selected)
-        out.pop(CHOICES, None)  # the forward's are summed already
+        out.pop(CHOICES, None)  # the forward's choices are summed already
         if (p + 1, m) in self.again and (p + 1, m) not in self.restarting:
             self.segments[p + 1, m] = out
 
     def _backward(self, op: Op) -> None:
         p, m = op.piece, op.index
         piece = self.local.pieces[p]
-        if piece.last:  # a step without a single valid token has zero gradients
+        if piece.last:  # a step without valid tokens has zero gradients
             gradients = piece.seed(m, self._loss_scale / self._divisor)
         else:
             gradients = self.gradients.pop((p, m))
@@ -475,7 +490,7 @@ class Executor:
             self._pass_on(ops.BACKWARD, p, p - 1, m, into)
 
     def _loss_gradients(self, router: Router, key: Key) -> Bundle:
-        """The gradients of what a router's losses are made of."""
+        """Return the gradients of the terms of a router's losses."""
         choices, share = self.choices.pop(key), self._loss_scale / self.tokens
         return router.term_gradients(share, choices.of_sequences, choices.of_batch)
 
@@ -484,12 +499,12 @@ class Executor:
 
     def _leave(self, op: Op) -> Work:
         key = op.piece, op.index
-        if key in self.segments:  # recomputed later: its input is all that was kept
+        if key in self.segments:  # recomputed later: only its input is kept
             kept = self.segments.pop(key), self.selected.pop(key, None)
             self.away[key] = boxed = tree_map_only(Tensor, Box, kept)
             return self.out.begin(lambda: tree_map_only(Box, Box.leave, boxed))
         if key in self.again:
-            return Work()  # the first piece, recomputed, keeps nothing at all
+            return Work()  # the first piece, recomputed, keeps nothing
         return self.out.begin(partial(self.local.pieces[op.piece].leave, op.index))
 
     def _come_back(self, op: Op) -> Work:
@@ -517,7 +532,7 @@ class Executor:
         else:
             self.outgoing[way, p, m] = bundle
 
-    # ---- choices of experts, and tokens on their way to them and back
+    # ---- routing of tokens to experts and back
 
     def _sum_choices(self, op: Op) -> Work:
         return self.choices[op.piece, op.index].sum(self.local.groups)
@@ -535,7 +550,7 @@ class Executor:
     # ---- messages between stages
 
     def _edge(self, op: Op) -> tuple[str, Group, Bundle]:
-        """Direction of a message, its group, and the shapes of its tensors."""
+        """Return a message's direction, its group, and empty tensors of its shapes."""
         groups = self.local.groups
         edge = self.local.edge(max(op.piece, op.peer), self.batches[op.index])
         if op.of == ops.FORWARD:
@@ -546,7 +561,8 @@ class Executor:
     def _send(self, op: Op) -> Work:
         way, group, edge = self._edge(op)
         out = self.outgoing.pop((way, op.piece, op.index))
-        # What nothing depends on has no gradient, and the other end waits for one.
+        # A tensor that nothing depends on has no gradient, but the receiver waits for
+        # one: send zeros.
         there = {
             n: out[n] if n in out or way == ops.FORWARD else x.zero_()
             for n, x in edge.items()
@@ -600,20 +616,21 @@ class Executor:
         return WorkGroup([update.from_owners() for update in self._updates(op)])
 
     def _update(self, op: Op) -> None:
-        # Every rank has the same norm, so either all update or all leave their weights as they are.
+        # Every rank has the same norm, so either all update or none does.
         for update in self._updates(op):
             update(self.lr, self.scale)
 
     def _updates(self, op: Op) -> list[Update]:
-        """Updates of a piece's units, including its experts'."""
+        """Return the updates of a piece's units, including its experts'."""
         units = (op.piece, op.piece + self.program.pieces)
         return [self.updates[n] for n in units if n in self.updates]
 
-    # ---- where numbers stopped being finite
+    # ---- the origin of non-finite values
 
     def _watch(self, way: str, piece: int, x: Tensor) -> None:
-        # A sum is finite only if all its terms are. It is read after a bad step and never before: a
-        # number that is bad once could not be found by computing the step again.
+        # A sum is finite only if all its terms are. It is always computed but only read
+        # after a bad step: running the step again might not reproduce a transient
+        # fault.
         if not self.trains:
             return
         total = x.sum(dtype=WIDE[x.dtype]) if x.dtype in WIDE else x.sum()
@@ -621,9 +638,11 @@ class Executor:
         self.sums_of[way, piece] = total if known is None else known + total
 
     def first_bad(self, names: Sequence[str]) -> tuple[int, str] | None:
-        """The first non-finite value that this rank made in the last step: its position along the
-        step, and its description with the pieces' names. A gradient summed over ranks belongs to
-        none of them alone."""
+        """Return the first non-finite value that this rank produced in the last step.
+
+        The result is its position along the step and its description with the pieces'
+        names. A gradient summed over ranks is not attributed to one of them.
+        """
         pieces, units = self.program.pieces, self.local.units
         bad = {
             key
@@ -642,7 +661,7 @@ class Executor:
         gradients += (
             (u.piece, u.groups.reduce.size * u.groups.replica.size) for u in summed
         )
-        for p, ranks in gradients:  # backward begins at the last piece
+        for p, ranks in gradients:  # backward starts at the last piece
             several = f", a sum over {ranks} ranks of which any may have made it,"
             text = f"the gradient of piece {names[p]}{several if ranks > 1 else ''}"
             causes.append((3 * pieces - 2 * p + (ranks > 1), text))
@@ -650,7 +669,7 @@ class Executor:
 
 
 class Validator(Executor):
-    """Forward only: the loss of a batch over all ranks."""
+    """Executes forward only, to compute the loss of a batch over all ranks."""
 
     def __init__(
         self,
@@ -662,7 +681,8 @@ class Validator(Executor):
         super().__init__(local, program, rank, None, measure=measure)
 
     def mean_loss(self, batches: Iterable[Sequence[Batch]]) -> float | None:
-        """The mean loss over all valid targets of these batches and all ranks; None without any."""
+        """Return the mean loss over all valid targets and all ranks, or None if there
+        are none."""
         losses, targets = 0.0, 0.0
         device, routers = self.local.groups.everyone.device, dict(self._routers())
         for router in routers.values():
@@ -670,7 +690,7 @@ class Validator(Executor):
         for own in batches:
             loss, count = self.loss_of(own)
             losses, targets = losses + loss, targets + count
-        # By piece, how often this rank's tokens chose each expert.
+        # by piece, how often this rank's tokens chose each expert
         self.chosen = {n: x.tally for n, x in routers.items() if x.tally is not None}
         for router in routers.values():
             router.tally = None
@@ -683,12 +703,13 @@ class Validator(Executor):
             )
 
     def loss_of(self, batches: Sequence[Batch]) -> tuple[float, float]:
-        """The sum of the losses and the count of the targets, over all ranks."""
+        """Return the sum of the losses and the number of targets over all ranks."""
         (loss, *_), count = self.sums_over_ranks(batches)
         return loss, count
 
     def sums_over_ranks(self, batches: Sequence[Batch]) -> tuple[list[float], float]:
-        """The sums of the losses and of each metric, and the count of the targets, over all ranks."""
+        """Return the sums of the loss and of each metric, and the number of targets,
+        over all ranks."""
         result = self.step(batches, 0.0)
         group = self.local.groups.everyone
         own = (result.loss, *result.metrics)
@@ -699,24 +720,25 @@ class Validator(Executor):
 
 
 def _result_fields(read: Mapping[str, float]) -> dict[str, Any]:
-    """The fields of a step's result, by the numbers that were read after it."""
+    """Map the values read after a step to the fields of its result."""
     metrics = tuple(x for name, x in read.items() if name.startswith(METRICS))
     fields = {n: x for n, x in read.items() if not n.startswith(METRICS)}
     return {**fields, "metrics": metrics}
 
 
 def _norms(unit: Unit) -> Tensor:
-    """Norms of short runs of the gradient's numbers that this rank counts.
+    """Return the norms of short runs of the gradient elements that this rank counts.
 
-    A fused kernel takes them in float32, and their squares are added up in float64: no wide copy of
-    the gradient, and 1e-9 off where one float32 sum of 4M numbers is 1e-4 off.
+    A fused kernel computes them in float32, and their squares are summed in float64.
+    That needs no wide copy of the gradient; the error is 1e-9, against 1e-4 of one
+    float32 sum over 4M elements.
     """
     wide = torch.promote_types(unit.precision.reduce, torch.float32)
     norms = [torch.empty(0, dtype=wide, device=unit.pool.device)]
     for x in unit.counted():
         if not x.numel():
             continue
-        parts = [x]  # the rows of a matrix are short
+        parts = [x]  # the rows of a matrix are short enough
         if x.dim() < 2 and x.numel() <= _SHORT:
             parts = [x.view(1, -1)]
         elif x.dim() < 2:
@@ -733,7 +755,8 @@ def _norms(unit: Unit) -> Tensor:
 def _first_waiting(
     progress: DeviceProgress, other: Callable[[], tuple[int, int]] | None
 ) -> tuple[int, int]:
-    """The device's position in the operations of two executors, at most one of which is active."""
+    """Combine the device's positions of two executors, of which at most one is
+    active."""
     at, passed = progress.look()
     if other is None:
         return at, passed
@@ -742,7 +765,8 @@ def _first_waiting(
 
 
 def sum_of_squares(norms: Iterable[Tensor], device: torch.device) -> Tensor:
-    """The sum of squared norms, in float64: squares of float32 norms add up without a rounding."""
+    """Return the sum of squared norms in float64, in which squares of float32 norms are
+    exact."""
     none = torch.empty(0, device=device)
     return torch.cat((none, *norms)).double().square_().sum()
 
@@ -750,13 +774,14 @@ def sum_of_squares(norms: Iterable[Tensor], device: torch.device) -> Tensor:
 class StepClock:
     """Start and end times of a step's operations, in seconds of `time.perf_counter`.
 
-    A moment may have no time before the step's results have been read.
+    A moment may have no time until the step's results have been read.
     """
 
-    timed = True  # spans are made of this step's moments
+    timed = True  # this step's moments become spans
 
     def begin(self, *, timed: bool, watched: bool) -> None:
-        """A step begins. Its moments are needed if it is `timed`, or its device `watched`."""
+        """Start a step. Its moments are needed if it is `timed` or its device is
+        `watched`."""
 
     # The moments at which an operation starts and ends.
     start: Callable[[], Any] = staticmethod(time.perf_counter)
@@ -767,11 +792,11 @@ class StepClock:
 
 
 class DeviceClock(StepClock):
-    """Times of a GPU: one event on the compute stream after each operation.
+    """Times of a GPU's operations, by one event on the compute stream after each.
 
-    Nothing lies between the end of an operation and the start of the next one on that stream, so one
-    event serves both. Events are used again in the next step: its results have been read, so the
-    device has passed them all. A time is read only in a step that is timed.
+    Nothing runs on that stream between the end of an operation and the start of the
+    next, so one event serves both. Events are reused in the next step: its results have
+    been read, so the device has passed them all. Times are read only in a timed step.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -785,7 +810,7 @@ class DeviceClock(StepClock):
         self._records = timed or watched
         self._stream = torch.cuda.current_stream(self._device)
         self._used = 0
-        # The device is idle: the results of the step before have been read.
+        # The device is idle: the previous step's results have been read.
         self._begun = self._last = self._event()
         self._begun_at = time.perf_counter()
 
@@ -799,7 +824,7 @@ class DeviceClock(StepClock):
 
     def _event(self) -> Any:
         if self._used == len(self._events):
-            made: Any = torch.cuda.Event  # its stubs are not typed
+            made: Any = torch.cuda.Event  # torch's stubs are untyped
             self._events.append(made(enable_timing=True))
         event = self._events[self._used]
         self._used += 1
@@ -811,5 +836,5 @@ class DeviceClock(StepClock):
 
 
 def clock_of(device: torch.device) -> StepClock:
-    """The clock of operations that a device carries out."""
+    """Return the clock for operations of a device."""
     return DeviceClock(device) if device.type == "cuda" else StepClock()

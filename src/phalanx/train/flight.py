@@ -1,13 +1,14 @@
-"""NCCL's calls as torch's flight recorder has them, as text for the file about a hang."""
+"""The NCCL flight recorder of torch, as text for the report about a hang."""
 
 import torch
 
 
 def flight_record() -> bytes:
-    """The record of this process as JSON; empty where this build of torch keeps none.
+    """Return the flight record of this process as JSON; empty if this build of torch
+    has none.
 
-    What a call's state is the recorder asks the device, which may not answer: call this from a thread
-    that nothing waits for.
+    The recorder queries the device for the state of calls, and the device may not
+    answer. Call this from a thread that nothing waits for.
     """
     module = torch._C._distributed_c10d
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):

@@ -1,7 +1,8 @@
-"""Files of a folder that somebody else may have written: opened only when they are what they say.
+"""Safe access to a folder that somebody else may have written.
 
-Names are plain, links do not lead out, sizes are checked before anything is read, and JSON has the
-types that a dataclass of ours states. Nothing here ever runs what it reads.
+Names are plain, links must not lead out of the folder, sizes are checked before
+reading, and JSON must have the types of one of our dataclasses. Nothing that is read is
+ever executed.
 """
 
 import hashlib
@@ -14,12 +15,12 @@ from ..layout import files
 from ..layout.codec import key
 
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
-LARGEST = (1 << 62) - 1  # no size and no count is larger
+LARGEST = (1 << 62) - 1  # upper limit of every size and count
 
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder whose files are opened by plain names; refusals are of the type `error`."""
+    """A folder whose files are opened by plain names. Refusals raise `error`."""
 
     path: Path
     error: type[ValueError]
@@ -28,7 +29,7 @@ class Folder:
         raise self.error(f"{self.path / name}: {why}")
 
     def open(self, name: str) -> BinaryIO:
-        """A regular file of this folder, open for reading."""
+        """Open a regular file of this folder for reading."""
         if not _PLAIN.fullmatch(name):
             raise self.error(
                 f"{self.path}: the file name {name[:80]!r} is not plain; a name has letters,"
@@ -43,17 +44,17 @@ class Folder:
             return files.open_regular(path)
         except OSError as error:
             self.refuse(name, f"cannot be opened: {files.reason(error)}.")
-        except RuntimeError as error:  # links in a ring, before Python 3.13
+        except RuntimeError as error:  # a loop of links, before Python 3.13
             self.refuse(name, f"cannot be opened: {error}.")
 
     def text(self, name: str, limit: int) -> str:
-        """A file's text, if it has at most `limit` bytes."""
-        # which refuses a name that is not plain, and a link out
+        """Return a file's text; refuse more than `limit` bytes."""
+        # refuses a name that is not plain, and a link out of the folder
         self.open(name).close()
         return files.read_text(self.path / name, "file", self.error, limit)
 
     def json(self, name: str, limit: int) -> dict[str, Any]:
-        """A file's JSON object, if it has at most `limit` bytes."""
+        """Return a file's JSON object; refuse more than `limit` bytes."""
         return files.parse_json(
             self.text(name, limit), str(self.path / name), self.error
         )
@@ -65,5 +66,5 @@ class Folder:
 
 
 def count(default: Any = MISSING, least: int = 0) -> Any:
-    """A field for a whole number, or several."""
+    """A dataclass field for a whole number, or for several."""
     return key(default, minimum=least, maximum=LARGEST)

@@ -1,4 +1,5 @@
-"""The folders of a run whose ranks a launcher has started: rank 0 holds them for all (`lock.py`)."""
+"""Locks the folders of a run whose ranks were started by a launcher: rank 0 holds the
+lock (`lock.py`)."""
 
 import time
 from collections.abc import Iterator
@@ -14,13 +15,16 @@ from .stop import StopError, remove_stale_stop
 
 @contextmanager
 def hold_from_first_rank(world: World, run: Run, *, held: bool) -> Iterator[None]:
-    """Hold the run's folders from rank 0, unless the process that started the ranks has `held` them.
-    Every rank calls it; where another run has them, every rank raises the same."""
+    """Lock the run's folders from rank 0, unless the process that started the ranks has
+    done so.
+
+    Collective. If another run has locked them, every rank raises the same error.
+    """
     if held:
         yield
         return
     begun = time.time()
-    with agreement(world) as facts:  # else it is the folder that is not shared
+    with agreement(world) as facts:  # without agreement the folder is not shared
         facts["out"] = run.out
     start, refusal = world.split("start", [range(world.size)]), ""
     with ExitStack() as stack:

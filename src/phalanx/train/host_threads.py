@@ -1,8 +1,8 @@
-"""Threads for updates on the host of a GPU.
+"""CPU threads for optimizer updates on the host of a GPU.
 
-Launchers such as torchrun give each process one thread, so that ranks on one host do not crowd each
-other. `offload:optimizer` updates the weights on the host, whose cores are idle then: each rank takes
-an equal part of the cores it may use.
+Launchers such as torchrun give each process one thread, so that ranks on one host do
+not compete. `offload:optimizer` updates the weights on the host, whose cores are idle
+meanwhile: each rank takes an equal share of the cores it may use.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ..comm import Group
 from ..comm.agree import exchange
 from ..comm.devices import cores
 
-Home = tuple[str, list[int]]  # a rank's host, and the cores that it may use
+Home = tuple[str, list[int]]  # a rank's host, and the cores it may use
 
 
 def use_threads_of_host(everyone: Group) -> None:
-    """Computes on this host with as many threads as it has for each rank. All ranks call it."""
+    """Set this process's thread count to its share of the host's cores. Collective."""
     own: Home = place(), _allowed_cores()
     texts = exchange(everyone, json.dumps(own))
     homes: list[Home] = [(where, allowed) for where, allowed in map(json.loads, texts)]
@@ -33,7 +33,8 @@ def use_threads_of_host(everyone: Group) -> None:
 
 
 def threads_of(own: Home, homes: Sequence[Home]) -> int:
-    """The threads of one rank: its part of each core that it may use, at least one."""
+    """Return the number of threads of one rank: its share of the cores that it may use,
+    at least one."""
     where, allowed = own
     users = Counter[int]()
     for other, its in homes:

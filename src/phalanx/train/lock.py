@@ -1,14 +1,17 @@
-"""One run at a time in a folder: a lock that the kernel releases when its holder dies.
+"""Allows one run at a time in a folder, by a lock that the kernel releases when its
+holder dies.
 
-Two files lie in each folder that a run writes. `.run.lock` is locked by the process that started the
-run: the command that has started local ranks, or rank 0 where torchrun or Slurm has. Its text is for
-the message only. `.ranks.lock` is locked, shared, by every rank: a rank that has outlived its
-launcher may still write, so the next start waits for it.
+Each folder that a run writes contains two lock files. `.run.lock` is locked by the
+process that started the run: the command that started local ranks, or rank 0 under
+torchrun or Slurm. Its text is used for messages only. `.ranks.lock` is locked by every
+rank in shared mode: a rank that outlived its launcher may still write, so the next
+start waits for it.
 
-Locks are flock's: they end with the process, also by SIGKILL, so a file that is left means nothing.
-On NFS, Linux makes them hold between hosts. Where a file system has none, `.run.held` is created
-instead and removed at the end; one that a killed run has left is passed over when its host is this
-one and its process is gone, and has to be removed by hand otherwise.
+The locks are flock's. They end with the process, even after SIGKILL, so a leftover file
+has no effect. On NFS, Linux applies them across hosts. On file systems without locks,
+`.run.held` is created instead and deleted at the end. A leftover of a killed run is
+ignored if its host is this one and its process is gone; otherwise it has to be deleted
+by hand.
 """
 
 import errno
@@ -27,18 +30,19 @@ from rank_watch.processes import started_at
 from ..layout.files import open_regular
 
 RUN, RANKS, HELD = ".run.lock", ".ranks.lock", ".run.held"
-# Seconds in which the ranks of a launcher that was killed notice it and end.
+# Seconds within which the ranks of a killed launcher notice its death and end.
 ENDING = 10.0
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
 
 class RunLocked(ValueError):
-    """Another run is at work in the folder: where, which process, since when, and the way out."""
+    """Raised if another run is using the folder: names the process, its start, and a
+    way out."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """The process that started the run of a folder."""
+    """The process that started the run in a folder."""
 
     host: str = ""
     pid: int = 0
@@ -52,8 +56,8 @@ class Owner:
 
     @classmethod
     def read(cls, path: Path) -> "Owner":
-        """The owner that wrote the file; an empty one if the file has nothing usable (its writer
-        has just begun)."""
+        """Read the owner from a file; empty if there is nothing usable (its writer has
+        just begun)."""
         try:
             with open_regular(path) as file:
                 owner = json.loads(file.read(4096))
@@ -78,7 +82,7 @@ class Owner:
             return True
         except OSError:
             return False
-        return not started_at(self.pid)  # a zombie holds nothing more
+        return not started_at(self.pid)  # a zombie holds no locks
 
     def __str__(self) -> str:
         return f"host {self.host!r}, process {self.pid}, since {self.since!r}"
@@ -86,7 +90,8 @@ class Owner:
 
 @contextmanager
 def hold_run(*folders: Path) -> Iterator[None]:
-    """Hold the folders that a run writes, or refuse at once if another run has one of them."""
+    """Lock the folders that a run writes, or raise at once if another run has locked
+    one."""
     with ExitStack() as stack:
         for folder in dict.fromkeys(each.resolve() for each in folders):
             folder.mkdir(parents=True, exist_ok=True)
@@ -96,10 +101,11 @@ def hold_run(*folders: Path) -> Iterator[None]:
 
 @contextmanager
 def hold_as_rank(*folders: Path) -> Iterator[None]:
-    """While a rank works, nobody else begins a run in the folders. Its run holds them already."""
+    """Hold shared locks while a rank works, so that no other run starts in its
+    folders."""
     with ExitStack() as stack:
         for folder in dict.fromkeys(each.resolve() for each in folders):
-            # another host's folder, or no locks: `.run.lock` has to do
+            # another host's folder, or no locks: `.run.lock` must suffice
             with suppress(OSError):
                 descriptor = stack.enter_context(_opened(folder / RANKS))
                 fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -107,14 +113,17 @@ def hold_as_rank(*folders: Path) -> Iterator[None]:
 
 
 def owner_of(folder: Path) -> str:
-    """The owner of the folder by its own record; empty if it cannot be read."""
+    """Return the owner recorded in a folder, or "" if it cannot be read."""
     owner = Owner.read(folder / RUN)
     return str(owner) if owner.host else ""
 
 
 def unshared(folder: Path, owner: str, seconds: float = ENDING) -> str:
-    """Why this rank's folder is not the one that rank 0's process holds; empty when it is. What another
-    host has written may take some seconds to be seen."""
+    """Explain why this rank's folder is not the one that rank 0 has locked, or return
+    "".
+
+    Another host's writes may take some seconds to appear.
+    """
     end = time.monotonic() + seconds
     while owner and owner_of(folder) != owner:
         if time.monotonic() > end:
@@ -133,7 +142,8 @@ def _held(folder: Path) -> Iterator[None]:
         locks = True
         try:
             _lock(folder, RUN, descriptor)
-            # Ranks that were forked have this descriptor too, so closing it would not do.
+            # Forked ranks inherit the descriptor, so closing it would not release the
+            # lock.
             stack.callback(fcntl.flock, descriptor, fcntl.LOCK_UN)
         except OSError as error:
             if error.errno not in _NO_LOCKS:
@@ -141,12 +151,12 @@ def _held(folder: Path) -> Iterator[None]:
             locks = False
             _create(folder)
             stack.callback((folder / HELD).unlink, missing_ok=True)
-        # Written in place: a new file would be another lock.
+        # Written in place: a new file would be a different lock.
         os.ftruncate(descriptor, 0)
-        # a full disk: the lock holds, and only its message is poorer
+        # on a full disk the lock still holds; only its message is less informative
         with suppress(OSError):
             os.pwrite(descriptor, Owner.me().text, 0)
-            os.fsync(descriptor)  # other hosts look whether they see it
+            os.fsync(descriptor)  # other hosts check that they see it
         if locks:
             with _opened(folder / RANKS) as ranks:
                 _lock(folder, RANKS, ranks)
@@ -160,13 +170,14 @@ def _opened(path: Path, flags: int = os.O_RDWR) -> Iterator[int]:
 
 
 def _lock(folder: Path, name: str, descriptor: int) -> None:
-    """Take a lock. Ranks whose launcher is gone are given time to end."""
+    """Take a lock. Ranks whose launcher is gone get `ENDING` seconds to end."""
     end = time.monotonic() + ENDING
     while True:
         try:
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            # Who has `.run.lock` knows that whoever has `.ranks.lock` has lost its launcher.
+            # Whoever holds `.run.lock` knows that ranks holding `.ranks.lock` have lost
+            # their launcher.
             owner, late = Owner.read(folder / RUN), time.monotonic() > end
             if name == RUN and (late or not owner.gone):
                 raise RunLocked(_refusal(folder, owner)) from None
@@ -176,7 +187,7 @@ def _lock(folder: Path, name: str, descriptor: int) -> None:
 
 
 def _create(folder: Path) -> None:
-    """Hold the folder by a file's name, where there are no locks."""
+    """Claim the folder by creating a file, on file systems without locks."""
     path = folder / HELD
     for last in (False, True):
         try:
@@ -214,7 +225,8 @@ def _outlived(folder: Path) -> str:
 
 
 def _holders(folder: Path) -> list[int]:
-    """The processes of this host that have one of the folder's locks open, as far as we may look."""
+    """List the processes of this host that have one of the folder's locks open, as far
+    as permissions allow."""
     wanted = set()
     for name in (RUN, RANKS):
         with suppress(OSError):

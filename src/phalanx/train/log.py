@@ -1,8 +1,9 @@
-"""The log of a run, written by rank 0: metrics.jsonl, a line on the screen, and other tools if wanted.
+"""The log of a run, written by rank 0: metrics.jsonl, lines on the screen, and optional
+logging tools.
 
-Each line of metrics.jsonl is one JSON object with an `event`: start, step, validation, sample, checkpoint,
-memory, compile, device, skip, straggler, upload, remote, tool, stop, end, and hang, which its
-watcher writes. A run that was restarted has several starts in it.
+Each line of metrics.jsonl is one JSON object with an `event`: start, step, validation,
+sample, checkpoint, memory, compile, device, skip, straggler, upload, remote, tool,
+stop, end, or hang, which the run's watcher writes. A restarted run has several starts in it.
 """
 
 import io
@@ -40,12 +41,12 @@ _SHOWN = 66  # characters of a sample on the screen, in a terminal of 80 columns
 
 @contextmanager
 def rank_log(out: Path, rank: int, ranks: int) -> Iterator[logging.Logger]:
-    """The log of one rank: its actions and its end with the traceback, in logs/rank-N.log of the
-    run's folder."""
-    # Ranks that are threads have loggers of their own too.
+    """Open the log of one rank, logs/rank-N.log in the run's folder. It ends with the
+    traceback, if any."""
+    # Loggers are per rank, since ranks may be threads of one process.
     log = logging.getLogger(f"phalanx.rank{rank}")
     handler: logging.Handler = logging.NullHandler()
-    with suppress(OSError):  # a log that cannot be written is no reason to end a run
+    with suppress(OSError):  # an unwritable log is no reason to end a run
         (out / "logs").mkdir(exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
         file = open_regular(out / "logs" / f"rank-{rank}.log", flags)
@@ -71,14 +72,15 @@ def rank_log(out: Path, rank: int, ranks: int) -> Iterator[logging.Logger]:
 
 
 class _Redacting(logging.Formatter):
-    """Hides the secrets of URLs, also of those in the texts of tracebacks."""
+    """Hides the secrets in URLs, including those in tracebacks."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redacted(super().format(record))
 
 
 class RunLog:
-    """The log of one start of a run. Made on every rank; only rank 0's is `active` and writes."""
+    """The log of one start of a run. Every rank has one; only rank 0's is `active` and
+    writes."""
 
     def __init__(
         self, run: Run, positions: Positions, *, active: bool, quiet: bool
@@ -106,7 +108,8 @@ class RunLog:
         tokens: int,
         **values: Any,
     ) -> None:
-        """The run begins, or goes on, at a step; each has so many tokens and FLOPs."""
+        """Log that the run starts or resumes at a step; each step has `tokens` tokens
+        and `flops`."""
         if not self.active:
             return
         self.flops, self.peak, self.tokens = flops, peak[0], tokens
@@ -142,8 +145,8 @@ class RunLog:
             self.screen.say(redacted(text))
 
     def event(self, event: str, text: str = "", **values: Any) -> None:
-        """Something that happened: a record, which has the text where it has nothing else, and a line
-        if there is a text."""
+        """Write a record of an event, with the text if there are no other values; print
+        the text if any."""
         if self.active:
             self._record(event, values or {"text": text})
             if text:
@@ -154,7 +157,8 @@ class RunLog:
     def step(
         self, step: int, seconds: Sequence[float], numbers: Mapping[str, float]
     ) -> None:
-        """The numbers of step number `step`, and the seconds of each step since the last line."""
+        """Log the values of a step, and the seconds of each step since the last
+        line."""
         if not self.active:
             return
         count, total = len(seconds), sum(seconds)
@@ -170,7 +174,8 @@ class RunLog:
             self.screen.write(step, values)
 
     def _record(self, event: str, values: Mapping[str, Any]) -> float:
-        """Write it down with what the time since the record before went to; the goodput, with it."""
+        """Append a record to the journal with the time since the previous one by
+        purpose. Return the goodput."""
         record: dict[str, Any] = {
             "event": event,
             **stamp(),
@@ -189,14 +194,15 @@ class RunLog:
         return float(self.goodput)
 
     def watcher_notices(self) -> None:
-        """Logs what the ranks' watcher has noticed since the last call."""
+        """Log what the watcher process has reported since the last call."""
         while self.positions.notices:
             self.event("watcher", self.positions.notices.popleft())
 
     def validation(
         self, step: int, loss: float, bits: float | None, experts: list[list[int]]
     ) -> None:
-        """With experts, how often each was chosen in each layer goes into routing.json too."""
+        """Log a validation; write how often each expert was chosen in each layer to
+        routing.json."""
         text = f"step {step}  validation loss {loss:.4f} nats per token"
         text += "" if bits is None else f", {bits:.4f} bits per byte"
         values: dict[str, Any] = {"step": step, "loss": loss, "bits_per_byte": bits}
@@ -220,7 +226,8 @@ class RunLog:
     def timeline(
         self, step: int, layout: str, program: Program, parts: list[str]
     ) -> None:
-        """The measured step of all ranks with its program, as `Recorded` reads it, in a file."""
+        """Write the measured step of all ranks with its program to a file that
+        `Recorded` reads."""
         if self.active:
             spans = [span for part in parts for span in json.loads(part)["spans"]]
             recorded = {
@@ -232,7 +239,7 @@ class RunLog:
             self._write("timeline.json", json.dumps(recorded | {"spans": spans}))
 
     def _put(self, numbers: Mapping[str, float], step: int) -> None:
-        """Give numbers to other tools, and report what became of earlier ones."""
+        """Pass values to the logging tools, and report failures of earlier calls."""
         for sink in self.sinks:
             sink.put(numbers, step)
         self._tell_sinks()
@@ -246,7 +253,8 @@ class RunLog:
         try:
             write_text(self.out / name, text)
         except FileNotFoundError:
-            pass  # the folder was removed: the next step notices and saves (`stop.py`)
+            # the folder was removed: the next step notices that and saves (`stop.py`)
+            pass
         except OSError as error:
             if not self.goes_on:
                 raise _disk_error(self.out / name, error) from error
@@ -256,7 +264,7 @@ class RunLog:
             return
         with self.positions.phase("saving", "finishing the logging tools"):
             end_sinks(self.sinks)
-        with suppress(JournalError):  # how the run has ended is told already
+        with suppress(JournalError):  # the run's own end was reported before
             self._tell_sinks()
         if self.journal.lost:
             self.say(
@@ -277,7 +285,7 @@ def _versions() -> dict[str, str]:
 
 
 class JournalError(ValueError):
-    """metrics.jsonl cannot be written: why, and the way out."""
+    """Raised if metrics.jsonl cannot be written, with the reason and a way out."""
 
     exit_code = 1
 
@@ -290,15 +298,17 @@ def _disk_error(path: Path, error: OSError) -> JournalError:
 
 
 class Journal:
-    """metrics.jsonl, appended to: a line is whole or, if the process or the disk ends in it, passed over.
+    """Appends records to metrics.jsonl. An incomplete line, after a crash or on a full
+    disk, is ignored by readers.
 
-    A disk that takes no more is an error, or lost lines where the run `goes_on`; `lost` counts them.
+    A write error is fatal, unless the run `goes_on`; then `lost` counts the lost lines.
     """
 
     def __init__(self, path: Path, *, goes_on: bool = False) -> None:
         self.path, self.goes_on, self.lost = path, goes_on, 0
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A link is refused: in a folder from elsewhere it could lead to any file of the user's.
+        # Links are refused: in a folder from elsewhere one could lead to any file of
+        # the user's.
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
         self.file: BinaryIO = open_regular(path, flags)
         size = os.fstat(self.file.fileno()).st_size
@@ -317,14 +327,14 @@ class Journal:
         left = memoryview(line)
         while left:
             left = left[os.write(self.file.fileno(), left) :]
-            self.cut = bool(left)  # a line in the file that a full disk has cut
+            self.cut = bool(left)  # a full disk left an incomplete line in the file
 
     def close(self) -> None:
         self.file.close()
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN: what is not finite becomes text."""
+    """Convert non-finite numbers to text, as JSON has no NaN."""
     if isinstance(value, dict):
         return {name: _finite(each) for name, each in value.items()}
     return (
@@ -333,8 +343,10 @@ def _finite(value: Any) -> Any:
 
 
 class Screen:
-    """One line on a terminal that is written anew; plain lines elsewhere. Training never waits for
-    whoever reads them (`layout/output.py`)."""
+    """Shows progress: one updated line on a terminal, plain lines elsewhere.
+
+    Training never waits for whoever reads them (`layout/output.py`).
+    """
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -358,7 +370,7 @@ class Screen:
             )
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a permanent line."""
         if self.bar:
             self.bar.console.print(printable(text), markup=False, highlight=False)
         else:
@@ -393,8 +405,11 @@ class Screen:
 
 
 def memory_of(device: torch.device, sharing: int = 1) -> int:
-    """The most bytes this rank has held: of the process, or of the GPU with what is there besides torch's
-    own (NCCL's buffers, kernels, other programs), and of one that ranks are `sharing` its part."""
+    """Return this rank's peak memory in bytes: of its process, or of its GPU.
+
+    On a GPU that includes memory outside torch's allocator (NCCL buffers, kernels,
+    other programs). If `sharing` ranks share the GPU, it is divided among them.
+    """
     if device.type == "cuda":
         free, whole = torch.cuda.mem_get_info(device)
         besides = max(0, whole - free - torch.cuda.memory_reserved(device))

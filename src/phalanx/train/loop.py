@@ -1,7 +1,7 @@
-"""A run on one rank, from its start to its end or a stop: `train` shows it in one paragraph.
+"""A run on one rank from start to end; `train` shows it in one paragraph.
 
-Every rank calls `train` with the same run. `rank.py` builds the rank, `step.py` makes a step, and each
-listener of a step is in a file of its own.
+Every rank calls `train` with the same run. `rank.py` builds the rank, `step.py` makes a
+step, and each listener of a step is in a file of its own.
 """
 
 from __future__ import annotations
@@ -45,21 +45,25 @@ from .watched import watched
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a run. `stopped`: a signal of this name or a STOP file ended it before its last
-    step. `unsaved`: the reason why its last save failed, if the run continues without saves.
-    `not_uploaded`: the reason why its newest checkpoint, complete on the disk, is not at
-    `checkpoint.remote`."""
+    """The end of a run.
+
+    `stopped`: it ended before its last step, by the signal or STOP file named in `by`.
+    `unsaved`: the reason why the last save failed, if the run continues without saves.
+    `not_uploaded`: the reason why its newest checkpoint, complete on the disk, is not
+    at `checkpoint.remote`.
+    """
 
     step: int
     loss: float | None
     validation: float | None
     stopped: bool
     unsaved: str = ""
-    by: str = ""  # what has stopped it: STOP, SIGTERM, ...
+    by: str = ""  # the cause of the stop: STOP, SIGTERM, ...
     not_uploaded: str = ""
 
 
-# Makes a listener for a rank whose weights are there: it is called first after each step.
+# Makes a listener for a rank whose weights are loaded; it is called first after each
+# step.
 Observe = Callable[[Rank, int], Listener]
 
 
@@ -71,12 +75,13 @@ def train(
     held: bool = False,
     observe: Observe | None = None,
 ) -> Outcome:
-    """Train to the end, or until asked to stop; every rank of the world calls it.
+    """Train to the end, or until asked to stop. Collective.
 
-    Without a layout it is that of the run which has as many ranks as the world; `auto` is then the
-    recipe's, as only the command plans.
-    `held`: the process that started the ranks holds the run's folders (`lock.py`); else rank 0 does.
-    `observe` gets the rank and its first step, before that step is made: `verify` looks on so.
+    Without `layout`, the run's layout for the world's number of ranks is used; `auto`
+    then means the recipe, since only the command plans. `held`: the process that
+    started the ranks has locked the run's folders (`lock.py`); otherwise rank 0 locks
+    them. `observe` is called with the rank and its first step before that step;
+    `verify` uses it.
     """
     refuse_random_by_name(run)
     with (
@@ -88,7 +93,7 @@ def train(
         chosen = Layout.parse(layout) if layout else layout_for(run, world.size)
         own_log.info("layout %s on %s", chosen or "of one rank", world.device)
         keep_freed_memory(world.device)
-        # Builds the program, cuts the model and opens the groups.
+        # Builds the program, shards the model and opens the groups.
         rank = Rank(world, run, chosen, drawn=False)
         rank.write_to(positions)
         with stop_requests(Path(run.out, STOP), first=world.rank == 0) as requests:
@@ -108,16 +113,17 @@ def _from_start_to_end(
     quiet: bool,
     observe: Observe | None,
 ) -> Outcome:
-    """Loads or draws the weights, makes the steps, saves."""
+    """Load or draw the weights, make the steps, save."""
     run = rank.run
-    # Before the log is opened: ranks with other data leave the run's folder as it is.
+    # Before the log is opened: ranks with different data leave the run's folder
+    # unchanged.
     with positions.phase("starting", f"reading {rank.batches.name} for its digest"):
         data = agreed_data(rank.part.everyone, rank.batches.corpora)
     first = rank.world.rank == 0
     with (
         closing(RunLog(run, positions, active=first, quiet=quiet)) as log,
         closing(Uploads(rank, log)) as uploads,
-        # For whoever starts the ranks again.
+        # read by the process that restarts the ranks
         closing(DoneSteps(Path(run.out), opened=first)) as done_steps,
     ):
         state = RunState(rank, data, uploads)
@@ -134,7 +140,8 @@ def _from_start_to_end(
         observers = [observe(rank, start)] if observe else []
         _log_start(rank, log, start)
         with traced(rank) as trace:
-            # Each is called after a step, in this order on all ranks: several communicate.
+            # Called after each step, in the same order on all ranks: several
+            # communicate.
             listeners: list[Listener] = [
                 *observers,
                 SkippedSteps(rank, log).after_step,
@@ -144,7 +151,7 @@ def _from_start_to_end(
                 lambda step: done_steps.write(step.done),
                 validations.after_step,
                 Samples(rank, log).after_step,
-                # before the saves: a bad one must not follow a good one
+                # before the saves: corrupt weights must not replace a good checkpoint
                 copies.after_step,
                 memory.after_step,
                 disk.after_step,
@@ -178,8 +185,10 @@ def make_steps(
     measured: int,
     listeners: Sequence[Listener],
 ) -> CompletedStep | None:
-    """Makes the steps from `start` to the run's end or a stop; returns the last one. All ranks begin the
-    `measured` one at the same time."""
+    """Make the steps from `start` to the end of the run or a stop; return the last one.
+
+    All ranks start the `measured` step at the same time.
+    """
     positions.begin()
     completed = None
     for number in range(start, rank.run.steps):
@@ -190,7 +199,8 @@ def make_steps(
                 )
             for listen in listeners:
                 listen(completed)
-        except DataError as unusable:  # the run had begun: no mistake in the command
+        # the run had begun, so it is not a usage error of the command
+        except DataError as unusable:
             raise TrainError(f"step {number + 1}: {unusable}") from unusable
         if completed.stopped:
             break
@@ -224,7 +234,8 @@ def _log_start(rank: Rank, log: RunLog, start: int) -> None:
 
 
 def _stopped_by(rank: Rank, requests: StopRequests) -> str:
-    """The cause of the stop, the same on all ranks: one for good, or else the first signal."""
+    """Return the cause of the stop, the same on all ranks: a final one if any, else the
+    first signal."""
     each_rank = errors_of(rank.part.everyone, requests.by)
     names = [each.partition(": ")[2] for each in each_rank]
     return next((name for name in names if name in FOR_GOOD), names[0])

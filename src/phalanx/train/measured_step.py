@@ -1,4 +1,5 @@
-"""One step of a start that all ranks measure: its operations and the memory they hold, for the report."""
+"""The measured step of each start: all ranks record its operations and their memory for
+the report."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from .step import CompletedStep
 
 
 class MeasuredStep:
-    """Writes each rank's operations and memory of the step `number` (from 0) to files."""
+    """Writes each rank's operations and memory in step `number` (counted from 0) to
+    files."""
 
     def __init__(self, rank: Rank, log: RunLog, start: int) -> None:
         self.rank, self.log = rank, log
@@ -43,7 +45,7 @@ class MeasuredStep:
 
 
 def log_graphs(rank: Rank, log: RunLog, done: int) -> None:
-    """Logs the number of graphs compiled so far."""
+    """Log the number of graphs compiled so far."""
     if not rank.part.layout.compile:
         return
     made = graphs()
@@ -54,7 +56,8 @@ def log_graphs(rank: Rank, log: RunLog, done: int) -> None:
 
 
 def memory_of_part(part: ModelPart, rank: int) -> dict[str, dict[str, float]]:
-    """Bytes by kind on this rank: as the program promises, and as it was."""
+    """Return bytes by kind on this rank, as predicted by the program and as
+    measured."""
     units = part.local.every_unit
     state: dict[int, int] = {}
     for number, update in part.updates.items():
@@ -80,7 +83,8 @@ def memory_of_part(part: ModelPart, rank: int) -> dict[str, dict[str, float]]:
 
 
 def _sizes(units: Sequence[Unit], state: Mapping[int, int], pieces: int) -> Sizes:
-    """Bytes of this rank's units; what activations take is not known here."""
+    """Return the bytes of this rank's units, without activations, whose size is unknown
+    here."""
 
     def each(bytes_of: Callable[[Unit], float]) -> tuple[float, ...]:
         return tuple(

@@ -1,9 +1,12 @@
-"""Muon (Jordan et al. 2024): momentum, made orthogonal, for the matrices of matrices; AdamW for the rest.
+"""Muon (Jordan et al. 2024): orthogonalized momentum for matrices, AdamW for all other
+weights.
 
-What is a matrix the rule table says (`Rules.matrices`). The momentum lies in shards, as AdamW's moments
-do. An update is of whole matrices: each has an owner among the ranks that have parts of it, which gets
-these, makes them orthogonal and sends every rank its part of the result. Owners are chosen by cost. The
-numbers are those of `torch.optim.Muon`, in bfloat16 on a GPU and as weights are kept on a CPU.
+The rule table says which weights are matrices (`Rules.matrices`). The momentum is
+sharded like AdamW's moments, but an update needs whole matrices. Each matrix has an
+owner among the ranks that hold parts of it; the owner collects the parts,
+orthogonalizes the matrix and sends every rank its part of the result. Owners are chosen
+to balance the cost. The results are those of `torch.optim.Muon`, computed in bfloat16
+on a GPU and in the weights' dtype on a CPU.
 """
 
 import math
@@ -28,7 +31,8 @@ COEFFICIENTS, TINY = (3.4445, -4.7750, 2.0315), 1e-7
 
 
 def orthogonalized(x: Tensor) -> Tensor:
-    """Matrices (n, rows, columns) with their singular values brought near 1, by Newton-Schulz."""
+    """Orthogonalize matrices (n, rows, columns): bring their singular values near 1, by
+    Newton-Schulz."""
     a, b, c = COEFFICIENTS
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
@@ -43,9 +47,12 @@ def orthogonalized(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Muon:
-    """`scale` is torch's adjust_lr_fn: `original` (Jordan) or `match_rms_adamw` (Liu et al. 2025),
-    under which one learning rate suits matrices and the rest. `rate`: the matrices' learning rate, as
-    a multiple of the others'."""
+    """Settings of Muon.
+
+    `scale` is torch's adjust_lr_fn: `original` (Jordan) or `match_rms_adamw` (Liu et
+    al. 2025), with which one learning rate suits matrices and other weights. `rate` is
+    the matrices' learning rate as a multiple of the others'.
+    """
 
     name: ClassVar[str] = OPTIMIZERS[MUON].stored
     whole_matrices: ClassVar[bool] = True
@@ -54,7 +61,7 @@ class Muon:
     scale: str = "match_rms_adamw"
     rate: float = 1.0
     decay: float = 0.1
-    others: AdamW = AdamW()  # frozen
+    others: AdamW = AdamW()  # immutable, so it can be a default
 
     def of(self, unit: Unit) -> "MuonUpdate":
         return MuonUpdate(unit, self)
@@ -66,15 +73,15 @@ class Muon:
 
 
 class Matrix(NamedTuple):
-    """A weight, or one of its experts: it has one owner."""
+    """A matrix with one owner: a whole weight, or one expert's part of it."""
 
     weight: Weight
-    start: int  # in the flat order of the unit
-    owner: int = 0  # in the group
+    start: int  # in the unit's flat order
+    owner: int = 0  # rank in the group
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The matrix's shape on each rank of tp, with padding."""
+        """The matrix's shape on each tp rank, including padding."""
         return self.weight.local[-2:]
 
     @property
@@ -83,25 +90,29 @@ class Matrix(NamedTuple):
 
     @property
     def work(self) -> float:
-        """Operations that make it orthogonal, or all that the weight joins."""
+        """FLOPs of orthogonalizing the matrix, or all matrices that the weight
+        packs."""
         sides = self.weight.matrices
         return sum(
             orthogonal_work(r.stop - r.start, c.stop - c.start) for r, c in sides
         )
 
     def span(self, unit: Unit, shard: int) -> slice:
-        """The elements of the matrix in a shard, counted from the shard's start."""
+        """The elements of the matrix in a shard, relative to the shard's start."""
         begin, end = unit.part * shard, unit.part * (shard + 1)
         first = min(max(self.start, begin), end)
         return slice(first - begin, max(min(self.stop, end), first) - begin)
 
 
 def matrices_of(unit: Unit) -> list[Matrix]:
-    """The matrices of a unit with their owners. Every unit begins with another rank, as there may be
-    fewer matrices than ranks."""
+    """Return the matrices of a unit with their owners.
+
+    Every unit starts with a different rank, since it may have fewer matrices than there
+    are ranks.
+    """
     found = list[Matrix]()
     for weight, offset in zip(unit.order, unit.offsets, strict=True):
-        # what pads is none
+        # padding is not a matrix
         experts = math.prod(cut.stop - cut.start for cut in weight.cuts[:-2])
         starts = range(experts if weight.matrices else 0)
         found += (
@@ -114,8 +125,11 @@ def matrices_of(unit: Unit) -> list[Matrix]:
 
 
 class MatrixPart(NamedTuple):
-    """The part of a matrix that one rank has of it, as it is sent: `inside` counts from the start of what
-    the rank's part of tp has of it, `at` from the start of the rank's shard."""
+    """One rank's part of a matrix, as it is sent.
+
+    `inside` is relative to the start of the matrix in the rank's tp shard, `at` to the
+    start of the rank's data-parallel shard.
+    """
 
     matrix: Matrix
     place: UnitPlace
@@ -128,11 +142,12 @@ class MatrixPart(NamedTuple):
 
 
 class MuonUpdate(Update):
-    """The update of a unit of whose weights some may be matrices.
+    """The update of a unit that may contain matrices.
 
-    Of a matrix each number comes to the owner once: from the first of its copies over tp, in the owner's
-    replica. The result goes to all that have it. Parts are sent as they lie in the flat order, by
-    matrix, with what pads them."""
+    Each element of a matrix is sent to the owner once: from the first of its copies
+    along tp, in the owner's replica. The result goes to all ranks that hold it. Parts
+    are sent in flat order, matrix by matrix, including padding.
+    """
 
     def __init__(self, unit: Unit, optimizer: Muon) -> None:
         segments = unit.own_segments(matrices=True)
@@ -158,7 +173,9 @@ class MuonUpdate(Update):
             range(len(self.places)),
         )
         self.mine = [matrix for matrix in matrices if matrix.owner == me]
-        # By rank: what it gets of this rank's and this one of its; then, the results, the other way.
+        # By rank: parts that it owns of this rank's matrices, and parts of this rank's
+        # own matrices from it; then the same for the results, in the opposite
+        # direction.
         self.to_owner = [
             self._parts(me, [b for b in matrices if b.owner == r], r) for r in ranks
         ]
@@ -171,7 +188,8 @@ class MuonUpdate(Update):
     def _parts(
         self, rank: int, matrices: list[Matrix], owner: int | None = None
     ) -> list[MatrixPart]:
-        """Parts of these matrices on a rank; with an owner, only those that this owner is to get."""
+        """Return the parts of these matrices on a rank; with `owner`, only those to
+        send to this owner."""
         place, parts = self.places[rank], list[MatrixPart]()
         for matrix in matrices:
             copies, at = matrix.weight.copies, matrix.span(self.unit, place.shard)
@@ -182,12 +200,12 @@ class MuonUpdate(Update):
                 parts.append(MatrixPart(matrix, place, inside, at))
         return parts
 
-    # ---- to the owners
+    # ---- momentum to the owners
 
     @torch.no_grad()
     def to_owners(self, scale: Scale | None) -> Work:
-        """Go on with the momentum of this rank's numbers, and begin to bring what becomes of them to
-        their owners."""
+        """Update this rank's momentum shard and start sending it to the matrix
+        owners."""
         gradient = self.unit.gradient
         assert gradient is not None
         moved = torch.empty(self.unit.part, dtype=self.dtype, device=self.device)
@@ -201,7 +219,8 @@ class MuonUpdate(Update):
     def _exchange(
         self, sent: Tensor, to: list[list[MatrixPart]], of: list[list[MatrixPart]]
     ) -> tuple[Tensor, Work]:
-        """Parts of matrices sent to each rank and taken of each."""
+        """Start an all-to-all of matrix parts. Return the receive buffer and the
+        pending work."""
         assert self.group is not None
         sends, takes = (
             [sum(p.length for p in parts) for parts in side] for side in (to, of)
@@ -238,14 +257,15 @@ class MuonUpdate(Update):
         super().__call__(lr, scale)
 
     def _orthogonal(self) -> Tensor:
-        """The orthogonalized matrices of this rank, as they are sent to every rank."""
+        """Return the orthogonalized matrices of this rank, packed for the exchange."""
         wholes = self._wholes()
         alike: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
         for matrix in self.mine:
             for rows, columns in matrix.weight.matrices:
                 x = wholes[matrix.start][rows, columns]
                 alike[x.shape[0], x.shape[1]].append(x)
-        for shape, these in alike.items():  # those of one shape in one product
+        # matrices of one shape in one batched product
+        for shape, these in alike.items():
             made = orthogonalized(torch.stack(these)) * self.muon.scale_of(*shape)
             torch._foreach_copy_(these, list(made.unbind()))
         parts = (part for parts in self.results for part in parts)
@@ -256,7 +276,8 @@ class MuonUpdate(Update):
         return torch.cat([self.received[:0], *own])
 
     def _wholes(self) -> dict[int, Tensor]:
-        """The whole matrices that this rank owns, by where they start, of the parts that came."""
+        """Assemble the matrices that this rank owns from the received parts, keyed by
+        start."""
         parts = [part for parts in self.of_mine for part in parts]
         came = torch.split(self.received, [part.length for part in parts])
         new, wholes = self.received.new_zeros, dict[int, Tensor]()
@@ -274,10 +295,11 @@ class MuonUpdate(Update):
                 whole[box] = by_tp[matrix.start, tp].view(matrix.shape)[inside]
         return wholes
 
-    # ---- back from the owners
+    # ---- results from the owners
 
     def from_owners(self) -> Work:
-        """Begin to bring every rank its part of the results; they are in its weights after the wait."""
+        """Start sending every rank its part of the results; after the wait they are in
+        its weights."""
         came, work = self._exchange(self.result, self.results, self.of_theirs)
         return ChainedWork(work, lambda: self._apply(came))
 
@@ -285,7 +307,7 @@ class MuonUpdate(Update):
     def _apply(self, came: Tensor) -> None:
         unit, lr = self.unit, self.lr * self.muon.rate
         kept = torch.full_like(unit.home[:1], 1.0 - lr * self.muon.decay).view(())
-        if self.scale is not None:  # of a step that is skipped nothing is known
+        if self.scale is not None:  # the results of a skipped step are undefined
             came.masked_fill_(self.scale.on(came.device).skip.view(()) > 0, 0.0)
             kept.masked_fill_(self.scale.on(kept.device).skip.view(()) > 0, 1.0)
         self.result = came[:0]
@@ -300,7 +322,7 @@ class MuonUpdate(Update):
 
 
 def _local(part: MatrixPart, whole: Tensor) -> Tensor:
-    """A tp rank's part of a matrix, padded."""
+    """Return a tp rank's part of a matrix, padded."""
     own = whole[part.matrix.weight.box_at(part.place.tp)[-2:]]
     if own.shape == part.matrix.shape:
         return own

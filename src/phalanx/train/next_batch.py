@@ -1,9 +1,9 @@
-"""The next step's batch, read and copied to a GPU while that computes the present step.
+"""Prefetches the next step's batch to a GPU while it computes the current step.
 
-The host queues a whole step and then waits for its results. Between the two it reads the next rows
-and begins their copies, from pinned memory and on a stream of their own, so that the device goes
-from one step to the next without waiting for either. Without a GPU nothing is read ahead: the host
-would read in the time in which it computes.
+The host queues a whole step and then waits for its results. In between it reads the
+next rows and starts their copies from pinned memory, on a separate stream, so that the
+device need not wait between steps. Without a GPU nothing is prefetched: reading would
+take time from the computation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ Microbatches = list[dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class _Ready:
-    """A batch whose copies have begun, and the event that follows the last of them."""
+    """A batch whose copies have been started, and the event recorded after the last of
+    them."""
 
     step: int
     microbatches: Microbatches
@@ -32,19 +33,20 @@ class _Ready:
 
 
 class NextBatch:
-    """Batches of one rank by step; `read` brings those of a step to the device."""
+    """The batches of one rank by step. `read` loads a step's batch to the device."""
 
     def __init__(
         self, read: Callable[[int], Microbatches], device: torch.device
     ) -> None:
         self._read, self._device = read, device
-        stream: Any = torch.cuda.Stream  # its stubs are not typed
+        stream: Any = torch.cuda.Stream  # torch's stubs are untyped
         self._stream = stream(device) if device.type == "cuda" else None
         self._ready: _Ready | None = None
-        self.seconds = 0.0  # in which the host last read ahead
+        self.seconds = 0.0  # spent by the host on the last prefetch
 
     def take(self, step: int) -> Microbatches:
-        """The batch of a step, for the stream that computes: read ahead, or now."""
+        """Return the batch of a step, for use on the compute stream: prefetched, or
+        read now."""
         ready, self._ready = self._ready, None
         if ready is None or ready.step != step:
             return self._read(step)
@@ -52,18 +54,19 @@ class NextBatch:
         computing.wait_event(ready.copied)
         for microbatch in ready.microbatches:
             for tensor in microbatch.values():
-                # Its memory is of the other stream, which would give it away too early.
+                # Allocated on the copy stream, whose allocator would reuse the memory
+                # too early.
                 if tensor.is_cuda:
                     tensor.record_stream(computing)
         return ready.microbatches
 
     def read_ahead(self, step: int) -> None:
-        """Reads the batch of a step and begins its copies, if a GPU computes meanwhile."""
+        """Read the batch of a step and start its copies, if there is a GPU."""
         self.seconds = 0.0
         if self._stream is None:
             return
         started = time.perf_counter()
-        # A batch that cannot be read is an error of its own step, which reads it again.
+        # An unreadable batch raises in its own step, which reads it again.
         with torch.cuda.stream(self._stream), suppress(DataError):
             microbatches = self._read(step)
             copied = self._stream.record_event()

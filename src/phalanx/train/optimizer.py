@@ -1,7 +1,8 @@
-"""Optimizers on flat shards: torch's fused kernels over a few views of a unit's home.
+"""Optimizers on flat shards: torch's fused kernels, applied to a few views of a unit's
+home.
 
-Not torch.optim: what it wraps around these kernels imports the compiler, which takes a second or two
-of every start, on every rank. The state has torch's own names.
+torch.optim is not used, because its wrapper around these kernels imports the compiler,
+which adds a second or two to the start of every rank. The state has torch's own names.
 """
 
 from __future__ import annotations
@@ -20,15 +21,17 @@ from ..layout.run import OptimizerChoice
 from ..parallel import Unit
 from ..parallel.data import Segment
 
-_torch: Any = torch  # its stubs leave the kernels out
+_torch: Any = torch  # torch's stubs omit the kernels
 State = dict[str, Tensor]
 
 
 class Optimizer(Protocol):
-    """Makes the update of a unit: a function of the learning rate and the gradient's scale.
+    """Makes the update of a unit: a function of the learning rate and the gradient's
+    scale.
 
-    Elementwise, any slice of a weight is updated by itself. With `whole_matrices` an owner updates
-    each matrix, and the program has operations that bring matrices to owners and back.
+    An elementwise optimizer updates any slice of a weight by itself. With
+    `whole_matrices`, an owner updates each matrix, and the program has operations that
+    move matrices to owners and back.
     """
 
     @property
@@ -38,19 +41,22 @@ class Optimizer(Protocol):
 
 
 class Scale(NamedTuple):
-    """The ranks' agreement about a step's gradients, as tensors on the device: reading them on the
-    host would wait for it."""
+    """The scale of a step's gradients, agreed on by all ranks.
+
+    It consists of tensors on the device: reading them on the host would wait for the
+    device.
+    """
 
     factor: Tensor  # gradients are multiplied by it; float64
-    divisor: Tensor  # or divided by this in the fused kernels; float32
-    skip: Tensor  # 1 where the norm is not finite and nothing is updated; float32
-    done: Tensor  # 1 less that, of no dim: how many steps this is
+    divisor: Tensor  # the fused kernels divide gradients by it; float32
+    skip: Tensor  # 1 if the norm is not finite and nothing is updated; float32
+    done: Tensor  # 1 - skip as a scalar: the number of updates made
 
     @classmethod
     def of(cls, norm: Tensor, clip: float, loss_scale: float) -> Scale:
         factor = torch.full_like(norm, 1.0 / loss_scale)
         if clip:
-            # As torch's clip_grad_norm_ does, with its 1e-6.
+            # like torch's clip_grad_norm_, including its 1e-6
             factor = factor * (clip / (norm + 1e-6)).clamp(max=1.0)
         skip = (~norm.isfinite()).float()
         return cls(factor, factor.reciprocal().float(), skip, 1.0 - skip.view(()))
@@ -63,8 +69,8 @@ class Scale(NamedTuple):
 
 @dataclass(eq=False)
 class _Alike:
-    """Runs of a unit's home that one call of a fused kernel updates, with what it keeps for each of
-    them: a list for each kind."""
+    """Runs of a unit's home that one call of a fused kernel updates. `kept` has a list
+    for each kind of state."""
 
     decay: float
     rate: float
@@ -74,8 +80,11 @@ class _Alike:
 
 
 class Update:
-    """The update of one unit, or of some `segments` of it, elementwise: a fused kernel over runs of the
-    flat home that decay alike. `state` is by run, made at the first step; all runs share its count."""
+    """The elementwise update of a unit, or of some `segments` of it, by a fused kernel.
+
+    Runs of the flat home with equal decay share a kernel call. `state` is keyed by run
+    and made at the first step; all runs share its step count.
+    """
 
     def __init__(
         self,
@@ -85,9 +94,9 @@ class Update:
     ) -> None:
         self.unit, self.optimizer, self.name = unit, optimizer, optimizer.name
         self.runs: list[tuple[slice, Tensor]] = []
-        self.every_run = self.runs  # all that have a state
+        self.every_run = self.runs  # all runs that have a state
         self.state: dict[Tensor, State] = {}
-        # how many updates there have been, on the device
+        # number of updates so far, on the device
         self.count: Tensor | None = None
         self.prepared = False
         alike: dict[tuple[float, float], _Alike] = {}
@@ -102,11 +111,12 @@ class Update:
         self.alike = list(alike.values())
 
     def restore(self, view: Tensor, state: State) -> None:
-        """Replaces what is kept for a run, by what a checkpoint has."""
+        """Replace a run's state by a checkpoint's."""
         self.state[view], self.prepared = state, False
 
     def _prepare(self) -> None:
-        """Makes what is not there yet, and the lists that the kernel takes at each step."""
+        """Create missing state, and the lists that are passed to the kernel at each
+        step."""
         self.prepared = True
         states = [self.state.setdefault(view, {}) for _, view in self.runs]
         if self.optimizer.counts and states:
@@ -130,15 +140,15 @@ class Update:
             ]
 
     def to_owners(self, scale: Scale | None) -> Work:
-        """Begin to bring whole matrices to their owners; an elementwise update has none."""
+        """Start sending matrices to their owners; an elementwise update has none."""
         return Work()
 
     def from_owners(self) -> Work:
-        """Begin to bring the updates of matrices back."""
+        """Start sending the updates of matrices back."""
         return Work()
 
     def __call__(self, lr: float, scale: Scale | None = None) -> None:
-        """One step with the unit's gradient, scaled; the gradient is spent."""
+        """Apply one step with the unit's scaled gradient, which is consumed."""
         scale = scale and scale.on(self.unit.home.device)
         if not self.prepared:
             self._prepare()
@@ -158,10 +168,11 @@ class Update:
                 common |= {"grad_scale": scale.divisor, "found_inf": scale.skip}
                 if own[0].dtype == torch.float64:
                     _torch._foreach_mul_(own, scale.factor.view(()))
-                    del common["grad_scale"]  # which is float32
+                    del common["grad_scale"]  # it is float32
             if one.rate:
-                # By the sign alone. The optimizer, which moves nothing here, keeps zeros as its state, so
-                # that a checkpoint has of these weights what it has of others.
+                # Sign updates. The optimizer changes nothing here and keeps zeros as
+                # its state, so that a checkpoint has the same tensors for these weights
+                # as for others.
                 for view, each in zip(views, own, strict=True):
                     moved = each.sign() * one.rate
                     view -= (
@@ -176,25 +187,27 @@ class Update:
 
 
 def beside(gradient: Tensor, view: Tensor) -> Tensor:
-    """A gradient in the dtype, and where the weights are that it moves."""
+    """Return a gradient in the dtype and on the device of the weights that it
+    updates."""
     own = gradient.to(view.dtype)
     if view.device == own.device:
         return own
-    # The update waits for it here, so it comes by the fastest way, to pinned memory, of which torch
-    # keeps what is let go.
+    # The update waits here for the copy, so use the fastest way, to pinned memory.
+    # torch caches freed pinned buffers.
     room = torch.empty_like(own, device=view.device, pin_memory=own.is_cuda)
     return room.copy_(own)
 
 
 @dataclass(frozen=True)
 class AdamW:
-    """Adam with decoupled decay (Loshchilov and Hutter 2019); norms and biases do not decay."""
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019); norms and biases
+    do not decay."""
 
     name: ClassVar[str] = OPTIMIZERS[ADAMW].stored
     whole_matrices: ClassVar[bool] = False
-    # kept for each element
+    # state kept for each element
     kinds: ClassVar[tuple[str, ...]] = OPTIMIZERS[ADAMW].moments
-    counts: ClassVar[bool] = True  # whether it counts its updates
+    counts: ClassVar[bool] = True  # it counts its updates
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
@@ -232,7 +245,8 @@ class Sgd:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        # Zeros at first, not the kernel's own first step, which a skipped one would leave undone.
+        # Zeros instead of the kernel's own first step, which would be lost if that step
+        # is skipped.
         return OPTIMIZERS[SGD].moments if self.momentum else ()
 
     def kernel(
@@ -251,10 +265,11 @@ class Sgd:
 
 
 def learning_rate(choice: OptimizerChoice, step: int, steps: int) -> float:
-    """The rate of step `step` (from 0) of a run of `steps`: a pure function, so that to go on after a
-    stop is an integer.
+    """Return the learning rate of step `step` (from 0) of `steps`: a pure function, so
+    resuming needs no state.
 
-    It rises in equal parts, the first step with one of them, and ends at `min_lr` with the last.
+    It rises linearly from lr / warmup_steps in the first step, and reaches `min_lr` in
+    the last one.
     """
     if step < choice.warmup_steps:
         return choice.lr * (step + 1) / choice.warmup_steps
@@ -262,7 +277,8 @@ def learning_rate(choice: OptimizerChoice, step: int, steps: int) -> float:
     if choice.schedule == "constant":
         return choice.lr
     if choice.schedule == "wsd":
-        # Hu et al. 2024: level, then a short fall; a tenth of the run, where nothing is said.
+        # Hu et al. 2024: constant, then a short decay; the last tenth of the run by
+        # default.
         start = max(start, steps - (choice.decay_steps or -(-steps // 10)))
     done = (step - start + 1) / max(1, steps - start)
     done = min(1.0, max(0.0, done))

@@ -1,7 +1,7 @@
-"""One rank's part of a model in a layout, ready to make steps.
+"""One rank's part of a model in a layout, ready for training steps.
 
-The caller brings the rows of each batch. Nothing here knows of a run file, a data set, a log or a
-checkpoint: `rank.py` has those of a run.
+The caller provides the rows of each batch. Nothing here depends on a run file, a data
+set, a log or a checkpoint; `rank.py` adds those.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .precision import LossScale
 
 @dataclass(frozen=True, eq=False)
 class ModelPart:
-    """One rank's part of a model: its weights, its groups to other ranks, and the executors of its
+    """One rank's part of a model: its weights, its groups, and the executors of its
     program."""
 
     layout: Layout
@@ -49,15 +49,16 @@ class ModelPart:
 
     @property
     def names(self) -> list[str]:
-        """Names of the model's pieces."""
+        """The names of the model's pieces."""
         return [name for name, _ in self.model.pieces]
 
     def rows_of(self, size: int) -> slice:
-        """This rank's rows of a batch of `size` sequences."""
+        """Return this rank's rows of a batch of `size` sequences."""
         return share(size, self.layout.data, self.local.coordinates["data"])
 
     def microbatches(self, rows: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        """This rank's rows of a batch, cut into microbatches and to its part of the time, on its device."""
+        """Split this rank's rows into microbatches on its device, with its part of the
+        sequence."""
         own = microbatches(rows, self.layout, None, self.local.coordinates["cp"])
         return [on_device(each, self.local.pool.device) for each in own]
 
@@ -74,10 +75,12 @@ def parallelize(
     seed: int | None = None,
     measure: Measure = BY_TARGETS,
 ) -> ModelPart:
-    """This rank's part of a model: its modules are cut, its groups opened, its executors made.
+    """Build this rank's part of a model: shard its modules, open its groups, make its
+    executors.
 
-    Every rank calls it. `seed` draws the weights; without one they are zeros, to be loaded or drawn.
-    `measure` says what losses are divided by, and which metrics come with them.
+    Collective. `seed` initializes the weights; without one they are zeros, to be loaded
+    or drawn later. `measure` defines what losses are divided by, and the metrics that
+    come with them.
     """
     local = build_local(world, layout, model, program, seed=seed, precision=precision)
     scaling = LossScale() if layout.precision == FP16 else None

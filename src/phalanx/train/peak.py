@@ -1,4 +1,4 @@
-"""The peak rate of a run's devices: MFU and HFU are shares of it."""
+"""The peak FLOP/s of a run's devices, relative to which MFU and HFU are computed."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from ..comm import Group
 from ..plan import Machine, device_named
 from .rank import Rank
 
-WINDOWS, SECONDS = 5, 0.06  # of measuring it
+WINDOWS, SECONDS = 5, 0.06  # number and length of the measurement windows
 
 
 def peak_of(rank: Rank) -> tuple[float, str]:
-    """FLOP/s of all ranks together, and the source of the number. Every rank calls it."""
+    """Return the peak FLOP/s of all ranks together and the source of the value.
+    Collective."""
     file, precision, world = rank.run.machine, rank.part.layout.precision, rank.world
     if file:
         machine = Machine.load(file)
-        best = machine.best(precision)  # the fastest product that was measured
-        # as its maker states it
+        best = machine.best(precision)  # the fastest matmul measured
+        # the manufacturer's value
         known = machine.entry.peak(precision) if machine.entry else 0.0
         known = known or (best.flops if best else 0.0)
         if known:
@@ -34,10 +35,10 @@ def peak_of(rank: Rank) -> tuple[float, str]:
 
 
 def _measured_peak(group: Group, dtype: torch.dtype) -> float:
-    """FLOP/s of all ranks of a group together, each multiplying at the same time as the others.
+    """Measure the FLOP/s of all ranks of a group while they multiply concurrently.
 
-    Together, because ranks on one CPU share its cores: a window is longer than a turn of theirs.
-    The best of a few windows, since a peak is a ceiling.
+    Ranks on one CPU share its cores; a window is longer than a scheduler time slice.
+    The best of a few windows counts, since a peak is an upper bound.
     """
     size = 8192 if group.device.type == "cuda" else 512
     a, b = (torch.randn(size, size, device=group.device).to(dtype) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Precision of a step, and the loss scale that float16 needs."""
+"""The precision of a step, and the loss scale that float16 needs."""
 
 from __future__ import annotations
 
@@ -15,18 +15,23 @@ from ..parallel.low_precision import matmul_named, refuse_without_kernels
 
 
 def precision_of(name: str) -> Precision:
-    """The precision of a layout's word. Weights are kept, and gradients added up and sent, in
-    float32 when they are computed in less."""
+    """Return the precision that a layout names.
+
+    With a compute dtype below float32, weights are stored, and gradients accumulated
+    and sent, in float32.
+    """
     compute = COMPUTE[name]
     if torch.cuda.is_available():
-        # Process-wide, and torch's default is off: tf32 is a choice, never an accident.
+        # Set explicitly in both cases: the setting is process-wide, and tf32 must never
+        # be left on by accident.
         torch.set_float32_matmul_precision("high" if name == TF32 else "highest")
     wide = torch.promote_types(compute, torch.float32)
     return Precision(compute, wide, wide)
 
 
 def refuse_bfloat16(precision: Precision, device: torch.device) -> None:
-    """Raise a LayoutError where a GPU computes bfloat16 by emulation only, or not at all."""
+    """Raise a LayoutError if a GPU can compute bfloat16 only by emulation, or not at
+    all."""
     if (
         precision.compute != torch.bfloat16
         or device.type != "cuda"
@@ -42,7 +47,7 @@ def refuse_bfloat16(precision: Precision, device: torch.device) -> None:
 
 
 def precision_on(device: torch.device, layout: Layout) -> Precision:
-    """The precision of a layout's words; refused where the device cannot compute in it."""
+    """Return the precision of a layout; raise if the device cannot compute in it."""
     refuse_without_kernels(layout.matmul, device)
     matmul = matmul_named(layout.matmul)
     precision = replace(precision_of(layout.precision), matmul=matmul)
@@ -53,7 +58,8 @@ def precision_on(device: torch.device, layout: Layout) -> Precision:
 def device_notices(
     layout: Layout, device: torch.device, head_size: int = 128
 ) -> list[str]:
-    """Notices about the device: its kernels of attention, and formats that are slow there."""
+    """Return notices about the device: its attention kernels, and formats that are slow
+    on it."""
     if device.type != "cuda":
         return []
     dtype = COMPUTE[layout.precision]
@@ -77,10 +83,11 @@ def device_notices(
 
 @dataclass
 class LossScale:
-    """The factor by which float16's loss is multiplied so that small gradients are not lost.
+    """The factor by which a float16 loss is multiplied, so that small gradients do not
+    underflow.
 
-    An overflow skips the step on all ranks, as they agree on the norm, and halves the factor;
-    `patience` steps without one double it.
+    An overflow halves the factor and skips the step on all ranks, as they agree on the
+    norm; `patience` steps without overflow double it.
     """
 
     scale: float = 2.0**16

@@ -1,4 +1,4 @@
-"""The model of a run, and its program in a layout. What is trained may be a stranger's."""
+"""The model of a run and its program in a layout. The model may be the user's own."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ Maker = Callable[[], Model]
 
 
 def maker_of(run: Run) -> Maker:
-    """A function that makes the run's model, on the meta device and anew in each call."""
+    """Return a function that builds the run's model on the meta device, anew in each
+    call."""
     made = partial(load_model, run.own) if run.own else partial(build_model, run.shape)
     return partial(with_z_loss, made, run.z_loss) if run.z_loss else made
 
 
 def with_z_loss(make: Maker, z: float) -> Model:
-    """The model with z log(Z)^2 added to each token's loss."""
+    """Build the model with z log(Z)^2 added to each token's loss."""
     model = make()
     modules = [module for _, piece in model.pieces for module in piece.modules()]
     losses = [module for module in modules if isinstance(module, CrossEntropy)]
@@ -45,7 +46,8 @@ def with_z_loss(make: Maker, z: float) -> Model:
 
 
 def shape_of(run: Run) -> Shape:
-    """The sizes of a run's model; those of the user's own are known once its file has been run."""
+    """Return the sizes of a run's model. The user's own model file is run to find
+    them."""
     if not run.own:
         return run.shape
     plain = load_model(run.own).shape
@@ -57,7 +59,8 @@ def shape_of(run: Run) -> Shape:
 
 
 def layout_for(run: Run, ranks: int) -> Layout:
-    """The layout of a run for so many ranks; of `auto` the recipe's, as only the command plans."""
+    """Return a run's layout for this number of ranks; for `auto` the recipe's, as only
+    the command plans."""
     shape = shape_of(run)
     layout = run.for_ranks(ranks).layout_of(shape)
     if layout is None:
@@ -76,7 +79,7 @@ def layout_for(run: Run, ranks: int) -> Layout:
 
 
 def program_of(model: Model, layout: Layout, options: StepOptions = DEFAULT) -> Program:
-    """The checked program of a layout for this model."""
+    """Build and check the program of a layout for this model."""
     program = build(layout, model_pieces(model, layout), options)
     check(program)
     return program
@@ -91,8 +94,11 @@ def fitting_program(
     options: StepOptions = DEFAULT,
     optimizer: OptimizerChoice = USUAL_OPTIMIZER,
 ) -> Program:
-    """The program of a `recompute:fit` layout. `limit` says how many bytes a rank may hold, given
-    what the fullest one would hold without recomputing anything."""
+    """Build the program of a `recompute:fit` layout.
+
+    `limit` returns the bytes that a rank may hold, given those of the fullest rank
+    without any recomputation.
+    """
     model = cut_blocks(make(), layout)
     plain = program_of(model, replace(layout, recompute="none"), options)
     sizes = sizes_of(make, layout, plain, batch, precision, optimizer=optimizer)

@@ -42,7 +42,7 @@ GIB = float(1 << 30)
 
 
 def optimizer_of(run: Run) -> Optimizer:
-    """The optimizer that a run names."""
+    """Return the optimizer that a run names."""
     o = run.optimizer
     if o.name == "sgd":
         return Sgd(o.momentum or 0.0, o.weight_decay)
@@ -57,7 +57,7 @@ def optimizer_of(run: Run) -> Optimizer:
 
 
 def batches_of(run: Run, shape: Shape) -> Batches:
-    """The batches of a run; data that does not fit the model is refused here."""
+    """Return the batches of a run; raise if the data does not fit the model."""
     corpora = tuple(
         replace(open_corpus(path), weight=weight) for path, weight in run.sources
     )
@@ -68,7 +68,8 @@ def batches_of(run: Run, shape: Shape) -> Batches:
 
 
 def memory_limit(run: Run, world: World) -> float:
-    """The bytes that a rank of a `recompute:fit` layout may hold, as far as this process can tell."""
+    """Return the bytes that a rank of a `recompute:fit` layout may hold, as far as this
+    process can tell."""
     if run.memory:
         return run.memory * GIB
     if world.device.type != "cuda":
@@ -76,29 +77,32 @@ def memory_limit(run: Run, world: World) -> float:
             "recompute:fit needs to know how much a rank may hold, and it computes on no GPU."
             " Write memory = 2.5 (GiB), or recompute:all."
         )
-    # A fifth is left for what operations hold while they run, and for the allocator's gaps.
+    # A fifth is reserved for temporary buffers of operations and for allocator
+    # fragmentation.
     whole: int = torch.cuda.get_device_properties(world.device).total_memory
     return 0.8 * whole / world.sharing
 
 
 def keep_freed_memory(device: torch.device) -> None:
-    """Let a process that computes on the CPU keep what it frees, for the next step. Else the C library gives
-    large tensors and the end of its heap back, and the kernel clears their pages anew: 2 to 6 % of a step
-    of 1F1B."""
+    """Make the C library keep freed memory for the next step, on the CPU.
+
+    Otherwise it returns large tensors and the top of its heap to the kernel, which
+    clears their pages again: 2 to 6 % of a step of 1F1B.
+    """
     if device.type != "cpu":
         return
-    with suppress(AttributeError):  # glibc has it
+    with suppress(AttributeError):  # only glibc has mallopt
         adjust = ctypes.CDLL(None).mallopt
         adjust(-1, -1)  # M_TRIM_THRESHOLD
-        # M_MMAP_THRESHOLD; the most of older ones
+        # M_MMAP_THRESHOLD; older versions accept at most 32 MiB
         _ = adjust(-3, 1 << 30) or adjust(-3, 1 << 25)
 
 
 class Rank:
     """One rank of a run in a layout: its part of the model, and its rows of each batch.
 
-    `batches` is put behind what was taken when a run goes on. Weights that are not `drawn` are zeros, to
-    be read or drawn.
+    When a run resumes, `batches` is moved to its position. Weights are zeros unless
+    `drawn`, to be loaded or drawn later.
     """
 
     def __init__(
@@ -141,7 +145,8 @@ class Rank:
         )
 
     def _refuse_other_forward(self) -> None:
-        """Compares the pieces of the user's model with its own forward, as far as a CPU can run them."""
+        """Compare the pieces of the user's model with its own forward, as far as a CPU
+        can run them."""
         try:
             described_whole(load_model(self.run.own))
         except UntriedPieces as error:
@@ -152,7 +157,7 @@ class Rank:
             )
 
     def _fitting_program(self, layout: Layout) -> Program:
-        # One program for all ranks, so the least of their limits.
+        # All ranks use one program, so take the smallest limit.
         group, own = self.world.split("limit", [range(self.world.size)]), self.run
         least = torch.tensor([memory_limit(own, self.world)], dtype=torch.float64).to(
             group.device
@@ -169,11 +174,11 @@ class Rank:
         )
 
     def batch(self, step: int) -> list[dict[str, Tensor]]:
-        """This rank's microbatches of a step; only its own rows are read."""
+        """Return this rank's microbatches of a step; only its own rows are read."""
         return self.part.microbatches(self.batches.batch(step, self.rows))
 
     def write_to(self, positions: Positions) -> None:
-        """Writes down from here on at which operation this rank is."""
+        """From now on, record in `positions` which operation this rank is at."""
         for executor in (self.part.trainer, self.part.validator):
             executor.write_to(positions, self.part.names)
         if self.part.layout.compile:

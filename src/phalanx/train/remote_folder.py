@@ -1,9 +1,10 @@
-"""A run's folder of checkpoints at a URL, on any file system that fsspec knows.
+"""A run's checkpoints at a URL, in any file system that fsspec supports.
 
-A checkpoint there has the files that it has on the disk. Its manifest comes first under another name,
-so that a folder says from the beginning whose it is, and is renamed when all files are there: what has
-a manifest is whole, whenever an upload ends. A checkpoint that is removed loses its manifest first.
-Only files whose manifest names this run are overwritten, renamed or removed.
+A remote checkpoint has the same files as on the disk. Its manifest is uploaded first
+under another name, so that the folder's owner is known from the beginning, and renamed
+when all files are uploaded: a folder with a manifest is complete, whenever an upload is
+interrupted. Deleting a checkpoint starts with its manifest. Only files whose manifest
+names this run are overwritten, renamed or deleted.
 """
 
 import importlib
@@ -21,22 +22,24 @@ from .checkpoint import ASIDE, SAVING, make_hidden
 from .checkpoint_format import CHUNK, MANIFEST, CheckpointError, Manifest, name_of
 from .remote_task import Task, in_threads
 
-FILES = 8  # that are moved at once, each with a chunk in memory
-WRITING = f"{MANIFEST}.writing"  # of an upload that is under way, or was cut
-REMOVED = f"{MANIFEST}.removed"  # of a checkpoint that is being removed
-PARTS = 9000  # of a file, at most: object stores take 10,000
+FILES = 8  # files transferred at once, each with one chunk in memory
+WRITING = f"{MANIFEST}.writing"  # manifest of an upload in progress, or interrupted
+REMOVED = f"{MANIFEST}.removed"  # manifest of a checkpoint that is being deleted
+PARTS = 9000  # maximum parts of a file: object stores accept 10,000
 
-Owns = Callable[[str, int], bool]  # whether a step with this run id is the run's own
+Owns = Callable[[str, int], bool]  # True if a step with this run id belongs to the run
 _ABSENT = (FileNotFoundError, NotADirectoryError)
 
 
 class ForeignCheckpoint(CheckpointError):
-    """Another run's checkpoint has the place of one that is to be uploaded."""
+    """Raised if another run's checkpoint occupies the place of one to be uploaded."""
 
 
 class RemoteFolder:
-    """A run's checkpoints at a URL. Each call tells the `task` that progress was made. A `fresh` one
-    shares no connection with those before, of which one may hang."""
+    """A run's checkpoints at a URL. Each call reports progress to the `task`.
+
+    A `fresh` folder shares no connection with earlier ones, which may hang.
+    """
 
     def __init__(
         self, url: str, task: Task | None = None, *, fresh: bool = False
@@ -52,7 +55,7 @@ class RemoteFolder:
         self.root = str(root).rstrip("/")
 
     def _do(self, name: str, *words: Any, **more: Any) -> Any:
-        """A call of the file system."""
+        """Call a method of the file system."""
         self.task.check()
         result = getattr(self.fs, name)(*words, **more)
         self.task.moved()
@@ -64,7 +67,7 @@ class RemoteFolder:
     # ---- small files of the folder itself
 
     def read(self, name: str, limit: int, step: int | None = None) -> bytes | None:
-        """A file's bytes, at most `limit` and one more; None if it is not there."""
+        """Read at most `limit + 1` bytes of a file; None if it does not exist."""
         path = f"{self.root}/{name}" if step is None else self._path(step, name)
         try:
             raw: bytes = self._do("cat_file", path, start=0, end=limit + 1)
@@ -73,23 +76,26 @@ class RemoteFolder:
         return raw
 
     def make(self) -> None:
-        """Make the folder if it is not there."""
+        """Create the folder if it does not exist."""
         self._do("makedirs", self.root, exist_ok=True)
 
     def write(self, name: str, raw: bytes) -> None:
-        """Write a file of the folder."""
+        """Write a file in the folder."""
         self._do("pipe_file", f"{self.root}/{name}", raw)
 
     def create(self, name: str, raw: bytes) -> bool:
-        """Create a file if there is none. True: nobody else can have created it too, because the file
-        system creates exclusively. False: it does not, and the file was written all the same.
+        """Create a file; raise FileExistsError if it exists.
+
+        Returns True if the file system creates exclusively, so that nobody else can
+        have created it too. Returns False if it cannot, and the file was written
+        anyway.
         """
         try:
             with self._do("open", f"{self.root}/{name}", "xb") as file:
                 file.write(raw)
         except FileExistsError:
             raise
-        except Exception:  # each library has its own for a mode that it does not know
+        except Exception:  # libraries raise different errors for an unsupported mode
             if self.read(name, 0):
                 raise FileExistsError(f"{self.url}/{name}") from None
             self._do("pipe_file", f"{self.root}/{name}", raw)
@@ -97,8 +103,11 @@ class RemoteFolder:
         return True
 
     def age(self, name: str, mark: str) -> float | None:
-        """Seconds since a file was written, by the store's own clock: a file that is written now, with
-        a name that ends in `mark`, is compared with it. None where the store tells no times."""
+        """Return the seconds since a file was written, by the store's own clock; None
+        if it has no times.
+
+        A probe file, whose name ends in `mark`, is written now and compared.
+        """
         probe = f"{self.root}/{name}.{mark}"
         self._do("pipe_file", probe, b"now")
         try:
@@ -112,13 +121,15 @@ class RemoteFolder:
         finally:
             self._do("rm_file", probe)
 
-    # ---- what is there
+    # ---- contents
 
     def _children(self, path: str) -> dict[str, bool]:
-        """The names directly in a folder, each with whether it is a folder itself.
+        """Return the names directly in a folder, each with True if it is a folder
+        itself.
 
-        Stores without folders may list every file below a path. So a name counts if it is the first
-        part of what follows the folder's own path, and is a folder if there are further parts.
+        Stores without folders may list every file below a path. So the first part of
+        what follows the folder's own path is a name, and it is a folder if further
+        parts follow.
         """
         try:
             entries = self._do("ls", path, detail=True)
@@ -127,9 +138,9 @@ class RemoteFolder:
         names: dict[str, bool] = {}
         for entry in entries:
             whole = str(self.fs._strip_protocol(entry["name"]))
-            if whole.rstrip("/") == path:  # the folder itself, which some stores list
+            if whole.rstrip("/") == path:  # some stores list the folder itself
                 continue
-            # taken for nothing, it would hide checkpoints
+            # ignoring such an entry could hide checkpoints
             if not whole.startswith(f"{path}/"):
                 raise CheckpointError(
                     f"{self.url}: lists {whole[:200]!r}, which is not in it."
@@ -148,7 +159,7 @@ class RemoteFolder:
         }
 
     def _folders(self) -> dict[int, set[str]]:
-        """The names of the files in the folder of each step, the newest first."""
+        """Return the file names in each step's folder, newest step first."""
         self._do("invalidate_cache")
         found = [
             stored.step_of(name)
@@ -160,11 +171,12 @@ class RemoteFolder:
         }
 
     def steps(self) -> list[int]:
-        """Steps with a complete checkpoint, newest first."""
+        """Return the steps with a complete checkpoint, newest first."""
         return [step for step, names in self._folders().items() if MANIFEST in names]
 
     def body(self, step: int, name: str = MANIFEST) -> dict[str, Any] | None:
-        """A manifest's body, of any version; None if there is none that can be read."""
+        """Return a manifest's body, of any version; None if it is missing or
+        unreadable."""
         raw = self.read(name, stored.LIMIT, step)
         if raw is None or len(raw) > stored.LIMIT:
             return None
@@ -178,7 +190,8 @@ class RemoteFolder:
         return body if isinstance(body, dict) else None
 
     def run_of(self, step: int, names: set[str]) -> str | None:
-        """The run id of what lies in a step's folder; "" if it has none, None if nothing says it."""
+        """Return the run id of a step's folder; "" if its manifest has none, None
+        without a manifest."""
         for name in (MANIFEST, WRITING, REMOVED):
             if name in names and (body := self.body(step, name)):
                 return stored.run_id_of(body.get("config"))
@@ -188,10 +201,11 @@ class RemoteFolder:
         run = self.run_of(step, names)
         return run is not None and owns(run, step)
 
-    # ---- what changes it
+    # ---- changes
 
     def upload(self, path: Path, owns: Owns, confirm: Callable[[], None]) -> None:
-        """Make this checkpoint one there. `confirm` raises if the folder is no longer this start's."""
+        """Upload a checkpoint. `confirm` raises if the folder no longer belongs to this
+        start."""
         text = stored.manifest_text(path)
         manifest: Manifest = Manifest.parse(text, path)
         step = manifest.step
@@ -207,7 +221,7 @@ class RemoteFolder:
                 f"{self.url}/{name_of(step)}: belongs to another run and is left untouched."
             )
         there = partial(self._path, step)
-        if MANIFEST in names:  # of another course of the run
+        if MANIFEST in names:  # from an abandoned course of the run
             self._do("mv", there(MANIFEST), there(REMOVED))
         self._do("makedirs", there(), exist_ok=True)
         self._do("pipe_file", there(WRITING), text.encode())
@@ -224,7 +238,8 @@ class RemoteFolder:
         target = there(file.name)
         words: dict[str, int] = {}
         if getattr(self.fs, "default_block_size", 0) > CHUNK:
-            # Each block that the library sends is progress, and a file has a limited number of them.
+            # Each block that the library sends counts as progress, and the number of
+            # blocks is limited.
             words["block_size"] = CHUNK * -(-file.size // (CHUNK * PARTS))
         with (
             (path / file.name).open("rb") as own,
@@ -239,8 +254,11 @@ class RemoteFolder:
             )
 
     def prune(self, newest: int, keep: int, owns: Owns) -> None:
-        """Prunes as on the disk: later steps belong to an abandoned course and are set aside, and
-        `keep` of the others stay. Checkpoints of other runs are untouched."""
+        """Delete old checkpoints as on the disk: later steps are set aside, and `keep`
+        others are kept.
+
+        Checkpoints of other runs are not touched.
+        """
         folders = self._folders()
         whole = [step for step, names in folders.items() if MANIFEST in names]
         for step in (s for s in whole if s > newest):
@@ -262,8 +280,9 @@ class RemoteFolder:
                 self._remove(step, folders[step])
 
     def _remove(self, step: int, names: set[str]) -> None:
-        """Remove a checkpoint, or what was uploaded of one: what says whose it is goes last."""
-        if MANIFEST in names:  # what is half removed must not look like a checkpoint
+        """Delete a checkpoint, or an incomplete upload; the file that names its owner
+        goes last."""
+        if MANIFEST in names:  # a half-deleted folder must not look like a checkpoint
             self._do("mv", self._path(step, MANIFEST), self._path(step, REMOVED))
         numbers = [
             self._path(step, name) for name in names if stored.is_file_name(name)
@@ -273,13 +292,13 @@ class RemoteFolder:
             if name in names or (name == REMOVED and MANIFEST in names):
                 self._do("rm_file", self._path(step, name))
         self._do("invalidate_cache")
-        # stores without folders have none, and an empty one does no harm
+        # Stores without folders have nothing to remove; an empty folder does no harm.
         with suppress(OSError):
             if not self._do("ls", self._path(step), detail=True):
                 self._do("rmdir", self._path(step))
 
     def download(self, step: int, folder: Path) -> None:
-        """Make this checkpoint one here. One that has its name, and is damaged, is set aside."""
+        """Download a checkpoint. A damaged local one of the same name is set aside."""
         where = f"{self.url}/{name_of(step)}"
         raw = self.read(MANIFEST, stored.LIMIT, step)
         if raw is None:
@@ -308,13 +327,13 @@ class RemoteFolder:
 
 
 def _free(path: Path) -> Path:
-    """The path, or with a number behind it one that nothing has."""
+    """Return the path, with a number appended if it exists already."""
     names = (path.with_name(f"{path.name}.{n}") if n else path for n in range(1 << 20))
     return next(each for each in names if not each.exists())
 
 
 def _sound(file: BinaryIO, written: stored.StoredFile, where: str) -> Iterator[bytes]:
-    """The chunks of a file, each compared with its checksum."""
+    """Yield the chunks of a file after comparing each with its checksum."""
     left = written.size
     for number, checksum in enumerate(written.chunks):
         block, size = b"", min(CHUNK, left)

@@ -1,20 +1,24 @@
-"""The owner of a remote folder: the run whose checkpoints are there, and the start of it that is at work.
+"""Ownership of a remote folder: the run whose checkpoints it holds, and that run's
+active start.
 
-A run has a random id. It stands in the run's own folder, in every manifest, and in `owner.json` of the
-remote folder, beside an id of this start, its host and its process. The start that owns the folder
-writes `owner.json` every `BEAT` seconds. Every start reads it before it writes, renames or removes
-anything else there:
+A run has a random id. It is stored in the run's own folder, in every manifest, and in
+`owner.json` of the remote folder, beside an id of this start, its host and its process.
+The start that owns the folder writes `owner.json` every `BEAT` seconds. Every start
+reads it before it writes, renames or deletes anything else there:
 
 - A folder of another run is refused.
-- A folder of the same run is refused while another start of it is at work: until `STALE` seconds
-  have passed since it wrote `owner.json`, by the store's clock. Nobody waits for a start that has
-  ended, that is known to be gone, or whose own folder on the disk this start holds (`lock.py`).
-- A start that finds the id of another in `owner.json` has lost the folder. It changes nothing more.
+- A folder of the same run is refused while another start of it is active: until `STALE`
+  seconds have passed since it wrote `owner.json`, by the store's clock. Nobody waits for
+  a start that has ended, that is known to be gone, or whose own folder on the disk this
+  start has locked (`lock.py`).
+- A start that finds another start's id in `owner.json` has lost the folder and changes
+  nothing more.
 
-Where the store creates files exclusively, of two starts that find no owner one gets the folder. Where
-it does not, and where an owner is replaced, both may write; each then reads again after `SETTLE`
-seconds, and the last writer stays. A start that was slower than that between its two calls is
-noticed by the other when it confirms its claim, which it does before each manifest and each removal.
+If the store creates files exclusively, one of two starts that find no owner gets the
+folder. If it does not, or if an owner is replaced, both may write; each then reads again
+after `SETTLE` seconds, and the last writer keeps the folder. A start that took longer
+than that between its two calls is noticed when the other one confirms its claim, which
+it does before each manifest and each deletion.
 """
 
 import json
@@ -43,13 +47,14 @@ from .remote_folder import RemoteFolder
 from .remote_task import Task
 
 OWNER = "owner.json"
-LIMIT = 1 << 14  # bytes of it
+LIMIT = 1 << 14  # maximum bytes of the file
 BEAT = 30.0  # seconds between two heartbeats
-STALE = 180.0  # seconds without one after which another start may take the folder
-SETTLE = 1.0  # seconds after which a start looks whether it has kept the folder
-POLL = 0.5  # seconds between two looks at an owner of whom no time is known
+# seconds without a heartbeat after which another start may take the folder
+STALE = 180.0
+SETTLE = 1.0  # seconds after which a start checks that it has kept the folder
+POLL = 0.5  # seconds between two reads of an owner file without a known time
 MARK = ".run.id"  # a file in the run's own folder
-_LONGEST = 1000  # characters of a text in `owner.json`
+_LONGEST = 1000  # maximum length of a text in `owner.json`
 _UNSTEADY = "does not stay what this start writes."
 
 
@@ -58,10 +63,10 @@ _UNSTEADY = "does not stay what this start writes."
 
 @dataclass(frozen=True)
 class RunMark:
-    """The mark in a run's folder on the disk: the run's id, and the remote folder it used.
+    """The mark in a run's folder on the disk: the run's id, and its remote folder.
 
-    `folder` is a random mark of the folder itself. With the inode of the lock's file it tells the
-    folder from a copy of it.
+    `folder` is a random id of the folder itself. Together with the inode of the lock
+    file it distinguishes the folder from a copy.
     """
 
     id: str = ""
@@ -70,7 +75,7 @@ class RunMark:
 
     @classmethod
     def read(cls, out: Path) -> "RunMark":
-        """The mark of a folder; an empty one where nothing usable is there."""
+        """Read the mark of a folder; empty if there is nothing usable."""
         try:
             text = read_text(out / MARK, "run id", CheckpointError, LIMIT)
             table = parse_json(text, str(out / MARK), CheckpointError)
@@ -81,7 +86,7 @@ class RunMark:
         return mark if right else cls()
 
     def write(self, out: Path) -> None:
-        with suppress(OSError):  # a full disk is told by what must be saved there
+        with suppress(OSError):  # a full disk is reported by the saves
             write_text(out / MARK, json.dumps(asdict(self)), durable=True)
 
 
@@ -90,8 +95,10 @@ def new_id() -> str:
 
 
 def run_id(out: Path, local: Manifest | None) -> str:
-    """The id of the run in a folder: its newest checkpoint's, else that of the folder, else a new one.
-    It is written into the folder."""
+    """Return the id of the run in a folder, and record it there.
+
+    It is the newest checkpoint's, else the folder's, else a new one.
+    """
     mark = RunMark.read(out)
     own = (local.run_id if local else "") or mark.id or new_id()
     if own != mark.id:
@@ -100,21 +107,22 @@ def run_id(out: Path, local: Manifest | None) -> str:
 
 
 def _lock_number(out: Path) -> int:
-    """The inode of the run's lock, which is never replaced; 0 if there is none."""
+    """Return the inode of the run's lock file, which is never replaced; 0 if there is
+    none."""
     with suppress(OSError):
         return (out / RUN).stat().st_ino
     return 0
 
 
 def _machine() -> str:
-    """This start of this machine, and the processes that can be seen from here."""
+    """Return an id of this boot of the machine and of its visible pid namespace."""
     space = ""
     with suppress(OSError):
         space = os.readlink("/proc/self/ns/pid")
     return f"{stamp()['boot']} {space}".strip()
 
 
-# ---- who owns a remote folder
+# ---- the owner of a remote folder
 
 
 @dataclass(frozen=True)
@@ -125,7 +133,7 @@ class RemoteOwner:
     start: str
     host: str
     pid: int = key(maximum=LARGEST)
-    # when the process was started, in ticks of its machine
+    # start time of the process, in clock ticks of its machine
     born: int = key(maximum=LARGEST)
     machine: str = ""
     out: str = ""
@@ -133,15 +141,15 @@ class RemoteOwner:
     lock: int = key(0, maximum=LARGEST)
     since: str = ""
     heartbeat: str = ""
-    # so that each text is another, whatever the clock says
+    # makes each text different, whatever the clock says
     beats: int = key(0, maximum=LARGEST)
     ended: bool = False
-    # steps without a run id that were there when the run came
+    # steps without a run id that existed when the run claimed the folder
     adopted: tuple[int, ...] = ()
 
     @classmethod
     def parse(cls, raw: bytes, where: str) -> "RemoteOwner":
-        """The owner that the bytes are; anything else is a `CheckpointError`."""
+        """Parse an owner; raise a `CheckpointError` for anything else."""
         if len(raw) > LIMIT:
             raise CheckpointError(f"{where} has more than {LIMIT:,} bytes.")
         table = parse_json(raw.decode(errors="replace"), where, CheckpointError)
@@ -169,8 +177,11 @@ class RemoteOwner:
 
 
 def gone(owner: RemoteOwner, mine: RemoteOwner) -> bool:
-    """True if a start is known to do nothing more: it said so, its process is no more, or this start
-    holds the lock of the folder that it needs."""
+    """True if a start is known to be inactive.
+
+    It said so, its process is gone, or this start holds the lock of the folder that it
+    needs.
+    """
     if owner.ended or owner.start == mine.start:
         return True
     if owner.folder and (owner.folder, owner.lock) == (mine.folder, mine.lock):
@@ -182,18 +193,19 @@ def gone(owner: RemoteOwner, mine: RemoteOwner) -> bool:
 def run_for(
     owner: str | None, there: str | None, own: str | None, *, akin: bool
 ) -> str | None:
-    """The id under which a start may use a remote folder; "" for its own new one, None if the folder
-    is another run's.
+    """Return the run id under which a start may use a remote folder; "" for a new one,
+    None to refuse.
 
-    `owner`: the id in `owner.json`, None where there is no such file. `there`: the id of the newest
-    checkpoint in the remote folder, `own`: of the newest one on the disk; None without a checkpoint,
-    "" for one of an earlier version, which has no id. `akin`: both are of one run by all that they say.
+    `owner` is the id in `owner.json`, None without such a file. `there` is the id of
+    the newest remote checkpoint, `own` of the newest local one; None without a
+    checkpoint, "" for one of an earlier version, which has no id. `akin`: both appear
+    to be of the same run.
     """
     folder = there if owner is None else owner
     if there is None:
-        return own or folder or ""  # nothing there could be lost
+        return own or folder or ""  # nothing there can be lost
     if own is None:
-        return folder or ""  # the run goes on from there
+        return folder or ""  # the run resumes from there
     if own and own == folder:
         return own
     if own and folder:
@@ -202,8 +214,11 @@ def run_for(
 
 
 def are_akin(local: Manifest | None, body: Mapping[str, Any] | None) -> bool:
-    """True if two checkpoints are of one run by what they say of it: the seed, the model, and the
-    folder that the run file names. The data may change from start to start."""
+    """True if two checkpoints appear to be of one run, by seed, model and the folder in
+    the run file.
+
+    The data may change from start to start.
+    """
     if local is None or body is None:
         return False
     mine = json.loads(str(local))["body"]
@@ -221,16 +236,20 @@ def are_akin(local: Manifest | None, body: Mapping[str, Any] | None) -> bool:
 
 
 class FolderLost(CheckpointError):
-    """Another start owns the remote folder by now: this one changes nothing more there."""
+    """Raised if another start has taken over the remote folder; this one changes
+    nothing more there."""
 
 
 class Ownership:
-    """This start's claim to a remote folder. Made on rank 0, and used by several threads: each brings
-    its own `RemoteFolder`."""
+    """This start's claim to a remote folder.
+
+    It lives on rank 0 and is used by several threads; each has its own `RemoteFolder`.
+    """
 
     def __init__(self, url: str, out: Path, local: Manifest | None) -> None:
         self.url, self.out = Url(url), out
-        # What was imported was not trained here, so it ties the run to no remote folder.
+        # An imported model was not trained here, so it ties the run to no remote
+        # folder.
         self.local = local if local is not None and local.step else None
         self.run = run_id(out, local)
         self.mark = RunMark.read(out)
@@ -247,7 +266,7 @@ class Ownership:
             since=_now(),
         )
         self.claimed = False
-        self.lost = ""  # why this start changes nothing more there
+        self.lost = ""  # the reason why this start changes nothing more there
         self.notices: list[str] = []
         self._watched: tuple[bytes, float] = (
             b"",
@@ -256,13 +275,14 @@ class Ownership:
         self._ends = threading.Event()
 
     def owns(self, run: str, step: int) -> bool:
-        """True if a checkpoint of this id may be changed."""
+        """True if this start may change a checkpoint with this id."""
         return run == self.run or (not run and step in self.me.adopted)
 
-    # ---- taking the folder
+    # ---- claiming the folder
 
     def take(self, task: Task) -> str:
-        """Claim the folder, after waiting for what has to be seen first; raises `RunLocked`."""
+        """Claim the folder, waiting as long as the owner's state is unknown. Raises
+        `RunLocked`."""
         folder, end = RemoteFolder(self.url, task), time.monotonic() + 3 * STALE
         while not self.claim(folder):
             if time.monotonic() > end:
@@ -272,25 +292,30 @@ class Ownership:
         return ""
 
     def resumed(self, loaded: Progress) -> None:
-        """The run goes on from this checkpoint. Before the folder is claimed it says whose run it is."""
+        """Record that the run resumes from this checkpoint. Before a claim it
+        determines the run's id."""
         if not self.claimed and loaded.step and isinstance(loaded, Manifest):
             self.local = loaded
             self.run = loaded.run_id or self.run
 
     def resumable(self, run: str, step: int) -> bool:
-        """True if this run may go on from a checkpoint of this id."""
+        """True if this run may resume from a checkpoint with this id."""
         if self.claimed:
             return self.owns(run, step)
         return self.local is None or run in ("", self.run)
 
     def claim(self, folder: RemoteFolder) -> bool:
-        """Claim the folder; False if it is not known yet whether its owner is at work: ask again.
-        Raises `RunLocked` if it is another run's, or another start is at work."""
+        """Claim the folder; return False if it is not known yet whether its owner is
+        active.
+
+        Raises `RunLocked` if the folder belongs to another run, or another start is
+        active.
+        """
         raw = folder.read(OWNER, LIMIT)
         owner = self._readable(raw)
         if owner is None and raw is not None:
-            # A start that ended while it wrote leaves half a text. If it is not known to have been in
-            # this run's folder, one that is at work is given the time to write again.
+            # A start that died while writing leaves half a text. Unless this run is
+            # known to have used the folder, an active owner gets time to write again.
             ours = self.mark.remote == str(self.url)
             if not self._unchanged(raw, 2 * SETTLE if ours else STALE):
                 return False
@@ -333,7 +358,8 @@ class Ownership:
             return None
 
     def _unchanged(self, raw: bytes, seconds: float) -> bool:
-        """True if the owner's text was seen unchanged for so long. An owner that writes is at work."""
+        """True if the owner's text has not changed for `seconds`. An owner that writes
+        is active."""
         before, since = self._watched
         if not since:
             self._watched = raw, time.monotonic()
@@ -352,7 +378,7 @@ class Ownership:
         owner: RemoteOwner | None,
         steps: list[int],
     ) -> None:
-        """Take the folder's run id, and what its earlier owner has adopted."""
+        """Adopt the folder's run id, and what its earlier owner has adopted."""
         adopted = owner.adopted if owner and owner.run == run else ()
         if owner is None:
             bodies = {step: folder.body(step) for step in steps}
@@ -376,7 +402,8 @@ class Ownership:
     def _write_first(
         self, folder: RemoteFolder, raw: bytes | None, owner: RemoteOwner | None
     ) -> bool:
-        """Write `owner.json`, and read it again; False if somebody else came first."""
+        """Write `owner.json` and read it again; return False if somebody else was
+        first."""
         text = self._beaten()
         folder.make()
         if raw is None:
@@ -386,7 +413,8 @@ class Ownership:
                 return False
         else:
             folder.write(OWNER, text)
-            # Nobody else can take the place of a start that needs the folder which this one holds.
+            # Nobody else can take over from a start that needs the local folder, which
+            # this start has locked.
             settled = owner is not None and owner.folder == self.me.folder
         if not settled:
             time.sleep(SETTLE)
@@ -399,7 +427,8 @@ class Ownership:
     # ---- keeping it
 
     def confirm(self, folder: RemoteFolder) -> None:
-        """Raise if the folder is not this start's. A claim that was not possible before is made."""
+        """Raise if the folder does not belong to this start. Retries a claim that was
+        impossible before."""
         if self.lost:
             raise FolderLost(self.lost)
         if not self.claimed:
@@ -420,7 +449,7 @@ class Ownership:
                     f"{self.url} has been taken over ({owner}). This start uploads and removes nothing"
                     " more there."
                 )
-            if not last:  # it was removed, or somebody has written half of it
+            if not last:  # deleted, or half written by somebody
                 time.sleep(SETTLE)
         folder.write(OWNER, self._beaten())
         time.sleep(SETTLE)
@@ -439,12 +468,13 @@ class Ownership:
         return self.me.raw
 
     def begin_beating(self, connect: Callable[[], RemoteFolder]) -> None:
-        """Write a heartbeat every `BEAT` seconds, in a thread. `connect` makes a folder for it."""
+        """Write a heartbeat every `BEAT` seconds, in a thread with its own
+        connection."""
 
         def beat() -> None:
             folder: RemoteFolder | None = None
             while not self._ends.wait(BEAT) and not self.lost:
-                # Uploads tell what is wrong with a store; a heartbeat only tries again.
+                # Uploads report a store's errors; the heartbeat only retries.
                 with suppress(Exception):
                     folder = folder or connect()
                     if self.claimed:
@@ -457,7 +487,7 @@ class Ownership:
         self._ends.set()
 
     def release(self, folder: RemoteFolder) -> None:
-        """Say that this start has ended, so that nobody waits for it."""
+        """Record that this start has ended, so that nobody waits for it."""
         self.stop_beating()
         if self.claimed and not self.lost:
             owner = self._readable(folder.read(OWNER, LIMIT))
@@ -465,7 +495,7 @@ class Ownership:
                 self.me = replace(self.me, ended=True)
                 folder.write(OWNER, self._beaten())
 
-    # ---- what is said
+    # ---- messages
 
     def _belongs(self, owner: RemoteOwner | None) -> str:
         whose = f"another run's ({owner})" if owner else "not known to be this run's"

@@ -1,7 +1,9 @@
-"""Work on a network that may never answer: in threads that can be given up, while all ranks keep meeting.
+"""Network calls that may never return: they run in abandonable threads while the ranks
+keep meeting.
 
-A call of a file system's library cannot be interrupted. So it runs in a daemon thread, which the run
-leaves behind when it makes no progress. Such a thread does nothing more once its call returns.
+A call into a file system library cannot be interrupted. So it runs in a daemon thread,
+which the run abandons when it makes no progress. Such a thread stops as soon as its
+call returns.
 """
 
 import json
@@ -13,25 +15,26 @@ from typing import NamedTuple, TypeVar
 from ..comm import Group
 from ..comm.agree import broadcast_text
 
-TRIES = 6  # of each piece of work
-WAIT = 1.0  # seconds after the first, twice as long after each further one
+TRIES = 6  # attempts of each piece of work
+WAIT = 1.0  # seconds before the second attempt; doubled for each further one
 ROUND = 1.0  # seconds after which ranks that wait for rank 0 meet again
-# units of progress in a try, after which the next one may take as long again
+# units of progress in an attempt, after which the next one may take as long again
 MOVED = 64
 
 Item = TypeVar("Item")
 
 
 class Abandoned(BaseException):
-    """Ends a thread that was given up. No `except Exception` on its way keeps it."""
+    """Ends an abandoned thread. It is not an Exception, so that no handler on its way
+    catches it."""
 
 
 class Task:
-    """Work in a thread of its own. It reports progress by calling `moved`.
+    """Work in a thread of its own, which reports progress by calling `moved`.
 
-    A unit of progress is a call of the file system that has returned, or a chunk of a file. A further
-    try of the same work makes progress when it gets further than the tries before. So a server that
-    accepts a few calls and then hangs cannot hold the work for ever.
+    A unit of progress is a returned call of the file system, or a chunk of a file. A
+    repeated attempt makes progress only when it gets further than those before. So a
+    server that accepts a few calls and then hangs cannot hold the work forever.
     """
 
     def __init__(self, work: Callable[["Task"], str]) -> None:
@@ -39,12 +42,12 @@ class Task:
         # called in the thread, after `finished`
         self.on_end: Callable[[], None] = lambda: None
         self._units = self._most = 0
-        self.last = time.monotonic()  # when progress was made
+        self.last = time.monotonic()  # time of the last progress
         self.abandoned = False
         self.finished = threading.Event()
-        self.problem = ""  # of the last try
+        self.problem = ""  # error of the last attempt
         self.result = ""
-        self.there = False  # the upload itself is done, whatever comes of the rest
+        self.there = False  # the upload itself is complete, whatever fails afterwards
         self.raised: Exception | None = None
         self.thread = threading.Thread(target=self._run, name="remote", daemon=True)
 
@@ -63,7 +66,7 @@ class Task:
         self.on_end()
 
     def check(self) -> None:
-        """End this thread if the work was given up."""
+        """End this thread if its work was abandoned."""
         if self.abandoned:
             raise Abandoned
 
@@ -76,15 +79,19 @@ class Task:
             self.last = time.monotonic()
 
     def begin_try(self) -> None:
-        """Count from 0 again. A try that moved much data allows the next one to move it again."""
+        """Restart the count. After an attempt that moved much data, the next one may
+        move it again."""
         if self._units >= MOVED:
             self._most = 0
             self.last = time.monotonic()
         self._units = 0
 
     def stands(self, timeout: float) -> str:
-        """A message if the work has made no progress for `timeout` seconds, else "". A timeout of 0
-        means no limit."""
+        """Describe a stall if there was no progress for `timeout` seconds, else return
+        "".
+
+        A timeout of 0 means no limit.
+        """
         idle = time.monotonic() - self.last
         if not timeout or idle < timeout or self.finished.is_set():
             return ""
@@ -99,8 +106,10 @@ def try_often(
     in_vain: Callable[[], bool] = lambda: False,
     final: tuple[type[Exception], ...] = (),
 ) -> str:
-    """Do the work, and again where it fails, unless it is in vain by now or the error is `final`;
-    describes the last error, or returns ""."""
+    """Run the work, retrying after errors; return the last error's description, or "".
+
+    It is not retried if it is `in_vain` by now, and a `final` error is raised.
+    """
     for number in range(TRIES):
         task.begin_try()
         try:
@@ -108,7 +117,7 @@ def try_often(
             return ""
         except final:
             raise
-        except Exception as wrong:  # whatever a file system's library raises
+        except Exception as wrong:  # file system libraries raise errors of any type
             task.problem = describe(wrong)
         task.check()
         if in_vain():
@@ -124,10 +133,10 @@ def in_threads(
     count: int,
     check: Callable[[], None],
 ) -> None:
-    """Do the work for each item, `count` at once; the first error ends all.
+    """Run the work for each item in `count` threads; the first error ends all.
 
-    The threads are daemons: those of an executor would be joined when the process ends, and one that
-    hangs in a call would keep it.
+    The threads are daemons: an executor's would be joined at exit, and one that hangs
+    in a call would block it.
     """
     left, lock, errors = list(items), threading.Lock(), list[BaseException]()
 
@@ -156,7 +165,8 @@ def in_threads(
 
 
 class Answer(NamedTuple):
-    """The outcome of work on rank 0: its result, or its error; `refused` marks a refusal."""
+    """The outcome of work on rank 0: a result, or an error. `refused` marks a
+    refusal."""
 
     result: str = ""
     error: str = ""
@@ -170,11 +180,11 @@ def on_first_rank(
     describe: Callable[[Exception], str],
     refusals: tuple[type[Exception], ...] = (),
 ) -> Answer:
-    """Do work in a thread of rank 0, and return what came of it on all ranks; an error as `describe` says
-    it. Work without progress for `timeout` seconds is given up.
+    """Run work in a thread of rank 0, and return its outcome on all ranks. Collective.
 
-    Every rank calls this. The ranks meet every `ROUND` seconds, however long the work takes, so that no
-    call of a group waits long and the watcher sees all of them move.
+    Work without progress for `timeout` seconds is abandoned. The ranks meet every
+    `ROUND` seconds, however long the work takes, so that no collective waits long and
+    the watcher sees all of them progress.
     """
     task = Task(work).start() if group.rank == 0 else None
     while True:

@@ -1,4 +1,5 @@
-"""The start of a run's steps: from a checkpoint, from a model's folder, or from weights that are drawn."""
+"""The starting point of a run: a checkpoint, a model's folder, or randomly drawn
+weights."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from .uploads import Uploads
 
 
 class RunState:
-    """The state of a run that a checkpoint has beside its tensors, and what is taken from one.
+    """The state of a run that its checkpoints store beside the tensors.
 
     `data` are the records of the run's sources; `uploads` knows the run's id.
     """
@@ -32,7 +33,7 @@ class RunState:
         self.rank, self.data, self.uploads = rank, list(data), uploads
 
     def progress(self, done: int) -> Progress:
-        """The state after so many steps."""
+        """Return the state after `done` steps."""
         rank, scaling = self.rank, self.rank.part.trainer.scaling
         state = {"loss_scale": [scaling.scale, scaling.steady]} if scaling else {}
         config: dict[str, Any] = {
@@ -47,7 +48,7 @@ class RunState:
         )  # fmt: skip
 
     def restore(self, loaded: Loaded) -> None:
-        """Continues the data behind what has been seen, and the loss scale; refuses another seed."""
+        """Restore the data position and the loss scale; raise if the seed differs."""
         progress, rank = loaded.progress, self.rank
         if progress.seed != rank.run.seed:
             raise CheckpointError(
@@ -57,13 +58,17 @@ class RunState:
         rank.batches = rank.batches.resumed(progress.step, progress.cursor)
         scaling, scale = rank.part.trainer.scaling, progress.state.get("loss_scale")
         if scaling and scale is not None:
-            # the manifest's reader has checked both
+            # validated when the manifest was read
             scaling.scale, scaling.steady = scale
 
 
 def load_or_draw(state: RunState, log: RunLog, memory: MemoryCheckpoints | None) -> int:
-    """The step to go on with: that of the newest sound checkpoint, whose weights are read; or 0, with the
-    weights of a model's folder or those of the seed. Every rank calls it."""
+    """Load the newest intact checkpoint, or draw the weights; return the step to start
+    with. Collective.
+
+    Without a checkpoint the weights come from a model's folder or from the seed, and
+    the step is 0.
+    """
     rank, uploads, kept = state.rank, state.uploads, state.rank.run.checkpoint
     loaded = load(
         rank.run.checkpoints,
@@ -84,7 +89,7 @@ def load_or_draw(state: RunState, log: RunLog, memory: MemoryCheckpoints | None)
     progress = loaded.progress
     settings = changed_settings(progress, rank.run, rank.part.layout, rank.shape)
     notices = {"damaged": loaded.damaged, "model": loaded.notices, "settings": settings}
-    if rank.world.rank == 0:  # which alone may have to read some of the data
+    if rank.world.rank == 0:  # only rank 0, as it may have to read some of the data
         notices["data"] = data_notices(progress, loaded.path, state.data, batches)
     for event, texts in notices.items():
         for text in texts:
@@ -95,7 +100,8 @@ def load_or_draw(state: RunState, log: RunLog, memory: MemoryCheckpoints | None)
 
 
 def _draw(rank: Rank, log: RunLog) -> None:
-    """The weights before the first step: those of a model's folder, with adapters drawn; or all drawn."""
+    """Initialize the weights: from a model's folder, with new adapters, or all drawn
+    from the seed."""
     run, local = rank.run, rank.part.local
     if hub := run.hub:
         local.draw(run.seed, is_lora)

@@ -1,4 +1,5 @@
-"""The saves of a run: when a checkpoint is due, on the disk or in memory, and the log of its outcome."""
+"""The saves of a run: decides when a checkpoint is due, on the disk or in memory, and
+logs its outcome."""
 
 from __future__ import annotations
 
@@ -13,13 +14,14 @@ from .rank import Rank
 from .step import CompletedStep
 from .uploads import Uploads
 
-ProgressAt = Callable[[int], Progress]  # after so many steps
+ProgressAt = Callable[[int], Progress]  # argument: the number of steps done
 
 
 class DiskSaves:
-    """Saves to the run's folder every `checkpoint.every` steps, at the end, and at a stop.
+    """Saves to the run's folder every `checkpoint.every` steps, at the end, and at a
+    stop.
 
-    `unsaved` is the reason why the newest save failed, if the run goes on without it.
+    `unsaved` is the reason why the newest save failed, if the run continues without it.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class DiskSaves:
             self._log(self.saver.save(self.progress(step.done)))
 
     def finish(self) -> None:
-        """Waits for a save that is under way."""
+        """Wait for a save in progress."""
         with self.log.positions.phase("saving", str(self.folder)):
             self._log(self.saver.finish())
 
@@ -71,8 +73,11 @@ class DiskSaves:
 
 
 class MemorySaves:
-    """Saves to the memory of the hosts every `train.in_memory` steps, if something there outlives the
-    ranks. The end of the run and a stop save to the disk instead."""
+    """Saves to the hosts' memory every `train.in_memory` steps, if something there
+    outlives the ranks.
+
+    The end of the run and a stop save to the disk instead.
+    """
 
     def __init__(self, rank: Rank, log: RunLog, progress: ProgressAt) -> None:
         self.log, self.progress = log, progress
@@ -100,6 +105,6 @@ class MemorySaves:
                 self.log.event("not kept", text, step=step.done, error=errors[0])
 
     def close(self) -> None:
-        """Gives the memory back, as the run has ended well."""
+        """Free the memory, as the run has ended well."""
         if self.checkpoints:
             self.checkpoints.close()

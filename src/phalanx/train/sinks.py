@@ -1,8 +1,8 @@
 """Logging tools that receive a run's metrics: TensorBoard, Weights & Biases, trackio.
 
-A tool may raise, wait for a network that does not answer, or never return. Each one is called only in a
-thread of its own, which takes its work from a bounded queue. Training never waits for that thread. The
-end of a run waits for it up to `FINISHING` seconds.
+A tool may raise, wait for an unresponsive network, or never return. Each one is called
+only in a thread of its own, which takes its work from a bounded queue. Training never
+waits for that thread; the end of a run waits for it at most `FINISHING` seconds.
 """
 
 import importlib
@@ -21,21 +21,21 @@ from typing import Any
 from ..layout.run import Run
 from ..layout.url import redacted
 
-QUEUED = 1000  # calls that wait for a slow tool; further ones are dropped
+QUEUED = 1000  # calls queued for a slow tool; further ones are dropped
 FINISHING = 20.0  # seconds that the end of a run waits for all tools together
-_LENGTH = 300  # characters of an error's text
+_LENGTH = 300  # maximum characters of an error's text
 
 Numbers = Mapping[str, float]
 
 
 class Tool(ABC):
-    """A logging tool, as the thread of its sink calls it. Every call may raise or block."""
+    """A logging tool, called in its sink's thread. Every call may raise or block."""
 
     name = ""
 
     @abstractmethod
     def init(self) -> None:
-        """Load the tool and begin its run."""
+        """Import the tool and start its run."""
 
     @abstractmethod
     def log(self, numbers: Numbers, step: int) -> None: ...
@@ -80,7 +80,8 @@ class WandbLike(Tool):
 
 
 class Sink:
-    """The queue and the thread of one tool. `problems` has a line for each kind of failure, once."""
+    """The queue and thread of one tool. `problems` has one line for each kind of
+    failure."""
 
     def __init__(self, tool: Tool) -> None:
         self.tool = tool
@@ -92,7 +93,8 @@ class Sink:
         threading.Thread(target=self._work, name=tool.name, daemon=True).start()
 
     def put(self, numbers: Numbers, step: int) -> None:
-        """Queue numbers of a step. They are dropped if the tool has failed or does not keep up."""
+        """Queue a step's values. They are dropped if the tool has failed or does not
+        keep up."""
         if self._ended.is_set():
             return
         try:
@@ -104,12 +106,12 @@ class Sink:
             )
 
     def end(self) -> None:
-        """Ask the tool to finish after what is queued, without waiting."""
+        """Ask the tool to finish after the queued calls, without waiting."""
         with suppress(queue.Empty):
-            # drop the oldest numbers: the end must not wait for room
+            # drop the oldest values: the end must not wait for space in the queue
             while self._queue.full():
                 self._queue.get_nowait()
-        self._queue.put(None)  # nobody else puts
+        self._queue.put(None)  # only this thread puts
 
     def ended(self, until: float) -> bool:
         """True if the tool finishes before `until`, a time of `time.monotonic`."""
@@ -132,11 +134,11 @@ class Sink:
             self._ended.set()
 
     def _try(self, call: str, *given: Any) -> bool:
-        """Make a call of the tool; False if it has raised."""
+        """Call a method of the tool; return False if it raised."""
         self._call = call
         try:
             getattr(self.tool, call)(*given)
-        # Also SystemExit: a tool must not decide about the run. It would end this thread only, unnoticed.
+        # Also SystemExit: it would end only this thread, unnoticed.
         except BaseException as error:
             self._tell(
                 call,
@@ -161,29 +163,30 @@ _CONSEQUENCE = {
 def _described(error: BaseException) -> str:
     try:
         text = " ".join(str(error).split())
-    except Exception:  # the class of the error is the tool's, too
+    except Exception:  # `__str__` of the tool's error may raise, too
         text = ""
     return f"{type(error).__name__}: {text[:_LENGTH]}" if text else type(error).__name__
 
 
 def open_sinks(run: Run) -> list[Sink]:
-    """The sinks of the tools that a run names."""
+    """Open the sinks of the tools that a run names."""
     tools: list[Tool] = []
     if run.metrics.tensorboard:
         tools.append(TensorBoard(Path(run.out, "tensorboard")))
-    # The tool sends it to a server: secrets of URLs stay here.
+    # The tool sends the configuration to a server, so secrets in URLs are removed.
     config = json.loads(redacted(json.dumps(asdict(run))))
     names = [name for name in ("wandb", "trackio") if getattr(run.metrics, name)]
     tools += [WandbLike(name, Path(run.out).name, config) for name in names]
     return [Sink(tool) for tool in tools]
 
 
-# Tools that have not finished. What they have registered for the end of the process may block, too.
+# Tools that have not finished. Their exit handlers may block, too.
 _LEFT_BEHIND: list[Sink] = []
 
 
 def end_sinks(sinks: Sequence[Sink]) -> None:
-    """Lets all tools finish, and leaves behind those that take longer than `FINISHING`."""
+    """Let all tools finish, and abandon those that take longer than `FINISHING`
+    seconds."""
     for sink in sinks:
         sink.end()
     until = time.monotonic() + FINISHING

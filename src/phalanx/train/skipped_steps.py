@@ -1,4 +1,5 @@
-"""Steps whose loss or gradient is not finite. All ranks skip them; the log names the first bad piece."""
+"""Steps whose loss or gradient is not finite. All ranks skip them; the log names the
+first bad piece."""
 
 from __future__ import annotations
 
@@ -9,11 +10,11 @@ from .log import RunLog
 from .rank import Rank
 from .step import CompletedStep, TrainError
 
-IN_A_ROW = 3  # so many of them end a run
+IN_A_ROW = 3  # consecutive skipped steps that end a run
 
 
 class SkippedSteps:
-    """Names the cause of each skipped step, and ends the run after a few in a row."""
+    """Logs the cause of each skipped step, and ends the run after a few in a row."""
 
     def __init__(self, rank: Rank, log: RunLog) -> None:
         self.rank, self.log = rank, log
@@ -26,7 +27,7 @@ class SkippedSteps:
         overflow = self.rank.part.trainer.scaling is not None and math.isfinite(
             step.result.total
         )
-        if overflow:  # float16's own way of finding its scale
+        if overflow:  # expected: float16 finds its loss scale this way
             self.log.event("skip", step=step.done, why="a float16 gradient overflowed")
             return
         why = f"the loss or a gradient is not finite; {self._cause()}"
@@ -40,7 +41,8 @@ class SkippedSteps:
             )
 
     def _cause(self) -> str:
-        """The piece whose numbers were bad first, with the ranks that made them; the same on all ranks."""
+        """Describe the piece whose values became non-finite first, and its ranks; the
+        same on all ranks."""
         part = self.rank.part
         first = part.trainer.first_bad(part.names)
         own = "" if first is None else f"{first[0]:06} {first[1]}"

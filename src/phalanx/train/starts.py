@@ -1,7 +1,7 @@
-"""The progress of each start of a run, for the command that starts its ranks again.
+"""The progress of each start of a run, for the command that restarts its ranks.
 
-The number of steps done lies in a file of the run's folder, which outlives ranks that are killed. The
-journal would not do: it has a line for every few steps only.
+The number of completed steps is in a file of the run's folder, which outlives killed
+ranks. The journal is not enough, as it has a line only every few steps.
 """
 
 import os
@@ -12,13 +12,16 @@ from pathlib import Path
 from ..layout.files import open_regular
 
 FILE = ".run.steps"
-IN_VAIN = 3  # starts in a row that end at the same step: so does the next one
+# consecutive starts that end at the same step, after which no further one is made
+IN_VAIN = 3
 _NUMBER = struct.Struct("<q")
 
 
 class DoneSteps:
-    """The steps that a run has done, in a file. The command makes it, and rank 0 writes it; the other ranks
-    have it not `opened`."""
+    """A file with the number of steps that a run has completed.
+
+    The command creates it and rank 0 writes it; on other ranks it is not `opened`.
+    """
 
     def __init__(
         self, folder: Path, *, make: bool = False, opened: bool = True
@@ -28,7 +31,7 @@ class DoneSteps:
             return
         path = folder / FILE
         flags = os.O_RDWR | os.O_NOFOLLOW
-        # A run that is never started again has no file.
+        # a run that is never restarted has no file
         with (
             suppress(OSError),
             open_regular(path, flags | (os.O_CREAT if make else 0)) as file,
@@ -40,11 +43,12 @@ class DoneSteps:
             return
         try:
             os.pwrite(self._descriptor, _NUMBER.pack(step), 0)
-        except OSError:  # a full disk: then it is not known how far a start has come
+        except OSError:  # on a full disk the progress of a start is unknown
             self.close()
 
     def read(self) -> int | None:
-        """The steps done; 0 before the first one; None where there is no file."""
+        """Return the number of completed steps; 0 before the first one, None without a
+        file."""
         if self._descriptor < 0:
             return None
         raw = os.pread(self._descriptor, _NUMBER.size, 0)
@@ -57,7 +61,7 @@ class DoneSteps:
 
 
 class Starts:
-    """The starts of a run's ranks by one command, and at which step each of them ended."""
+    """The starts of a run's ranks by one command, and the step at which each ended."""
 
     def __init__(self, folder: Path, restarts: int) -> None:
         self._path = folder / FILE
@@ -65,11 +69,12 @@ class Starts:
         self._ends: list[int | None] = []
 
     def begin(self) -> None:
-        """Forget the steps of the start before."""
+        """Reset the count of steps before a start."""
         self._done.write(0)
 
     def in_vain(self) -> str:
-        """Counts a start that has failed; returns why another one would fail too, or ""."""
+        """Count a failed start; explain why another one would fail too, or return
+        ""."""
         self._ends.append(self._done.read())
         last = self._ends[-IN_VAIN:]
         step = last[0]

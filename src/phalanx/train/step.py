@@ -1,7 +1,7 @@
-"""One step of a run on one rank, and what its listeners are told of it.
+"""One step of a run on one rank, and its record for listeners.
 
-A listener is called after each step. All ranks call the same listeners in the same order, as several
-of them communicate: `loop.py` has the list.
+Listeners are called after each step. All ranks call the same listeners in the same
+order, as several of them communicate; `loop.py` lists them.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from .rank import Rank
 
 
 class TrainError(ValueError):
-    """A run that cannot go on: at which step, why, and what to do."""
+    """Raised if a run cannot continue: names the step, the reason and what to do."""
 
     exit_code = 1
 
 
 @dataclass(frozen=True)
 class CompletedStep:
-    """A step that this rank has made. Times are those of `time.perf_counter`."""
+    """A completed step of this rank. Times are those of `time.perf_counter`."""
 
-    done: int  # steps that the run has made, this one included
+    done: int  # completed steps of the run, including this one
     result: StepResult
     lr: float
-    last: bool  # no step is left
-    stopped: bool  # steps are left, and a rank was asked to stop: the run ends here
+    last: bool  # no steps are left
+    stopped: bool  # steps are left, but a rank was asked to stop: the run ends here
     started: float  # before the batch was read
-    loaded: float  # after that
-    begun: float  # `started`, or when all ranks began together
+    loaded: float  # after the batch was read
+    begun: float  # `started`, or the time at which all ranks began together
     ended: float
-    ahead: float  # seconds in which the next batch was read while a GPU computed
-    waits: tuple[tuple[float, float], ...]  # when it waited in calls of groups
+    ahead: float  # seconds spent on reading the next batch while a GPU computed
+    waits: tuple[tuple[float, float], ...]  # intervals of waiting in calls of groups
 
     @property
     def ends(self) -> bool:
@@ -46,7 +46,7 @@ class CompletedStep:
         return self.last or self.stopped
 
     def due(self, every: int) -> bool:
-        """True if it is the turn of something that is done every so many steps; 0 is never."""
+        """True if an action that happens every `every` steps is due; 0 means never."""
         return every > 0 and self.done % every == 0
 
 
@@ -56,7 +56,8 @@ Listener = Callable[[CompletedStep], None]
 def make_step(
     rank: Rank, positions: Positions, number: int, *, together: bool = False
 ) -> CompletedStep:
-    """Makes the step of this number, counted from 0. `together`: all ranks begin it at the same time."""
+    """Make step `number`, counted from 0. `together`: all ranks start it at the same
+    time."""
     steps = rank.run.steps
     done = number + 1
     last = done == steps

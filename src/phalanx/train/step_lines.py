@@ -1,4 +1,4 @@
-"""The log's lines of numbers, and the ranks that were slow since the line before."""
+"""The log's step lines, and the stragglers since the previous line."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from .stragglers import OwnTime, Stragglers
 
 
 class StepLines:
-    """Logs loss, norm, rate and memory every `metrics.every` steps, and at the end of the run.
+    """Logs loss, norm, learning rate and memory every `metrics.every` steps, and at the
+    end of the run.
 
-    With each line every rank sends its memory and its own working time. Rank 0 reports stragglers.
+    With each line every rank sends its memory and its own working time. Rank 0 reports
+    stragglers.
     """
 
     def __init__(self, rank: Rank, log: RunLog) -> None:
@@ -29,10 +31,11 @@ class StepLines:
         whole = step.ended - step.started
         reading = step.loaded - step.started
         spans = step.result.timeline.spans
-        if spans:  # else nobody knows what a GPU computed in this step
+        if spans:  # without spans, the GPU's compute time in this step is unknown
             self.own.add(whole, reading, spans, step.waits, step.ahead)
         if step.ends or step.due(self.rank.run.metrics.every):
-            # A part of the step: here a rank may wait for others that have not ended it.
+            # Counted as part of the step: here a rank may wait for others that are
+            # still in it.
             with self.log.positions.phase("in a step"):
                 self._log(step)
 
@@ -49,7 +52,8 @@ class StepLines:
                 self.log.event("straggler", str(slow), step=step.done, **slow._asdict())
 
     def _numbers_of_ranks(self) -> torch.Tensor:
-        """A row for each rank: its memory, then its own time, whole and by kind of operation."""
+        """Return a row for each rank: its peak memory, then its own time, total and by
+        kind of operation."""
         everyone, world = self.rank.part.everyone, self.rank.world
         most = memory_of(world.device, world.sharing)
         own = torch.tensor([most, *self.own.taken()], dtype=torch.float64)

@@ -1,11 +1,15 @@
-"""Requests to stop a run: signals to its processes, a file STOP in its folder, the removal of that folder.
+"""Requests to stop a run: signals to its processes, a file STOP in its folder, or
+removal of that folder.
 
-In each case the run finishes its step, saves and ends. A signal comes from a scheduler that needs the
-machine, or from a terminal: the same command is expected to continue the run. A STOP file means that
-the run is to end for good. Launchers start again whatever ends with an exit code other than 0, so the
-two have different exit codes, and the journal says which of them it was. A folder that is removed or
-renamed while its run writes to it no longer has the run's lock: another run could begin there. It is made
-again for the last save, unless another run has it.
+In each case the run finishes its step, saves and ends. A signal comes from a scheduler
+that needs the machine, or from a terminal: the same command is expected to continue the
+run. A STOP file ends the run for good. Launchers restart anything with a nonzero exit
+code, so the two have different exit codes, and the journal records which of them it
+was.
+
+If the folder is removed or renamed while its run writes to it, the run has lost its
+lock: another run could start there. The folder is created again for the last save,
+unless another run has it.
 """
 
 import os
@@ -25,42 +29,45 @@ from ..layout.signals import STOP_SIGNALS
 from .lock import RUN as LOCK
 from .lock import owner_of
 
-STOP = "STOP"  # the file, and how a request by it is called
-REMOVED = "REMOVED"  # how the removal of the run's folder is called
-FOR_GOOD = (STOP, REMOVED)  # these count more than signals
+STOP = "STOP"  # name of the file, and of a request by it
+REMOVED = "REMOVED"  # name of a request by removal of the run's folder
+FOR_GOOD = (STOP, REMOVED)  # take precedence over signals
 _RESERVE = ".run.stop"
-# what a STOP file begins with that a command has put there for its ranks
+# prefix of a STOP file that the command wrote for its ranks
 _SIGNAL = "signal "
-# Seconds that clocks of one file server may differ by, from one of its answers to the next.
+# Maximum difference in seconds between two answers of one file server's clocks.
 _SLACK = 2.0
-_UNKNOWN = (-1, -1)  # the numbers of a file that cannot be looked at
+_UNKNOWN = (-1, -1)  # identity of a file that cannot be examined
 
 
 class StopError(ValueError):
-    """A STOP file that cannot be removed: every start would end after a step."""
+    """Raised if a STOP file cannot be deleted: every start would end after one step."""
 
 
 class FolderReplaced(ValueError):
-    """Another folder in the place of the run's: what is saved there would be among another run's files."""
+    """Raised if another folder took the place of the run's: saving would mix the files
+    of two runs."""
 
     exit_code = 1
 
 
 class StopRequests:
-    """The requests that have reached one rank. Rank 0 also looks for the STOP file."""
+    """The stop requests that have reached one rank. Rank 0 also checks the STOP
+    file."""
 
     def __init__(self, file: Path | None) -> None:
         self.file = file
-        self.seen = ""  # what the file has asked for
+        self.seen = ""  # the request made by the file
         self.received: list[int] = []
         self._lock = _identity(file.with_name(LOCK)) if file else None
         self._owner = owner_of(file.parent) if file else ""
 
     def receive(self, number: int, frame: FrameType | None) -> None:
-        """The handler of the signals."""
+        """Handle a signal."""
         self.received.append(number)
         if number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL)  # a second one ends the rank at once
+            # a second signal ends the rank at once
+            signal.signal(number, signal.SIG_DFL)
 
     def __call__(self) -> bool:
         if self.file is not None and self.seen not in FOR_GOOD:
@@ -68,13 +75,13 @@ class StopRequests:
         return bool(self.seen or self.received)
 
     def _look(self, file: Path) -> None:
-        """Look for the STOP file, and whether its folder still has the lock of this run."""
+        """Check the STOP file, and that the folder still has the lock of this run."""
         if os.path.lexists(file):
             self.seen = _asked_by(file)
         lock, folder = _identity(file.with_name(LOCK)), file.parent
         if lock is not None and lock in (self._lock, _UNKNOWN):
             return
-        # Some network file systems number their files anew: what is in the lock decides.
+        # Some network file systems renumber their files, so the lock's content decides.
         owner = owner_of(folder)
         if not owner:
             self.seen = REMOVED
@@ -86,25 +93,26 @@ class StopRequests:
 
     @property
     def by(self) -> str:
-        """STOP or REMOVED, else the name of the first signal; empty for none of them."""
+        """STOP or REMOVED, else the name of the first signal, else ""."""
         self()
         names = [signal.Signals(number).name for number in self.received]
         return self.seen if self.seen in FOR_GOOD or not names else names[0]
 
 
 def _identity(file: Path) -> tuple[int, int] | None:
-    """The numbers of a file in its file system; None if there is no such file."""
+    """Return device and inode of a file; None if there is no such file."""
     try:
         status = file.stat()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except OSError:  # a file server that does not answer now
+    except OSError:  # the file server does not answer at the moment
         return _UNKNOWN
     return status.st_dev, status.st_ino
 
 
 def _asked_by(file: Path) -> str:
-    """The signal that a command has passed on by this STOP file, or STOP if a user has made it."""
+    """Return the signal that the command passed on in this STOP file, or STOP if a user
+    made the file."""
     with suppress(OSError), open_regular(file, os.O_RDONLY | os.O_NOFOLLOW) as opened:
         kind, _, name = opened.read(64).decode(errors="replace").partition(" ")
         if kind == _SIGNAL.strip() and name.strip() in signal.Signals.__members__:
@@ -114,8 +122,11 @@ def _asked_by(file: Path) -> str:
 
 @contextmanager
 def stop_requests(file: Path, *, first: bool) -> Iterator[StopRequests]:
-    """The requests to one rank while it trains. Rank 0 is `first`: it looks for the STOP file and
-    removes it at the end. Ranks that are threads receive no signals; their command makes the file."""
+    """Collect stop requests to one rank while it trains.
+
+    Rank 0 is `first`: it checks the STOP file and deletes it at the end. Ranks that are
+    threads receive no signals; their command writes the file.
+    """
     requests = StopRequests(file if first else None)
     with stop_signals(requests.receive):
         try:
@@ -127,9 +138,11 @@ def stop_requests(file: Path, *, first: bool) -> Iterator[StopRequests]:
 
 @contextmanager
 def stop_signals(receive: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Call `receive` for the signals that ask a run to save and end: SIGTERM, SIGINT (Ctrl-C), SIGHUP
-    (the terminal is gone; not under nohup) and SIGUSR1 (Slurm's warning). Nothing in a thread that is
-    not the main one."""
+    """Call `receive` for the signals that ask a run to save and end.
+
+    These are SIGTERM, SIGINT (Ctrl-C), SIGHUP (the terminal closed; not under nohup)
+    and SIGUSR1 (Slurm's warning). Outside the main thread this does nothing.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -140,35 +153,37 @@ def stop_signals(receive: Callable[[int, FrameType | None], None]) -> Iterator[N
         yield
 
 
-# ---- the command's side
+# ---- on the side of the command
 
 
 class PassedOn:
-    """A STOP file that a command makes for its ranks when it receives a signal.
+    """A STOP file with which a command passes a signal on to its ranks.
 
-    A file is reserved beforehand and only renamed then: that also works on a disk that has no block
-    and no inode left. `ask` may be called in a signal handler.
+    The file is written in advance and only renamed on a signal, which works even on a
+    disk without free blocks or inodes. `ask` may be called in a signal handler.
     """
 
     def __init__(self, file: Path) -> None:
         self.file, self.reserve = file, file.with_name(_RESERVE)
         self.descriptor = -1
-        _remove(self.reserve)  # of a killed command
-        # a disk that is full already: `ask` says that it cannot
+        _remove(self.reserve)  # left by a killed command
+        # the disk may be full already; `ask` then returns False
         with suppress(OSError):
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             self.descriptor = os.open(self.reserve, flags, 0o644)
             os.write(self.descriptor, f"{_SIGNAL}{'SIGTERM':10}\n".encode())
 
     def ask(self, number: int) -> bool:
-        """Ask the ranks to stop because of a signal; False if no file can be made."""
+        """Ask the ranks to stop because of a signal; return False if the file cannot be
+        made."""
         if os.path.lexists(self.file):
             return True
         if self.descriptor < 0:
             return False
         text = f"{_SIGNAL}{signal.Signals(number).name:10}\n".encode()
         try:
-            with suppress(OSError):  # it has the same length, and SIGTERM in it
+            # the text keeps its length; on failure it still says SIGTERM
+            with suppress(OSError):
                 os.pwrite(self.descriptor, text, 0)
             self.reserve.rename(self.file)
         except OSError:
@@ -176,7 +191,7 @@ class PassedOn:
         return True
 
     def close(self) -> None:
-        """Remove what is left of both files."""
+        """Delete what is left of both files."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -188,11 +203,12 @@ class PassedOn:
 
 
 def remove_stale_stop(run: Run, begun: float, *, launched: bool = False) -> str:
-    """Removes a STOP file that is not meant for this start; returns the notice, or "" if there was
-    none. Only the process that holds the folder may call this.
+    """Delete a STOP file that is not meant for this start; return a notice, or "" if
+    there was none.
 
-    A STOP file counts if it was made after this process began, at `begun`. `launched`: a launcher has
-    started the ranks, perhaps again without anybody's wish. Then it also counts if it was made after
+    Only the process that has locked the folder may call this. A STOP file counts if it
+    was made after this process began, at `begun`. `launched`: a launcher started the
+    ranks, perhaps as an automatic restart. Then a file also counts if it is newer than
     the last record of an unfinished run.
     """
     file = Path(run.out, STOP)
@@ -200,12 +216,12 @@ def remove_stale_stop(run: Run, begun: float, *, launched: bool = False) -> str:
         status = file.lstat()
     except OSError:
         return ""
-    # A file's times are those of the file server, whose clock may differ from ours by minutes.
+    # File times come from the file server, whose clock may differ from ours by minutes.
     now = _server_time(file.parent)
     since = now - max(0.0, time.time() - begun)
     if launched:
         since = min(since, _last_write(run, since))
-    # `mv` keeps the first, and `touch -d` sets it.
+    # `mv` preserves the modification time, and `touch -d` sets it; ctime cannot be set.
     if made_between(since, now, status.st_mtime, status.st_ctime):
         return ""
     if why := _remove(file):
@@ -216,13 +232,17 @@ def remove_stale_stop(run: Run, begun: float, *, launched: bool = False) -> str:
 
 
 def made_between(since: float, now: float, *times: float) -> bool:
-    """True if all times of a file lie between the two. A time in the future counts no more than an
-    old one: a clock was set back, or somebody set the file's time."""
+    """True if all times lie in the interval.
+
+    A time in the future counts like an old one: a clock was set back, or the file's
+    time was set by hand.
+    """
     return since <= min(times) and max(times) <= now + _SLACK
 
 
 def _server_time(folder: Path) -> float:
-    """The time by the clock that stamps the files of a folder; ours where nothing can be written."""
+    """Return the time of the clock that stamps files in a folder, or ours if nothing
+    can be written."""
     with suppress(OSError):
         descriptor, name = tempfile.mkstemp(dir=folder, prefix=".clock-")
         try:
@@ -234,7 +254,7 @@ def _server_time(folder: Path) -> float:
 
 
 def _last_write(run: Run, otherwise: float) -> float:
-    """Time of the last record of an unfinished run."""
+    """Return the time of the last record of an unfinished run, or `otherwise`."""
     journal = Path(run.out, "metrics.jsonl")
     with suppress(OSError):
         if last_record(journal).get("event") not in (None, "end"):
@@ -243,7 +263,8 @@ def _last_write(run: Run, otherwise: float) -> float:
 
 
 def _remove(file: Path) -> str:
-    """Removes a file, a link or an empty folder; why that failed, empty if nothing is there now."""
+    """Delete a file, link or empty folder. Return the error, or "" if nothing is
+    left."""
     try:
         if file.is_dir() and not file.is_symlink():
             file.rmdir()

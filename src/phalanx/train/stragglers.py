@@ -1,11 +1,14 @@
-"""Ranks that take longer for the same work than their peers: which, how much, and at what.
+"""Detects ranks that take longer than their peers for the same work, and the operations
+that are slow.
 
-A rank's own time is that of its steps without what it waited for other ranks. On a CPU that is the
-step without its waits in calls of groups. On a GPU the host queues a whole step and waits nowhere, so
-the own time is what the device computed, by the events around each operation, and reading data.
+A rank's own time is that of its steps without waiting for other ranks. On a CPU that is
+the step without its waits in calls of groups. On a GPU the host queues a whole step and
+waits nowhere, so the own time is the device's compute time, by the events around each
+operation, plus reading data.
 
-Ranks that carry out the same row of the program are peers; a rank without any is compared with its own
-earlier steps. All ranks send their numbers with each line of the log, and the log's rank compares them.
+Ranks that execute the same row of the program are peers; a rank without peers is
+compared with its own earlier steps. All ranks send their times with each line of the
+log, and rank 0 compares them.
 """
 
 import statistics
@@ -20,14 +23,14 @@ from ..program import Span, ops
 
 DATA = "loading data"
 NAMES = (DATA, *(kind.name for kind in ops.KINDS.values()))
-Interval = tuple[float, float]  # from when to when
-_ENOUGH = 1.0  # seconds beyond the factor, added up, that are worth a line
-_EARLIER = 20  # lines of the log that a rank without peers is compared with
-_NAMED = 8  # ranks named with one line of the log
+Interval = tuple[float, float]  # start and end
+_ENOUGH = 1.0  # accumulated seconds beyond the factor that cause a report
+_EARLIER = 20  # log lines that a rank without peers is compared with
+_NAMED = 8  # maximum ranks named with one log line
 
 
 class Slow(NamedTuple):
-    """A rank that was slow, its seconds a step beside its peers', and the same of its operations."""
+    """A slow rank: its seconds per step and its peers', in total and by operation."""
 
     rank: int
     seconds: float
@@ -44,8 +47,11 @@ class Slow(NamedTuple):
 
 
 class OwnTime:
-    """One rank's own working time since the last log line. `queued`: its host queues work for a
-    device, so only the device's times show durations."""
+    """One rank's own working time since the last log line.
+
+    `queued`: its host queues work for a device, so only the device's times show
+    durations.
+    """
 
     def __init__(self, *, queued: bool = False) -> None:
         self.queued = queued
@@ -63,7 +69,8 @@ class OwnTime:
         waits: Sequence[Interval],
         ahead: float = 0.0,
     ) -> None:
-        """A step: its seconds, those of reading its data, its operations, and when it waited.
+        """Add a step: its seconds, those of reading data, its operations, and its
+        waits.
 
         `ahead`: seconds in which the next data was read while the device computed.
         """
@@ -77,7 +84,7 @@ class OwnTime:
                 own = span.end - span.start - (0.0 if self.queued else waited)
                 self.parts[ops.KINDS[span.op.kind].name] += own
                 computed += own
-        # What was read ahead takes time only where the device had to wait for it.
+        # Prefetching costs time only if the device had to wait for it.
         data += max(0.0, ahead - computed)
         self.parts[DATA] += data
         if self.queued:
@@ -86,7 +93,7 @@ class OwnTime:
             self.total += seconds - sum(b - a for a, b in waits)
 
     def taken(self) -> list[float]:
-        """Seconds a step, whole and in parts; counting begins again."""
+        """Return seconds per step, in total and in parts, and restart the count."""
         numbers = [
             each / max(1, self.steps) for each in (self.total, *self.parts.values())
         ]
@@ -95,7 +102,8 @@ class OwnTime:
 
 
 class Stragglers:
-    """Compares the ranks' own time. `rows`: of the program, which row each rank carries out."""
+    """Compares the ranks' own times. `rows`: the program row that each rank
+    executes."""
 
     def __init__(self, factor: float, rows: Sequence[int]) -> None:
         self.factor = factor
@@ -108,9 +116,11 @@ class Stragglers:
             self.peers.setdefault(row, []).append(rank)
 
     def look(self, table: Sequence[Sequence[float]], steps: int) -> Iterator[Slow]:
-        """The ranks that have become slow with this line of so many steps, the slowest first.
+        """Yield the ranks found slow with this log line of `steps` steps, slowest
+        first.
 
-        The table has each rank's seconds a step: of all its own work, then of each of `NAMES`.
+        `table` has each rank's seconds per step: the total of its own work, then each
+        of `NAMES`.
         """
         if not self.factor:
             return
@@ -132,7 +142,8 @@ class Stragglers:
     def _beyond(
         self, numbers: np.ndarray, ranks: Sequence[int], steps: int
     ) -> list[int]:
-        """Ranks of one row whose accumulated excess over the factor is large enough."""
+        """Return the ranks of one row whose accumulated excess over the factor is large
+        enough."""
         totals = numbers[ranks, 0]
         usual = (
             _medians_of_others(totals)
@@ -141,7 +152,7 @@ class Stragglers:
         )
         if usual is None:
             return []
-        # What is beyond the factor in some steps is paid back in others, so that noise ends nowhere.
+        # Excess of some steps is offset by others, so that noise does not add up.
         beyond = steps * (totals - self.factor * usual)
         for rank, more in zip(ranks, beyond.tolist(), strict=True):
             self.excess[rank] = max(0.0, self.excess[rank] + more)
@@ -166,15 +177,16 @@ class Stragglers:
 
 
 def _medians_of_others(values: np.ndarray) -> np.ndarray:
-    """For each value the median of all others, by one sort: every rank is compared at each line."""
+    """Return for each value the median of all others, with a single sort: it runs at
+    every log line."""
     count = len(values)
     order = values.argsort(kind="stable")
     ordered = values[order]
-    place = np.empty(count, dtype=np.int64)  # of each value in the sorted ones
+    place = np.empty(count, dtype=np.int64)  # position of each value in sorted order
     place[order] = np.arange(count)
 
     def without_own(at: int) -> np.ndarray:
-        # The value at this place once the own one is taken out.
+        # the value at this position after its own is removed
         return ordered[np.where(place <= at, at + 1, at)]
 
     middle = (count - 1) // 2

@@ -1,4 +1,5 @@
-"""A trace of some steps by torch's profiler, with a range for each operation of the program."""
+"""A torch profiler trace of some steps, with a range for each operation of the
+program."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from .step import Listener
 
 @contextmanager
 def traced(rank: Rank) -> Iterator[Listener]:
-    """The listener that counts the profiler's steps; it writes the trace of those that the run wants."""
+    """Yield the listener that advances the profiler, which writes the trace of the
+    run's profiled steps."""
     wanted = rank.run.profile
     trainer = rank.part.trainer
     if wanted.nvtx and rank.world.device.type == "cuda":
@@ -36,7 +38,8 @@ def traced(rank: Rank) -> Iterator[Listener]:
 
 
 def _schedule(wanted: Profiling) -> Callable[[int], torch.profiler.ProfilerAction]:
-    """The profiler's action in each step, counted from the first one of this start."""
+    """Return the profiler's action for each step, counted from the first one of this
+    start."""
     action = torch.profiler.ProfilerAction
 
     def of(step: int) -> torch.profiler.ProfilerAction:

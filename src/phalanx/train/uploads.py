@@ -1,6 +1,8 @@
-"""A run's remote folder: claimed as the run starts, given each checkpoint, waited for at the end.
+"""A run's remote folder: claimed at the start, given each checkpoint, waited for at the
+end.
 
-Rank 0 uploads in a thread (`checkpoint_remote.py`); the other ranks take part in what all must know.
+Rank 0 uploads in a thread (`checkpoint_remote.py`); the other ranks take part in
+decisions.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ from .step import CompletedStep
 
 
 class Uploads:
-    """The uploads of a run. Without `checkpoint.remote` there are none, and it does nothing.
+    """The uploads of a run. Without `checkpoint.remote` it does nothing.
 
-    `run_id` is that of rank 0's manifests, which are those of all.
+    `run_id` is set on rank 0, whose manifests it goes into.
     """
 
     def __init__(self, rank: Rank, log: RunLog) -> None:
@@ -36,7 +38,7 @@ class Uploads:
         self.remote: Remote | None = None
         self.owner: Ownership | None = None
         self.uploader: Uploader | None = None
-        self.asked = False  # ranks were asked to stop by the end of the last step
+        self.asked = False  # ranks were asked to stop before the end of the last step
         self._run_id = ""
         url = run.checkpoint.remote
         if rank.world.rank == 0:
@@ -55,18 +57,20 @@ class Uploads:
 
     @property
     def current(self) -> Path | None:
-        """The checkpoint that is being uploaded: it must not be removed."""
+        """The checkpoint that is being uploaded, which must not be deleted."""
         return self.uploader.current if self.uploader else None
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """Claims the folder before anything there is read or changed. A start that is refused in the
-        block releases it."""
+        """Claim the folder before anything there is read or changed.
+
+        If the block refuses the run, the claim is released.
+        """
         self._claim()
         try:
             yield
         except ValueError:
-            # no other machine waits until the heartbeat of this one is old
+            # otherwise other machines would wait until this heartbeat is stale
             if self.uploader:
                 self.uploader.release().finished.wait(ENDING)
             raise
@@ -82,15 +86,15 @@ class Uploads:
             self.uploader = Uploader(self.remote, self.rank.run.checkpoint.keep)
 
     def resumed(self, loaded: Loaded) -> None:
-        """The run goes on from this checkpoint."""
+        """Record that the run resumes from this checkpoint."""
         if self.owner and self.uploader:
             self.owner.resumed(loaded.progress)
             if loaded.path.parent == self.rank.run.checkpoints:
-                # it may be there, or its upload was cut
+                # it may be uploaded already, or its upload was interrupted
                 self.uploader.offer(loaded.path)
 
     def offer(self, path: Path) -> None:
-        """Uploads this checkpoint next."""
+        """Queue this checkpoint for upload."""
         if self.uploader:
             self.uploader.offer(path)
 
@@ -99,7 +103,7 @@ class Uploads:
         self.report()
 
     def report(self) -> None:
-        """Logs what became of uploads, and of the claim to the folder."""
+        """Log the outcomes of uploads, and changes of the claim."""
         if self.uploader is None or self.owner is None:
             return
         for upload in self.uploader.taken():
@@ -115,8 +119,11 @@ class Uploads:
             self.log.event("remote", self.owner.notices.pop(0))
 
     def finish(self) -> str:
-        """Waits for the last upload while it makes progress; returns why the newest checkpoint is not
-        there, on all ranks. A signal or a STOP file that has not ended the steps ends the wait."""
+        """Wait for the last upload while it progresses; return why the newest
+        checkpoint is not uploaded.
+
+        The result is the same on all ranks. A new signal or STOP file ends the wait.
+        """
         if self.remote is None:
             return ""
         with self.log.positions.phase("saving", f"the upload to {self.remote.url}"):
@@ -142,14 +149,16 @@ class Uploads:
         return broadcast_text(self.everyone, uploader.missing if uploader else "")
 
     def _wait_on(self, under_way: bool) -> bool:
-        """True if rank 0 is to wait on. The ranks meet again and again, so that none waits long."""
-        # All ranks have agreed in the last step: a request that came after it is a new one.
+        """True if rank 0 should keep waiting. The ranks meet repeatedly, so that none
+        waits long."""
+        # All ranks agreed in the last step, so a request that arrived since then is
+        # new.
         asked = self.rank.part.trainer.wants_to_stop() and not self.asked
         flags = torch.tensor([int(under_way), int(asked)], device=self.everyone.device)
         self.everyone.all_reduce(flags)
         return bool(flags[0]) and not flags[1]
 
     def close(self) -> None:
-        """Ends the heartbeat, however the run ends."""
+        """Stop the heartbeat, however the run ends."""
         if self.uploader:
             self.uploader.close()

@@ -1,4 +1,4 @@
-"""The loss on the data that is held out, and how often experts were chosen in it."""
+"""The validation loss, and how often experts were chosen in it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from .step import CompletedStep
 
 
 class Validations:
-    """Validates every `validation.every` steps, and after the last one. `loss` is the newest."""
+    """Validates every `validation.every` steps and after the last one. `loss` is the
+    newest result."""
 
     def __init__(self, rank: Rank, log: RunLog) -> None:
         self.rank, self.log = rank, log
@@ -30,7 +31,8 @@ class Validations:
 
 
 def validation_loss(rank: Rank) -> float | None:
-    """The loss per token of the held-out part, or of as many batches of it as the run says."""
+    """Return the loss per token of the held-out part, or of as many batches of it as
+    the run asks for."""
     batches, part = rank.batches, rank.part
     count = min(rank.run.validation.batches, batches.validations)
     rows = (batches.validation(index, rank.rows) for index in range(count))
@@ -38,7 +40,8 @@ def validation_loss(rank: Rank) -> float | None:
 
 
 def expert_tokens(rank: Rank) -> list[list[int]]:
-    """By layer, how often each expert was chosen in the last validation; on rank 0."""
+    """Return by layer how often each expert was chosen in the last validation; on rank
+    0."""
     part = rank.part
     same = 1 if part.layout.seq else part.layout.tp  # ranks that see the same tokens
     own = {number: x.tolist() for number, x in part.validator.chosen.items()}

@@ -1,4 +1,5 @@
-"""A run whose ranks are watched by a process of their host (`rank_watch`), which ends a run that hangs."""
+"""Connects a run to the watcher process of each host (`rank_watch`), which ends a run
+that hangs."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,15 +18,19 @@ from .flight import flight_record
 
 
 def call_timeout(run: Run) -> float:
-    """Seconds that a call of a group may wait: longer than any wait that the watcher takes for healthy,
-    so that the watcher speaks first. What is left to it is a watcher that was killed."""
+    """Return the timeout of a group's calls in seconds.
+
+    It is longer than any wait that the watcher considers healthy, so that the watcher
+    reports first; it only matters if the watcher was killed.
+    """
     return (PATIENCE + 1) * run.hang.timeout if run.hang.timeout else 7 * 86400.0
 
 
 @contextmanager
 def watched(world: World, run: Run) -> Iterator[Positions]:
-    """Writes down where this rank is, and has it watched. Every rank of the world comes here."""
-    if isinstance(world, ThreadWorld):  # of one process: a debugger shows it whole
+    """Record where this rank is, and have it watched. Collective."""
+    # ranks are threads of one process, which a debugger shows whole
+    if isinstance(world, ThreadWorld):
         positions = Positions(world.rank)
         yield positions
         positions.close("ended")
@@ -51,7 +56,7 @@ def watched(world: World, run: Run) -> Iterator[Positions]:
 
 
 def tell_compilations(positions: Positions) -> None:
-    """Has torch's compiler say when it is at work."""
+    """Report the phases in which torch's compiler is at work."""
     from torch._dynamo.callback import callback_handler
 
     phases = ExitStack()

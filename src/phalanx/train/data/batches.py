@@ -1,13 +1,15 @@
-"""The batch of a step: a pure function of the step, cut from one corpus or several.
+"""Batches as a pure function of the step, cut from one or several corpora.
 
-A sequence is `sequence` neighbouring tokens of the stream (the last one is padded), or whole documents
-side by side, or one document and padding. The order of a corpus's sequences is a permutation that each
-epoch computes anew, and which corpus is next follows from how many were taken: to go on after a stop is
-an integer, and every layout sees the same tokens.
+A sequence is `sequence` neighbouring tokens of the stream (the last one is padded), or
+whole documents packed together, or one document and padding. Each epoch computes a new
+permutation of a corpus's sequences, and the number of sequences already taken decides
+which corpus is next. A run therefore resumes from one integer, and every layout sees
+the same tokens.
 
-The permutation is computed, so that nothing is stored and any of its elements can be asked for. A
-Feistel network permutes the numbers of 2k bits; one that leaves 0..size-1 is sent through again until
-it is back (cycle walking: Black and Rogaway 2002), which takes four rounds on average at most.
+The permutation is computed element by element, so that nothing is stored. A Feistel
+network permutes the numbers of 2k bits; a result outside 0..size-1 is sent through
+again until it is inside (cycle walking: Black and Rogaway 2002), at most four rounds on
+average.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ from .token_files import Corpus, DataError, Stream, describe
 if TYPE_CHECKING:
     from torch import Tensor
 
-IGNORED = -100  # a target that counts nothing, as in torch's cross entropy
-PADDING = -1  # the document of what is not there
+IGNORED = -100  # ignore_index of torch's cross entropy
+PADDING = -1  # document number of padding
 ROUNDS = 8
 _WORD = (1 << 64) - 1
 
@@ -39,22 +41,26 @@ Batch = dict[str, "Tensor"]
 
 @dataclass(frozen=True)
 class Batches:
-    """Batches of `size` sequences. `vocab`, if given, is what the model knows: a token beyond it
-    is an error here and not in a kernel.
+    """Batches of `size` sequences from one or several corpora.
 
-    Of several corpora each has its weight's share of any run of sequences, as nearly as whole numbers
-    can, and begins anew when it is used up; without weights all are used up together. `packing` is
-    "wrapped" (sequences are cut wherever they end), "bfd" (whole documents, best fit decreasing), "none"
-    (one document in each), or empty: bfd for chats and else wrapped.
+    `vocab`, if given, is the model's vocabulary: a token beyond it is an error here
+    instead of in a kernel.
 
-    With `masks` documents are kept apart: no attention across their ends (`documents`), positions
-    begin anew in each, and the first token of one is not a target. Without, text just flows on.
-    `origin` is where the count of sequences began: see `resumed`.
+    Each of several corpora gets its weight's share of any range of sequences, as
+    closely as whole numbers allow, and starts over when it is exhausted. Without
+    weights all corpora are exhausted together. `packing` is "wrapped" (sequences are
+    cut at any token), "bfd" (whole documents, best fit decreasing), "none" (one
+    document each), or "": bfd for chats, otherwise wrapped.
+
+    `masks` keeps documents apart: no attention across their boundaries (`documents`),
+    positions restart in each, and the first token of a document is not a target.
+    Without it, text runs on across documents. `origin` offsets the count of sequences:
+    see `resumed`.
     """
 
     corpora: tuple[Corpus, ...]
     sequence: int
-    size: int  # sequences of a step, over all ranks
+    size: int  # sequences of a step, on all ranks together
     seed: int = 0
     masks: bool = True
     vocab: int = 0
@@ -85,7 +91,7 @@ class Batches:
 
     @property
     def name(self) -> str:
-        """The corpora's names, with weights if there are several."""
+        """The names of the corpora, with weights if there are several."""
         if len(self.corpora) == 1:
             return self.corpora[0].name
         pairs = zip(self.corpora, self._weights, strict=True)
@@ -93,12 +99,13 @@ class Batches:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Differs for other tokens, or other shares of them. Files are read for it."""
+        """A digest of the tokens and the shares of the corpora. Reads the files."""
         return fingerprint(describe(self.corpora))
 
     @property
     def mark(self) -> str:
-        """The fingerprint that checkpoints of earlier versions have: it covers sizes and beginnings."""
+        """The fingerprint in checkpoints of earlier versions, which covers file sizes
+        and beginnings."""
         if len(self.corpora) == 1:
             return self.corpora[0].mark
         marks = [f"{corpus.mark}:{corpus.weight}" for corpus in self.corpora]
@@ -127,24 +134,27 @@ class Batches:
 
     @property
     def sequences(self) -> int:
-        """Number of sequences in all corpora; an epoch over a single corpus shows each once."""
+        """The number of sequences in all corpora; an epoch over a single corpus shows
+        each once."""
         return sum(cut.count for cut in self._train)
 
     @property
     def notices(self) -> list[str]:
-        """The documents that are left out of training, a sentence for each corpus."""
+        """Documents that are cut or left out of training, one sentence for each
+        corpus."""
         return [f"{cut.corpus.name}: {cut.notice}" for cut in self._train if cut.notice]
 
     def cursor(self, step: int) -> int:
-        """Number of sequences taken by the steps before this one."""
+        """Return the number of sequences taken before this step."""
         return self.origin + step * self.size
 
     def resumed(self, step: int, cursor: int) -> Batches:
-        """These batches, going on at `step` behind what has been taken, even in other sizes."""
+        """Return batches that continue at `step` after `cursor` sequences, even with
+        other sizes."""
         return replace(self, origin=cursor - step * self.size)
 
     def batch(self, step: int, rows: slice | None = None) -> Batch:
-        """The step's batch, or these rows of it: nothing else is read."""
+        """Return the step's batch, or some rows of it. Only these rows are read."""
         first = self.cursor(step)
         taken = []
         for row in range(*(rows or slice(None)).indices(self.size)):
@@ -156,12 +166,14 @@ class Batches:
 
     @property
     def validations(self) -> int:
-        """Number of batches that cover the held-out parts."""
+        """The number of batches that cover the held-out parts."""
         return -(-sum(cut.count for cut in self._validation) // self.size)
 
     def validation(self, index: int, rows: slice | None = None) -> Batch:
-        """Batch `index` of the held-out parts, in their order; the last is filled up with padding.
-        Parts of several corpora are mixed evenly."""
+        """Return batch `index` of the held-out parts, in order; the last one is padded.
+
+        Several corpora are mixed evenly.
+        """
         if not 0 <= index < self.validations:
             raise DataError(
                 f"{self.name}: there is no validation batch {index} of {self.validations};"
@@ -176,7 +188,8 @@ class Batches:
         return self._stacked(taken)
 
     def bits_per_byte(self, loss: float) -> float | None:
-        """A loss in nats per token as bits per byte of text, where the bytes are known."""
+        """Convert a loss in nats per token to bits per byte, or return None if the
+        bytes are unknown."""
         held = [
             (c.validation.size, c.bytes_per_token)
             for c in self.corpora
@@ -209,7 +222,8 @@ class Batches:
     ) -> None:
         at = 0
         for start, end in cut.runs(number):
-            # With the token that follows the last one, if there is one in the run's document.
+            # includes the token after the last one, as its target, if the document has
+            # one
             stop = min(start + self.sequence - at + 1, end)
             if stop - start < 2:
                 continue
@@ -245,8 +259,11 @@ class Batches:
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """A stream in `count` sequences. Where `chosen` is given, these are its documents, and sequence n
-    has those from `edges[n]` to `edges[n + 1]`; else it is cut wherever a sequence ends."""
+    """A stream divided into `count` sequences.
+
+    If `chosen` is given, sequence n consists of its documents `edges[n]` to `edges[n +
+    1]`; otherwise the stream is cut every `sequence` tokens.
+    """
 
     corpus: Corpus
     stream: Stream
@@ -257,7 +274,8 @@ class Sequences:
     notice: str = ""
 
     def runs(self, number: int) -> Iterator[tuple[int, int]]:
-        """Start of each run of tokens of a sequence in the stream, and its latest end."""
+        """Yield the start of each run of tokens in a sequence, and the largest possible
+        end."""
         if self.chosen is None or self.edges is None:
             yield number * self.sequence, self.stream.size
             return
@@ -266,11 +284,11 @@ class Sequences:
             yield int(starts[document]), int(starts[document + 1])
 
 
-@lru_cache(maxsize=64)  # a run that goes on makes its batches anew
+@lru_cache(maxsize=64)  # a resumed run makes its batches anew
 def _cut(corpus: Corpus, stream: Stream, sequence: int, packing: str) -> Sequences:
     packing = packing or ("wrapped" if stream.answers is None else "bfd")
     if packing == "wrapped":
-        # The last token of a stream has nothing after it, so it begins no sequence.
+        # The last token of a stream has no target, so no sequence begins with it.
         count = -(-max(1, stream.size - 1) // sequence) if stream.size else 0
         return Sequences(corpus, stream, sequence, count)
     lengths = np.diff(stream.starts)
@@ -278,7 +296,7 @@ def _cut(corpus: Corpus, stream: Stream, sequence: int, packing: str) -> Sequenc
     longer = np.flatnonzero(lengths > sequence)
     for document in longer if stream.answers is not None else ():
         start = int(stream.starts[document])
-        # Of the first `sequence` tokens the targets are the next ones.
+        # the targets of the first `sequence` tokens are the tokens after them
         stop = min(start + sequence + 1, int(stream.starts[document + 1]))
         kept[document] = stream.read_answers(start + 1, stop).any()
     documents = np.flatnonzero(kept)
@@ -304,11 +322,13 @@ def _cut(corpus: Corpus, stream: Stream, sequence: int, packing: str) -> Sequenc
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Packs lengths into rows of `room` and returns the indices in each row: longest first, each
-    into the fullest row that still has room (best fit decreasing)."""
+    """Pack lengths into rows of `room` and return the indices in each row.
+
+    Best fit decreasing: longest first, each into the fullest row that still has room.
+    """
     rows: list[list[int]] = []
-    # Rows by what is left in them, and what is left as bits of a number: the lowest set bit from a
-    # length on is found in one operation.
+    # left[space]: rows with that much space; `bits` has a bit set for each non-empty
+    # list, so that the smallest sufficient space is found in one operation.
     left: list[list[int]] = [[] for _ in range(room + 1)]
     bits = 0
     for number in sorted(range(len(lengths)), key=lambda n: (-lengths[n], n)):
@@ -333,18 +353,19 @@ def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
 
 
 def shared_out(number: int, weights: tuple[int, ...]) -> tuple[int, int]:
-    """The corpus of sequence `number`, and the sequence's index in it.
+    """Return the corpus of sequence `number`, and the sequence's index in that corpus.
 
-    A corpus's j-th sequence has the time (2j + 1) / (2 weight), in units in which all weights pass
-    together: merged by time, any run of sequences has nearly each weight's share.
+    The j-th sequence of a corpus is due at time (2j + 1) / (2 weight). Merging all
+    corpora by time gives each nearly its weight's share of any range of sequences.
     """
     if len(weights) == 1:
         return 0, number
     total = sum(weights)
-    # Times are compared as whole numbers: (2j + 1) * unit / weight.
+    # Times are compared as integers: (2j + 1) * unit / weight.
     unit = math.lcm(*(w for w in weights if w))
     begin = max(0, number - len(weights))
-    # How many of each stand before the time `begin`; all together at most `number`.
+    # The number of each corpus's sequences before time `begin`; at most `number` in
+    # total.
     taken = [(2 * begin * w + total) // (2 * total) for w in weights]
     missing = number - sum(taken)
     while True:
@@ -361,7 +382,7 @@ def shared_out(number: int, weights: tuple[int, ...]) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Permutation:
-    """The numbers 0 to size - 1 in an order that (seed, epoch) decide."""
+    """A permutation of 0 to size - 1, determined by seed and epoch."""
 
     size: int
     seed: int

@@ -1,10 +1,12 @@
-"""Digests of the files that a run reads, and the records by which a checkpoint knows its data.
+"""Digests of a run's data files, and the records by which a checkpoint recognises its
+data.
 
-Where all files of a run have at most `WHOLE` bytes together, every byte is read. Of larger data
-`BLOCKS` blocks are read, spread over all files by their sizes (docs/data-format.md says what that can
-miss). Names, places and times are no part of a digest: a folder that was moved is the same data.
+If all files together have at most `WHOLE` bytes, every byte is read. Of more data,
+`BLOCKS` blocks are sampled, spread over all files by size (docs/data-format.md explains
+what that can miss). Names, paths and times are not part of a digest: a moved folder is
+the same data.
 
-A large file is read once: its digest is kept in the user's cache folder until the file changes.
+The digest of a large file is kept in the user's cache folder until the file changes.
 """
 
 from __future__ import annotations
@@ -29,24 +31,25 @@ from ...layout.files import open_regular, write_text
 from ..checksums import CHECKSUMS, FASTEST
 from ..folder import count
 
-BLOCK = 1 << 18  # bytes of a block of a file that is sampled
-BLOCKS = 1 << 16  # blocks that are read of all files together
+BLOCK = 1 << 18  # bytes of a sampled block
+BLOCKS = 1 << 16  # blocks sampled from all files together
 WHOLE = BLOCK * BLOCKS  # 16 GiB
-CHUNK = 4 << 20  # bytes of a whole file that one thread reads at a time
-THREADS = 8  # that read: storage over a network answers many requests at once
-KEPT = 64 << 20  # bytes of the smallest file whose digest is kept
-MOST = 4096  # digests that are kept
-# A file that was written so many seconds ago can be written once more within the same tick of its
-# clock, so its digest is not kept.
+CHUNK = 4 << 20  # bytes of an unsampled file that a thread reads at a time
+THREADS = 8  # reader threads: network storage answers many requests at once
+KEPT = 64 << 20  # bytes; digests of smaller files are not cached
+MOST = 4096  # maximum number of cached digests
+# Seconds. A file written more recently could be written again within the same tick of
+# its clock, so its digest is not cached.
 SETTLED = 2.0
 _DIGEST = re.compile(r"[a-z0-9_]{1,20}:[0-9a-f]{32,64}")
 
 
 @dataclass(frozen=True)
 class FileDigest:
-    """A file of data: its place, its role in its source, and its content.
+    """A data file: its path, its role in its source, and the digest of its content.
 
-    `blocks` is how many blocks were read; 0: every byte. The digest begins with the checksum's name.
+    `blocks` is the number of sampled blocks; 0 means every byte was read. The digest is
+    prefixed with the name of the checksum.
     """
 
     path: str
@@ -60,8 +63,9 @@ class FileDigest:
 class SourceRecord:
     """One source of a run's data, as a checkpoint records it.
 
-    `reading` says how tokens are read from the files; `train` and `validation` count the tokens of the
-    two parts. `content` is the digest of a source that has no files. `weight` is as the run has it.
+    `reading` describes how tokens are decoded from the files; `train` and `validation`
+    count the tokens of the two parts. `content` is the digest of a source without
+    files. `weight` is the one in the run file.
     """
 
     name: str
@@ -77,7 +81,7 @@ class SourceRecord:
 
 
 def blocks_of(sizes: Sequence[int]) -> list[int]:
-    """Number of blocks to read of each of these files; 0 means every byte."""
+    """Return the number of blocks to sample from each file; 0 means every byte."""
     total = sum(sizes)
     if total <= WHOLE:
         return [0] * len(sizes)
@@ -89,13 +93,16 @@ def blocks_of(sizes: Sequence[int]) -> list[int]:
 
 
 def chance_missed(share: float, blocks: int) -> float:
-    """The chance that `blocks` blocks miss a change that touches this share of all blocks. That is for
-    changes all over a file: a run of bytes as long as two of its `blocks` parts is always found."""
+    """Return the probability that sampling misses a change scattered over this share of
+    all blocks.
+
+    A contiguous change of at least two sampling intervals is always found.
+    """
     return math.exp(blocks * math.log1p(-share)) if share < 1 else 0.0
 
 
 def digest_of(path: Path, blocks: int, checksum: str = FASTEST) -> str:
-    """The digest of a file's size and content. Raises OSError."""
+    """Return the digest of a file's size and content. Raises OSError."""
     with open_regular(path) as file, ThreadPoolExecutor(THREADS) as pool:
         size = os.fstat(file.fileno()).st_size
         whole = CHECKSUMS[checksum](f"{size} {blocks}".encode())
@@ -113,23 +120,24 @@ def _part(descriptor: int, checksum: str, span: tuple[int, int]) -> bytes:
 
 
 def _ranges(size: int, blocks: int) -> Iterator[tuple[int, int]]:
-    """Offset and length of each range of a file that is read."""
+    """Yield the offset and length of each range of a file to read."""
     if not blocks:
         yield from ((at, min(CHUNK, size - at)) for at in range(0, size, CHUNK))
         return
-    # One block begins in each of `blocks` equal parts, at a place that follows from the size alone. The
-    # file's beginning, where headers are, and its end are read too.
+    # One block starts in each of `blocks` equal parts, at a position derived from the
+    # size alone. The beginning of the file, where headers are, and its end are read
+    # too.
     draw, part = random.Random(size), size / blocks
     starts = [int((number + draw.random()) * part) for number in range(blocks)]
     for at in (0, *starts, max(0, size - BLOCK)):
         yield at, min(BLOCK, size - at)
 
 
-# ---- digests that are kept
+# ---- cached digests
 
 
 def kept_digest(path: Path, blocks: int) -> str:
-    """The digest of a file, from the cache where the file is as it was then."""
+    """Return the digest of a file, from the cache if the file has not changed."""
     before = path.stat()
     file = _kept_at(path, before, blocks)
     known = _known(file) if before.st_size >= KEPT else ""
@@ -143,7 +151,8 @@ def kept_digest(path: Path, blocks: int) -> str:
 
 
 def identity_of(status: os.stat_result) -> list[int]:
-    """A file's status fields, which change whenever a file of this host is written or replaced."""
+    """Return the status fields of a file that change whenever it is written or
+    replaced."""
     return [
         status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns,
     ]  # fmt: skip
@@ -166,7 +175,7 @@ def _known(file: Path) -> str:
 def _keep(file: Path, digest: str) -> None:
     if not file.is_absolute():  # the user has no home folder
         return
-    with suppress(OSError):  # one that cannot be kept is computed again
+    with suppress(OSError):  # a digest that cannot be cached is computed again
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file, digest)
         there = sorted(file.parent.iterdir(), key=lambda each: each.stat().st_mtime)
@@ -180,7 +189,8 @@ def _keep(file: Path, digest: str) -> None:
 def described(
     sources: Sequence[tuple[SourceRecord, Sequence[tuple[str, Path]]]],
 ) -> list[SourceRecord]:
-    """The records with the digests of their files, each a role and a path. Raises OSError."""
+    """Return the records with the digests of their files, each given as role and path.
+    Raises OSError."""
     paths = [path for _, files in sources for _, path in files]
     sizes = [path.stat().st_size for path in paths]
     counts = iter(zip(sizes, blocks_of(sizes), strict=True))
@@ -196,8 +206,8 @@ def described(
 
 
 def fingerprint(records: Sequence[SourceRecord]) -> str:
-    """One digest of the content, the order and the weights of all sources. Where they lie is no part of
-    it."""
+    """Return one digest of the content, order and weights of all sources, independent
+    of their paths."""
     rows = [
         [
             record.reading, record.content, weight, record.train, record.validation,
@@ -209,7 +219,7 @@ def fingerprint(records: Sequence[SourceRecord]) -> str:
 
 
 def _weights(records: Sequence[SourceRecord]) -> list[int]:
-    """The smallest whole numbers with the same ratios."""
+    """Return the smallest integers with the same ratios."""
     unit = math.gcd(*(record.weight for record in records)) or 1
     return [record.weight // unit for record in records]
 
@@ -222,15 +232,17 @@ def differences(
     here: Sequence[SourceRecord],
     digest: Callable[[Path, int, str], str] = digest_of,
 ) -> list[str]:
-    """Differences between the data of a run and its checkpoint's; empty if there are none. A file
-    whose digest was made in another way is read once more, by `digest`."""
+    """List differences between a run's data and its checkpoint's.
+
+    A file whose digest was computed in another way is read again, by `digest`.
+    """
     if len(there) != len(here):
         names = ", ".join(record.name for record in there)
         return [f"there are {len(here)} sources, and there were {len(there)}: {names}"]
     here = [_in_the_way_of(*pair, digest) for pair in zip(there, here, strict=True)]
     if fingerprint(there) == fingerprint(here):
         return []
-    # A source by what is in it, without its weight.
+    # Compare the content of the sources without their weights.
     was, now = (
         [fingerprint([replace(each, weight=0)]) for each in x] for x in (there, here)
     )
@@ -250,7 +262,8 @@ def differences(
 def _in_the_way_of(
     there: SourceRecord, here: SourceRecord, digest: Callable[[Path, int, str], str]
 ) -> SourceRecord:
-    """A record with the digests of its files made as those of another record were."""
+    """Return a record whose digests are computed in the same way as another
+    record's."""
     files = []
     for number, each in enumerate(here.files):
         old = there.files[number] if number < len(there.files) else each
@@ -267,7 +280,7 @@ def _in_the_way_of(
 
 
 def _changes(old: SourceRecord, new: SourceRecord) -> Iterator[str]:
-    """Changes of one source since the checkpoint."""
+    """Yield the changes of one source since the checkpoint."""
     roles = {each.role: each for each in old.files}
     if [*roles] != [each.role for each in new.files]:
         yield f"{new.name} is read in place of {old.name}"
@@ -300,18 +313,18 @@ def _changes(old: SourceRecord, new: SourceRecord) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class DataRecord:
-    """The sources of a run, in their order."""
+    """The data sources of a run, in order."""
 
     sources: tuple[SourceRecord, ...]
 
 
 def table_of(records: Sequence[SourceRecord]) -> dict[str, Any]:
-    """The records as JSON has them."""
+    """Convert the records to a JSON table."""
     return asdict(DataRecord(tuple(records)))
 
 
 def records_of(
     table: Mapping[str, Any], where: str, error: type[ValueError]
 ) -> list[SourceRecord]:
-    """The records of such a table, whose types are checked."""
+    """Parse such a table into records, checking its types."""
     return [*decode(DataRecord, table, where, error).sources]

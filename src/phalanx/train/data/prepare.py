@@ -1,10 +1,11 @@
-"""Text and chats to token files, restartably: what is done is written down, and a second start goes on
-there.
+"""Tokenizes text and chats into token files. An interrupted preparation can be
+continued.
 
-Blocks of the sources are made tokens, by several processes if that is worth it, and written in their
-order: the files do not depend on how many there are. Every few MiB the outputs are brought to the disk
-and `progress.json` says how long they are; a start that finds it cuts the outputs to that length and
-goes on with the next block. Which files and rows there are is in `sources.py` and `rows.py`.
+Blocks of the sources are tokenized, by several processes if that pays, and written in
+order: the files do not depend on the number of processes. Every few MiB the outputs are
+fsynced and their lengths recorded in `progress.json`. The next start truncates the
+outputs to these lengths and continues with the next block. `sources.py` and `rows.py`
+find the files and rows.
 """
 
 import hashlib
@@ -50,31 +51,34 @@ from .token_files import (
 from .vocabulary import Encoded, Vocabulary
 
 PROGRESS = "progress.json"
-SKIPPED = "skipped.txt"  # every place that was left out, and why
+SKIPPED = "skipped.txt"  # lists everything that was skipped, and the reason
 LIMIT = 1 << 20
-BETWEEN = 16 << 20  # bytes of tokens between two marks of progress
-WORTH = 4 << 20  # bytes of sources for which another process is started
+BETWEEN = 16 << 20  # bytes of tokens between two records of progress
+WORTH = 4 << 20  # bytes of sources that justify one more process
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Progress of a preparation. `key` covers the sources and settings it began with: names, sizes
-    and modification times. `content` covers their contents and the settings."""
+    """Progress of a preparation.
+
+    `key` is a digest of the settings and of the sources' names, sizes and modification
+    times when it began. `content` is one of the settings and the sources' contents.
+    """
 
     key: str
     form: str = ""
     content: str = ""
-    source: int = count(0)  # files that are done
-    block: int = count(0)  # blocks of the next one that are done
-    read: int = count(0)  # bytes of tokens, over all
-    tokens: tuple[int, int] = count((0, 0))  # by split
+    source: int = count(0)  # completed source files
+    block: int = count(0)  # completed blocks of the next file
+    read: int = count(0)  # bytes of tokens written, in total
+    tokens: tuple[int, int] = count((0, 0))  # for each split
     documents: tuple[int, int] = count((0, 0))
-    text: tuple[int, int] = count((0, 0))  # bytes
-    answers: int = count(0)  # tokens that are trained on, where chats are prepared
-    skipped: int = count(0)  # places that could not be read
-    named: int = count(0)  # bytes of what says which
-    empty: int = count(0)  # rows with nothing in them
-    unanswered: int = count(0)  # chats in which nobody answers
+    text: tuple[int, int] = count((0, 0))  # bytes of source text
+    answers: int = count(0)  # trained tokens of chats
+    skipped: int = count(0)  # unreadable rows or files
+    named: int = count(0)  # length of skipped.txt
+    empty: int = count(0)  # rows without content
+    unanswered: int = count(0)  # chats without an answer
 
 
 def prepare(
@@ -88,11 +92,12 @@ def prepare(
     workers: int = 1,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Prepared:
-    """Write the token files of a file or folder; `progress` is called with the bytes done and all bytes.
+    """Write the token files of a file or folder. `progress` is called with the bytes
+    done and in total.
 
-    A folder that this has begun with the same sources is gone on with; a finished one stays. What
-    cannot be read is left out and named in skipped.txt, or refused with its place unless `skip`.
-    Without a number of `workers` there is one for each core.
+    A preparation of the same sources that was begun in `out` is continued; a finished
+    one is left as it is. Unreadable rows are skipped and listed in skipped.txt; without
+    `skip` the first one is an error. `workers=0` means one process for each core.
     """
     sources = find_sources(source)
     form = form_of(sources, field)
@@ -147,13 +152,14 @@ def prepare(
 def _key(
     sources: Sequence[Source], settings: Sequence[object], files: Iterable[list[Any]]
 ) -> str:
-    """A digest of the settings, and of what is known of each source."""
+    """Return a digest of the settings and of what is known about each source."""
     named = [[each.name, *known] for each, known in zip(sources, files, strict=True)]
     return hashlib.sha256(json.dumps([named, *settings]).encode()).hexdigest()
 
 
 def _contents(sources: Sequence[Source]) -> Iterator[list[Any]]:
-    """The digest of each source; an empty one where it cannot be read, which is reported later."""
+    """Yield the digest of each source; empty for an unreadable one, which is reported
+    later."""
     counts = blocks_of([each.size for each in sources])
     for each, sampled in zip(sources, counts, strict=True):
         try:
@@ -165,7 +171,7 @@ def _contents(sources: Sequence[Source]) -> Iterator[list[Any]]:
 def _begun(
     out: Path, sources: Sequence[Source], settings: Sequence[object], form: str
 ) -> Prepared:
-    """The preparation begun here, or a fresh one."""
+    """Return the preparation begun in this folder, or a new one."""
     out.mkdir(parents=True, exist_ok=True)
     times = [[each.size, each.changed] for each in sources]
     written = [[each.size, each.path.stat().st_ctime_ns] for each in sources]
@@ -173,7 +179,8 @@ def _begun(
     if (out / PROGRESS).exists():
         table = Folder(out, DataError).json(PROGRESS, LIMIT)
         done = decode(Prepared, table, str(out / PROGRESS), DataError)
-        # Earlier versions knew no contents. Files that were copied or touched may be the same.
+        # Earlier versions had no content digest. Files that were copied or touched may
+        # be the same.
         same = done.key == (mark if done.content else _key(sources, settings, times))
         if same or done.content == _key(sources, settings, _contents(sources)):
             return done
@@ -185,7 +192,8 @@ def _begun(
     elif any(not each.name.startswith(".") for each in out.iterdir()):
         raise DataError(f"{out} holds something else; choose an empty or new folder.")
     fresh = Prepared(mark, form, _key(sources, settings, _contents(sources)))
-    # At once, so that a start that is stopped before its first mark can be gone on with.
+    # Written at once, so that a start that is stopped before its first record can be
+    # continued.
     write_text(out / PROGRESS, json.dumps(asdict(fresh)) + "\n", durable=True)
     return fresh
 
@@ -193,12 +201,13 @@ def _begun(
 # ---- blocks to tokens
 
 
-# The number of a source, that of a block in it, and the block, or why the rest cannot be read.
+# Number of the source, number of the block in it, and the block or the reason why the
+# rest of the source cannot be read.
 Task = tuple[int, int, SourceBlock | str]
 
 
 def _tasks(sources: Sequence[Source], done: Prepared, form: Form) -> Iterator[Task]:
-    """All that is not done yet."""
+    """Yield the blocks that are not done yet."""
     for index, source in enumerate(sources[done.source :], done.source):
         skip, number = done.block if index == done.source else 0, 0
         try:
@@ -212,8 +221,8 @@ def _tasks(sources: Sequence[Source], done: Prepared, form: Form) -> Iterator[Ta
 
 
 class TokenPart(NamedTuple):
-    """The tokens of a block: for each split the tokens, the lengths of its documents, the answer
-    mask, and the bytes of text."""
+    """The tokens of a block. For each split: tokens, document lengths, answer mask, and
+    bytes of text."""
 
     tokens: tuple[bytes, bytes] = (b"", b"")
     lengths: tuple[NDArray[np.int64], ...] = (np.empty(0, np.int64),) * 2
@@ -228,7 +237,7 @@ Worker = Callable[[Task], TokenPart]
 
 
 def _part_of(vocabulary: Vocabulary, form: Form, share: float, task: Task) -> TokenPart:
-    """The tokens of a block, in this process or another."""
+    """Tokenize a block, in this process or another."""
     block = task[-1]
     if isinstance(block, str):
         return TokenPart(faults=(block,))
@@ -257,7 +266,8 @@ def _part_of(vocabulary: Vocabulary, form: Form, share: float, task: Task) -> To
 
 
 def _encoded_chats(vocabulary: Vocabulary, block: SourceBlock, rows: Rows) -> Encoded:
-    """The tokens of a block's chats; those that cannot be written are taken out of the rows."""
+    """Tokenize a block's chats. Chats that the template cannot write are removed from
+    the rows."""
     numbers, made = rows.numbers, list[Encoded]()
     rows.numbers = []
     for number, chat in zip(numbers, rows.chats, strict=True):
@@ -266,7 +276,7 @@ def _encoded_chats(vocabulary: Vocabulary, block: SourceBlock, rows: Rows) -> En
         except BadRow as error:
             rows.faults.append(f"{place(block, number)}: {error}")
             continue
-        # The first token of a document is nobody's target.
+        # The first token of a document is never a target.
         if one.answers is None or not one.answers[1:].any():
             rows.unanswered += 1
             continue
@@ -283,7 +293,7 @@ def _encoded_chats(vocabulary: Vocabulary, block: SourceBlock, rows: Rows) -> En
 def _parted(
     values: NDArray[Any], lengths: NDArray[np.int64], held: NDArray[np.bool_]
 ) -> tuple[bytes, bytes]:
-    """The values of documents that are not held out, and of those that are."""
+    """Split values into those of training documents and of held-out documents."""
     edges = np.append(0, np.cumsum(lengths))
     cuts = [0, *(np.flatnonzero(np.diff(held)) + 1).tolist(), len(held)]
     parts: tuple[list[Any], list[Any]] = ([], [])
@@ -296,11 +306,11 @@ def _parted(
 def _results(
     tasks: Iterable[Task], worker: Worker, workers: int, stack: ExitStack
 ) -> Iterator[tuple[Task, TokenPart]]:
-    """The parts of all tasks, in their order."""
+    """Yield the tokens of all tasks, in order."""
     if workers == 1:
         yield from ((task, worker(task)) for task in tasks)
         return
-    # Not forked: this process may have threads, of a progress bar or of the tokenizer.
+    # Not forked: this process may have threads of a progress bar or of the tokenizer.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, context, _begin, (worker,))
     stack.callback(pool.shutdown, cancel_futures=True)
@@ -308,7 +318,7 @@ def _results(
     try:
         for task in tasks:
             waiting.append((task, pool.submit(_work, task)))
-            if len(waiting) > 2 * workers:  # no more than these are in memory
+            if len(waiting) > 2 * workers:  # limits the blocks in memory
                 done, future = waiting.popleft()
                 yield done, future.result()
         for done, future in waiting:
@@ -320,14 +330,15 @@ def _results(
         ) from None
 
 
-_worker: Worker  # of this process, if it was started to make tokens
+_worker: Worker  # set in processes that were started to tokenize
 
 
 def _begin(worker: Worker) -> None:
     global _worker
     _worker = worker
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core
-    # Ctrl-C is for the process that has started this
+    # there is already one process for each core
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    # Ctrl-C is handled by the parent process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -347,7 +358,8 @@ def _work(task: Task) -> TokenPart:
 
 
 class _Writer:
-    """The output files, as far as progress tells, and from there on; `stack` closes them."""
+    """The output files, truncated to the recorded progress and appended from there;
+    `stack` closes them."""
 
     def __init__(
         self,
@@ -392,7 +404,8 @@ class _Writer:
         file.seek(size)
 
     def add(self, task: Task, part: TokenPart) -> None:
-        """Append documents, each to its part; now and then mark the progress."""
+        """Append a block's documents to their splits, and record the progress every
+        `BETWEEN` bytes."""
         if part.faults and not self.skip:
             raise DataError(
                 f"{part.faults[0]}. With --on-bad skip it is left out, and named."
@@ -427,7 +440,7 @@ class _Writer:
             self.mark()
 
     def mark(self) -> None:
-        """Bring all to the disk, then say so: never the other way round."""
+        """Fsync the files, then record the progress: never the other way round."""
         for file in self.files.values():
             file.flush()
             os.fsync(file.fileno())

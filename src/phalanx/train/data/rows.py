@@ -1,7 +1,8 @@
-"""The meaning of a block's rows: texts, or chats with the parts that are answers.
+"""Interprets the rows of a block: texts, or chats with answers to train on.
 
-Nothing is guessed or repaired: a row that is neither is reported with its place and the reason.
-Empty rows (NULL, no text, no messages) are counted, and so are chats without an answer.
+Nothing is guessed or repaired: a row that is neither text nor chat is reported with its
+place and the reason. Empty rows (NULL, no text, no messages) and chats without an
+answer are counted.
 """
 
 import importlib
@@ -23,7 +24,7 @@ TEXT, MESSAGES, SHAREGPT, PAIR = (
     ("prompt", "completion"),
 )
 ASSISTANT = "assistant"
-_CALLED = {  # ShareGPT's names
+_CALLED = {  # names of roles in ShareGPT files
     "user": ("human", "user"),
     ASSISTANT: ("gpt", "assistant", "model", "chatgpt", "bing", "bard"),
     "system": ("system",),
@@ -36,8 +37,10 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Form:
-    """The form of a row: text under the name `field`, or a chat. A chat without a field is a
-    `prompt` with its `completion`."""
+    """The form of a row: text in the column `field`, or a chat.
+
+    A chat without a field is a `prompt` with its `completion`.
+    """
 
     field: str
     chat: bool
@@ -61,13 +64,16 @@ class Form:
 
 @dataclass
 class Rows:
-    """The documents of a block, with their numbers in the file: texts in UTF-8, joined, with the length
-    of each, or chats. `faults` are places with reasons."""
+    """The documents of a block with their numbers in the file.
+
+    Texts are joined in UTF-8, with the length of each; chats are lists of messages.
+    `faults` are places with reasons.
+    """
 
     numbers: list[int] = field(default_factory=list)
     raw: bytes | memoryview = b""
     lengths: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    # with their tools
+    # messages and tools of each
     chats: list[tuple[list[Message], Any]] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     empty: int = 0
@@ -75,12 +81,12 @@ class Rows:
 
 
 class BadRow(ValueError):
-    """Why a row is not what it should be."""
+    """Raised for a row that is not valid text or a valid chat."""
 
 
 def form_of(sources: Sequence[Source], name: str) -> Form:
-    """The form of the sources' rows, by the first row that is not empty; `name` is the field, if
-    known."""
+    """Detect the form of the sources' rows from the first non-empty one. `name` is the
+    field, if given."""
     why = ""
     for source in sources:
         if source.kind == "text":
@@ -103,7 +109,7 @@ def form_of(sources: Sequence[Source], name: str) -> Form:
 
 
 def _form(row: Any, name: str, where: str) -> Form | None:
-    """The form of a row, or None if it is empty."""
+    """Return the form of a row, or None if it is empty."""
     if not isinstance(row, dict):
         return None
     if name and name not in row:
@@ -127,7 +133,7 @@ def _form(row: Any, name: str, where: str) -> Form | None:
 
 
 def read_rows(block: SourceBlock, form: Form) -> Rows:
-    """The documents of a block."""
+    """Return the documents of a block."""
     rows = Rows()
     if block.source.kind == "text":
         _plain_text(block, form, rows)
@@ -194,8 +200,11 @@ def _plain_text(block: SourceBlock, form: Form, rows: Rows) -> None:
 
 
 def _column(block: SourceBlock, form: Form, rows: Rows) -> bool:
-    """The texts of a block that Arrow can take whole, without a Python object for each; anything
-    unusual in it is left to be read row by row, which says what is wrong."""
+    """Read a block's texts as a whole through Arrow, without a Python object for each.
+
+    Returns False for anything unusual; the block is then read row by row, which reports
+    the fault.
+    """
     content = block.content
     table = (
         content.batch if isinstance(content, Table) else _lines_as_table(block, form)
@@ -211,7 +220,8 @@ def _column(block: SourceBlock, form: Form, rows: Rows) -> bool:
     column = table.column(form.field).cast(pyarrow.large_string())
     if isinstance(content, Table):
         try:
-            column.validate(full=True)  # that it is UTF-8, which a line of JSON is here
+            # validates UTF-8; JSON lines were decoded before
+            column.validate(full=True)
         except pyarrow.ArrowInvalid:
             return False
     elif column.num_chunks != 1:
@@ -233,12 +243,13 @@ def _column(block: SourceBlock, form: Form, rows: Rows) -> bool:
 
 
 def _lines_as_table(block: SourceBlock, form: Form) -> Any:
-    """Lines of JSON that each are an object with a text, as a table, if pyarrow is there to do it."""
+    """Parse JSON lines into an Arrow table, or return None if pyarrow is missing or the
+    lines are unusual."""
     if not isinstance(block.content, bytes):
         return None
     try:
         reader, pyarrow = map(importlib.import_module, ("pyarrow.json", "pyarrow"))
-        # also what is in other fields
+        # refuses invalid UTF-8 in the other fields too
         _ = block.content.isascii() or block.content.decode()
     except (ImportError, UnicodeDecodeError):
         return None
@@ -253,7 +264,8 @@ def _lines_as_table(block: SourceBlock, form: Form) -> Any:
         )
     except pyarrow.ArrowException:
         return None
-    # A line without the field is NULL there, as one with NULL is; and two may stand in one line.
+    # Arrow reads a missing field as NULL, and two objects on one line as two rows:
+    # leave both to Python.
     whole = table.num_rows == block.lines and not table.column(0).null_count
     return table if whole else None
 
@@ -262,7 +274,7 @@ def _lines_as_table(block: SourceBlock, form: Form) -> Any:
 
 
 def _objects(block: SourceBlock, faults: list[str]) -> Iterator[tuple[int, Any]]:
-    """Numbered rows; those that cannot be read are faults."""
+    """Yield numbered rows; unreadable ones are added to `faults`."""
     if isinstance(block.content, list):
         yield from enumerate(block.content, block.first)
         return
@@ -271,7 +283,7 @@ def _objects(block: SourceBlock, faults: list[str]) -> Iterator[tuple[int, Any]]
         for number in range(block.first, block.first + table.num_rows):
             try:
                 yield number, table.slice(number - block.first, 1).to_pylist()[0]
-            except UnicodeDecodeError as error:  # Arrow does not look
+            except UnicodeDecodeError as error:  # Arrow does not validate UTF-8
                 faults.append(
                     f"{place(block, number)}: byte {error.start} of a text is not UTF-8"
                 )
@@ -280,7 +292,7 @@ def _objects(block: SourceBlock, faults: list[str]) -> Iterator[tuple[int, Any]]
     lines: Any
     try:
         lines = block.content.decode().split("\n")
-    except UnicodeDecodeError:  # which of them is named below
+    except UnicodeDecodeError:  # the loop below finds the invalid line
         lines = block.content.split(b"\n")
     for number, line in enumerate(lines, block.first):
         try:
@@ -327,7 +339,8 @@ def _add_chat(row: Any, number: int, name: str, rows: Rows) -> None:
 
 
 def answers(number: int, message: Message) -> bool:
-    """True if a message answers those before it. OpenAI's files exclude one with weight 0."""
+    """True if a message is an answer to train on. OpenAI's format excludes those with
+    weight 0."""
     said = any(
         message.get(each) for each in ("content", "tool_calls", "reasoning_content")
     )
@@ -341,7 +354,7 @@ def _turn(value: Any, role: str, name: str) -> list[Message]:
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     messages = _messages(value)
-    if role != ASSISTANT:  # what the prompt quotes is not trained on
+    if role != ASSISTANT:  # assistant messages quoted in the prompt are not trained on
         return [message | {"weight": 0} for message in messages]
     if any(message["role"] != ASSISTANT for message in messages):
         raise BadRow(f"{name!r} has messages that are not the assistant's")
@@ -349,7 +362,8 @@ def _turn(value: Any, role: str, name: str) -> list[Message]:
 
 
 def _messages(value: Any) -> list[Message]:
-    """Messages with a role and a content, also from ShareGPT's `from` and `value`."""
+    """Return messages with `role` and `content`; ShareGPT's `from` and `value` are
+    converted."""
     if value is None:
         return []
     if not isinstance(value, list):

@@ -1,8 +1,9 @@
-"""Files of text and of chats, as blocks that can be read apart from each other.
+"""Reads files of text and chats in blocks that can be processed independently.
 
-Lines of JSON (also .gz and .zst), JSON arrays, Parquet, folders that `datasets` has saved (Arrow) and
-plain text. Each file is cut into blocks of about a MiB, always at the same places; what is in a block
-is read in `rows.py`. A file, or the rest of it, that cannot be read raises `BadFile`, with the place.
+Formats: JSON lines (also .gz and .zst), JSON arrays, Parquet, folders saved by
+`datasets` (Arrow) and plain text. Each file is cut into blocks of about a MiB, always
+at the same places; `rows.py` interprets them. An unreadable file, or an unreadable rest
+of one, raises `BadFile` with the place.
 """
 
 import codecs
@@ -24,19 +25,22 @@ from ..folder import Folder
 from .token_files import SPLITS, DataError
 
 BLOCK = 1 << 20  # bytes of a block
-LINE = 64 << 20  # bytes of one line of JSON
-LONGEST = 1 << 20  # bytes of one document of plain text
+LINE = 64 << 20  # maximum bytes of a line of JSON
+# bytes of a plain-text document: at most LONGEST, and SHORTEST if one small file is
+# split
+LONGEST = 1 << 20
 SHORTEST = 1 << 10
-_SAVED = ("state.json", "dataset_info.json")  # of a folder that datasets has saved
+_SAVED = ("state.json", "dataset_info.json")  # files of a folder that `datasets` saved
 _SPLITS = "dataset_dict.json"
-_LIMIT = 64 << 20  # bytes of a description
+_LIMIT = 64 << 20  # maximum bytes of a description
 _PACKED = (".gz", ".zst")
 _TABLES = {".parquet": "parquet", ".arrow": "arrow"}
 _NOT_READ = (".csv", ".tsv", ".xls", ".xlsx")
 
 
 class BadFile(ValueError):
-    """An unreadable part of a file: the place and the reason. The blocks before it are good."""
+    """Raised for an unreadable part of a file, with its place and the reason. The
+    blocks before it are good."""
 
     def __init__(self, place: str, why: str) -> None:
         super().__init__(f"{place}: {why}")
@@ -44,10 +48,11 @@ class BadFile(ValueError):
 
 @dataclass(frozen=True)
 class Source:
-    """One file to read: its name below the folder, and what tells that it has not changed.
+    """One file to read: its name below the folder, and what shows that it has not
+    changed.
 
-    `kind` is lines, array, parquet, arrow or text. `split` is set where the folder says which part
-    of the data this is: 0 to train on, 1 held out.
+    `kind` is lines, array, parquet, arrow or text. `split` is set if the folder assigns
+    the file to a part of the data: 0 for training, 1 for validation.
     """
 
     path: Path
@@ -60,8 +65,8 @@ class Source:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of a table of Arrow's. What goes to another process is these rows alone, where the batch
-    may be a slice of a much larger one."""
+    """An Arrow record batch. Pickling sends only these rows, even if they are a slice
+    of a larger batch."""
 
     batch: Any
 
@@ -80,19 +85,21 @@ def _sent_table(content: bytes) -> Table:
 
 @dataclass(frozen=True)
 class SourceBlock:
-    """Some documents of a source, as they stand in the file: lines or a text, objects of JSON, or a
-    table. The first of them is number `first`; `behind` bytes of the file have
-    been read."""
+    """Some documents of a source as stored: lines, text, JSON objects or a table.
+
+    The first document is number `first`; `behind` bytes of the file have been read.
+    """
 
     source: Source
     first: int
     content: bytes | list[Any] | Table
     behind: int
-    lines: int = 0  # where they are lines
+    lines: int = 0  # the number of lines, for text of lines
 
 
 def find_sources(path: Path) -> list[Source]:
-    """The file, or every file below the folder by name. Links that lead out are refused."""
+    """Return the file, or every file below a folder, sorted by name. Links that lead
+    out are refused."""
     if not path.exists():
         raise DataError(f"{path} does not exist. Name a file or a folder.")
     sources = list(
@@ -108,12 +115,12 @@ def _below(root: Path, folder: Path, split: int | None) -> Iterator[Source]:
         files = Folder(folder, DataError)
         for each in files.json(_SAVED[0], _LIMIT).get("_data_files") or ():
             name = str(each.get("filename") if isinstance(each, dict) else each)
-            # only plain names of this folder are files of the data
+            # refuses names that lead out of this folder
             files.open(name).close()
             yield _source(folder / name, root, split)
         return
     if (folder / _SPLITS).is_file():
-        # What is there to test on is neither trained on nor looked at.
+        # A test split is neither trained on nor read.
         parts = [folder / name for name in SPLITS if (folder / name).is_dir()]
         for number, part in enumerate(parts):
             yield from _below(root, part, number if len(parts) > 1 else None)
@@ -147,10 +154,10 @@ def _source(path: Path, root: Path, split: int | None = None) -> Source:
 def blocks(
     source: Source, columns: tuple[str, ...] = (), *, alone: bool = False
 ) -> Iterator[SourceBlock]:
-    """The blocks of a file. Of tables only these columns are read, or else all.
+    """Yield the blocks of a file. Of tables, only `columns` are read, or all if empty.
 
-    A long plain text is cut at line ends into documents of about a MiB; one that is the whole source
-    (`alone`) into about 64, so that some of it can be held out.
+    A long plain text is cut at line ends into documents of about a MiB. If it is the
+    only source (`alone`), it is cut into about 64, so that some of it can be held out.
     """
     if source.path.suffix in _NOT_READ:
         raise BadFile(
@@ -175,8 +182,10 @@ def blocks(
 
 
 class _Unpacked(io.RawIOBase):
-    """The content of a .gz or .zst file of any number of members. One that is cut is an error, which
-    zstandard's own reader takes for the end."""
+    """The decompressed content of a .gz or .zst file with any number of members.
+
+    A truncated file is an error; zstandard's own reader takes it for the end.
+    """
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
         self.file, self.path, self.rest = file, path, b""
@@ -194,7 +203,7 @@ class _Unpacked(io.RawIOBase):
 
     def readinto(self, into: Any) -> int:
         while not self.ready:
-            # A little at a time: 16 KiB can be many MiB of zeros.
+            # A little at a time: 16 KiB can decompress to many MiB of zeros.
             packed = self.rest or self.file.read(1 << 14)
             self.rest = b""
             if not packed:
@@ -219,7 +228,8 @@ class _Unpacked(io.RawIOBase):
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """The file's content, unpacked, and the file as it is, whose position tells how far it was read."""
+    """Open a file for its decompressed content and for itself, whose position tells how
+    far it was read."""
     try:
         with open_regular(path) as raw:
             packed: Any = _Unpacked(raw, path) if path.suffix in _PACKED else None
@@ -229,7 +239,7 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 
 def needed(module: str, place: object, what: str) -> Any:
-    """A module that is not always installed."""
+    """Import an optional module, or raise with the command that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -247,7 +257,7 @@ def _texts(
         if not number and b"\0" in content[:8192]:
             raise BadFile(str(source.path), "is not text: it has bytes of zero")
         content += b"" if content.endswith(b"\n") else file.readline(longest)
-        # A line without end is cut, but never within a character.
+        # A line without end is cut, but never within a UTF-8 character.
         tail = content[-4:]
         cut = len(content) - len(tail) + codecs.utf_8_decode(tail, "ignore", False)[1]
         content, rest = content[:cut], content[cut:]
@@ -266,7 +276,7 @@ def _lines(source: Source, file: BinaryIO, raw: BinaryIO) -> Iterator[SourceBloc
             raise BadFile(
                 f"{source.path}, line {first}", f"is longer than {LINE:,} bytes"
             )
-        # Three times as fast as bytes.count.
+        # three times as fast as bytes.count
         lines = int(np.count_nonzero(np.frombuffer(content, np.uint8) == ord("\n")))
         lines += not content.endswith(b"\n")
         yield SourceBlock(
@@ -276,7 +286,7 @@ def _lines(source: Source, file: BinaryIO, raw: BinaryIO) -> Iterator[SourceBloc
 
 
 def _objects(source: Source, file: BinaryIO, raw: BinaryIO) -> Iterator[SourceBlock]:
-    """The elements of a JSON array. A file of this name may also hold lines of JSON."""
+    """Yield the elements of a JSON array. A .json file may also hold JSON lines."""
     reader = codecs.getreader("utf-8-sig")(file)
     decoder, number, batch, size = json.JSONDecoder(), 0, list[Any](), 0
     place, wrong = str(source.path), None
@@ -307,7 +317,7 @@ def _objects(source: Source, file: BinaryIO, raw: BinaryIO) -> Iterator[SourceBl
                 value, stop = decoder.raw_decode(text, at)
             except ValueError:
                 stop = len(text)
-            # What ends where the text does may go on in what has not been read.
+            # A value that ends where the text does may continue in the unread part.
             if stop >= len(text) and not ended:
                 more = reader.read(max(BLOCK, len(text) - at))
                 text, at, ended = text[at:] + more, 0, not more
@@ -355,7 +365,8 @@ def _tables(source: Source, columns: tuple[str, ...]) -> Iterator[SourceBlock]:
 
 
 def _batches(source: Source, columns: tuple[str, ...]) -> Iterator[tuple[Any, int]]:
-    """Record batches of a table, and how many rows the file has, if that is known."""
+    """Yield a table's record batches, and the number of rows of the file if it is
+    known, else 0."""
     if source.kind == "parquet":
         with importlib.import_module("pyarrow.parquet").ParquetFile(
             source.path
@@ -366,7 +377,8 @@ def _batches(source: Source, columns: tuple[str, ...]) -> Iterator[tuple[Any, in
         return
     pyarrow, ipc = map(importlib.import_module, ("pyarrow", "pyarrow.ipc"))
     with pyarrow.memory_map(os.fspath(source.path)) as mapped:
-        for batch in ipc.open_stream(mapped):  # as datasets saves it
+        # the stream format, in which `datasets` saves
+        for batch in ipc.open_stream(mapped):
             yield batch.select(_wanted(source, batch.schema.names, columns)), 0
 
 

@@ -1,9 +1,9 @@
-"""Files of tokens: our own (docs/data-format.md), nanoGPT's and llm.c's `.bin`, Megatron's `.bin` with
-`.idx`, and the text that every machine has. Each is opened as a corpus: documents in a row, one part to
-train on and one held out.
+"""Token files: our own (docs/data-format.md), nanoGPT's and llm.c's `.bin`, Megatron's
+`.bin` with `.idx`, and the Python library as bytes. Each is opened as a corpus: a
+sequence of documents in a training and a held-out part.
 
-Tokens are mapped and not read. Text becomes tokens in `prepare.py`; sequences are cut from a corpus in
-`batches.py`.
+Files are mapped into memory. `prepare.py` makes tokens from text, and `batches.py` cuts
+sequences from a corpus.
 """
 
 import hashlib
@@ -31,15 +31,17 @@ Tokens = NDArray[np.generic]
 
 
 class DataError(ValueError):
-    """Data that cannot be used, or not so: the file, what is wrong with it, the way out."""
+    """Raised for unusable data: names the file, the problem and a way out."""
 
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """Documents one after another. Document d is `starts[d]` to `starts[d + 1]` of the stream.
+    """Documents one after another. Document d spans `starts[d]` to `starts[d + 1]` of
+    the stream.
 
-    `tokens` may hold other documents too; then `origins[d]` says where document d begins in it.
-    `answers` are 1 where a token is trained on; without, all are.
+    `tokens` may also hold documents of the other part; then document d begins at
+    `origins[d]` in it. `answers` is 1 for tokens that are trained on; if it is None,
+    all are.
     """
 
     tokens: Tokens
@@ -53,7 +55,7 @@ class Stream:
         return int(self.starts[-1])
 
     def read_answers(self, start: int, stop: int) -> NDArray[np.bool_]:
-        """A mask of these tokens: true where they are trained on."""
+        """Return a mask of the tokens that are trained on."""
         if self.answers is None:
             return np.ones(stop - start, bool)
         refuse_cut(self.answers)
@@ -62,7 +64,7 @@ class Stream:
     def read(
         self, start: int, stop: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """These tokens, and the number of each one's document."""
+        """Return tokens `start` to `stop`, and the number of each one's document."""
         refuse_cut(self.tokens)
         refuse_cut(self.starts)
         first, last = np.searchsorted(self.starts, (start, stop - 1), "right") - 1
@@ -80,12 +82,13 @@ class Stream:
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """A corpus of tokens. `vocab` is 0 if the files do not give it.
+    """The tokens of one data source. `vocab` is 0 if the files do not give it.
 
-    `mark` is cheap: it covers sizes and beginnings of files, and all of a text in memory.
-    `bytes_per_token` is that of the held-out part: it converts a loss per token to bits per byte.
-    Among several corpora, `weight` is this one's relative share of sequences. `files` are the files
-    that the streams are mapped from, each with its role; `reading` says how.
+    `mark` is a cheap fingerprint: it covers file sizes and beginnings, or all of a text
+    in memory. `bytes_per_token` is that of the held-out part and converts a loss per
+    token to bits per byte. `weight` is the relative share of sequences among several
+    corpora. `files` are the mapped files with their roles; `reading` describes how they
+    are decoded.
     """
 
     name: str
@@ -100,19 +103,19 @@ class Corpus:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of the content: files are read for it, at most 16 GiB of them."""
+        """A digest of the content. Reads the files, at most 16 GiB of them."""
         return fingerprint(describe([self]))
 
     @property
     def record(self) -> SourceRecord:
-        """The checkpoint's record of this source, without its files."""
+        """This source as a checkpoint records it, without its files."""
         content = "" if self.files else self.mark
         sizes = self.train.size, self.validation.size
         return SourceRecord(self.name, self.reading, content, self.weight, *sizes)
 
 
 def describe(corpora: Sequence[Corpus]) -> list[SourceRecord]:
-    """The checkpoint's records of these sources, with digests of their files."""
+    """Return the checkpoint's records of these sources, with digests of their files."""
     try:
         return described([(corpus.record, corpus.files) for corpus in corpora])
     except OSError as error:
@@ -120,10 +123,11 @@ def describe(corpora: Sequence[Corpus]) -> list[SourceRecord]:
 
 
 def open_corpus(source: str | Path, *, share: float = HELD_OUT) -> Corpus:
-    """The corpus at a path: `python` (the library's text), a prepared folder, a folder with
-    nanoGPT's train.bin and val.bin, raw tokens (.bin, .uint16, .uint32), or a `.bin` with its `.idx`.
+    """Open the corpus at a path.
 
-    `share` is how much is held out where the files do not say.
+    It may be `python` (the library's text), a prepared folder, a folder with nanoGPT's
+    train.bin and val.bin, raw tokens (.bin, .uint16, .uint32), or a `.bin` with its
+    `.idx`. `share` is held out if the files do not define a held-out part.
     """
     if source == "python":
         return open_library(share)
@@ -145,7 +149,8 @@ def open_corpus(source: str | Path, *, share: float = HELD_OUT) -> Corpus:
         return _open_megatron(path, share)
     if path.suffix in (".bin", *RAW) and path.is_file():
         tokens, mark = _bin(path)
-        # These files have no documents: runs of 64 Ki tokens stand for them.
+        # These files have no document boundaries: runs of 64 Ki tokens stand for
+        # documents.
         ends = np.append(np.arange(0, len(tokens), RUN), len(tokens))
         streams, files = _split(tokens, ends, share), (("", path),)
         return Corpus(
@@ -163,7 +168,7 @@ _NANOGPT = ("train.bin", "val.bin")
 
 
 def _reading(tokens: Tokens) -> str:
-    """Describes how tokens are read from their file: their type and offset."""
+    """Describe how tokens are decoded from their file: dtype and offset."""
     begin = tokens.offset if isinstance(tokens, np.memmap) else 0
     return f"{tokens.dtype}" + (f" from byte {begin:,}" if begin else "")
 
@@ -179,7 +184,7 @@ def has_tokens(path: Path) -> bool:
 def map_file(
     folder: Folder, name: str, dtype: np.dtype[Any], count: int, offset: int = 0
 ) -> NDArray[Any]:
-    """Maps `count` values of a file, from a byte to its end, without reading them."""
+    """Map `count` values of a file, from `offset` to its end, without reading them."""
     with folder.open(name) as file:
         size = os.fstat(file.fileno()).st_size
         if size != offset + count * dtype.itemsize:
@@ -191,12 +196,13 @@ def map_file(
         if not count:
             return np.empty(0, dtype)
         mapped: np.memmap[Any, Any] = np.memmap(file, dtype, "r", offset, (count,))
-        mapped.filename = str(folder.path / name)  # numpy knows it for a path only
+        mapped.filename = str(folder.path / name)  # numpy sets it only for a path
         return mapped
 
 
 def refuse_cut(mapped: NDArray[Any]) -> None:
-    """Refuse a mapped file that was cut since: reading what is gone would kill the process (SIGBUS)."""
+    """Refuse a mapped file that was truncated since: reading the lost part would kill
+    the process (SIGBUS)."""
     mapping: Any = getattr(mapped, "_mmap", None)
     if not isinstance(mapped, np.memmap) or mapping is None:
         return
@@ -213,8 +219,10 @@ def _rises(offsets: NDArray[np.int64], last: int) -> bool:
 
 
 def held_out(names: Iterable[str], share: float) -> NDArray[np.bool_]:
-    """A mask of held-out documents, by name: the same answer for any order."""
-    # Compared as bytes: the first eight of a digest are a number below 2**64, and so is this.
+    """Return a mask of the held-out documents, by name and independent of their
+    order."""
+    # Compared as bytes: the first eight of a digest are a number below 2**64, like the
+    # limit.
     limit = min(math.ceil(share * 2**64), 2**64 - 1).to_bytes(8, "big")
     below = (
         hashlib.sha256(n.encode("utf-8", "replace")).digest() < limit for n in names
@@ -225,8 +233,10 @@ def held_out(names: Iterable[str], share: float) -> NDArray[np.bool_]:
 def _split(
     tokens: Tokens, ends: NDArray[np.int64], share: float, names: Sequence[str] = ()
 ) -> tuple[Stream, Stream]:
-    """The two parts of documents that lie mixed in one array. `ends` has a 0 before it all; documents
-    without names are known by their numbers."""
+    """Split documents that lie mixed in one array into the two parts.
+
+    `ends` starts with 0; documents without names are identified by number.
+    """
     chosen = held_out(names or map(str, range(len(ends) - 1)), share)
 
     def part(mask: NDArray[np.bool_]) -> Stream:
@@ -239,10 +249,10 @@ def _split(
 # ---- our own files: a JSON index, raw little-endian tokens, document offsets
 
 INDEX = "index.json"
-AS_BYTES = "bytes"  # the name of the tokenizer that makes each byte a token
+AS_BYTES = "bytes"  # the tokenizer that makes each byte a token
 FORMAT, VERSION = "phalanx-tokens", 1
 SPLITS = ("train", "validation")
-# the file of a split that says which tokens of chats are trained on
+# the file of a split with the mask of trained tokens of chats
 ANSWERS = "answers"
 DTYPES: dict[str, np.dtype[Any]] = {n: np.dtype(f"<{n}") for n in ("u1", "u2", "u4")}
 LIMIT = 1 << 20  # bytes of an index
@@ -250,14 +260,14 @@ LIMIT = 1 << 20  # bytes of an index
 
 @dataclass(frozen=True)
 class Split:
-    """One part of a prepared folder: what its files hold."""
+    """One part of a prepared folder: counts and checksums of its files."""
 
     tokens_sha256: str
     documents_sha256: str
     tokens: int = count()
     documents: int = count()
     text_bytes: int = count()
-    answers_sha256: str = ""  # empty: every token is trained on
+    answers_sha256: str = ""  # "" if every token is trained on
 
 
 @dataclass(frozen=True)
@@ -280,15 +290,15 @@ class Index:
 
 
 def dtype_for(vocab: int) -> str:
-    """The narrowest type that holds every token."""
+    """Return the narrowest dtype that holds every token."""
     return next(
         (name for name, bits in (("u1", 8), ("u2", 16)) if vocab <= 1 << bits), "u4"
     )
 
 
 def open_prepared(path: Path) -> Corpus:
-    """The corpus of a prepared folder. Sizes and offsets are checked here, checksums by
-    `verify_prepared`."""
+    """Open the corpus of a prepared folder. Sizes and offsets are checked here,
+    checksums by `verify_prepared`."""
     folder = Folder(path, DataError)
     index = _index(folder)
     train, validation = (_stream(folder, index, name) for name in SPLITS)
@@ -328,7 +338,8 @@ def _index(folder: Folder) -> Index:
 
 
 def tokenizer_of(path: str) -> str:
-    """The name of the tokenizer that a corpus was prepared with, or "" if its files do not say."""
+    """Return the name of the tokenizer that a corpus was prepared with, or "" if its
+    files do not say."""
     if path == PYTHON:
         return AS_BYTES
     if not (Path(path) / INDEX).is_file():
@@ -352,7 +363,8 @@ def _stream(folder: Folder, index: Index, name: str) -> Stream:
 
 
 def verify_prepared(path: Path) -> list[str]:
-    """Faults in a prepared folder, after reading every byte; empty if it is sound."""
+    """List faults in a prepared folder after reading every byte; empty if it is
+    intact."""
     try:
         open_prepared(path)
         folder = Folder(path, DataError)
@@ -371,14 +383,15 @@ def verify_prepared(path: Path) -> list[str]:
 # ---- nanoGPT and llm.c
 
 RUN = 1 << 16
-# llm.c's headers: 256 int32, of which the first three are magic, version and the number of tokens.
+# llm.c's headers: 256 int32, of which the first three are magic number, version and
+# token count.
 LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 HEADER = 1024
 RAW = {".uint16": "<u2", ".uint32": "<u4"}  # beside .bin
 
 
 def _bin(path: Path) -> tuple[Tokens, str]:
-    """The tokens of a raw file, and what tells it from another without reading it whole."""
+    """Return the tokens of a raw file, and a mark of its size and beginning."""
     folder = Folder(path.parent, DataError)
     with folder.open(path.name) as file:
         size = os.fstat(file.fileno()).st_size
@@ -415,7 +428,7 @@ MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 def _open_megatron(path: Path, share: float) -> Corpus:
-    """A `.bin` with the `.idx` beside it."""
+    """Open a Megatron `.bin` with the `.idx` beside it."""
     folder = Folder(path.parent, DataError)
     name = f"{path.stem}.idx"
     with folder.open(name) as file:
@@ -430,7 +443,7 @@ def _open_megatron(path: Path, share: float) -> Corpus:
                 f"has version {version} and dtype {code}; 1 and integers are read.",
             )
         wanted = 34 + 12 * sequences + 8 * count
-        # Before anything is allocated: counts in a header are what anybody can write.
+        # Checked before anything is allocated: a header may contain any count.
         if count < 1 or size not in (wanted, wanted + sequences):
             folder.refuse(
                 name,
@@ -438,7 +451,8 @@ def _open_megatron(path: Path, share: float) -> Corpus:
                 f" {wanted:,} would be right.",
             )
         content = head + file.read(wanted - 34)
-    # Of each sequence its length and its first byte, then where documents begin.
+    # The index holds each sequence's length and first byte, then the starts of
+    # documents.
     lengths = np.frombuffer(content, "<i4", sequences, 34)
     pointers = np.frombuffer(content, "<i8", sequences, 34 + 4 * sequences)
     documents = np.frombuffer(content, "<i8", count, 34 + 12 * sequences)
@@ -459,10 +473,11 @@ def _open_megatron(path: Path, share: float) -> Corpus:
     return Corpus(str(path), *streams, 0, mark, files=files, reading=_reading(tokens))
 
 
-# ---- the text that every machine has: the Python standard library, bytes as tokens
+# ---- the text that every machine has: the Python standard library, with bytes as
+# tokens
 
 BYTES = 256
-# What is installed beside the library differs from machine to machine; tests are mostly data.
+# Installed packages differ from machine to machine; tests are mostly data.
 _LEFT_OUT = {
     "site-packages",
     "dist-packages",
@@ -475,7 +490,8 @@ _LEFT_OUT = {
 
 @lru_cache(maxsize=2)
 def open_library(share: float = HELD_OUT) -> Corpus:
-    """The library's modules, each a document: about 10 MB."""
+    """Open the Python library as a corpus of about 10 MB, in which each module is a
+    document."""
     root = Path(sysconfig.get_path("stdlib"))
     paths: list[Path] = []
     for folder, below, files in os.walk(root):

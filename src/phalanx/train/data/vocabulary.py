@@ -1,9 +1,10 @@
-"""From text to tokens: bytes, or a tokenizer.json; and from chats to tokens by a chat template.
+"""Tokenizes text with a tokenizer.json or as bytes, and chats with a chat template.
 
-Of a chat the tokens of answers are marked: those that hold a character which the template writes for
-an answer. Where the template has {% generation %} it says itself which these are. Else they are what
-comes behind the prompt, as the template writes it with add_generation_prompt, up to the end of the
-turn; and a template in which earlier turns change when more follow is refused.
+The tokens of answers are marked for training: every token that contains a character of
+an answer. A template with {% generation %} marks its answers itself. Otherwise an
+answer is what follows the prompt, as the template writes it with add_generation_prompt,
+up to the end of the turn. A template that writes earlier turns differently when more
+follow is refused.
 """
 
 import hashlib
@@ -30,8 +31,10 @@ GENERATION = "generation_config.json"
 
 
 class Encoded(NamedTuple):
-    """The tokens of some documents, one after another, and how many each has. `answers` are 1 where a
-    token is trained on, and None where all are."""
+    """The tokens of some documents in a row, and the length of each.
+
+    `answers` is 1 for tokens that are trained on; None means all are.
+    """
 
     tokens: NDArray[Any]
     lengths: NDArray[np.int64]
@@ -39,11 +42,12 @@ class Encoded(NamedTuple):
 
 
 class Bytes:
-    """Every byte is a token, and nothing closes a document: masks keep them apart.
+    """A vocabulary in which every byte is a token. No token closes a document: masks
+    keep them apart.
 
-    Of this and of a `Tokenizer`, `name` and `size` go into the index, `end` closes each document, and
-    `marks` differ where texts become other tokens. Texts come as their bytes of UTF-8, joined, with
-    the length of each.
+    Common to this and `Tokenizer`: `name` and `size` go into the index, `end` closes
+    each document, and `marks` change if texts are tokenized differently. Texts are
+    passed as joined UTF-8 bytes with the length of each.
     """
 
     name: str = AS_BYTES
@@ -53,23 +57,24 @@ class Bytes:
 
     @property
     def ends(self) -> frozenset[int]:
-        """The tokens that end a text which a model writes: none."""
+        """The tokens that end generated text: none."""
         return frozenset()
 
     def encode(self, raw: bytes | memoryview, lengths: NDArray[np.int64]) -> Encoded:
         return Encoded(np.frombuffer(raw, np.uint8), lengths)
 
     def prompt(self, text: str) -> list[int]:
-        """The tokens of a text that a model is to continue."""
+        """Return the tokens of a text that a model is to continue."""
         return list(text.encode())
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens. A token beyond the bytes, of a larger vocabulary, is U+FFFD."""
+        """Decode tokens to text. A token beyond the bytes, of a larger vocabulary,
+        becomes U+FFFD."""
         known = [bytes([token]) if token < self.size else b"\xff" for token in tokens]
         return b"".join(known).decode(errors="replace")
 
     def refuse_chats(self) -> NoReturn:
-        """Raise where chats cannot be made tokens."""
+        """Raise, as bytes have no chat template."""
         raise DataError(
             f"chats need a tokenizer with a chat template: --tokenizer FOLDER, with {FILE},"
             f" {CONFIG} and {TEMPLATE}."
@@ -80,10 +85,11 @@ class Bytes:
 
 
 class Tokenizer:
-    """A `tokenizer.json`, alone or in its folder; the files are data and run nothing.
+    """A `tokenizer.json`, alone or in its folder. The files are data and run nothing.
 
-    In a folder the model's end-of-text token closes each document unless another is named, and there
-    may be a chat template, which transformers fills in, in its sandbox.
+    In a folder the model's end-of-text token closes each document unless another is
+    named. The folder may have a chat template, which transformers renders in its
+    sandbox.
     """
 
     def __init__(self, path: Path, end: str | None) -> None:
@@ -106,7 +112,7 @@ class Tokenizer:
             texts += [files.text(name, LIMIT) for name in there]
         self.marks = tuple(hashlib.sha256(each.encode()).hexdigest() for each in texts)
         self.name = f"{FILE} sha256:{self.marks[0]}"
-        # Ids may have gaps, so the highest one counts and not how many there are.
+        # Ids may have gaps, so take the highest one instead of their number.
         self.size = (
             max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
             + 1
@@ -122,13 +128,13 @@ class Tokenizer:
             self.end = self._end_of_folder(self.folder)
 
     def _end_of_folder(self, folder: Path) -> int:
-        """The end-of-text token of a model's folder."""
+        """Return the end-of-text token of a model's folder."""
         files, end = Folder(folder, DataError), None
         if (folder / MODEL).is_file():
             end = files.json(MODEL, LIMIT).get("eos_token_id")
         if end is None and (folder / CONFIG).is_file():
             text = files.text(CONFIG, LIMIT)
-            try:  # not as our own files: its model_max_length is often 10**30
+            try:  # not parsed as our own files are: model_max_length is often 10**30
                 token = json.loads(text).get("eos_token")
             except (ValueError, RecursionError, AttributeError) as error:
                 raise DataError(
@@ -136,7 +142,7 @@ class Tokenizer:
                 ) from None
             token = token.get("content") if isinstance(token, dict) else token
             end = self._tokenizer.token_to_id(token) if isinstance(token, str) else None
-        # the others end a turn of a chat
+        # further ones end a turn of a chat
         end = end[0] if isinstance(end, list) and end else end
         if type(end) is not int or not 0 <= end < self.size:
             raise DataError(
@@ -148,7 +154,7 @@ class Tokenizer:
     def encode(self, raw: bytes | memoryview, lengths: NDArray[np.int64]) -> Encoded:
         edges = [0, *accumulate(lengths.tolist())]
         texts = [str(raw[a:b], "utf-8") for a, b in pairwise(edges)]
-        # Without offsets, which a text has no use for.
+        # the fast form computes no offsets
         encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         closing = () if self.end is None else (self.end,)
         numbers = [each.ids for each in encoded]
@@ -156,11 +162,12 @@ class Tokenizer:
         counts = np.fromiter(map(len, numbers), np.int64, len(numbers)) + len(closing)
         return Encoded(np.array(flat, f"<{dtype_for(self.size)}"), counts)
 
-    # ---- texts that a model continues
+    # ---- generation
 
     @cached_property
     def ends(self) -> frozenset[int]:
-        """The tokens that end a text which a model writes, as the files of its folder name them."""
+        """The tokens that end generated text, from the files of the tokenizer's
+        folder."""
         found = set() if self.end is None else {self.end}
         for name in (MODEL, GENERATION):
             if self.folder is not None and (self.folder / name).is_file():
@@ -172,23 +179,23 @@ class Tokenizer:
         return frozenset(found)
 
     def prompt(self, text: str) -> list[int]:
-        """The tokens of a text that a model is to continue."""
+        """Return the tokens of a text that a model is to continue."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def chat_prompt(self, messages: list[Message]) -> list[int]:
-        """The tokens of a chat up to where the model is to answer."""
+        """Return the tokens of a chat up to the start of the model's answer."""
         return self.prompt(self._written(messages, None, add_generation_prompt=True))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, without special ones."""
+        """Decode tokens to text, without special tokens."""
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
         return text
 
     # ---- chats
 
     def encode_chat(self, messages: list[Message], tools: Any) -> Encoded:
-        """The tokens of one chat, as its template writes it."""
+        """Tokenize one chat with its template and mark its answers."""
         template = self._chat_template
         try:
             if re.search(r"\{%-?\s*generation", template.chat_template):
@@ -196,7 +203,7 @@ class Tokenizer:
             text, spans = self._spans(messages, tools)
         except BadRow:
             raise
-        except Exception as error:  # of Jinja, or what the template itself raises
+        except Exception as error:  # raised by Jinja or by the template itself
             what = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise BadRow(f"its chat template refuses it: {what}") from None
         encoded = self._tokenizer.encode(text, add_special_tokens=False)
@@ -211,12 +218,12 @@ class Tokenizer:
         return Encoded(tokens, np.array([len(ids)]), np.array(marks, np.uint8))
 
     def refuse_chats(self) -> None:
-        """Raise where chats cannot be made tokens."""
+        """Raise if chats cannot be tokenized."""
         _ = self._chat_template
 
     @cached_property
     def _chat_template(self) -> Any:
-        """transformers' tokenizer of the folder, for its template."""
+        """transformers' tokenizer of the folder, used for its template."""
         if self.folder is None:
             raise DataError(
                 "chats need the tokenizer's folder, with its chat template, not a file."
@@ -249,7 +256,7 @@ class Tokenizer:
     def _spans(
         self, messages: list[Message], tools: Any
     ) -> tuple[str, list[tuple[int, int]]]:
-        """A chat as text, and from where to where its answers are."""
+        """Render a chat as text, with the start and end of each answer."""
         plain = [
             {k: x for k, x in message.items() if k != "weight"} for message in messages
         ]
@@ -285,7 +292,7 @@ Vocabulary = Bytes | Tokenizer
 
 
 def open_vocabulary(path: Path | None, end: str | None = None) -> Vocabulary:
-    """The tokenizer of a file or folder; bytes without one."""
+    """Open the tokenizer of a file or folder; without a path, bytes are tokens."""
     if path is not None:
         return Tokenizer(path, end)
     if end is not None:
