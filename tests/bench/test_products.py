@@ -69,7 +69,7 @@ def test_what_memory_or_time_does_not_allow_is_left_out_and_said() -> None:
     huge = [MatrixProduct("square", "fp32", 1 << 20, 1 << 20, 1 << 20)]
     assert list(measure_products(CPU, huge)) == []
     assert list(measure_products(CPU, square_products(["fp32"], [16]), limit=0.0)) == []
-    assert "1 of 1 products were left out" in products_summary([], CPU, 1)
+    assert "1 of 1 matmuls were skipped" in products_summary([], CPU, 1)
 
 
 def test_the_products_of_a_decoder_are_its_weights() -> None:
@@ -83,7 +83,7 @@ def test_the_products_of_a_decoder_are_its_weights() -> None:
 def test_more_than_all_of_a_peak_shows_that_the_peak_is_wrong() -> None:
     fast = MatrixProduct("square", "bf16", 8192, 8192, 8192, seconds=1e-3, claimed=1e-5)
     assert (
-        "111% of the catalogue's peak: more than all, so that peak is wrong"
+        "111% of the catalogue's peak (above 100 %: the catalogue's peak is wrong)"
         in products_summary([fast], H100, 1)
     )
     assert of_peak(500e12, 1000e12) == "50% of the catalogue's peak"

@@ -194,7 +194,7 @@ ROWS: list[tuple[list[str], tuple[str, ...]]] = [
     (["draw", "1f1b", "--out", "folder.svg"], ("cannot write folder.svg", "directory")),
     (["draw", "1f1b", "--out", "full.svg"], ("cannot write full.svg", "No space left")),
     (["draw", "1f1b", "--out", "pipe.svg"], ("cannot write pipe.svg", "another file")),
-    (["draw", "1f1b", "--out", "nul\0.svg"], ("cannot write", "no file can have this name")),
+    (["draw", "1f1b", "--out", "nul\0.svg"], ("cannot write", "this is not a valid file name")),
     # Code of the user's own: its file and line.
     (["draw", "missing.py:mine"], ("missing.py", "no file")),
     (["draw", "pipe.py:mine"], ("pipe.py", "a named pipe")),
@@ -240,7 +240,7 @@ ROWS: list[tuple[list[str], tuple[str, ...]]] = [
     (["launch", "slurm", "good.toml", "--time=--"], ("--time is '--'", "write a value")),
     (["launch", "k8s", "good.toml", "--volume=--"], ("--volume is '--'", "write a value")),
     # Of other systems.
-    (["launch", "k8s", "good.toml", "--time", "1:00:00"], ("--time does not go with k8s", "for slurm")),
+    (["launch", "k8s", "good.toml", "--time", "1:00:00"], ("--time is not an option of k8s", "for slurm")),
     (["launch", "slurm", "good.toml", "--image=a"], ("--image does not go", "for k8s, kubeflow")),
     (["launch", "kubeflow", "good.toml", "--master", "a"], ("--master does not go", "for torchrun")),
     (["launch", "torchrun", "good.toml", "--volume", "a"], ("--volume does not go", "k8s, kubeflow")),

@@ -404,7 +404,9 @@ def test_an_option_that_would_be_read_as_more_than_a_word_is_refused(
 
 
 def test_an_out_that_would_leave_its_comment_is_refused(printed: Any) -> None:
-    with pytest.raises(UsageError, match="has a character that no line"):
+    with pytest.raises(
+        UsageError, match="has a character that a job's text cannot contain"
+    ):
         printed("torchrun", "--gpus", "2", "out='''a\nid\n'''")
 
 

@@ -267,7 +267,7 @@ def test_a_letter_alone_is_decimal_whether_it_divides_or_not(sequence: int) -> N
         (["--explain", "dp4"], "is for 4 ranks, h100x8 has 8"),
         (["--explain", "dp8 pp2x"], "'pp2x' is not an axis"),
         (["--cluster", "this"], "there is no machine file machine.toml"),
-        (["--out", "run.json"], "the suffix says the format; use .toml"),
+        (["--out", "run.json"], "the suffix selects the format; use .toml"),
         (["--tp", "2"], "unknown argument"),
     ],
 )

@@ -153,7 +153,9 @@ def test_what_cannot_be_compared_is_refused_in_a_sentence(
         capsys, run, "--cluster", "h100x8"
     )
     assert "was on NVIDIA H200" in _refused(capsys, gpu, "--machine", machine)
-    assert "goes with --machine" in _refused(capsys, run, "--profile", "phalanx")
+    assert "needs --machine or --cluster" in _refused(
+        capsys, run, "--profile", "phalanx"
+    )
     both = _refused(capsys, run, "--machine", machine, "--cluster", "h100x8")
     assert "name one" in both
     wide = str(run_of(tmp_path / "wide", "dp4 tp4", "NVIDIA H100 80GB HBM3"))

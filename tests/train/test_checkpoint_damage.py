@@ -78,7 +78,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "emptied": (lambda f: os.truncate(newest(f) / FIRST, 0), "has 0 bytes"),
     "a bit flipped": (_flip, "its bytes from 0 on differ"),
     "deleted": (lambda f: (newest(f) / FIRST).unlink(), "No such file"),
-    "swapped": (_swap, "holds what belongs into rank-00001.safetensors"),
+    "swapped": (_swap, "holds the content of rank-00001.safetensors"),
     "of another step": (_copy(FIRST), "differ from what was written"),
     "a stale manifest": (_copy("manifest.json"), "it belongs to another checkpoint"),
     "no manifest": (lambda f: (newest(f) / "manifest.json").unlink(), "No such file"),

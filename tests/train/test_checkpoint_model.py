@@ -165,14 +165,14 @@ def test_a_manifest_without_a_shape_is_compared_by_all_of_its_weights(
     same = ModelIdentity.of(build_model(shape), shape)
     assert same.differences(old) == []
     assert same.notices(old) == [
-        "the checkpoint has no shape of its model: only weights were compared"
+        "the checkpoint does not record the model's shape: only weights were compared"
     ]
     fewer = replace(shape, layers=2)
     wrong = ModelIdentity.of(build_model(fewer), fewer).differences(old)
     assert all(w.startswith("has a weight 'layers.2.") for w in wrong[:5])
-    assert wrong[-1] == "and 4 weights more"
+    assert wrong[-1] == "and 4 more weights"
     wider = replace(shape, ffn=25)
-    assert "layers.0.mlp.gate.weight is [24, 16], the model's is [25, 16]" in (
+    assert "layers.0.mlp.gate.weight is [24, 16], but [25, 16] in the model" in (
         ModelIdentity.of(build_model(wider), wider).differences(old)
     )
 
@@ -235,7 +235,7 @@ def test_another_class_of_the_same_sizes_is_a_notice(tmp_path: Path) -> None:
     trained(own(out, "steps=1", model=model), "")
     trained(own(out, "steps=2", model=f"{file}:Other"), "")
     (notice,) = records(out, "model")
-    assert "the code is another" in notice["text"]
+    assert "the code differs" in notice["text"]
 
 
 def test_code_is_not_run_because_a_checkpoint_names_it(tmp_path: Path) -> None:

@@ -418,7 +418,7 @@ def test_only_so_many_uploads_hang_at_a_time(
         clock.now += 301
         errors += [each.error for each in uploader.taken()]
     assert [error.split(" for")[0] for error in errors[:4]] == ["no progress"] * 4
-    assert errors[4] == "4 earlier uploads still hang"
+    assert errors[4] == "4 earlier uploads are still hanging"
     goes_on.set()
     uploader.close()
 

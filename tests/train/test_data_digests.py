@@ -313,7 +313,7 @@ def test_a_checkpoint_of_an_earlier_version_is_no_false_alarm(here: Path) -> Non
     _of_an_earlier_version(out, mark)
     _flipped(0.0)(Path(ONE))
     trained(small(out, "steps=4", f"data={ONE}"), "")
-    assert "its beginning or its size differs" in _data_of(out)[1]
+    assert "its beginning or size differs" in _data_of(out)[1]
 
 
 def test_of_the_built_in_text_an_earlier_version_recorded_everything(

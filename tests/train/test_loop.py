@@ -191,7 +191,7 @@ def test_another_seed_is_refused_as_the_data_would_be_others(tmp_path: Path) -> 
     out = tmp_path / "run"
     trained(small(out, "steps=1"), "")
     with pytest.raises(
-        CheckpointError, match="was begun with seed = 0, the run says 7"
+        CheckpointError, match="was begun with seed = 0, but the run has 7"
     ):
         trained(small(out, "seed=7"), "")
 

@@ -206,7 +206,7 @@ def test_what_all_ranks_refuse_while_they_resume_is_a_sentence_of_each(
     assert [code for code, _ in started[-1]] == [2, 2], started[-1]
     for rank, (_, text) in enumerate(started[-1]):
         assert f"rank {rank}: CheckpointError: " in text
-        assert "was begun with seed = 0, the run says 3" in text
+        assert "was begun with seed = 0, but the run has 3" in text
         assert "Traceback" not in text
 
 

@@ -152,7 +152,7 @@ def test_another_optimizer_is_refused_with_both_names(
         trained(
             small(out, "steps=2", "optimizer.name=sgd", "checkpoint.adopt=true"), layout
         )
-    assert "holds the state of optimizer.name = 'adamw', the run says 'sgd'" in str(
+    assert "holds the state of optimizer.name = 'adamw', but the run has 'sgd'" in str(
         refused.value
     )
     # One that keeps no state has nothing that could be of another.
@@ -169,7 +169,7 @@ def test_the_command_refuses_another_optimizer_before_any_rank_starts(
     words = [f"out={out}", "steps=2", f"batch={run.batch}", "sequence=18", "layout=dp2"]
     assert main(["train", *words, "optimizer.name=muon", "train.restarts=2"]) == 2
     (line,) = capfd.readouterr().err.splitlines()[-1:]
-    assert "holds the state of optimizer.name = 'sgd', the run says 'muon'" in line
+    assert "holds the state of optimizer.name = 'sgd', but the run has 'muon'" in line
 
 
 def test_data_that_fails_within_a_run_is_no_wrong_usage(

@@ -207,7 +207,7 @@ def test_a_save_whose_folder_is_removed_meanwhile_does_not_end_the_run(
     assert run(lambda out: None, "checkpoint.every=2") == 0
     saves = records(out, "checkpoint")
     assert [bool(save["error"]) for save in saves] == [True, False, False, False, False]
-    assert "its folder was removed while it was saved" in saves[0]["error"]
+    assert "its folder was deleted during the save" in saves[0]["error"]
 
 
 def test_a_user_s_file_counts_more_than_a_signal(tmp_path: Path) -> None:

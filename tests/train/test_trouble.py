@@ -170,7 +170,7 @@ def test_an_error_after_the_rename_says_that_the_checkpoint_is_there(
     assert main(["train", *words]) == 0
     said = capfd.readouterr().out
     why = (
-        "its folder could not be brought"
+        "its folder could not be synced"
         if what == "sync"
         else "old checkpoints could not be"
     )

@@ -176,7 +176,7 @@ def test_a_layout_beside_a_run_file_and_an_automatic_layout_are_refused(
         assert main(["check", str(file), "--layout", "dp2", *words]) == 2
         assert "run file" in capsys.readouterr().err
     assert main(["draw", "dp2", "--model", "tiny", "--layout", "dp4"]) == 2
-    assert "--layout goes with a run file" in capsys.readouterr().err
+    assert "--layout needs a run file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

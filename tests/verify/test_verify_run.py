@@ -378,7 +378,7 @@ def test_a_run_that_differs_is_refused_before_its_first_step(
     with without_clip():
         assert main(["train", *words]) == 1
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "verify = true: dp2 zero1 fp64 does not compute what one process" in last
+    assert "verify = true: dp2 zero1 fp64 differs from one process" in last
     assert "the weight of" in last
     assert last.endswith("Nothing was trained.")
     assert not (out / "metrics.jsonl").exists()

@@ -1,4 +1,5 @@
-"""The command line as other users of the machine see it (`ps`), without the secrets of URLs."""
+"""Hides the secrets of URLs from the command line that other users of the machine see
+(`ps`)."""
 
 import ctypes
 import os
@@ -11,13 +12,16 @@ from rank_watch.processes import stat_of
 
 from ..layout.url import Url
 
-# Fields of /proc/PID/stat, counted from the state: where the arguments lie in memory.
+# Fields of /proc/PID/stat, counted from the state: the address range of the arguments.
 _BEGIN, _END = 45, 46
 
 
 def without_secrets(argv: Sequence[str]) -> list[str]:
-    """The arguments with references to variables in place of secrets; this sets the variables, for a
-    program that takes this one's place."""
+    """Return the arguments with references to variables instead of secrets, and set
+    these variables.
+
+    The arguments are for a program that replaces this process.
+    """
     words = [Url(word) for word in argv]
     for word in words:
         os.environ.update(word.secrets)
@@ -25,8 +29,11 @@ def without_secrets(argv: Sequence[str]) -> list[str]:
 
 
 def hide_secrets(argv: Sequence[str]) -> None:
-    """Overwrite the secrets in what `ps` shows of this process and of those that are forked from it,
-    and in `sys.argv`, which logging tools record. Linux only."""
+    """Overwrite the secrets that `ps` shows of this process and its forks, and those in
+    `sys.argv`.
+
+    Logging tools record `sys.argv`. Linux only.
+    """
     if not any(Url(word).secrets for word in argv):
         return
     sys.argv[1:] = [str(Url(word)) for word in sys.argv[1:]]
@@ -40,7 +47,7 @@ def hide_secrets(argv: Sequence[str]) -> None:
 
 
 def _starred(word: bytes) -> bytes:
-    """An argument of the same length, with stars in place of its secrets."""
+    """Return an argument with its secrets replaced by stars, in the same length."""
     for secret in Url(os.fsdecode(word)).secrets.values():
         raw = os.fsencode(secret)
         word = word.replace(raw, b"*" * len(raw))

@@ -1,4 +1,5 @@
-"""Checks that catch a command's early failures before torch is loaded or a process is started."""
+"""Checks that catch a command's early failures before torch is loaded or a process is
+started."""
 
 import os
 from pathlib import Path
@@ -22,17 +23,18 @@ GIB = 2**30
 
 
 def refuse_before(run: Run) -> None:
-    """Raise with what is wrong with a run's schedule, its memory and its journal."""
+    """Raise with everything that is wrong with a run's schedule, memory and journal."""
     refuse_random_by_name(run)
     shape = None if run.own else run.shape
     layout = run.layout_of(shape)
     if layout is not None and names_source(layout.schedule):
-        # A schedule of the user's own is run once here; ranks would each say what is wrong with it.
+        # A user's schedule is run once here; otherwise every rank would report its
+        # errors.
         refuse_own(layout)
         if shape is not None and layout.recompute != "fit" and not legal(layout, shape):
             check(build(layout, staged_pieces(layout, shape), options_of(run)))
     wrong: list[Mistake] = []
-    elsewhere = launched(os.environ)  # then ranks stand on other machines too
+    elsewhere = launched(os.environ)  # under a launcher, other machines run ranks too
     if layout is not None and not elsewhere and layout.ranks > LOCAL_RANKS:
         many = f"{layout.ranks:,} ranks; one machine starts {LOCAL_RANKS}"
         what = f"layout = {run.layout!r} has {many}"
@@ -58,8 +60,8 @@ def refuse_before(run: Run) -> None:
 
 
 def refuse_large(need: float, what: str, way_out: str) -> None:
-    """Raise if this machine cannot hold so many bytes."""
-    # What a GPU holds is not known without torch; none has a TiB.
+    """Raise if this machine cannot hold `need` bytes."""
+    # A GPU's memory is unknown without torch, but no GPU has a TiB.
     have = max(machine_memory(), 2.0**40 if _has_gpu() else 0)
     if need > have:
         raise UsageError(
@@ -75,16 +77,18 @@ def _has_gpu() -> bool:
 
 
 def _memory(run: Run, shape: Shape, layout: Layout | None) -> list[Mistake]:
-    """Why this machine cannot hold all ranks: by the least that they hold, so a run that is refused
-    here could not have begun."""
+    """Explain why this machine cannot hold all ranks.
+
+    The estimate is a lower bound, so a run refused here could not have started.
+    """
     have = machine_memory()
     precision = (layout.precision if layout else "") or FP32
     dtype = DTYPES[precision]
     buffers = engine_state(precision, run.optimizer.fewest_moments)
-    # What is offloaded lies in the memory of this machine, too.
+    # Offloaded state is in this machine's memory, too.
     cut = Layout(layout.mesh, zero=layout.zero) if layout else Layout()
     held = held_bytes(cut, buffers)
-    copies = layout.copies if layout else 1  # ranks that have a part of each weight
+    copies = layout.copies if layout else 1  # ranks that hold a part of each weight
     gradient = held.gradient
     if layout and layout.zero >= 2 and held.gradient_shard:
         gradient = held.gradient_shard
@@ -105,7 +109,7 @@ def _memory(run: Run, shape: Shape, layout: Layout | None) -> list[Mistake]:
         / (layout.microbatches if layout else shape.batch)
     )
     blocks = 1 if layout is None or layout.recompute != "none" else shape.layers
-    # What a block keeps at the least: its input.
+    # the least that a block keeps: its input
     inputs = tokens * shape.hidden * min(4, dtype.bytes) * blocks
     if inputs > have:
         what = (
@@ -122,7 +126,7 @@ def _memory(run: Run, shape: Shape, layout: Layout | None) -> list[Mistake]:
 
 
 def _variables(url: Url) -> list[Mistake]:
-    """The variables of the environment that a URL refers to and that are not set."""
+    """Report environment variables that a URL refers to and that are not set."""
     return [
         Mistake(
             "checkpoint.remote",
@@ -134,11 +138,12 @@ def _variables(url: Url) -> list[Mistake]:
 
 
 def _journal(path: Path) -> list[Mistake]:
-    """Why nothing can be appended to a run's journal."""
+    """Explain why a run's journal cannot be appended to."""
     if not os.path.lexists(path):
         return []
     try:
-        # A link is not followed: in a folder from elsewhere it could lead to any file of the user's.
+        # A link is not followed: in a folder from elsewhere it could lead to any file
+        # of the user's.
         open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW).close()
     except OSError as error:
         why = "it is a link" if path.is_symlink() else reason(error)

@@ -1,5 +1,5 @@
-"""`phalanx bench`: measures this machine: collectives, matrix products, whole steps, overlap; every result
-is checked, or its method shown.
+"""`phalanx bench`: measures collectives, matmuls, whole steps and overlap on this
+machine. Every result is checked, or its method is shown.
 
   phalanx bench collectives --ranks 2 --sizes 1K:64M --out bandwidth.svg
   phalanx bench collectives --groups 2,4,2x2 --ranks 4 --ops all_reduce,send
@@ -7,9 +7,10 @@ is checked, or its method shown.
   phalanx bench mfu
   phalanx bench overlap --ranks 2
 
-`phalanx doctor --out machine.toml` runs all of it in short and writes what plans read.
-`phalanx bench BENCH --help` lists the options of one. Under torchrun the ranks it started are used.
-Exit code 0: done; 1: a collective gave wrong numbers, or a rank failed; 2: wrong usage.
+`phalanx doctor --out machine.toml` runs short versions of all of them and writes the
+file that plans read. `phalanx bench BENCH --help` lists the options of a benchmark.
+Under torchrun, the ranks that it started are used. Exit code 0: done; 1: a collective
+gave wrong values, or a rank failed; 2: wrong usage.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ from .usage import UsageError, result, save, say, write
 if TYPE_CHECKING:
     from ..bench import Growth, Iteration, LocalDevice, MatrixProduct, Overlap, Sample
 
-LONGEST = 1 << 20  # the side of a matrix product
-# What an option has by default, where that depends on the device: on a CPU, on a GPU.
+LONGEST = 1 << 20  # maximum side of a square matmul
+# Option defaults that depend on the device: on a CPU, on a GPU.
 _DEFAULTS: dict[str, tuple[Any, Any]] = {
     "dtypes": ((FP32, BF16), (BF16, FP16, TF32, FP32)),
     "dtype": (FP32, BF16),
@@ -79,7 +80,7 @@ def run(argv: list[str]) -> int:
     return chosen(parser, argv, benches)
 
 
-def _parser(text: str | None, limit: float, of: str = "for each") -> Parser:
+def _parser(text: str | None, limit: float, of: str = "time limit for each") -> Parser:
     parser = Parser(text)
     parser.add("--limit", default=limit, help=of)
     return parser
@@ -87,7 +88,7 @@ def _parser(text: str | None, limit: float, of: str = "for each") -> Parser:
 
 def _add_device(parser: Parser) -> None:
     parser.add("--device")
-    parser.add("--threads", type=whole(1, 4096), help="of the CPU; default torch's")
+    parser.add("--threads", type=whole(1, 4096), help="CPU threads; default torch's")
 
 
 def _default(name: str, kind: str = "cpu") -> Any:
@@ -95,7 +96,8 @@ def _default(name: str, kind: str = "cpu") -> Any:
 
 
 def _device(args: argparse.Namespace, options: Sequence[str]) -> LocalDevice:
-    """The device to measure, with what the command line left out filled in for it."""
+    """Return the device to measure, and fill in the options that the command line left
+    out."""
     import torch
 
     from ..bench import local_device
@@ -113,13 +115,14 @@ def _add_ranks(parser: Parser) -> None:
     parser.add(
         "--ranks",
         type=whole(2, LOCAL_RANKS),
-        help="of the group; default the GPUs, else 2",
+        help="ranks in the group; default: one for each GPU, else 2",
     )
     parser.add("--backend")
 
 
 class _Ranks:
-    """The ranks that measure: those that torchrun or Slurm has started, else new ones."""
+    """The ranks that measure: those that torchrun or Slurm started, otherwise new
+    ones."""
 
     def __init__(self, ranks: int | None, backend: str) -> None:
         import torch
@@ -132,10 +135,10 @@ class _Ranks:
         self.count = self.launched.size if self.launched else ranks or max(gpus, 2)
         if self.count < 2:
             raise UsageError(
-                "the launcher has started 1 rank; a collective needs 2 or more."
+                "the launcher started 1 rank; a collective needs at least 2."
             )
         if self.launched and ranks not in (None, self.count):
-            raise UsageError(f"--ranks {ranks}: the launcher has started {self.count}.")
+            raise UsageError(f"--ranks {ranks}: the launcher started {self.count}.")
         self.requested = backend
         self.backend = backend if self.launched else choose(backend, self.count)
 
@@ -145,7 +148,8 @@ class _Ranks:
         return self.launched is not None and self.launched.rank > 0
 
     def run(self, work: Callable[..., Any], *args: object) -> Any:
-        """Runs a function of bench and returns rank 0's result; None on the launcher's other ranks."""
+        """Run a function of bench and return rank 0's result; None on the launcher's
+        other ranks."""
         from ..comm import join, workers
 
         if self.launched is None:
@@ -162,8 +166,9 @@ class _Ranks:
 
 
 def _collectives(argv: list[str]) -> int:
-    """`phalanx bench collectives`: times collectives, checks their results, fits curves."""
-    parser = _parser(_collectives.__doc__, 4.0, "for an operation at a size")
+    """`phalanx bench collectives`: times collectives, checks their results and fits
+    curves."""
+    parser = _parser(_collectives.__doc__, 4.0, "time limit for one operation and size")
     add = parser.add
     _add_ranks(parser)
     add(
@@ -171,34 +176,34 @@ def _collectives(argv: list[str]) -> int:
         default="all",
         type=_operations,
         metavar="OPS",
-        help="separated by commas",
+        help="operations, separated by commas",
     )
     sizes = "1K:512M (in steps of 4), 1K:64M:2 or 1K,64K"
     add("--sizes", type=parse_byte_sizes, default="1K:64M", metavar="SIZES", help=sizes)
     add(
         "--groups",
         metavar="N,NxD",
-        help="group sizes; 2x4: 2 ranks 4 apart; default --ranks",
+        help="group sizes; 2x4 is 2 ranks, 4 apart; default --ranks",
     )
     add(
         "--dtype",
         default=FP32,
         choices=[x for x in PRECISIONS if x != TF32],
-        help="of the data",
+        help="dtype of the data",
     )
-    add("--repeats", type=whole(), default=7, help="readings of each")
-    more = "then no larger size begins"
+    add("--repeats", type=whole(), default=7, help="measurements of each")
+    more = "no larger size starts after this time"
     add("--total", type=POSITIVE, default=600.0, metavar="SECONDS", help=more)
     parser.add_output(
-        "--out", ".svg", ".html", help="bandwidth over size, with what was fitted"
+        "--out", ".svg", ".html", help="chart of bandwidth over size, with the fit"
     )
     args = parser.read(argv)
-    # Each rank has what it sends, what it receives, and what should have come.
+    # Each rank holds what it sends, what it receives, and the expected result.
     need = 3.0 * max(args.sizes) * (args.ranks or 2)
     refuse_large(
         need,
         f"--sizes to {binary_text(max(args.sizes))}",
-        "Write smaller sizes, as 1K:64M",
+        "Write smaller sizes, such as 1K:64M",
     )
     if args.groups and args.ranks:
         _groups(args.groups, args.ranks)
@@ -262,7 +267,7 @@ def _groups(text: str, ranks: int) -> tuple[tuple[int, int], ...]:
         size, apart = int(match[1]), int(match[2] or 1)
         if size < 2 or apart < 1 or size * apart > ranks:
             raise UsageError(
-                f"--groups {part!r}: a group has 2 ranks or more and fits the {ranks} of the world."
+                f"--groups {part!r}: a group has at least 2 ranks and fits into the {ranks} of the world."
             )
         groups.append((size, apart))
     return tuple(groups)
@@ -275,11 +280,12 @@ def group_text(of: Sample | Curve) -> str:
 def collectives_text(
     samples: Sequence[Sample], backend: str, forms: Sequence[Growth]
 ) -> str:
-    """The table, the all-reduce beside its halves, the fitted curves, which form describes growth."""
+    """Return the table, all-reduce beside its two halves, the fitted curves, and ring
+    against tree."""
     from ..bench import fit_all
 
     if not samples:
-        return "nothing was measured: --total was over before the first size.\n"
+        return "nothing was measured: --total elapsed before the first size.\n"
     rows, halves, curves, grown = [], [], [], []
     for s in samples:
         size, time = binary_text(s.bytes), seconds_text(s.seconds)
@@ -336,17 +342,24 @@ _SAMPLES = (
 
 
 def _matmul(argv: list[str]) -> int:
-    """`phalanx bench matmul`: times matrix products: TFLOP/s and hardware utilisation (HFU)."""
-    parser = _parser(_matmul.__doc__, 60.0, "of all")
+    """`phalanx bench matmul`: times matmuls and shows TFLOP/s and hardware FLOPs
+    utilization (HFU)."""
+    parser = _parser(_matmul.__doc__, 60.0, "time limit in total")
     _add_device(parser)
     add = parser.add
-    dtypes = "separated by commas: bf16, fp16, tf32, fp32, fp64; default by device"
+    dtypes = (
+        "dtypes, separated by commas: bf16, fp16, tf32, fp32, fp64; default by device"
+    )
     add("--dtype", dest="dtypes", type=_dtypes, metavar="DTYPE", help=dtypes)
-    sizes = "N of N x N: 512:32768 by doubling, or 512,768"
+    sizes = "sides of square matmuls: 512:32768 (doubling), or 512,768"
     add("--sizes", type=_lengths, default="512:32768", metavar="SIZES", help=sizes)
-    add("--model", help="whose rectangular products; default by device")
-    add("--tokens", type=whole(), help="rows of those; default by device")
-    parser.add_output("--out", ".svg", help="rate over size")
+    add("--model", help="model whose matmuls are measured; default by device")
+    add(
+        "--tokens",
+        type=whole(),
+        help="tokens in the model's matmuls; default by device",
+    )
+    parser.add_output("--out", ".svg", help="chart of the rate over size")
     args = parser.read(argv)
     shape = Shape.load(args.model) if args.model else None
     from ..bench import decoder_products, measure_products, square_products
@@ -373,7 +386,7 @@ def _matmul(argv: list[str]) -> int:
             )
             for name in dict.fromkeys(p.dtype for p in square)
         ]
-        title = f"matrix products on {device.name}"
+        title = f"matmuls on {device.name}"
         save(args.out, chart(title, series, across, up, [device.known()]))
     rows = [
         asdict(p) | {"flops": p.flops, "rate": p.rate, "claimed_rate": p.claimed_rate}
@@ -403,7 +416,7 @@ def _lengths(text: str) -> tuple[int, ...]:
     lengths = parse_byte_sizes(text, step=2)
     if max(lengths) > LONGEST:
         raise UsageError(
-            f"{text[:60]}: write 512:32768 or 512,768, numbers of 1 to {LONGEST:,}."
+            f"{text[:60]}: write 512:32768 or 512,768, with values from 1 to {LONGEST:,}."
         )
     return lengths
 
@@ -417,7 +430,7 @@ PRODUCT_HEAD = (
 def product_line(
     product: MatrixProduct, device: LocalDevice, done: Sequence[MatrixProduct]
 ) -> str:
-    """One row: `of best` is against the fastest so far in its dtype."""
+    """Return one row; `of best` is relative to the fastest so far in its dtype."""
     peak = device.peak(product.dtype)
     best = max(p.rate for p in done if p.dtype == product.dtype)
     shape = f"{product.m} x {product.n} x {product.k}"
@@ -432,7 +445,7 @@ def product_line(
 def products_summary(
     done: Sequence[MatrixProduct], device: LocalDevice, planned: int
 ) -> str:
-    """The best of each dtype against the peak, and what was left out."""
+    """Summarize the best of each dtype relative to the peak, and what was left out."""
     lines = [""]
     for dtype in dict.fromkeys(p.dtype for p in done):
         best = max((p for p in done if p.dtype == dtype), key=lambda p: p.rate)
@@ -441,23 +454,24 @@ def products_summary(
             f" HFU {of_peak(best.rate, device.peak(dtype))}."
         )
     lines.append(
-        "On a CPU a call returns when it is done: the unsynchronised clock agrees."
+        "On a CPU a call returns when it has finished: the unsynchronised clock agrees."
         if device.kind == "cpu"
-        else "The unsynchronised clock reads the launch only: it returns before the product is there."
-        " With CUDA_LAUNCH_BLOCKING=1 both agree, and nothing overlaps any more."
+        else "The unsynchronised clock measures only the launch: the call returns before the result is ready."
+        " With CUDA_LAUNCH_BLOCKING=1 both agree, but nothing overlaps."
     )
     if len(done) < planned:
         lines.append(
-            f"{planned - len(done)} of {planned} products were left out: time or memory."
+            f"{planned - len(done)} of {planned} matmuls were skipped for lack of time or memory."
         )
     return "\n".join(lines) + "\n"
 
 
 def of_peak(rate: float, peak: float) -> str:
-    """A rate as a share of a peak; more than all of it shows that the peak is wrong, not the rate."""
+    """Return a rate as a share of a peak. More than 100 % shows that the peak is
+    wrong."""
     if not peak:
         return "peak unknown"
-    more = ": more than all, so that peak is wrong" if rate > peak else ""
+    more = " (above 100 %: the catalogue's peak is wrong)" if rate > peak else ""
     return f"{rate / peak:.0%} of the catalogue's peak{more}"
 
 
@@ -465,7 +479,8 @@ def of_peak(rate: float, peak: float) -> str:
 
 
 def _mfu(argv: list[str]) -> int:
-    """`phalanx bench mfu`: times whole iterations: model FLOPs utilisation (MFU)."""
+    """`phalanx bench mfu`: times whole iterations and shows model FLOPs utilization
+    (MFU)."""
     parser = _parser(_mfu.__doc__, 20.0)
     _add_device(parser)
     add = parser.add
@@ -474,21 +489,21 @@ def _mfu(argv: list[str]) -> int:
         choices=[x for x in PRECISIONS if x != FP64],
         help="default by device",
     )
-    add("--layers", default=8, help="of the MLP")
-    add("--width", type=whole(1, LONGEST), help="of the MLP; default by device")
-    add("--rows", type=whole(), help="of the MLP; default its width")
-    add("--model", help="whose block; default by device")
-    add("--batch", default=1, help="sequences for the block")
-    add("--seq", help="their length; default by device")
+    add("--layers", default=8, help="layers of the MLP")
+    add("--width", type=whole(1, LONGEST), help="width of the MLP; default by device")
+    add("--rows", type=whole(), help="rows of the MLP's input; default: its width")
+    add("--model", help="model whose block is measured; default by device")
+    add("--batch", default=1, help="sequences in the block's batch")
+    add("--seq", help="tokens in each sequence; default by device")
     args = parser.read(argv)
     wide = args.width or _default("width")
-    # Weights and their gradients, and what each layer keeps, two bytes a number.
+    # Weights, their gradients and each layer's activations, two bytes an element.
     need = 2.0 * args.layers * wide * (2 * wide + (args.rows or wide))
-    way_out = "Write less --width, --layers or --rows"
+    way_out = "Write a smaller --width, --layers or --rows"
     refuse_large(need, f"an MLP of {args.layers:,} layers", way_out)
     hidden = Shape.load(args.model or _default("model")).hidden
     kept = 2.0 * args.batch * (args.seq or _default("seq")) * hidden
-    refuse_large(kept, f"a batch of {args.batch:,}", "Write less --batch or --seq")
+    refuse_large(kept, f"a batch of {args.batch:,}", "Write a smaller --batch or --seq")
     from ..bench import (
         WideMlp,
         measure_block,
@@ -521,13 +536,13 @@ def _mfu(argv: list[str]) -> int:
 
 
 def iterations_text(done: Sequence[Iteration], device: LocalDevice, best: float) -> str:
-    """Each iteration's time against the time its products need."""
+    """Return each iteration's time beside the time that its matmuls need."""
     dtype = done[0].dtype
     peak = device.peak(dtype)
-    lines = [device.known(), f"best product measured in {dtype}: {flops_text(best)}"]
+    lines = [device.known(), f"best matmul measured in {dtype}: {flops_text(best)}"]
     if peak:
         share = of_peak(best, peak)
-        lines.append(f"peak of the catalogue in {dtype}: {flops_text(peak)}; {share}")
+        lines.append(f"the catalogue's peak in {dtype}: {flops_text(peak)}; {share}")
     of = peak or best
     for x in done:
         shares = [f"{'MFU' if peak else 'of the best measured rate'} {x.share(of):.1%}"]
@@ -537,12 +552,12 @@ def iterations_text(done: Sequence[Iteration], device: LocalDevice, best: float)
             "",
             x.name,
             f"  iteration {seconds_text(x.seconds)}, forward alone {seconds_text(x.forward)};"
-            f" products need {seconds_text(x.flops / of)} at {'the peak' if peak else 'the best rate'}",
+            f" matmuls need {seconds_text(x.flops / of)} at {'the peak' if peak else 'the best rate'}",
             "  " + ", ".join(shares) + full * (x.flops != x.flops_full),
         ]
         if x.share(of) > 1:
             lines.append(
-                "  More than all of it: the peak is wrong, or too low a rate was measured."
+                "  Above 100 %: the peak is wrong, or the measured rate is too low."
             )
     lines += [
         "",
@@ -556,13 +571,23 @@ def iterations_text(done: Sequence[Iteration], device: LocalDevice, best: float)
 
 
 def _overlap(argv: list[str]) -> int:
-    """`phalanx bench overlap`: how much of a copy or a message disappears behind a product."""
+    """`phalanx bench overlap`: measures how much of a copy or a message is hidden
+    behind a matmul."""
     parser = _parser(_overlap.__doc__, 20.0)
     _add_device(parser)
     _add_ranks(parser)
     add = parser.add
-    add("--size", type=whole(1, LONGEST), help="N of the product; default by device")
-    add("--copy", type=parse_bytes, metavar="BYTES", help="as 1G; default by device")
+    add(
+        "--size",
+        type=whole(1, LONGEST),
+        help="side of the square matmul; default by device",
+    )
+    add(
+        "--copy",
+        type=parse_bytes,
+        metavar="BYTES",
+        help="bytes to copy, such as 1G; default by device",
+    )
     add("--dtype", choices=PRECISIONS, help="default by device")
     args = parser.read(argv)
     count = args.ranks or 2
@@ -578,7 +603,7 @@ def _overlap(argv: list[str]) -> int:
     device = _device(args, ("size", "copy", "dtype"))
     ranks = _Ranks(args.ranks, args.backend)
     done: list[Overlap] = []
-    # Of ranks that a launcher has started one copies and prints; all of them send.
+    # Of a launcher's ranks one copies and prints; all of them send.
     if not ranks.quiet:
         sizes = {"size": args.size, "copied": args.copy}
         done = measure_copies(device, **sizes, dtype=args.dtype, limit=args.limit)
@@ -594,7 +619,7 @@ def _overlap(argv: list[str]) -> int:
 
 
 def overlaps_text(done: Sequence[Overlap]) -> str:
-    """A table of overlaps: the share of the shorter activity that is hidden."""
+    """Return a table of overlaps: the share of the shorter activity that is hidden."""
     head = ("", "first", "second", "one by one", "together", "hidden")
     rows = [
         (
@@ -604,5 +629,8 @@ def overlaps_text(done: Sequence[Overlap]) -> str:
         )
         for x in done
     ]
-    note = "what together saves, as part of the shorter one; below 0 they hinder each other."
+    note = (
+        "time saved by running together, as a share of the shorter one; negative: they"
+        " slow each other down."
+    )
     return f"{text_table(head, rows)}hidden: {note}\n"

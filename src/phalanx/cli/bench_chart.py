@@ -1,4 +1,5 @@
-"""Bus bandwidth over size: measured points and fitted curves, a small chart for each operation."""
+"""Charts of bus bandwidth over size, with measured points and fitted curves, one for
+each operation."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ def curves_svg(
     samples: Sequence[Sample] = (),
     backend: str = "",
 ) -> Html:
-    """One SVG document; `samples` are what the curves were fitted to, where that is known."""
+    """Return one SVG document. `samples` are the measurements that the curves were
+    fitted to, if known."""
     series = []
     for curve in curves:
         key = (curve.op, curve.ranks, curve.apart)
@@ -40,9 +42,9 @@ def curves_svg(
         )
     backend = backend or ", ".join(sorted({curve.backend for curve in curves}))
     note = (
-        "Points: measured, medians, the slowest rank counts. Dashed: latency and bandwidth fitted."
+        "Points: measured medians of the slowest rank. Dashed: fitted latency and bandwidth."
         if samples
-        else "Latency and bandwidth as they were fitted to what was measured."
+        else "Latency and bandwidth fitted to the measurements."
     )
     across, up = (
         ChartAxis("S", binary_text, 16),
@@ -52,7 +54,7 @@ def curves_svg(
 
 
 def _sizes(curve: Curve) -> list[int]:
-    """The range that was measured, in powers of four."""
+    """Return sizes over the measured range, in powers of four."""
     sizes = [curve.least]
     while sizes[-1] < curve.most:
         sizes.append(min(4 * sizes[-1], curve.most))

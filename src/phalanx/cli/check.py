@@ -1,9 +1,11 @@
-"""`phalanx check`: checks a layout against a model: the memory of its ranks, or every reason why it cannot
-run; or the step of a run file; or whether a program file can run.
+"""`phalanx check`: checks a layout against a model and shows the memory of its ranks,
+or every reason why it cannot run. Also checks the step of a run file, or a program
+file.
 
-Exit code 0: its program is complete, cannot deadlock, and fits in the memory of --device or --cluster;
-1: it does not, with every reason; 2: wrong usage. Bytes are those of `plan --explain`: in bf16, on a CPU
-fp32, unless the layout says otherwise. A model that nobody has costed yet loads torch.
+Exit code 0: the program is complete, cannot deadlock, and fits in the memory of
+--device or --cluster; 1: it does not, with every reason; 2: wrong usage. Bytes are
+those of `plan --explain`: in bf16, or fp32 on a CPU, unless the layout names a
+precision. A model that has not been costed before loads torch.
 
   phalanx check "dp2 pp4 tp2 1f1b:8" --model 8b
   phalanx check "dp8 tp8 zero1 accum:8" --model 8b --batch 64 --cluster h100x64
@@ -40,21 +42,25 @@ def run(argv: list[str]) -> int:
         default="",
         choices=None,
         metavar="NAME",
-        help="with its memory, as h100",
+        help="device whose memory it must fit, such as h100",
     )
     add(
         "--cluster",
         default="",
         metavar="NAME",
-        help="must fit on it, as h100x64, or this",
+        help="cluster that it must fit, such as h100x64, or this",
     )
-    help = "default: of a run file, else adamw"
+    help = "optimizer; default: that of the run file, else adamw"
     add("--optimizer", default="", choices=OPTIMIZERS, help=help)
-    add("--clip", action="store_true", help="accepted; every run agrees on the norm")
+    add(
+        "--clip",
+        action="store_true",
+        help="no effect: every run computes the gradient norm",
+    )
     add(
         "--sums",
         action="store_true",
-        help="check that each sum over ranks is made, and made once",
+        help="check that each sum over ranks is made exactly once",
     )
     add(
         "--layout",
@@ -71,9 +77,7 @@ def run(argv: list[str]) -> int:
         good = checked.fits and checked.right
         return result(args, checked.figures, str(checked), good=good)
     if args.sums:
-        raise UsageError(
-            "which sums over ranks there are depends on the model: add --model."
-        )
+        raise UsageError("the sums over ranks depend on the model: add --model.")
     if args.device or args.cluster:
         raise UsageError(
             "the memory that a layout needs depends on its model: add --model."

@@ -1,4 +1,4 @@
-"""`phalanx checkpoint`: shows, verifies, exports and imports what a run has saved.
+"""`phalanx checkpoint`: shows, verifies, exports and imports checkpoints.
 
   phalanx checkpoint show runs/first
   phalanx checkpoint verify runs/first/checkpoints/step-00000100
@@ -6,9 +6,10 @@
   phalanx checkpoint export runs/lora --to adapter --adapter
   phalanx checkpoint import Llama-3.2-1B --out runs/second
 
-DIR is a run's folder or that of its checkpoints, of which the newest is taken (verify: all), or one
-checkpoint. `import` makes RUN/checkpoints, from which `phalanx train out=RUN` begins, with its model.
-Exported and imported are models of Hugging Face: those that `phalanx train model=hf:FOLDER` trains.
+DIR is one checkpoint, or the folder of a run or of its checkpoints. Of a folder the
+newest checkpoint is used; verify reads all of them. `import` creates RUN/checkpoints,
+from which `phalanx train out=RUN` starts with the imported model. Exported and imported
+folders are Hugging Face models, like those that `phalanx train model=hf:FOLDER` trains.
 Exit code 1: damage was found.
 """
 
@@ -42,7 +43,8 @@ _THEIRS = "Name a folder with config.json and model.safetensors."
 
 
 def _show(argv: list[str]) -> int:
-    """`phalanx checkpoint show`: shows what is in a checkpoint, and of which run it is."""
+    """`phalanx checkpoint show`: shows the contents of a checkpoint and the run that it
+    belongs to."""
     args = _parser(_show.__doc__).read(argv)
     path, *older = checkpoints_in(args.source)
     from ..train.checkpoint_format import read_manifest
@@ -86,7 +88,7 @@ def _verify(argv: list[str]) -> int:
     lines = [
         line
         for p, f in faults.items()
-        for line in f or [f"{p}: every byte is as it was written"]
+        for line in f or [f"{p}: every byte matches its checksum"]
     ]
     sound = not any(faults.values())
     return result(
@@ -95,18 +97,22 @@ def _verify(argv: list[str]) -> int:
 
 
 def _export(argv: list[str]) -> int:
-    """`phalanx checkpoint export`: writes a folder that transformers loads."""
+    """`phalanx checkpoint export`: writes a folder that transformers can load."""
     parser = _parser(_export.__doc__)
-    parser.add_output("--to", folder=True, required=True, help="where the model goes")
-    named = "the model_type where several fit, as mistral for llama"
+    parser.add_output("--to", folder=True, required=True, help="folder to write")
+    named = "model_type to write if several fit, such as mistral for llama"
     parser.add("--family", default="", choices=FAMILIES, metavar="NAME", help=named)
     parser.add(
-        "--dtype", default="", type=str.upper, choices=STORED, help="of the numbers"
+        "--dtype",
+        default="",
+        type=str.upper,
+        choices=STORED,
+        help="dtype of the weights",
     )
     parser.add(
         "--adapter",
         action="store_true",
-        help="LoRA alone, as peft loads it; else merged",
+        help="export only the LoRA adapter, for peft; default: merged",
     )
     args = parser.read(argv)
     path = checkpoints_in(args.source)[0]
@@ -123,10 +129,13 @@ def _export(argv: list[str]) -> int:
 
 
 def _import(argv: list[str]) -> int:
-    """`phalanx checkpoint import`: makes a checkpoint of a model of Hugging Face."""
+    """`phalanx checkpoint import`: converts a Hugging Face model to a checkpoint."""
     parser = _parser(_import.__doc__, "the model's folder")
     parser.add_output(
-        "--out", folder=True, required=True, help="the run that begins with it"
+        "--out",
+        folder=True,
+        required=True,
+        help="folder of the run that starts from it",
     )
     args = parser.read(argv)
     if not Path(args.source).is_dir():
@@ -134,7 +143,7 @@ def _import(argv: list[str]) -> int:
     refuse_irregular(Path(args.source, "config.json"), _THEIRS)
     from ..train.checkpoint_exchange import import_weights
 
-    # Where a run looks for what it goes on from.
+    # where a run looks for checkpoints to resume from
     return _written(
         args, [import_weights(Path(args.source), Path(args.out, CHECKPOINTS))]
     )

@@ -1,6 +1,6 @@
-"""`phalanx completion`: tab completion for a shell.
+"""`phalanx completion`: prints the tab completion script of a shell.
 
-The words come from the parsers themselves.
+The completions are read from the commands themselves.
 
   eval "$(phalanx completion bash)"    # in ~/.bashrc; zsh: in ~/.zshrc
   phalanx completion fish > ~/.config/fish/completions/phalanx.fish
@@ -14,12 +14,13 @@ from ..plan import clusters, devices
 from .parser import DESCRIBE, Described, Parser
 from .usage import say
 
-# They ask `phalanx completion words -- WORD...`, of which the last is being written. No answer: files.
+# The scripts call `phalanx completion words -- WORD...`; the last word is being typed.
+# An empty answer means file names.
 _SCRIPTS = {
     file.name: file
     for file in sorted((Path(__file__).parent / "completions").iterdir())
 }
-# What values of options are, where the parser does not say.
+# Values of options that the parser does not list.
 _VALUES: dict[str, Callable[[], Iterable[str]]] = {
     "--model": Shape.names,
     "--device": devices,
@@ -33,13 +34,13 @@ def run(argv: list[str]) -> int:
         say("\n".join(candidates(words or [""])))
         return 0
     parser = Parser(__doc__, json=False)
-    parser.add("shell", choices=tuple(_SCRIPTS), help="whose script")
+    parser.add("shell", choices=tuple(_SCRIPTS), help="the shell")
     say(_SCRIPTS[parser.read(argv).shell].read_text(encoding="utf-8"), end="")
     return 0
 
 
 def candidates(words: list[str]) -> list[str]:
-    """Completions of the last word; empty for a file or free text."""
+    """Return the completions of the last word; empty for a file or free text."""
     from .main import VERBS
 
     *before, word = words
@@ -64,7 +65,7 @@ def candidates(words: list[str]) -> list[str]:
 
 
 def parser_of(words: list[str]) -> Parser | None:
-    """The parser that would read what follows these words."""
+    """Return the parser that would read the next argument, or None."""
     from .main import VERBS, module_of
 
     if words[0] not in VERBS:
@@ -75,7 +76,7 @@ def parser_of(words: list[str]) -> Parser | None:
         module.run(words[1:2])
     except Described as found:
         return found.parser
-    except ValueError:  # a word that means nothing
+    except ValueError:  # an unknown word
         return None
     finally:
         DESCRIBE.reset(token)

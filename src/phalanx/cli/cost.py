@@ -1,9 +1,11 @@
-"""`phalanx cost`: FLOPs, bytes and messages of each operation of a model's pieces, on one rank of a layout.
+"""`phalanx cost`: shows FLOPs, bytes and messages of each operation of a model's
+pieces, on one rank of a layout.
 
-Found by running each piece on meta tensors over a backend that sends nothing; kept in
-$XDG_CACHE_HOME/phalanx/costs. F forward, B backward (or I input's and W weights'
-gradient, when the schedule splits it), R what recomputation repeats. With --optimizer muon also
-what Newton-Schulz takes once a step: of all ranks that share a piece's matrices, who has most.
+Each piece is run on meta tensors with a backend that sends nothing; results are cached
+in $XDG_CACHE_HOME/phalanx/costs. F is forward and B backward; if the schedule splits
+backward, I is the input gradient and W the weight gradient. R is recomputation. With
+--optimizer muon, the cost of Newton-Schulz per step is added: of all ranks that share a
+piece's matrices, that of the busiest.
 
   phalanx cost --model 8b "tp4 seq bf16"
   phalanx cost --model 405b "tp8 seq cp16 bf16" --sequence 131072 --json
@@ -42,13 +44,13 @@ def run(argv: list[str]) -> int:
         "--sequence",
         type=length,
         default=0,
-        help="tokens of a sequence; default the shape's",
+        help="tokens in a sequence; default the shape's",
     )
     add(
         "--optimizer",
         choices=OPTIMIZERS,
         default="adamw",
-        help="muon: its Newton-Schulz too",
+        help="muon adds the cost of Newton-Schulz",
     )
     add(
         "--target",
@@ -59,20 +61,20 @@ def run(argv: list[str]) -> int:
     args = parser.read(argv)
     layout = Layout.parse(" ".join(args.layout))
     shape, make = model_of(args.model)
-    # Of a batch one microbatch is costed.
+    # one microbatch of a batch is costed
     batch = max(shape.batch, layout.data * layout.microbatches)
     refuse_illegal(layout, shape, batch=batch, sequence=args.sequence)
     cut, model = piece_layout(layout), args.model if make else shape
     pieces = cached_costs(model, [layout], sequence=args.sequence, target=args.target)[
         cut
     ]
-    # The numbers of the program's pieces that cost the same, and their cost.
+    # Pieces of the program by equal cost.
     alike = defaultdict[Callable[[float], PieceCost], list[int]](list)
     parts = (part for piece in pieces for part in piece.parts)
     for number, part in enumerate(parts):
         alike[part].append(number)
     kinds = [(numbers, part(args.rows)) for part, numbers in alike.items()]
-    # Of the first piece of each kind: FLOPs and bytes.
+    # FLOPs and bytes of the first piece of each kind.
     work, muon = list[tuple[float, float]](), args.optimizer == "muon"
     rows = pieces.rows or staged_pieces(layout, shape).rows
     for numbers, _ in kinds if muon else ():
@@ -139,7 +141,7 @@ def _facts(cut: Layout, found: PieceCost) -> dict[str, object]:
 
 
 def _full(load: Load) -> float:
-    """FLOPs with every pair of attention counted."""
+    """Return FLOPs, counting every pair of attention."""
     return load.flops + sum(a.full - a.flops for a in load.attention)
 
 
@@ -175,7 +177,7 @@ def _lines(cut: Layout, numbers: list[int], found: PieceCost) -> Iterator[str]:
 
 
 def _messages(load: Load) -> list[str]:
-    """By axis and collective: how many, and the bytes of all."""
+    """Return the number and total bytes of messages by axis and collective."""
     counts = Counter((m.axis, m.op) for m in load.messages)
     return [
         f"{axis} {n} {op} {si_text(sum(m.bytes for m in load.messages if (m.axis, m.op) == (axis, op)))}B"
@@ -184,7 +186,7 @@ def _messages(load: Load) -> list[str]:
 
 
 def _multiplied(load: Load) -> list[str]:
-    """The products by shape, m x k x n, and attention as queries x keys."""
+    """List the matmuls by shape, m x k x n, and attention as queries x keys."""
     shapes = Counter(
         ("" if p.batch == 1 else f"{p.batch:g} of ") + f"{p.m:g}x{p.k:g}x{p.n:g}"
         for p in load.products

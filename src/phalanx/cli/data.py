@@ -1,4 +1,5 @@
-"""`phalanx data`: token files made of text, what a corpus holds, and whether it is as it was written.
+"""`phalanx data`: makes token files from text, shows what a corpus contains, and
+verifies it.
 
   phalanx data prepare books/ --out data/books
   phalanx data prepare web.jsonl.zst --out data/web --tokenizer tokenizer.json
@@ -6,11 +7,11 @@
   phalanx data show python
   phalanx data verify data/books
 
-SRC is a file or a folder of them: text, .jsonl and .json (also .gz, .zst), .parquet, or what
-`save_to_disk` of datasets has written. Rows with `messages`, `conversations` or `prompt` and `completion`
-are chats: the tokenizer's chat template writes them, and answers alone are trained on. A preparation that
-was interrupted goes on where it was when the same command is given again. Exit code 1: damage was
-found.
+SRC is a file, or a folder of files: text, .jsonl and .json (also .gz, .zst), .parquet,
+or the output of `save_to_disk` of datasets. Rows with `messages`, `conversations`, or
+`prompt` and `completion` are chats: the tokenizer's chat template formats them, and
+only answers are trained on. If a preparation is interrupted, the same command continues
+it. Exit code 1: damage was found.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ if TYPE_CHECKING:
 
 _BAD = ("skip", "refuse")
 SKIPPED = "skipped.txt"
-SHOWN = 10  # places that are named on the screen
+SHOWN = 10  # skipped places that are printed
 _LEFT_OUT = {
-    "skipped": "places that cannot be read",
-    "empty": "rows with nothing in them",
+    "skipped": "unreadable places",
+    "empty": "empty rows",
     "unanswered": "chats without an answer",
 }
 
@@ -49,31 +50,37 @@ def _parser(text: str | None) -> Parser:
     parser.add(
         "source",
         metavar="SRC",
-        help="a file or a folder; python: the library's own source",
+        help="a file or a folder; python: the source of the standard library",
     )
     return parser
 
 
 def _prepare(argv: list[str]) -> int:
-    """`phalanx data prepare`: makes token files of text and chats."""
+    """`phalanx data prepare`: makes token files from text and chats."""
     parser = _parser(_prepare.__doc__)
     parser.add_output(
-        "--out", folder=True, required=True, help="where the token files go"
+        "--out", folder=True, required=True, help="folder of the token files"
     )
-    what = "a tokenizer.json, or its folder with a chat template; bytes without"
+    what = "a tokenizer.json, or its folder with a chat template; default: bytes"
     parser.add("--tokenizer", metavar="PATH", help=what)
     parser.add(
         "--end", metavar="TOKEN", help="the token that closes each document of text"
     )
-    what = "of rows; default text, messages, conversations, or prompt and completion"
+    what = "column; default text, messages, conversations, or prompt and completion"
     parser.add("--field", default="", metavar="NAME", help=what)
     share = real(lambda x: 0 <= x < 1, "from 0 to below 1")
     parser.add(
-        "--held-out", type=share, default=0.05, metavar="SHARE", help="for validation"
+        "--held-out",
+        type=share,
+        default=0.05,
+        metavar="SHARE",
+        help="share held out for validation",
     )
-    what = "what cannot be read: leave it out and name it, or stop there"
+    what = "unreadable rows: skip and list them, or stop"
     parser.add("--on-bad", choices=_BAD, default=_BAD[0], help=what)
-    parser.add("--workers", type=whole(1, 4096), help="processes; default one a core")
+    parser.add(
+        "--workers", type=whole(1, 4096), help="processes; default: one for each core"
+    )
     args = parser.read(argv)
     from ..train.data.vocabulary import open_vocabulary
 
@@ -95,7 +102,7 @@ def _prepare(argv: list[str]) -> int:
 def prepare_shown(
     source: str, out: str, vocabulary: Vocabulary, **how: Any
 ) -> Prepared:
-    """Make token files, with a bar that says how far it is, and name what was left out."""
+    """Make token files with a progress bar, and print what was skipped."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -130,14 +137,14 @@ def prepare_shown(
 
 
 def left_out(done: Prepared) -> str:
-    """Counts of the documents that are not in the tokens, as the end of a sentence."""
+    """Count the skipped documents, as the end of a sentence."""
     counts = {what: getattr(done, name) for name, what in _LEFT_OUT.items()}
     text = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
     return f"; left out: {text}" if text else ""
 
 
 def _show(argv: list[str]) -> int:
-    """`phalanx data show`: shows what is in a corpus."""
+    """`phalanx data show`: shows the contents of a corpus."""
     args = _parser(_show.__doc__).read(argv)
     return _shown(args.source, args)
 
@@ -174,7 +181,7 @@ def _shown(source: str, args: argparse.Namespace, done: Prepared | None = None) 
 
 
 def _verify(argv: list[str]) -> int:
-    """`phalanx data verify`: compares the checksums of a prepared corpus."""
+    """`phalanx data verify`: verifies the checksums of a prepared corpus."""
     args = _parser(_verify.__doc__).read(argv)
     from ..train.data.token_files import INDEX, verify_prepared
 
@@ -185,5 +192,5 @@ def _verify(argv: list[str]) -> int:
             " one of text; other forms have no checksums to verify."
         )
     faults = verify_prepared(path)
-    text = "\n".join(faults) or f"{args.source}: every checksum is right"
+    text = "\n".join(faults) or f"{args.source}: every checksum matches"
     return result(args, {"sound": not faults, "faults": faults}, text, good=not faults)

@@ -1,8 +1,8 @@
-"""`phalanx demo`: trains a small decoder on four local ranks, kills one, goes on in another layout, compares
-every loss with one process, and writes a page.
+"""`phalanx demo`: trains a small decoder on four local ranks, kills one, resumes in
+another layout, compares every loss with one process, and writes a report.
 
-About half a minute on two idle cores.
-Exit code 0: the loss fell and all losses agree; 1: not.
+Takes about half a minute on two idle cores. Exit code 0: the loss fell and all losses
+agree; 1: they do not.
 """
 
 import multiprocessing
@@ -23,7 +23,7 @@ from .usage import progress, result, try_folder
 
 FIRST, THEN = "dp2 pp2 zero1 1f1b:2 fp64", "dp2 tp2 zero3 fp64"
 STEPS, SAVE, KILL = 40, 10, 25
-# In float64 what layouts differ by is rounding alone.
+# In float64, layouts differ only by rounding.
 CLOSE = 1e-9
 _RUN = f"""
 steps = {STEPS}
@@ -46,7 +46,7 @@ def run(argv: list[str]) -> int:
     out, alone = Path(args.out), Path(f"{args.out}-one-process")
     try_folder(str(alone))
     for old in (out, alone):
-        if (old / "metrics.jsonl").is_file():  # only what an earlier demo has written
+        if (old / "metrics.jsonl").is_file():  # only what an earlier demo wrote
             shutil.rmtree(old)
     figures = _play(out, alone)
     figures["seconds"] = round(time.monotonic() - begun, 1)
@@ -101,7 +101,7 @@ def _run_of(out: Path, layout: str) -> Run:
 
 
 def _killed(out: Path) -> str:
-    """Train until a rank is killed; what the launcher then says."""
+    """Train until a rank is killed, and return the launcher's message."""
     from ..comm import RankFailed
 
     _watch(out, kill=True)
@@ -109,7 +109,7 @@ def _killed(out: Path) -> str:
         _train(out, FIRST)
     except RankFailed as error:
         return str(error).splitlines()[0]
-    return "no rank was killed: the run was over before"
+    return "no rank was killed: the run had already ended"
 
 
 def _train(out: Path, layout: str) -> None:
@@ -122,9 +122,10 @@ def _train(out: Path, layout: str) -> None:
 
 
 def _watch(out: Path, *, kill: bool) -> None:
-    """Beside the run: show the loss now and then, and kill a rank when its step has come."""
+    """Watch the run in a thread: print the loss now and then, and kill a rank at its
+    step."""
     journal = JournalReader(out / "metrics.jsonl")
-    journal.more()  # of what was before
+    journal.more()  # skip earlier records
 
     def look() -> None:
         while True:
@@ -146,7 +147,7 @@ def _watch(out: Path, *, kill: bool) -> None:
 
 
 def _line(record: dict[str, Any]) -> str:
-    """The line shown for a record of the journal; empty for most."""
+    """Return the line to print for a record of the journal; empty for most."""
     match record["event"]:
         case "step" if record["step"] % 10 == 0 or record["step"] == 1:
             return f"step {record['step']:3}  loss {record['loss']:.4f}"
@@ -160,6 +161,6 @@ def _line(record: dict[str, Any]) -> str:
 
 
 def losses_of(out: Path) -> dict[int, float]:
-    """The loss of every step, as it was last done."""
+    """Return the loss of every step; of a repeated step, the last one."""
     records = read_journal(out / "metrics.jsonl")
     return {r["step"]: r["loss"] for r in records if r["event"] == "step"}

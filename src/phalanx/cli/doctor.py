@@ -1,13 +1,14 @@
-"""`phalanx doctor`: what this machine is, and how fast where that is asked; and the catalogue of others.
+"""`phalanx doctor`: shows this machine, measures it with --out, and shows the catalogue of
+devices, links and clusters.
 
   phalanx doctor                      this machine, and its memory bandwidth
-  phalanx doctor --out machine.toml   measures all of it, for plans
+  phalanx doctor --out machine.toml   measure everything, for plans
   phalanx doctor topology [FILE]      links between devices, here or in a file
-  phalanx doctor devices [NAME]       what makers state, with sources
+  phalanx doctor devices [NAME]       manufacturers' specifications, with sources
   phalanx doctor links
-  phalanx doctor clusters [NAME]      levels and totals, as of llama3 or h100x64
-  phalanx doctor hierarchy NAME       registers to network: size and speed
-  phalanx doctor hang RUNDIR          where each rank of a running run is, and why it hangs
+  phalanx doctor clusters [NAME]      levels and totals, for example of llama3 or h100x64
+  phalanx doctor hierarchy NAME       size and speed of memory, from registers to network
+  phalanx doctor hang RUNDIR          position of each rank of a running run, and why it hangs
 
 Exit code 0: done; 1: a collective gave wrong numbers, or a rank failed; 2: wrong usage.
 """
@@ -49,7 +50,7 @@ from .bench import group_text, of_peak
 from .parser import Parser, whole
 from .usage import UsageError, complain, progress, read, result, save
 
-HEAD = 128  # elements of a head, as most models have
+HEAD = 128  # head dimension of most models
 
 if TYPE_CHECKING:
     from ..bench import LocalDevice
@@ -63,7 +64,7 @@ def run(argv: list[str]) -> int:
         if name:
             parser.add("name", **name)
         if show is _hierarchy:
-            parser.add_output("--out", ".svg", help="the same as a picture")
+            parser.add_output("--out", ".svg", help="write a picture")
         args = parser.read(argv[1:])
         return result(args, *show(args))
     parser = Parser(__doc__)
@@ -76,7 +77,7 @@ def run(argv: list[str]) -> int:
         help=", ".join(_SUBJECTS),
     )
     parser.add_output(
-        "--out", ".toml", help="measure all of it and write it into this file"
+        "--out", ".toml", help="measure everything and write it to this file"
     )
     add("--device")
     add(
@@ -85,9 +86,9 @@ def run(argv: list[str]) -> int:
         help="ranks of the largest group to measure",
     )
     add("--backend")
-    add("--model", default="124m", help="model whose matrix products are measured")
-    add("--limit", default=60.0, help="time for all measurements of --out, about")
-    add("--with-host", action="store_true", help="write the host's name into the file")
+    add("--model", default="124m", help="model whose matmuls are measured")
+    add("--limit", default=60.0, help="approximate time for all measurements of --out")
+    add("--with-host", action="store_true", help="include the host's name in the file")
     args = parser.read(argv)
     Shape.load(args.model)
     from ..bench import local_device
@@ -96,19 +97,19 @@ def run(argv: list[str]) -> int:
     return _measure(args, here) if args.out else _look(args, here)
 
 
-Shown = tuple[Mapping[str, object], str]  # figures, and the text of them
+Shown = tuple[Mapping[str, object], str]  # figures, and their text
 
 
 def _hang(args: argparse.Namespace) -> Shown:
-    """`phalanx doctor hang`: the position and the stack of each rank of a running run on this host, and
-    why the run hangs if it does."""
+    """`phalanx doctor hang`: shows the position and stack of each rank of a running run
+    on this host, and explains why it hangs if it does."""
     seen = snapshot(Path(args.name))
     for notice in seen.notices:
         complain(f"phalanx doctor hang: {notice}")
     if not seen.ranks:
         raise UsageError(
-            f"no rank of {args.name} is running on this host. Name the `out` folder of a run that is."
-            f" If it hung and was ended, see {Path(args.name, HANG)}."
+            f"no rank of {args.name} is running on this host. Name the `out` folder of a running run."
+            f" If the run hung and was ended, see {Path(args.name, HANG)}."
         )
     found, lines = described(seen)
     if seen.elsewhere:
@@ -160,7 +161,7 @@ def _look(args: argparse.Namespace, here: LocalDevice) -> int:
 
 
 def _attention_lines(here: LocalDevice) -> Iterator[str]:
-    """The kernels that attention takes on a GPU."""
+    """Yield the attention kernels that a GPU uses."""
     import torch
 
     from ..models.kernels import kernel_names
@@ -202,7 +203,7 @@ def _machine_lines(machine: Machine) -> Iterator[str]:
 
 
 def _topology(args: argparse.Namespace) -> Shown:
-    """`phalanx doctor topology`: who is linked to whom."""
+    """`phalanx doctor topology`: shows which devices are linked to which."""
     topology = (
         parse_topology(read(args.name, "topology")) if args.name else read_topology()
     )
@@ -224,7 +225,7 @@ def _topology(args: argparse.Namespace) -> Shown:
 
 
 def _devices(args: argparse.Namespace) -> Shown:
-    """`phalanx doctor devices`: what makers of devices state, with sources."""
+    """`phalanx doctor devices`: shows the specifications of devices, with sources."""
     chosen = [device(args.name)] if args.name else list(devices().values())
     figures = {
         d.name: asdict(d) | {"peaks": {t: d.peak(t) for t in d.dtypes}} for d in chosen
@@ -235,7 +236,7 @@ def _devices(args: argparse.Namespace) -> Shown:
 
 
 def _devices_text(chosen: Sequence[Device]) -> str:
-    """A line for each device; peaks are dense."""
+    """Return one line for each device; peaks are dense."""
     head = ("device", "bf16 TFLOP/s", FP8, FP32, "memory", "bandwidth", "FLOP/byte")
     rows = []
     for d in chosen:
@@ -244,12 +245,12 @@ def _devices_text(chosen: Sequence[Device]) -> str:
         ]
         memory = binary_text(d.memory.bytes), rate_text(d.memory.bandwidth)
         rows.append((d.name, *peaks, *memory, f"{d.ridge:.0f}"))
-    note = "Peaks count no sparsity. FLOP/byte: below it, in bf16, memory decides the time."
+    note = "Peaks are dense. FLOP/byte: below this intensity, in bf16, memory bandwidth limits the speed."
     return f"{text_table(head, rows)}\n{note}"
 
 
 def _device_lines(device: Device) -> Iterator[str]:
-    """One device: what follows from its data file, and where every number there is from."""
+    """Yield one device's specifications, derived values and sources."""
     yield f"{device.title}\n"
     peaks = [(dtype, flops_text(device.peak(dtype))) for dtype in device.dtypes]
     yield text_table((), peaks, indent=2).rstrip("\n")
@@ -284,7 +285,8 @@ def _device_lines(device: Device) -> Iterator[str]:
 
 
 def _links(args: argparse.Namespace) -> Shown:
-    """`phalanx doctor links`: every link, one direction and both."""
+    """`phalanx doctor links`: shows the bandwidth of every link, in one direction and
+    both."""
     rows = []
     for name, x in links().items():
         factor = x.all_reduce_factor
@@ -298,14 +300,14 @@ def _links(args: argparse.Namespace) -> Shown:
 
 
 def _clusters(args: argparse.Namespace) -> Shown:
-    """`phalanx doctor clusters`: levels and totals of clusters."""
+    """`phalanx doctor clusters`: shows the levels and totals of clusters."""
     chosen = [cluster(args.name)] if args.name else list(clusters().values())
     figures = {c.name: asdict(c) | {"totals": c.totals()} for c in chosen}
     return figures, "\n\n".join(map(_cluster_text, chosen))
 
 
 def _cluster_text(c: Cluster) -> str:
-    """The levels from the inside out, and the totals where the size is known."""
+    """Return the levels from the inside out, and the totals if the size is known."""
     rows = []
     for level in c.levels:
         share = f", {level.share:.2g} of the link" if level.share != 1 else ""
@@ -324,7 +326,8 @@ def _cluster_text(c: Cluster) -> str:
 
 
 def _hierarchy(args: argparse.Namespace) -> Shown:
-    """`phalanx doctor hierarchy`: from registers to the network: size and speed."""
+    """`phalanx doctor hierarchy`: shows size and speed of memory from registers to the
+    network."""
     title = device(args.name).title
     levels = hierarchy(device(args.name))
     if args.out:
@@ -342,7 +345,8 @@ def _hierarchy(args: argparse.Namespace) -> Shown:
 
 
 def _hierarchy_svg(title: str, levels: Sequence[Place]) -> str:
-    """One bar a level, as long as the logarithm of its bandwidth, from the inside at the top."""
+    """Draw one bar for each level, innermost on top; its length is the logarithm of the
+    bandwidth."""
     logs = [math.log10(level.bandwidth) for level in levels]
     low = math.floor(min(logs)) - 0.5
     rows = []
@@ -354,19 +358,19 @@ def _hierarchy_svg(title: str, levels: Sequence[Place]) -> str:
         speed = rate_text(level.bandwidth)
         rows.append(Bars(level.name, log - low, speed, below, tip=level.how))
     return bars(
-        title, rows, ["Each bar is as long as the logarithm of the bytes a second."]
+        title, rows, ["The length of a bar is the logarithm of its bytes per second."]
     )
 
 
-_NAME = {"nargs": "?", "metavar": "NAME", "help": "one of them; default all"}
+_NAME = {"nargs": "?", "metavar": "NAME", "help": "only this one; default: all"}
 _FILE = {
     "nargs": "?",
     "metavar": "FILE",
-    "help": "what nvidia-smi topo -m printed; default: here",
+    "help": "output of nvidia-smi topo -m; default: this machine",
 }
-_DEVICE = {"metavar": "NAME", "help": "a device, as h100"}
-_RUN = {"metavar": "RUNDIR", "help": "the `out` of a run that is running on this host"}
-# What shows each, and how its name or file is written.
+_DEVICE = {"metavar": "NAME", "help": "a device, such as h100"}
+_RUN = {"metavar": "RUNDIR", "help": "the `out` folder of a run on this host"}
+# The function that shows each subject, and its argument.
 _SUBJECTS: dict[str, tuple[Callable[[argparse.Namespace], Shown], dict[str, str]]] = {
     "topology": (_topology, _FILE),
     "devices": (_devices, _NAME),

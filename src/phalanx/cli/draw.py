@@ -1,5 +1,6 @@
-"""`phalanx draw`: a step, a mesh, or what recomputation costs, as a picture or a table. A step is simulated:
-a schedule with options, a layout, a program file, or a step that ran.
+"""`phalanx draw`: draws a simulated step, a mesh, or the cost of recomputation, as a
+picture or a table. The step is that of a schedule with options, of a layout, of a
+program file, or one that ran.
 
 WHAT is one of
   a schedule       {schedules},
@@ -11,8 +12,8 @@ WHAT is one of
   mesh LAYOUT      coordinates and groups of ranks: phalanx draw mesh --help
   recompute        what recomputation costs: phalanx draw recompute --help
 
-Costs are per stage: a stage of several chunks or layers spends them over all of these. B left out
-costs what I and W cost together, R left out what F does; any other kind left out costs nothing.
+Costs are per stage and divided among its chunks or layers. By default B costs as much
+as I and W together, R as much as F, and any other kind nothing.
 
   phalanx draw run.toml optimizer.name=muon
   phalanx draw interleaved --stages 4 --microbatches 8 --chunks 2
@@ -54,7 +55,7 @@ from .parser import Parser, real, whole
 from .run_words import run_of_words
 from .usage import UsageError, print_json, read, result, save, say, screen, write
 
-MOST = 4096  # ranks of the picture of a mesh
+MOST = 4096  # maximum ranks in the picture of a mesh
 
 
 def run(argv: list[str]) -> int:
@@ -72,7 +73,7 @@ def run(argv: list[str]) -> int:
     if args.cluster and (args.model or run):
         return _priced(args, what, terms)
     step = step_of(what, args.model or "", terms)
-    # Memory over time is on a page and in a trace.
+    # A page and a trace also show memory over time.
     memory = bool(args.out) and args.out.endswith((".html", ".json"))
     picture = step.picture(args.repeat, memory=memory)
     formats = {**FORMATS, ".txt": lambda _: str(step.program)}
@@ -96,27 +97,31 @@ def _parser() -> Parser:
     parser = Parser(__doc__, schedules=names)
     add = parser.add
     add("what", nargs="+", metavar="WHAT", help="what to draw; see below")
-    parser.section("a schedule by itself")
+    parser.section("options for a schedule")
     add("--stages", type=whole(1, 4096), metavar="P", help="pipeline stages; default 4")
-    add("--microbatches", help="of a step; default 8")
+    add("--microbatches", help="microbatches in a step; default 8")
     add(
         "--chunks",
         type=whole(1, CHUNKS),
         metavar="V",
-        help="of the model on each stage",
+        help="model chunks on each stage",
     )
-    add("--layers", help="pieces, spread evenly; default one per chunk")
-    copies = "shard over two copies; default 0, nothing"
+    add("--layers", help="layers, divided evenly; default one for each chunk")
+    copies = "ZeRO stage over two replicas; default 0"
     add("--zero", type=whole(0), choices=range(4), help=copies)
     add(
         "--gather",
         choices=("step", "micro"),
-        help="weights once a step, or for each use",
+        help="gather weights once a step, or for each use",
     )
-    add("--reduce", choices=("step", "micro"), help="gradients once, or per microbatch")
+    add(
+        "--reduce",
+        choices=("step", "micro"),
+        help="reduce gradients once a step, or for each microbatch",
+    )
     add("--prefetch", type=whole(0), help="gather N units ahead; default 1")
     add("--recompute", metavar="MODE", help="none, all, every=C, sqrt or fit")
-    parser.section("a layout")
+    parser.section("options for a layout")
     add("--model")
     add(
         "--layout",
@@ -128,16 +133,20 @@ def _parser() -> Parser:
     add(
         "--cluster",
         metavar="NAME",
-        help="with times in seconds, as planned for h100x64",
+        help="show planned times in seconds, for example on h100x64",
     )
-    add("--optimizer", choices=OPTIMIZERS, help="default: of a run file, else adamw")
-    parser.section("all of them")
+    add(
+        "--optimizer",
+        choices=OPTIMIZERS,
+        help="optimizer; default: that of the run file, else adamw",
+    )
+    parser.section("options for all")
     add(
         "--costs",
         metavar="K=T,...",
-        help="as F=1,B=2 or F=1,I=1,W=1,send=0.1; also R P G S U ...",
+        help="costs, such as F=1,B=2 or F=1,I=1,W=1,send=0.1; also R P G S U ...",
     )
-    held = "searched: microbatches a stage may hold; recompute fit: pieces"
+    held = "for searched: microbatches that a stage may hold; for recompute fit: pieces"
     add("--memory-limit", type=real(), help=held)
     add(
         "--clip",
@@ -204,11 +213,11 @@ def _times(timeline: Timeline) -> dict[str, object]:
 
 
 def _recorded(argv: list[str]) -> int:
-    """`phalanx draw run`: a step that ran, over its prediction.
+    """`phalanx draw run`: draws a step that ran over its prediction.
 
-    The file is what a step leaves that was carried out: a run's timeline.json, or what `phalanx verify
-    --layouts "pp2 1f1b:4" --record step.json` writes. The prediction is simulated with that run's own
-    median costs, so what differs between the two is the waiting.
+    The file is a recorded step: a run's timeline.json, or the output of `phalanx verify
+    --layouts "pp2 1f1b:4" --record step.json`. The prediction is simulated with the
+    median costs of that run, so the two differ only in waiting.
 
       phalanx draw run step.json
       phalanx draw run step.json --out step.html
@@ -231,18 +240,23 @@ def _recorded(argv: list[str]) -> int:
 
 
 def _mesh(argv: list[str]) -> int:
-    """`phalanx draw mesh`: the coordinates of each rank, its groups, and how a weight is cut over them.
+    """`phalanx draw mesh`: shows the coordinates of each rank, its groups, and how a
+    weight is sharded.
 
       phalanx draw mesh "dp2 pp2 tp2"
       phalanx draw mesh "dp2 tp4 zero3" --weight "kv=1024/128 embed=4096"
 
-    A dim of a weight is heads, kv, ffn or vocab, which tp cuts, or embed, head, position, which it does
-    not. With zero3 each rank keeps a flat shard of what tp leaves it.
+    The dimensions of a weight are heads, kv, ffn or vocab, which tp shards, and embed,
+    head or position, which it does not. With zero3 each rank keeps a flat shard of its
+    tp part.
     """
     parser = Parser(_mesh.__doc__)
-    parser.add("layout", nargs="+", metavar="LAYOUT", help='as "dp2 pp2 tp2"')
+    parser.add("layout", nargs="+", metavar="LAYOUT", help='such as "dp2 pp2 tp2"')
     parser.add(
-        "--weight", default="", metavar="DIMS", help='as "heads=4096 embed=4096"'
+        "--weight",
+        default="",
+        metavar="DIMS",
+        help='dimensions of a weight, such as "heads=4096 embed=4096"',
     )
     _add_picture(parser, (".svg",), "write the picture as SVG")
     args = parser.read(argv)
@@ -284,12 +298,12 @@ def _of_rank(picture: MeshPicture, rank: int) -> dict[str, object]:
 
 
 def _recompute(argv: list[str]) -> int:
-    """`phalanx draw recompute`: what each way to recompute costs in time and saves in memory. Every line is
-    a program that was built, checked and simulated: one stage of N layers, one microbatch. Nothing in it
-    is a formula."""
+    """`phalanx draw recompute`: shows the time that each recomputation mode costs and
+    the memory that it saves. Every line is a program that was built, checked and
+    simulated: one stage of N layers, one microbatch."""
     parser = Parser(_recompute.__doc__)
-    parser.add("--layers", default=16, help="of the stage")
-    parser.add("--costs", metavar="K=T,...", help="of one layer; default F=1,B=2")
+    parser.add("--layers", default=16, help="layers of the stage")
+    parser.add("--costs", metavar="K=T,...", help="costs of one layer; default F=1,B=2")
     args = parser.read(argv)
     costs = Costs(costs_of(args.costs, split=False))
     sizes = Sizes(kept=(1.0,) * args.layers, input=(1.0,) * args.layers)
@@ -322,8 +336,8 @@ def _recompute(argv: list[str]) -> int:
     formats = ("", "", ".4g", ".3f", ".4g", ".4g", ".4g")
     rows = [[*map(format, line.values(), formats)] for line in table]
     text = (
-        f"{args.layers} layers on one stage, one microbatch; the peak counts what is held at once\n\n"
+        f"{args.layers} layers on one stage, one microbatch; the peak is the most that is held at once\n\n"
         f"{text_table(head, rows)}\n"
-        "pieces: layers whose every activation is held; inputs: layers of which only the input is"
+        "pieces: layers of which all activations are held; inputs: layers of which only the input is held"
     )
     return result(args, {"layers": args.layers, "table": table}, text)

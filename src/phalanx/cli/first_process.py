@@ -1,8 +1,9 @@
-"""The first process of a container, and requests to stop that come before training does.
+"""`phalanx train` as the first process of a container, and stop requests that arrive
+before training.
 
-Linux drops a signal for process 1 that has no handler yet, and gives it every process whose parent has
-ended. So `phalanx train` as process 1 goes on in a child: the first process passes signals on and
-collects what has ended, as `tini` does.
+Linux drops signals to process 1 that have no handler, and makes it the parent of every
+orphan. So `phalanx train` as process 1 continues in a child: the first process forwards
+signals and reaps ended processes, as `tini` does.
 """
 
 import os
@@ -14,10 +15,11 @@ from types import FrameType
 
 from ..layout.signals import HELD, STOP_SIGNALS, signals_held_back
 
-# EX_TEMPFAIL of sysexits.h: try again later, which is what a scheduler then does
+# EX_TEMPFAIL of sysexits.h: try again later. Schedulers then requeue the job.
 STOPPED = 75
-# What names a rank of a launcher. Its calls of torch's store wait in C++, where no handler of Python's
-# runs: such a rank keeps the system's own answer, which ends it at once.
+# Variables that identify a launcher's rank. Its calls of torch's store wait in C++,
+# where Python's handlers do not run: such a rank keeps the default action, which ends
+# it at once.
 _RANKS = ("RANK", "SLURM_PROCID")
 
 
@@ -30,8 +32,11 @@ class StoppedEarly(BaseException):
 
 @contextmanager
 def early_requests(environment: Mapping[str, str]) -> Iterator[None]:
-    """Raise `StoppedEarly` for a signal that asks to stop, until the command has handlers of its own.
-    Ctrl-C stays a KeyboardInterrupt."""
+    """Raise `StoppedEarly` on a stop signal, until the command installs handlers of its
+    own.
+
+    Ctrl-C remains a KeyboardInterrupt.
+    """
     if any(name in environment for name in _RANKS):
         yield
         return
@@ -41,7 +46,7 @@ def early_requests(environment: Mapping[str, str]) -> Iterator[None]:
 
     replaced = {}
     for number in STOP_SIGNALS:
-        # Under nohup SIGHUP is ignored, and stays so.
+        # under nohup SIGHUP is ignored and stays so
         if signal.getsignal(number) == signal.SIG_DFL:
             replaced[number] = signal.signal(number, stop)
     try:
@@ -52,17 +57,18 @@ def early_requests(environment: Mapping[str, str]) -> Iterator[None]:
 
 
 def leave_first_process() -> None:
-    """Goes on in a child if this is process 1. Threads must not have been started."""
+    """Continue in a child if this is process 1. No threads may have been started."""
     if sys.platform != "linux" or os.getpid() != 1:
         return
-    with signals_held_back():  # those that come are kept, also for process 1
+    with signals_held_back():  # pending signals are kept, also for process 1
         if child := os.fork():
             os._exit(serve(child))
         _take_terminal()
 
 
 def _take_terminal() -> None:
-    """Leads the terminal's foreground: Ctrl-C reaches this process, and not twice."""
+    """Move to the terminal's foreground, so that Ctrl-C reaches this process exactly
+    once."""
     with suppress(OSError):
         if os.isatty(0):
             os.setpgid(0, 0)
@@ -70,8 +76,11 @@ def _take_terminal() -> None:
 
 
 def serve(child: int) -> int:
-    """Passes signals on to the child and collects every process that ends, until the child has ended.
-    Returns its exit code. Signals must be held back."""
+    """Forward signals to the child and reap every ended process until the child has
+    ended.
+
+    Returns its exit code. Signals must be blocked.
+    """
     while True:
         number = signal.sigwait(HELD)
         if number == signal.SIGCHLD:
@@ -84,7 +93,7 @@ def serve(child: int) -> int:
 
 
 def _collect(child: int) -> int | None:
-    """Collects the processes that have ended; returns the child's exit code if it is among them."""
+    """Reap ended processes; return the child's exit code if it is among them."""
     code = None
     with suppress(ChildProcessError):
         while True:
@@ -95,4 +104,5 @@ def _collect(child: int) -> int | None:
                 code = os.waitstatus_to_exitcode(status)
     if code is None:
         return None
-    return code if code >= 0 else 128 - code  # of a signal, as shells have it
+    # killed by a signal: the shells' convention
+    return code if code >= 0 else 128 - code

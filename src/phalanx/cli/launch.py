@@ -1,11 +1,13 @@
-"""`phalanx launch`: writes what starts a run on a cluster, as a person would for that system, or submits it.
+"""`phalanx launch`: writes the script that starts a run on a cluster, as a person would
+for that system, or submits it.
 
   phalanx launch slurm run.toml --nodes 4 --gpus 8 --time 24:00:00
   phalanx launch k8s run.toml --nodes 4 --image team/phalanx --submit
   phalanx launch torchrun run.toml --nodes 2 --gpus 8 --master node1
 
-The layout needs as many ranks as there are GPUs; --gpus 0: ranks on CPUs, as many on each node as the
-layout needs. What a system asks for beyond this is edited in what is printed.
+The layout needs as many ranks as there are GPUs. With --gpus 0 ranks run on CPUs, as
+many on each node as the layout needs. Edit the printed text for anything else that a
+system requires.
 """
 
 import argparse
@@ -29,7 +31,7 @@ from .parser import Parser, whole
 from .usage import UsageError, result
 
 _FOLDER = Path(__file__).parent / "jobs"
-# Of each system its text, and what hands it over.
+# Template of each system, and the command that submits it.
 SYSTEMS = {
     "slurm": ("slurm.sh", ["sbatch"]),
     "k8s": ("k8s.yaml", ["kubectl", "create", "-f"]),
@@ -38,11 +40,11 @@ SYSTEMS = {
     "sky": ("sky.yaml", ["sky", "jobs", "launch", "--yes"]),
     "torchrun": ("torchrun.sh", ["bash"]),
 }
-# seconds before a time limit, or after a request to end, in which a run saves
+# seconds that a run gets to save, before a time limit or after a request to end
 GRACE = 120
 # The name of a job set is part of its pods' names, which have at most 63 characters.
 _LONGEST_NAME = 40
-# Plain words that YAML reads as something else than text.
+# Plain words that YAML does not read as text.
 _YAML_WORDS = {
     "y",
     "n",
@@ -56,12 +58,12 @@ _YAML_WORDS = {
     "nan",
     "inf",
 }
-# Options that only some systems' texts have, with what each of these is filled in as.
+# Options of some systems only, with the template value that each fills in.
 _OF_SOME = {
     "time": "time", "image": "image", "volume": "volume", "accelerator": "sky_devices",
     "master": "master",
 }  # fmt: skip
-# Times that sbatch takes, and the seconds of each part.
+# Time formats of sbatch, and the seconds of each part.
 _TIMES = {
     r"(\d+)": (60,),
     r"(\d+):(\d+)": (60, 1),
@@ -100,11 +102,11 @@ def run(argv: list[str]) -> int:
     add("--accelerator", type=_word, default="H100", metavar="NAME",
         help="kind of GPU, for SkyPilot")  # fmt: skip
     add("--master", type=_word, default="localhost", metavar="HOST",
-        help="a node that all reach, for torchrun")  # fmt: skip
+        help="a node that all others can reach, for torchrun")  # fmt: skip
     add(
         "--submit",
         action="store_true",
-        help="hand it to the system instead of printing it",
+        help="submit it instead of printing it",
     )
     args = parser.read(argv, intermixed=True)
     _refuse_unused(args.system, argv)
@@ -117,7 +119,7 @@ def run(argv: list[str]) -> int:
         }
         return result(args, figures, text)
     if shutil.which(submit[0]) is None:
-        what = "is not installed here. Leave --submit out and take the text."
+        what = "is not installed here. Leave --submit out to print the text."
         raise UsageError(f"{submit[0]} {what}")
     suffix = Path(file).suffix
     with tempfile.NamedTemporaryFile(
@@ -129,8 +131,11 @@ def run(argv: list[str]) -> int:
 
 
 def filled(name: str, values: Mapping[str, object]) -> str:
-    """A file of `jobs` with its values. A name of a value or of another such file that is alone on its
-    line stands for lines with that indent, or for none."""
+    """Fill in a template of `jobs`.
+
+    The name of a value or template that is alone on its line stands for several lines
+    with that indent, or for none.
+    """
 
     def replaced(match: re.Match[str]) -> str:
         margin, lines, word = match.groups()
@@ -143,7 +148,8 @@ def filled(name: str, values: Mapping[str, object]) -> str:
 
 
 def _refuse_unused(system: str, argv: Sequence[str]) -> None:
-    """Refuse an option of other systems: a time limit, say, that this system would never hear of."""
+    """Refuse an option of other systems, such as a time limit that this system would
+    ignore."""
     given = {word.partition("=")[0] for word in argv}
     for option, name in _OF_SOME.items():
         if f"--{option}" in given and name not in _names_in(SYSTEMS[system][0]):
@@ -151,13 +157,14 @@ def _refuse_unused(system: str, argv: Sequence[str]) -> None:
                 other for other, (file, _) in SYSTEMS.items() if name in _names_in(file)
             ]
             raise UsageError(
-                f"--{option} does not go with {system}: it is for {', '.join(others)}."
-                f" Leave it out, and edit what is printed for {system}."
+                f"--{option} is not an option of {system}: it is for {', '.join(others)}."
+                f" Leave it out, and edit the printed text for {system}."
             )
 
 
 def _names_in(file: str) -> set[str]:
-    """The values that a file of `jobs` is filled in with, and those that it includes."""
+    """Return the names of the values that a template uses, including those of templates
+    it includes."""
     names = set(
         re.findall(r"\{\{([\w.]+)\}\}", (_FOLDER / file).read_text(encoding="utf-8"))
     )
@@ -165,20 +172,21 @@ def _names_in(file: str) -> set[str]:
 
 
 def _refuse_secrets(url: Url) -> None:
-    """Refuse a password in a job: clusters keep scripts and config maps where others read them."""
+    """Refuse a password in a job: clusters store scripts and config maps where others
+    can read them."""
     if url.secrets:
         raise UsageError(
-            "checkpoint.remote holds a password or a token, and a cluster keeps the text of jobs where"
+            "checkpoint.remote contains a password or a token, and clusters store the text of jobs where"
             f" others can read it. Write {str(url)!r}, or another name than {PREFIX}..., and set the"
             " variable in the environment of the job."
         )
 
 
 def _values(args: argparse.Namespace) -> dict[str, object]:
-    """Values that fill in the launch templates."""
+    """Return the values that fill in the templates."""
     files = [word for word in args.words if "=" not in word]
     if len(files) != 1:
-        raise UsageError("name one run file, and keys of it as key=value.")
+        raise UsageError("name one run file, and set keys of it as key=value.")
     words = [word for word in args.words if "=" in word]
     plan, nodes, gpus = Run.load(files[0], tuple(words)), args.nodes, args.gpus
     refuse_random_by_name(plan)
@@ -188,19 +196,20 @@ def _values(args: argparse.Namespace) -> dict[str, object]:
     if layout and layout.ranks != nodes * ranks:
         raise UsageError(
             f"layout {str(layout)!r} is for {layout.ranks} ranks; --nodes {nodes} with --gpus"
-            f" {gpus} are {nodes * ranks}."
+            f" {gpus} make {nodes * ranks}."
         )
     name = _job_name(args.name or Path(files[0]).stem)
     command = shlex.join(["phalanx", "train", files[0], *words])
     for text in (command, plan.out):
         if printable(text) != text or "\n" in text:
             raise UsageError(
-                f"{printable(text)!r} has a character that no line of a job's text can have."
+                f"{printable(text)!r} has a character that a job's text cannot contain."
                 " Write the key into the run file."
             )
     needed = [-(-each.ranks // ranks) for each in (layout, *fallbacks) if each]
     fewest = max(1, min([nodes, *needed]))
-    # In a container the run file lies elsewhere; Ray's workers have folders of their own.
+    # In a container the run file has another path, and Ray's workers have their own
+    # folders.
     mounted = ["/etc/phalanx/run.toml", *words, f"out={Path('/workspace', plan.out)}"]
     file = Path(files[0]).read_text(encoding="utf-8").rstrip("\n") + "\n"
     accelerators = f"accelerators: {args.accelerator}:{gpus}"
@@ -212,7 +221,7 @@ def _values(args: argparse.Namespace) -> dict[str, object]:
         "run_python": _python_text(file),
         "command": command,
         "out": plan.out,
-        "ranks": ranks,  # of each node
+        "ranks": ranks,  # for each node
         "workers": nodes * ranks,
         "restarts": plan.train.restarts,
         "grace": GRACE,
@@ -231,11 +240,12 @@ def _values(args: argparse.Namespace) -> dict[str, object]:
     }
 
 
-# ---- values as a job's text has them
+# ---- values as a job's text needs them
 
 
 def _job_name(text: str) -> str:
-    """A name that all systems accept: lower case, digits and hyphens, and a letter first."""
+    """Return a name that all systems accept: lowercase letters, digits and hyphens,
+    starting with a letter."""
     name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     if not name[:1].isalpha() or name in _YAML_WORDS:
         name = f"run-{name}".strip("-")
@@ -243,7 +253,8 @@ def _job_name(text: str) -> str:
 
 
 def _word(text: str) -> str:
-    """The type of an option that is one word without anything that YAML or a shell reads as more."""
+    """Check an option that must be one word without special characters of YAML or a
+    shell."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._:/@-]*", text):
         what = f"is {text[:60]!r}; write letters, digits and any of . _ : / @ -"
         raise UsageError(f"{what}, a letter or digit first.")
@@ -251,7 +262,8 @@ def _word(text: str) -> str:
 
 
 def _time_limit(text: str) -> str:
-    """The type of a time limit as sbatch takes it, which leaves time to train and to save."""
+    """Check a time limit in sbatch's format, which must leave time to train and to
+    save."""
     if text.lower() in ("0", "unlimited", "infinite"):
         return text
     for pattern, units in _TIMES.items():
@@ -271,7 +283,8 @@ def _time_limit(text: str) -> str:
 
 
 def _yaml_word(text: str) -> str:
-    """A word as YAML, quoted where it would be read as a number, a truth value or a date."""
+    """Return a word as YAML, quoted if it would be read as a number, truth value or
+    date."""
     plain = (
         text[0].isalpha() and not text.endswith(":") and text.lower() not in _YAML_WORDS
     )
@@ -279,7 +292,7 @@ def _yaml_word(text: str) -> str:
 
 
 def _yaml_quoted(text: str) -> str:
-    """A text in YAML's double quotes, whose escapes include those of JSON."""
+    """Return a text in YAML's double quotes, whose escapes include those of JSON."""
     return re.sub(
         r"[^\t\n -~]",
         lambda match: f"\\U{ord(match[0]):08x}",
@@ -288,9 +301,10 @@ def _yaml_quoted(text: str) -> str:
 
 
 def _yaml_text(text: str, margin: int) -> str:
-    """Lines of text as a YAML block, or in quotes where a block would change them.
+    """Return lines of text as a YAML block, or quoted if a block would change them.
 
-    A block takes its indent from its first line, and drops spaces from lines that have nothing else.
+    A block takes its indent from its first line, and drops trailing spaces of blank
+    lines.
     """
     lines = text.removesuffix("\n").split("\n")
     spaces = any(line.isspace() for line in lines)
@@ -300,8 +314,8 @@ def _yaml_text(text: str, margin: int) -> str:
 
 
 def _python_text(text: str) -> str:
-    """Lines of text as a Python string: in triple quotes, or line by line where these would end
-    early or something would be read as an escape."""
+    """Return lines of text as a Python string: triple-quoted, or line by line if that
+    needs escapes."""
     lines = text.removesuffix("\n").split("\n")
     if '"""' not in text and "\\" not in text and all(map(_shows, lines)):
         return f'"""\\\n{text}"""'
@@ -309,5 +323,6 @@ def _python_text(text: str) -> str:
 
 
 def _shows(line: str) -> bool:
-    """True if a terminal, YAML and Python all leave every character of the line as it is."""
+    """True if a terminal, YAML and Python all leave every character of the line
+    unchanged."""
     return line.replace("\t", " ").isprintable()

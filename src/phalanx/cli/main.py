@@ -1,6 +1,8 @@
-"""`phalanx VERB ...`: finds the verb, runs it, and turns what goes wrong into a sentence and a code.
+"""`phalanx VERB ...`: finds the verb, runs it, and turns errors into a sentence and an
+exit code.
 
-0: done. 1: failed (a check that found faults, a run that broke). 2: wrong usage. 130: interrupted.
+0: done. 1: failed (a check found faults, a run broke). 2: wrong usage. 130:
+interrupted.
 """
 
 import importlib
@@ -19,32 +21,33 @@ from ..version import VERSION
 from .first_process import STOPPED, StoppedEarly, early_requests, leave_first_process
 from .usage import OutputError, UsageError, complain, nearest_word, say, silence
 
-# A verb's module stands beside this file and offers run(argv) -> exit code. Nothing is imported
-# until its verb is used: most verbs need no torch, and start at once.
+# Each verb is a module beside this file with run(argv) -> exit code. It is imported
+# only when its verb is used: most verbs need no torch and start at once.
 VERBS: dict[str, str] = {
-    "draw": "a schedule, a layout, a program or a mesh as a picture",
-    "check": "whether a layout fits a model and a device; memory of each rank",
-    "plan": "the best layouts of a model on a cluster, and why the others lost",
-    "cost": "FLOPs, bytes and messages of each piece of a model, on one rank",
-    "verify": "layouts against one process: every gradient and every update",
-    "train": "a run file, on local ranks or under torchrun; resumes",
-    "launch": "a run on Slurm, Kubernetes, Ray, SkyPilot or torchrun",
-    "data": "text, JSONL or parquet made into token files",
+    "draw": "draw a schedule, a layout, a program or a mesh",
+    "check": "check that a layout fits a model and a device; memory of each rank",
+    "plan": "find the fastest layouts of a model on a cluster",
+    "cost": "show FLOPs, bytes and messages of each piece of a model",
+    "verify": "compare layouts with one process: every gradient and every update",
+    "train": "train a run file, on local ranks or under torchrun; resumes",
+    "launch": "start a run on Slurm, Kubernetes, Ray, SkyPilot or torchrun",
+    "data": "make token files from text, JSONL or Parquet",
     "checkpoint": "show, verify, export or import a checkpoint",
-    "sample": "text that a trained model writes after a prompt",
-    "chat": "a conversation with a model that was trained on chats",
-    "report": "one HTML page of a run",
-    "top": "a running run in a terminal: step, speed, ranks",
-    "bench": "collectives, matrix products, MFU and overlap of this machine",
-    "doctor": "what this machine is, and the catalogue of devices and links",
+    "sample": "generate text with a trained model",
+    "chat": "chat with a trained model",
+    "report": "write a run's report as one HTML page",
+    "top": "watch a running run in a terminal: step, speed, ranks",
+    "bench": "measure collectives, matmuls, MFU and overlap on this machine",
+    "doctor": "inspect this machine, and the catalogue of devices and links",
     "demo": "train, kill a rank, resume in another layout, compare and report",
     "lab": "a lecture: every strategy from bare collectives, run and checked",
-    "schema": "the JSON Schema of what a command prints with --json",
-    "completion": "tab completion for bash, zsh and fish",
+    "schema": "print the JSON Schema of a command's --json output",
+    "completion": "print a tab completion script for bash, zsh or fish",
 }
-# Verbs that packages of their own bring: the module, and the folder of this repository to install.
+# Verbs of separate packages: the module, and the folder of this repository to install.
 _APART = {"lab": ("phalanx_lab.command", "lab")}
-# Their errors are sentences for the user; any other error is a mistake of ours.
+# Their ValueErrors and RuntimeErrors are messages for the user; any other error is a
+# bug.
 _OUR_PACKAGES = ("phalanx", "phalanx_lab", "torch_shm")
 _OVERVIEW = """\
 phalanx: train one transformer over many devices.
@@ -58,12 +61,12 @@ Try:
   phalanx draw mesh "dp2 pp2 tp2"
   phalanx check "dp2 pp4 tp2 1f1b:8" --model 8b
 
-Each takes --help, --json, --quiet and -v.
+Every command takes --help, --json, --quiet and -v.
 Exit code 0: done, 1: failed, 2: wrong usage."""
 
 
 def module_of(verb: str) -> ModuleType:
-    """Imports the module of a verb."""
+    """Import the module of a verb."""
     if verb not in _APART:
         return importlib.import_module(f".{verb}", __package__)
     name, folder = _APART[verb]
@@ -73,22 +76,23 @@ def module_of(verb: str) -> ModuleType:
         if error.name != name.partition(".")[0]:
             raise
         raise UsageError(
-            f"phalanx {verb} is a package of its own, which is not installed."
+            f"phalanx {verb} is a separate package, which is not installed."
             f" In a clone of phalanx: pip install ./{folder}"
         ) from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; a mistake of the user's never shows a traceback."""
-    # Ranks are forked in a twentieth of a second from a process without threads, and numpy would
-    # start some the moment it is loaded.
+    """Run one command and return its exit code. A user's mistake never shows a
+    traceback."""
+    # Forking ranks takes 50 ms from a process without threads, and numpy would start
+    # some as soon as it is loaded.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     set_up(os.environ)
     _open_closed()
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] != ["train"]:
         return _answered(words)
-    with output_scope():  # how a run has ended is told without blocking, too
+    with output_scope():  # the end of a run is reported without blocking, too
         code = _answered(words)
     if argv is None:
         _leave_tools_behind(code)
@@ -96,8 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _leave_tools_behind(code: int) -> None:
-    """Ends this process at once if a logging tool hangs: what such a tool has registered for the end
-    of the process would hang as well."""
+    """End this process at once if a logging tool hangs, since the tool's exit handlers
+    would hang too."""
     sinks = sys.modules.get("phalanx.train.sinks")
     if sinks is not None and sinks.left_behind():
         with suppress(OSError, ValueError):
@@ -107,15 +111,15 @@ def _leave_tools_behind(code: int) -> None:
 
 
 def _answered(argv: list[str]) -> int:
-    """The exit code of a command, after it or its mistake has been told."""
+    """Run a command, report its errors, and return its exit code."""
     try:
         code = _run(argv)
         say(end="", flush=True)
     except BrokenPipeError:
-        silence()  # who reads us has seen enough (`| head`)
+        silence()  # the reader of the output has stopped (`| head`)
         return 0
     except KeyboardInterrupt:
-        # A second one, while files and ranks are closed, would be a traceback.
+        # A second Ctrl-C while files and ranks are closed would show a traceback.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         complain("phalanx: interrupted.")
@@ -131,12 +135,12 @@ def _answered(argv: list[str]) -> int:
         return 1
     except (ValueError, RuntimeError) as error:
         if type(error).__module__.partition(".")[0] not in _OUR_PACKAGES:
-            # errors for the user are families of our own; any other is our mistake
+            # errors for the user have our own types; any other is a bug
             raise
         if isinstance(error, ValueError):
             complain(f"{type(error).__name__}: {error}")
             return getattr(error, "exit_code", 2)
-        # A rank that failed, or a collective that gave wrong numbers. What a rank refused is shown
+        # A rank failed, or a collective gave wrong values. A refusal by a rank is shown
         # without its traceback.
         complain(getattr(error, "refusal", "") or str(error))
         return getattr(error, "exit_code", 1)
@@ -149,14 +153,16 @@ def _answered(argv: list[str]) -> int:
 
 
 def _open_closed() -> None:
-    """Standard streams that were closed (`>&-`) are open to nothing: else the first file that is
-    opened would get their number, and what is printed."""
+    """Open closed standard streams (`>&-`) to /dev/null.
+
+    Otherwise the first opened file would get their number, and receive what is printed.
+    """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             with suppress(OSError):
                 os.fstat(number)
                 continue
-            # The lowest free number is given.
+            # the lowest free number is assigned
             setattr(sys, name, open(os.devnull, "r" if number == 0 else "w"))  # noqa: SIM115
 
 
@@ -183,6 +189,6 @@ def _run(argv: list[str]) -> int:
         module = module_of(verb)
         try:
             code: int = module.run(argv[1:])
-        except SystemExit as done:  # argparse ends --help so
+        except SystemExit as done:  # argparse ends --help this way
             return int(done.code or 0)
     return code

@@ -1,5 +1,8 @@
-"""The layout that `auto` means on the devices that are here: planned where they are known, else the
-recipe's; and whether a run fits in their memory."""
+"""The layout that `auto` chooses for the available devices, and whether a run fits in
+their memory.
+
+The layout is planned if the devices are known; otherwise it is the recipe's.
+"""
 
 from dataclasses import replace
 
@@ -17,12 +20,13 @@ from ..plan.search import search
 from .before import GIB
 from .usage import UsageError
 
-# times a machine's memory: what ranks of a CPU hold is known less well, and swaps
+# multiple of a machine's memory: estimates are less certain on a CPU, and it can swap
 _CLEARLY = 1.5
 
 
 def device_memory(gpus: int, ranks: int) -> float:
-    """Bytes for each of some ranks on so many GPUs, or 0 of them, of this machine."""
+    """Return the bytes that each of `ranks` has on `gpus` GPUs of this machine, or on
+    its CPU if 0."""
     if not gpus:
         return machine_memory() / ranks
     import torch
@@ -31,9 +35,10 @@ def device_memory(gpus: int, ranks: int) -> float:
 
 
 def estimated(run: Run, shape: Shape, layout: Layout, gpus: int, *, force: bool) -> str:
-    """The lines on memory that a run begins with. What cannot fit is refused, unless by force."""
+    """Return the lines about memory that a run prints first. Raise if it cannot fit,
+    unless `force`."""
     memory, ranks = device_memory(gpus, layout.ranks), layout.ranks
-    # any device: memory does not depend on how fast it is
+    # any device will do: memory does not depend on its speed
     known = whole_servers("h100", ranks)
     limit, cores = run.memory * GIB or memory, 0 if gpus else ranks
     hardware = replace(hardware_of(known, ranks), memory=limit, cores=cores)
@@ -53,7 +58,7 @@ def estimated(run: Run, shape: Shape, layout: Layout, gpus: int, *, force: bool)
     except (ValueError, TypeError, RuntimeError) as error:
         if not run.own:
             raise
-        return f"memory: not known, as {run.own} cannot be costed: {str(error).splitlines()[0]}"
+        return f"memory: unknown, as {run.own} cannot be costed: {str(error).splitlines()[0]}"
     needs = held_text(choice.memory)
     every = (
         sum(sum(kinds.values()) for kinds in choice.stages) / layout.pp or choice.bytes
@@ -75,22 +80,23 @@ def estimated(run: Run, shape: Shape, layout: Layout, gpus: int, *, force: bool)
 
 
 def auto(wanted: Run, shape: Shape, ranks: int, gpus: int) -> tuple[Layout, str]:
-    """The layout for ranks that compute on so many GPUs, 0: on the CPU; who chose it and why."""
+    """Return the layout for `ranks` on `gpus` GPUs (0: on the CPU), and how it was
+    chosen."""
     import torch
 
     name = torch.cuda.get_device_name(0) if gpus else ""
     precision = wanted.precision or (BF16 if gpus else FP32)
     shared = 0 < gpus < ranks
-    why = "no machine file is named and the GPU is not catalogued"
+    why = "no machine file is named, and the GPU is not in the catalogue"
     if shared:
-        why = f"{ranks} ranks share {gpus} GPUs, which no plan knows"
+        why = f"{ranks} ranks share {gpus} GPUs, which cannot be planned"
     try:
         hardware = None if shared else _hardware(wanted.machine, name, ranks)
         if hardware is not None:
             found = _planned(wanted, shape, hardware, precision)
             if found is not None:
                 return found
-            why = f"nothing fits in the memory of {hardware.name} by the plan"
+            why = f"no planned layout fits in the memory of {hardware.name}"
     except (MachineError, LayoutError) as error:
         why = str(error).split(".")[0]
     memory = device_memory(gpus, ranks)
@@ -100,7 +106,7 @@ def auto(wanted: Run, shape: Shape, ranks: int, gpus: int) -> tuple[Layout, str]
 
 
 def _stage_text(layout: Layout) -> str:
-    """The reason for the ZeRO stage that the recipe chose."""
+    """Explain the ZeRO stage that the recipe chose."""
     reasons = {
         1: "weights and gradients fit whole, and are sent once a step",
         2: "weights fit whole, and are gathered once a step; whole gradients do not fit",
@@ -110,7 +116,8 @@ def _stage_text(layout: Layout) -> str:
 
 
 def _hardware(file: str, gpu: str, ranks: int) -> Hardware | None:
-    """The measured machine, or the catalogue's cluster of this GPU; none if neither is known."""
+    """Return the measured machine, or the catalogue's cluster of this GPU; None if
+    neither is known."""
     if file:
         return hardware_of_machine(Machine.load(file), ranks)
     kind = device_named(gpu) if gpu else None

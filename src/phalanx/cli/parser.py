@@ -1,4 +1,5 @@
-"""Parser of a command's arguments: options that commands share, and the refusal of wrong ones."""
+"""Parser of a command's arguments: options shared by commands, and the refusal of wrong
+arguments."""
 
 import argparse
 import logging
@@ -22,7 +23,8 @@ _LOG, _PROGRESS = logging.getLogger("phalanx"), logging.getLogger("phalanx.progr
 
 
 class Described(Exception):
-    """Raised by `Parser.read` where `DESCRIBE` is set, with the parser that would have read the words."""
+    """Raised instead of parsing if `DESCRIBE` is set; carries the parser that would
+    have parsed."""
 
     def __init__(self, parser: "Parser") -> None:
         super().__init__(parser.prog)
@@ -37,14 +39,14 @@ DESCRIBE: ContextVar[bool] = ContextVar("describe", default=False)
 def whole(
     least: int = 1, most: int = 1 << 24, way_out: str = ""
 ) -> Callable[[str], int]:
-    """The type of an option that takes a whole number."""
+    """Return the type of an option that takes a whole number."""
 
     def parse(text: str) -> int:
         if not re.fullmatch(r"[+-]?[0-9]+", text):
             raise UsageError(f"is {text[:60]!r}; write a whole number.")
-        many = len(text) > 30  # Python itself refuses to read very many
+        many = len(text) > 30  # Python refuses to parse numbers of thousands of digits
         if many or not least <= int(text) <= most:
-            shown = "a number of very many digits" if many else f"{int(text):,}"
+            shown = "a number with too many digits" if many else f"{int(text):,}"
             raise UsageError(
                 f"is {shown}; write {least:,} to {most:,}. {way_out}".strip()
             )
@@ -54,14 +56,15 @@ def whole(
 
 
 def length(text: str) -> int:
-    """The type of an option that takes the tokens of a sequence: 4096 or 4Ki."""
+    """Parse the number of tokens in a sequence: 4096 or 4Ki."""
     return whole(1, 1 << 28)(str(parse_length(text)))
 
 
 def real(
     holds: Callable[[float], bool] = math.isfinite, meaning: str = "that is finite"
 ) -> Callable[[str], float]:
-    """The type of an option that takes a finite number of which something more holds."""
+    """Return the type of an option that takes a finite number with a further
+    condition."""
 
     def parse(text: str) -> float:
         try:
@@ -76,29 +79,29 @@ def real(
 
 
 POSITIVE = real(lambda x: x > 0, "above 0")
-# Options that several commands have. A command may change what it takes or how it is explained. What
-# has a type and no metavar is shown as N.
+# Options shared by several commands. A command may override any entry. An option with a
+# type and no metavar is shown as N.
 OPTIONS: dict[str, dict[str, Any]] = {
-    "--backend": {"default": AUTO, "choices": BACKENDS, "help": "what carries messages"},
-    "--batch": {"type": whole(), "help": "sequences of a step; default the model's"},
-    "--device": {"default": AUTO, "choices": DEVICES, "help": "where it computes"},
+    "--backend": {"default": AUTO, "choices": BACKENDS, "help": "transport of messages"},
+    "--batch": {"type": whole(), "help": "sequences in a step; default the model's"},
+    "--device": {"default": AUTO, "choices": DEVICES, "help": "device to compute on"},
     "--layers": {"type": whole(1, 10_000)},
     "--limit": {"type": POSITIVE, "metavar": "SECONDS"},
     "--microbatches": {"type": whole(1, MICROBATCHES), "metavar": "M"},
     "--model": {"metavar": "SHAPE", "help": "a shape's name, or a .toml file"},
     "--ranks": {"type": whole(1, LOCAL_RANKS)},
     "--seed": {"type": whole(0, (1 << 63) - 1), "default": 0},
-    "--seq": {"type": length, "help": "tokens of a sequence, as 4096 or 4Ki; default the model's"},
-    "--width": {"type": whole(24, 10_000), "help": "columns; default the terminal's"},
+    "--seq": {"type": length, "help": "tokens in a sequence, such as 4096 or 4Ki; default the model's"},
+    "--width": {"type": whole(24, 10_000), "help": "width in columns; default the terminal's"},
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument of a command: `flags` is empty for a positional one."""
+    """One argument of a command; `flags` is empty for a positional argument."""
 
     flags: tuple[str, ...]
-    field: str  # of the namespace that `Parser.read` returns
+    field: str  # in the namespace that `Parser.read` returns
     default: Any
     choices: tuple[Any, ...]
     parse: Callable[[str], Any] | None
@@ -107,14 +110,19 @@ class Argument:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse that raises instead of exiting and refuses all wrong arguments at once.
+    """An ArgumentParser that raises instead of exiting and refuses all wrong arguments
+    at once.
 
-    It names the option nearest to an unknown one, and tries whether the files that a command will
-    write can be written."""
+    It suggests the nearest option for an unknown one, and checks in advance that output
+    files can be written.
+    """
 
     def __init__(self, text: str | None, *, json: bool = True, **words: str) -> None:
-        """`text` is a docstring: the command in backquotes, what it does and, after an empty line, what
-        its help ends with. `words` replace their names in braces."""
+        """Create a parser from a docstring.
+
+        `text` is the command in backquotes, its description and, after an empty line,
+        the end of its help. `words` fill in the braces in it.
+        """
         text = re.sub(r"(?m)^ {4}", "", text or "")
         head, _, epilog = (text.format(**words) if words else text).partition("\n\n")
         prog, _, does = head.lstrip("`").partition("`: ")
@@ -126,7 +134,7 @@ class Parser(argparse.ArgumentParser):
             epilog=_wrapped(epilog.rstrip()),
             add_help=False,
         )
-        # words that the first argument may be, as `draw mesh`
+        # words that the first argument may be, such as `draw mesh`
         self.subverbs: Collection[str] = ()
         self.arguments: list[Argument] = []
         self._add_argument = self.add_argument
@@ -140,12 +148,14 @@ class Parser(argparse.ArgumentParser):
             self.add(
                 "--json",
                 action="store_true",
-                help="the result as JSON, and nothing else",
+                help="print only the result, as JSON",
             )
 
     def add(self, *names: str, **changes: Any) -> None:
-        """Adds an argument, with what `OPTIONS` has by its name. `empty`: an empty text is a value, such
-        as the layout of one rank."""
+        """Add an argument, with the settings in `OPTIONS` for its name.
+
+        `empty`: an empty text is a valid value, such as the layout of one rank.
+        """
         words = OPTIONS.get(names[0], {}) | changes
         if words.pop("empty", False):
             self._may_be_empty.add(names[0])
@@ -161,8 +171,11 @@ class Parser(argparse.ArgumentParser):
         )
 
     def _add_value(self, names: Sequence[str], words: dict[str, Any]) -> None:
-        """Adds an argument with a value. argparse gets neither its type, nor its choices, nor its
-        default: a value that argparse finds wrong ends the reading, and the others are not seen."""
+        """Add an argument with a value.
+
+        argparse does not get its type, choices or default: it stops at the first wrong
+        value and would not report the others.
+        """
         choices = tuple(words.pop("choices", None) or ())
         default = words.pop("default", None)
         parse = words.pop("type", None)
@@ -191,17 +204,18 @@ class Parser(argparse.ArgumentParser):
         )
 
     def _reader(self, index: int) -> Callable[[str], Any]:
-        """The type that argparse gets: it notes what is wrong with a value and goes on."""
+        """Return the type passed to argparse: it records a wrong value instead of
+        raising."""
 
         def read(text: str) -> Any:
             argument = self.arguments[index]
             try:
                 return self._value(argument, text)
             except ValueError as error:
-                told = str(error)
-                # A sentence of ours goes on after the name of the option.
-                joint = " " if told.startswith(("is ", "names ")) else ": "
-                self._wrong.append(_sentence(f"{argument.shown}{joint}{told}"))
+                reason = str(error)
+                # Our own messages continue the sentence that begins with the option.
+                joint = " " if reason.startswith(("is ", "names ")) else ": "
+                self._wrong.append(_sentence(f"{argument.shown}{joint}{reason}"))
                 return None
 
         return read
@@ -209,7 +223,8 @@ class Parser(argparse.ArgumentParser):
     def _value(self, argument: Argument, text: str) -> Any:
         free = argument.parse is None and not argument.choices
         may_be_empty = self._may_be_empty.intersection(argument.flags)
-        # A script's unset variable. To go on without the option would leave out what was asked for.
+        # Probably a script's unset variable. Ignoring the option would skip what was
+        # asked for.
         if free and argument.flags and not text and not may_be_empty:
             raise UsageError(f"is empty; write a value, or leave {argument.shown} out.")
         value = text if argument.parse is None else argument.parse(text)
@@ -221,13 +236,14 @@ class Parser(argparse.ArgumentParser):
         return value
 
     def section(self, title: str) -> None:
-        """Starts a section of the help: later options are listed under this title."""
+        """Start a section of the help: later options are listed under this title."""
         self._add_argument = self.add_argument_group(title).add_argument
 
     def add_output(
         self, flag: str, *suffixes: str, folder: bool = False, **words: Any
     ) -> None:
-        """Adds an option that names a file or a folder to write, tried before the command's work."""
+        """Add an option that names a file or folder to write, checked before the
+        command's work."""
         self.add(flag, **{"metavar": "DIR" if folder else "FILE", **words})
         name = flag.lstrip("-").replace("-", "_")
 
@@ -239,11 +255,12 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def options(self) -> dict[str, Argument]:
-        """The arguments with a flag, by each of their flags."""
+        """Arguments with a flag, by each of their flags."""
         return {flag: one for one in self.arguments for flag in one.flags}
 
     def error(self, message: str) -> NoReturn:
-        """Refuses the command, as argparse asks. What is required may have been given, wrongly."""
+        """Refuse the command. Called by argparse."""
+        # A missing required argument may have been given, but wrongly.
         self._refuse([*self._wrong, _sentence(message.removeprefix("argument "))])
 
     def _refuse(self, wrong: Sequence[str]) -> NoReturn:
@@ -259,8 +276,11 @@ class Parser(argparse.ArgumentParser):
     def read(
         self, argv: Sequence[str], *, intermixed: bool = False
     ) -> argparse.Namespace:
-        """The arguments; all wrong ones are refused together, unknown ones with the nearest option.
-        `intermixed`: positional arguments may stand between the options."""
+        """Parse the arguments; refuse all wrong ones at once, unknown ones with the
+        nearest option.
+
+        `intermixed`: positional arguments may stand between the options.
+        """
         if DESCRIBE.get():
             raise Described(self)
         words = self._without_bare_dashes(argv)
@@ -284,12 +304,14 @@ class Parser(argparse.ArgumentParser):
         args.quiet = args.quiet or getattr(args, "json", False)
         _PROGRESS.setLevel(logging.WARNING if args.quiet else logging.INFO)
         if args.verbose:
-            logging.basicConfig(format="%(name)s: %(message)s")  # on standard error
+            logging.basicConfig(format="%(name)s: %(message)s")  # to standard error
         return args
 
     def _without_bare_dashes(self, argv: Sequence[str]) -> list[str]:
-        """The words without options whose value is `--`, which are refused: argparse would drop the
-        dashes and go on with an empty list."""
+        """Return the words without options whose value is `--`, which are refused.
+
+        argparse would drop the dashes and continue with an empty list.
+        """
         valued = {flag for flag, one in self.options.items() if one.takes_value}
         words: list[str] = []
         for word in argv:
@@ -304,7 +326,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _wrapped(text: str) -> str:
-    """Prose wrapped to the terminal; indented lines are examples and stay as they are."""
+    """Wrap prose to the terminal's width. Indented lines are examples and are kept."""
     width = max(11, shutil.get_terminal_size().columns - 2)
     lines: list[str] = []
     for prose, group in groupby(text.splitlines(), lambda line: line[:1].strip() != ""):
@@ -314,7 +336,7 @@ def _wrapped(text: str) -> str:
 
 
 def _with_default(text: str, default: object) -> str:
-    """The help of an option, which ends with its default unless it names one."""
+    """Return the help of an option, with its default at the end unless it names one."""
     if default in (None, False, "") or "default" in text:
         return text
     return f"{text} (default {default})".strip().replace("%", "%%")
@@ -330,7 +352,7 @@ def chosen(
     argv: Sequence[str],
     commands: Mapping[str, Callable[[list[str]], int]],
 ) -> int:
-    """Runs the command that the first word names."""
+    """Run the command that the first word names."""
     if argv and argv[0] in commands:
         return commands[argv[0]](list(argv[1:]))
     parser.subverbs = commands

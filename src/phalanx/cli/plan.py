@@ -28,7 +28,7 @@ from ..plan.step import Choice, Request
 from .parser import Parser, real, whole
 from .usage import UsageError, result, save
 
-# Words after `plan` that are verbs of their own, each in a file beside this one.
+# Subcommands of `plan`, each in a file beside this one.
 _SUBVERBS = {"calibrate": "plan_calibrate", "cost": "plan_cost", "score": "plan_score"}
 _DATA = "# data is a placeholder: name your tokens there, as `phalanx data prepare` writes them.\n"
 _WEIGHTS = """\
@@ -47,19 +47,27 @@ def run(argv: list[str]) -> int:
     request_flags(parser)
     parser.add("--top", type=whole(), default=10, help="rows of the table")
     parser.add(
-        "--explain", metavar="LAYOUT", help="one layout: its time, memory and timeline"
+        "--explain",
+        metavar="LAYOUT",
+        help="show one layout: its time, memory and timeline",
     )
     parser.add_output(
         "--out", ".toml", help="write a run file with the best layout, for train"
     )
-    parser.add("--tokens", type=parse_count, help="to train on in --out, as 1T")
+    parser.add(
+        "--tokens",
+        type=parse_count,
+        help="tokens to train on, for the steps in --out, such as 1T",
+    )
     parser.add_output(
-        "--page", ".html", help="write all candidates by memory and throughput"
+        "--page",
+        ".html",
+        help="write a page of all candidates by memory and throughput",
     )
     args = parser.read(argv)
     if args.tokens and not args.out:
         raise UsageError(
-            "--tokens says how many steps the run in --out has: add --out run.toml."
+            "--tokens sets the number of steps in --out: add --out run.toml."
         )
     request = request_of(args)
     if args.explain is not None:
@@ -84,7 +92,8 @@ def run(argv: list[str]) -> int:
 
 
 def _run(request: Request, best: Choice, args: argparse.Namespace) -> Run:
-    """A whole run with the best layout: its steps, and checkpoints as often as loses least."""
+    """Return a complete run with the best layout, its number of steps, and the optimal
+    checkpoint interval."""
     ranks, words = request.hardware.ranks, []
     if args.tokens:
         steps = math.ceil(args.tokens / request.tokens)
@@ -93,7 +102,7 @@ def _run(request: Request, best: Choice, args: argparse.Namespace) -> Run:
         words = [f"steps={steps}", f"checkpoint.every={min(max(1, every), steps)}"]
     words += [f'layout="{best.layout}"', f'precision="{best.layout.precision}"']
     words += [f"batch={request.batch}", f"sequence={request.sequence}"]
-    if run_file(args.model):  # all else is as it says
+    if run_file(args.model):  # all other keys are those of the file
         return Run.load(args.model, tuple(words))
     return Run.parse(f'model = "{args.model}"\n', args.out, tuple(words))
 
@@ -102,7 +111,8 @@ def _run(request: Request, best: Choice, args: argparse.Namespace) -> Run:
 
 
 def request_flags(parser: Parser) -> None:
-    """The flags that say what is planned, where, and with what software."""
+    """Add the options that define what is planned, for which cluster, and with what
+    software."""
     add, part = parser.add, real(lambda x: 0 < x <= 1, "above 0 and up to 1")
     add(
         "--model",
@@ -124,38 +134,39 @@ def request_flags(parser: Parser) -> None:
     add(
         "--ranks",
         type=whole(),
-        help="for --cluster this: how many; default: its devices",
+        help="for --cluster this: number of ranks; default: its devices",
     )
     add(
         "--seq",
         dest="sequence",
-        help="tokens of a sequence, as 4Ki; default the shape's",
+        help="tokens in a sequence, such as 4Ki; default the shape's",
     )
     add(
         "--batch-tokens",
         type=_count,
-        help="tokens of a step, as 4Mi (2^22) or 4M; default the shape's batch",
+        help="tokens in a step, such as 4Mi (2^22) or 4M; default the shape's batch",
     )
     formats = (*PRECISIONS, *MATMUL_WORDS)
-    what = "number format, as fp32 or fp8; default bf16, on a CPU fp32"
+    what = "number format, such as fp32 or fp8; default bf16, on a CPU fp32"
     add("--precision", choices=formats, metavar="NAME", help=what)
     add(
         "--limit",
         type=part,
         default=0.85,
-        metavar="PART",
-        help="part of a device's memory to use",
+        metavar="SHARE",
+        help="share of a device's memory to use",
     )
-    add("--profile", metavar="NAME", help="software to predict; default: this one")
+    add("--profile", metavar="NAME", help="software profile; default: phalanx itself")
     add(
         "--routing",
         metavar="HOW",
-        help="tokens over experts: zipf:1.0, or a FILE.json of counts",
+        help="distribution of tokens over experts: zipf:1.0, or a FILE.json of counts",
     )
 
 
 def _count(text: str) -> str:
-    """A number of tokens as it was written, which refusals repeat."""
+    """Check a number of tokens and return it as written, since error messages repeat
+    it."""
     parse_count(text)
     return text
 

@@ -1,16 +1,18 @@
-"""`phalanx plan calibrate`: refits the planner's profile on runs of your own, and says how far off it is.
+"""`phalanx plan calibrate`: refits the planner's profile on runs of your own, and shows
+the remaining error.
 
   phalanx doctor --out machine.toml --backend gloo
   phalanx plan calibrate runs/a runs/b --machine machine.toml --out profile.toml
   phalanx plan calibrate runs/* --cluster h100x8 --profile phalanx --rows 5
   phalanx plan calibrate table.csv --rows 5 --out profile.toml
 
-A run needs two lines of steps in its metrics.jsonl or more; the first one warms up and is left out.
-A table is what `phalanx plan score` reads; its rows name their devices, and one framework is fitted.
-First all of computing is slower by one factor; numbers of their own want runs that differ in tp, pp, ZeRO.
-The file also has the range of a step that the runs show, each of them predicted without it. A calibration
-that makes such predictions worse is refused.
-Exit code 0: done; 2: wrong usage, or runs that do not help.
+A run needs at least two step lines in its metrics.jsonl; the first covers the warm-up
+and is ignored. Tables are those of `phalanx plan score`; their rows name their devices,
+and one framework is fitted. The fit first scales all compute by one factor; fitting
+further numbers takes runs that differ in tp, pp and ZeRO stage. The file also contains
+the range of a step that the runs show, each predicted without itself. A calibration
+that makes these predictions worse is refused. Exit code 0: done; 2: wrong usage, or
+unsuitable runs.
 """
 
 from __future__ import annotations
@@ -52,20 +54,30 @@ def run(argv: Sequence[str]) -> int:
     add(
         "--machine",
         metavar="FILE",
-        help="what doctor --out measured (default machine.toml)",
+        help="file that doctor --out wrote (default machine.toml)",
     )
-    add("--cluster", metavar="NAME", help="a catalogued cluster instead, as h100x64")
-    curves = "whose curves of the machine file: gloo, shm"
+    add(
+        "--cluster",
+        metavar="NAME",
+        help="a cluster of the catalogue instead, such as h100x64",
+    )
+    curves = "backend whose curves are used: gloo, shm"
     add("--backend", default="", choices=None, metavar="NAME", help=curves)
-    add("--profile", metavar="NAME|FILE", help="where the fit begins; default ours")
-    add("--rows", type=whole(), help="fit on so many runs, test on the others")
+    add(
+        "--profile",
+        metavar="NAME|FILE",
+        help="starting point of the fit; default: phalanx",
+    )
+    add(
+        "--rows", type=whole(), help="number of runs to fit; the others are for testing"
+    )
     parser.add_output(
-        "--out", ".toml", help="a profile for phalanx plan --profile FILE"
+        "--out", ".toml", help="write the profile, for phalanx plan --profile FILE"
     )
     args = parser.read(argv)
     tables = [name for name in args.runs if name.endswith(".csv")]
     if tables and len(tables) < len(args.runs):
-        raise UsageError("name folders of runs or tables, not both at once.")
+        raise UsageError("name either folders of runs or tables, not both.")
     before, costed_runs = _of_tables(args) if tables else _of_folders(args)
     used = spread_over(costed_runs, args.rows or 0)
     found = calibration(before, used)
@@ -97,14 +109,15 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _worse(found: Calibration, before: SoftwareProfile) -> str:
-    """Explains why a calibration is refused."""
+    """Explain why a calibration is refused."""
     errors = [
         f"{fmean(math.expm1(abs(x)) for x in off):.1%}"
         for off in (found.before, found.left_out)
     ]
     return (
-        f"calibration makes runs worse that are left out: of {len(found.before)} runs, each predicted"
-        f" after a fit to the others, the mean error is {errors[1]}, and {errors[0]} without calibration."
+        f"calibration makes the prediction of left-out runs worse: of {len(found.before)} runs, each"
+        f" predicted after a fit to the others, the mean error is {errors[1]}, and {errors[0]} without"
+        f" calibration."
         f" Plan with --profile {before.name or 'as before'}, or name more runs, or runs that are more alike."
     )
 
@@ -112,7 +125,8 @@ def _worse(found: Calibration, before: SoftwareProfile) -> str:
 def _range(
     run: CostedRun, before: SoftwareProfile
 ) -> tuple[StepRange, Mapping[str, float]]:
-    """The range of a run's step before calibration, and the amounts of the causes of its width."""
+    """Return the range of a run's step before calibration, and the amounts of its
+    causes."""
     choice = run.choice(before)
     profile, case = run.priced(before).profile, run.run.case
     return (
@@ -122,7 +136,7 @@ def _range(
 
 
 def _of_folders(args: Namespace) -> tuple[SoftwareProfile, Sequence[CostedRun]]:
-    """The profile from which the fit starts, and the runs."""
+    """Return the profile from which the fit starts, and the runs."""
     runs = [read_run(Path(folder)) for folder in args.runs]
     groups = by_model(runs)
     places = [
@@ -142,8 +156,10 @@ def _of_folders(args: Namespace) -> tuple[SoftwareProfile, Sequence[CostedRun]]:
 
 
 def _of_tables(args: Namespace) -> tuple[SoftwareProfile, Sequence[CostedRun]]:
-    """The starting profile and runs from tables: the rows of `--profile`'s software, or of the
-    first row's."""
+    """Return the starting profile and the runs of tables.
+
+    The rows are those of `--profile`'s software, or of the first row's.
+    """
     chosen = profile(args.profile) if args.profile else None
     rows = [row for path in args.runs for row in read_table(path, chosen)]
     rows = [row for row in rows if row.profile.name == rows[0].profile.name]

@@ -1,9 +1,11 @@
-"""`phalanx plan cost`: device hours and money for so many tokens, failures and checkpoints counted.
+"""`phalanx plan cost`: estimates device hours and money for a number of tokens,
+including failures and checkpoints.
 
-Failures: one device fails once in {hours} hours unless --mtbf says otherwise, from the 419
-unexpected interruptions of 54 days on 16,384 GPUs that Llama 3's report counts (section 3.3.4).
-A checkpoint holds training up for as long as each device writes its part of weights and averages,
-12 bytes a parameter, at 1 GB/s; --saving says otherwise. The interval is Young's and Daly's.
+A device fails once in {hours} hours unless --mtbf is given: the rate of 419 unexpected
+interruptions in 54 days on 16,384 GPUs in Llama 3's report (section 3.3.4). A
+checkpoint blocks training while each device writes its part of weights and moments, 12
+bytes a parameter at 1 GB/s, unless --saving is given. The interval between checkpoints
+is Young's and Daly's.
 
   phalanx plan cost --model 8b --cluster h100x64 --batch-tokens 4Mi --tokens 1T --price 2.5
 """
@@ -31,31 +33,39 @@ def run(argv: list[str]) -> int:
     parser = Parser(__doc__, hours=f"{MTBF_HOURS:,.0f}")
     request_flags(parser)
     add, least = parser.add, real(lambda x: x >= 0, "of 0 or more")
-    add("--tokens", type=parse_count, required=True, help="of the whole run, as 1T")
+    add(
+        "--tokens",
+        type=parse_count,
+        required=True,
+        help="tokens of the whole run, such as 1T",
+    )
     add(
         "--price",
         type=least,
         required=True,
         metavar="X",
-        help="of a device for an hour",
+        help="price of a device for an hour",
     )
-    add("--layout", metavar="TEXT", help="default: the best of the plan")
+    add("--layout", metavar="TEXT", help="layout; default: the best of the plan")
     add(
         "--mtbf",
         type=POSITIVE,
         default=MTBF_HOURS,
         metavar="HOURS",
-        help="until one device fails",
+        help="mean time until a device fails",
     )
     add(
-        "--saving", type=least, metavar="SECONDS", help="a checkpoint holds training up"
+        "--saving",
+        type=least,
+        metavar="SECONDS",
+        help="time for which a save blocks training",
     )
     add(
         "--restart",
         type=least,
         default=600.0,
         metavar="SECONDS",
-        help="after a failure",
+        help="time to restart after a failure",
     )
     args = parser.read(argv)
     request = request_of(args)
@@ -82,7 +92,7 @@ def run(argv: list[str]) -> int:
     if math.isinf(spent.hours):
         every = seconds_text(3600 * args.mtbf / request.hardware.ranks)
         say(
-            f"{spent.devices:,} devices fail faster than they can start again: every {every}."
+            f"{spent.devices:,} devices fail faster than they can restart: one fails every {every}."
         )
         return 1
     spread = range_of(request, choice)
@@ -116,7 +126,7 @@ def _text(
     failures = (
         f"{spent.failures:,.1f} expected, one in {args.mtbf / spent.devices:,.3g} hours"
     )
-    days = f"{spent.hours / 24:,.1f} days, {spent.goodput:.1%} of it for the model"
+    days = f"{spent.hours / 24:,.1f} days, {spent.goodput:.1%} of it training"
     rows = [
         (
             "steps",
@@ -126,12 +136,12 @@ def _text(
         ("computing", f"{spent.computing:,.1f}", "hours"),
         ("checkpoints", f"{spent.saving:,.1f}", f"hours: {saved}"),
         ("failures", f"{spent.lost:,.1f}", f"hours: {failures}"),
-        ("altogether", f"{spent.hours:,.1f}", f"hours or {days}"),
+        ("total", f"{spent.hours:,.1f}", f"hours or {days}"),
         ("device hours", f"{spent.device_hours:,.0f}", ""),
         (
             "money",
             f"{spent.money:,.0f}",
-            f"({low:,.0f} to {high:,.0f} by the range of the step)",
+            f"({low:,.0f} to {high:,.0f} for the range of step times)",
         ),
     ]
     uncertain = "\n".join(wrapped(uncertainty_text(spread, choice.step)))

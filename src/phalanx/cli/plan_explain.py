@@ -1,5 +1,5 @@
-"""One layout of a plan by itself: parts of its step, memory of its fullest rank, and the
-timeline that is predicted for it."""
+"""One layout of a plan in detail: the parts of its step, the memory of its fullest
+rank, and its predicted timeline."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ from ..plan.step import MEMORY, Choice, Pricer, Request
 from ..program import Op, Span, Timeline, ops
 from .usage import UsageError, print_json, say, screen
 
-_ROUNDS = 2  # of a pipeline's stages, in microbatches: then the picture repeats itself
+# Microbatches shown, as a multiple of the stages: afterwards the picture repeats
+# itself.
+_ROUNDS = 2
 
 
 def named(words: str, request: Request, flag: str) -> Choice:
-    """A layout that somebody typed, in the precision that was asked for unless it names its own."""
+    """Return the choice for a layout given in words, in the requested precision unless
+    it names its own."""
     layout = in_precision(words, request.precision)
     if "matmul" not in Layout.written(words):
         layout = replace(layout, matmul=request.matmul)
@@ -61,7 +64,7 @@ def explain(args: argparse.Namespace, request: Request) -> int:
 
 
 def _memory(choice: Choice, request: Request) -> Iterator[str]:
-    """By kind, of the fullest rank; and of each stage of a pipeline."""
+    """Yield the memory of the fullest rank by kind, and that of each pipeline stage."""
     least, most = choice.range(request.profile)
     memory, room = request.hardware.memory, request.room
     beyond = (
@@ -82,7 +85,8 @@ def _memory(choice: Choice, request: Request) -> Iterator[str]:
 
 
 def _stages(stages: Sequence[Mapping[str, float]]) -> tuple[list[str], list[list[str]]]:
-    """A row for every rank of a pipeline, neighbours that are alike in one, in GB."""
+    """Return a table of each stage's memory in GB; equal neighbouring stages share a
+    row."""
     used = [kind for kind in MEMORY if any(held[kind] for held in stages)]
     head = [
         "GB  stage",
@@ -105,7 +109,7 @@ def _timeline(request: Request, choice: Choice) -> str:
     stages = stage_pieces(layout, request.shape)
     drawn = _by_stage(Pricer(request).timeline(layout, most), stages)
     title = f"computing: {min(layout.microbatches, most)} of {layout.microbatches} microbatches"
-    note = "a piece is a whole stage; what it waits for inside and the messages in it are its time"
+    note = "an operation is a whole stage, including its messages and waits"
     labels = {rank: f"stage {rank}" for rank in drawn.ranks}
     width, colour = screen()
     picture = Picture(title, drawn, labels=labels, notes=(note,), clock="s")
@@ -113,14 +117,14 @@ def _timeline(request: Request, choice: Choice) -> str:
 
 
 def _by_stage(timeline: Timeline, stages: Sequence[range]) -> Timeline:
-    """A timeline in which the pieces of a virtual stage are one operation."""
+    """Return a timeline in which all pieces of a virtual stage are one operation."""
     stage_of = {piece: stage for stage, pieces in enumerate(stages) for piece in pieces}
     joined: dict[tuple[int, Op], Span] = {}
     kinds = {span.op.kind for span in timeline.spans}
     backward = next(kind for kind in ops.PROPAGATES if kind in kinds)
     for span in timeline.spans:
         if span.op.kind in ops.COMPUTES:
-            # Recomputing a stage is part of its backward.
+            # recomputing a stage is part of its backward
             kind = backward if span.op.kind in ops.RECOMPUTES else span.op.kind
             op = Op(kind, stage_of[span.op.piece], span.op.index)
             first = joined.setdefault((span.rank, op), span._replace(op=op))

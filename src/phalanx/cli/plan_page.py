@@ -1,4 +1,5 @@
-"""A plan as one HTML page: memory over throughput of all candidates, the frontier, the best."""
+"""A plan as one HTML page: memory over throughput of all candidates, the frontier, the
+best."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from ..plan.step import Choice, Request
 
 _Array = NDArray[np.float64]
 Points = list[tuple[float, float]]
-# of a doubling: of the candidates in one cell of so fine a grid one is drawn
+# grid cells for each factor of two; one candidate is drawn for each cell
 _CELLS = 24.0
 
 
@@ -35,8 +36,8 @@ def page(request: Request, plan: Plan, beside: Sequence[Baseline]) -> str:
 def _chart(
     request: Request, plan: Plan, beside: Sequence[Baseline], width: float
 ) -> Html:
-    """A chart of the layouts that fit and those that do not, the frontier, the best, and the
-    choices of simple rules."""
+    """Draw the layouts that fit and those that do not, the frontier, the best, and
+    simple rules' choices."""
     steps, held = plan.points
     rate, held = request.tokens / request.hardware.ranks / steps, held / 1e9
     fits, near = held <= plan.room / 1e9, held < 4e-9 * request.hardware.memory
@@ -68,7 +69,8 @@ def _chart(
 def _bounded(
     plan: Plan, rate: _Array, held: _Array, name: str, chosen: Sequence[int]
 ) -> Series:
-    """Candidates by their bounds, each with its layout and why it is not among the best."""
+    """Return a series of candidates at their bounds, each with its layout and why it is
+    not among the best."""
     tips, more = [], []
     first = plan.layouts[0].step if plan.layouts else math.nan
     for i in chosen:
@@ -77,13 +79,13 @@ def _bounded(
         )
         step, room = float(plan.points[0][i]), plan.room / 1e9
         if name == "fits":
-            why = f"No step of it is shorter than {seconds_text(step)}; number 1 takes"
+            why = f"Its step takes at least {seconds_text(step)}; number 1 takes"
             more.append(
                 f"{why} {seconds_text(first)}, {step / first - 1:+.1%} by this bound."
             )
         else:
             more.append(
-                f"It holds {held[i] / room:.2f} times the {room:.1f} GB that it may."
+                f"It needs {held[i] / room:.2f} times the {room:.1f} GB available."
             )
     points = [(float(rate[i]), float(held[i])) for i in chosen]
     return Series(name, points, joined=False, tips=tips, more=more)
@@ -102,7 +104,7 @@ def _chosen(
 
 
 def _explained(choice: Choice) -> str:
-    """Explains a simulated layout's time and memory."""
+    """Explain a simulated layout's time and memory."""
     shares = ((name, time / choice.step) for name, time in choice.parts.items())
     parts = (f"{name} {share:.1%}" for name, share in shares if share > 5e-4)
     held = (
@@ -112,7 +114,8 @@ def _explained(choice: Choice) -> str:
 
 
 def _thinned(rate: _Array, held: _Array, shown: NDArray[np.bool_]) -> list[int]:
-    """One of the points in each cell of a grid, the fastest, as an eye cannot part them."""
+    """Return the fastest point in each cell of a grid; the eye cannot separate points
+    of one cell."""
     order = np.flatnonzero(shown)
     order = order[np.argsort(-rate[order], kind="stable")]
     cells = np.stack(
@@ -123,7 +126,8 @@ def _thinned(rate: _Array, held: _Array, shown: NDArray[np.bool_]) -> list[int]:
 
 
 def _frontier(rate: _Array, held: _Array) -> Points:
-    """From the fastest on: each next one that holds less than all before."""
+    """Return the frontier, fastest first: each point needs less memory than all faster
+    ones."""
     found: Points = []
     least = math.inf
     for i in np.lexsort((held, -rate)):

@@ -1,14 +1,15 @@
-"""`phalanx plan score`: predicts the runs of a table and says how far off each family of sources is: time,
-order, memory. No bundled number was fitted on your runs; facts of their software are known.
+"""`phalanx plan score`: predicts the runs of a table and shows the error for each
+family of sources: step time, order, memory. No bundled number was fitted on your runs;
+facts about their software are known.
 
   phalanx plan score runs.csv
   phalanx plan score runs.csv --rows 5 --each
   phalanx plan score runs.csv --profile profile.toml --json
 
-A table is a CSV file with a row for each run: at least source, hardware, gpus, layers, hidden, seq,
-global_batch, one of tp, pp and dp, and what was measured: step_time_s, tok_s_gpu, tflops_gpu,
-peak_mem_gb or status. Rows that cannot be read are named, and the others are scored.
-Exit code 0: done; 2: wrong usage.
+A table is a CSV file with one row for each run. Required columns are source, hardware,
+gpus, layers, hidden, seq, global_batch, one of tp, pp and dp, and a measurement:
+step_time_s, tok_s_gpu, tflops_gpu, peak_mem_gb or status. Unreadable rows are listed,
+and the others are scored. Exit code 0: done; 2: wrong usage.
 """
 
 from __future__ import annotations
@@ -35,11 +36,13 @@ def run(argv: Sequence[str]) -> int:
     add(
         "--profile",
         metavar="NAME|FILE",
-        help="of every row (default: by its framework)",
+        help="software profile of every row (default: that of its framework)",
     )
-    add("--rows", type=whole(), help="also after a fit on so many of each family")
-    add("--most-ranks", type=whole(), default=0, help="leave larger runs out")
-    add("--each", action="store_true", help="every run, with the parts of its step")
+    add("--rows", type=whole(), help="also fit this many rows of each family")
+    add("--most-ranks", type=whole(), default=0, help="skip larger runs")
+    add(
+        "--each", action="store_true", help="show every run, with the parts of its step"
+    )
     args = parser.read(list(argv))
     chosen = profile(args.profile) if args.profile else None
     rows = [row for path in args.tables for row in read_table(path, chosen)]
@@ -57,26 +60,26 @@ def run(argv: Sequence[str]) -> int:
     return result(args, figures, score_text(scores, each_run=args.each))
 
 
-_LINE = re.compile(r"line (\d+)[,:] (.*)")  # a reason that begins with its line
+_LINE = re.compile(r"line (\d+)[,:] (.*)")  # a reason that starts with its line number
 
-# What each table is, and its columns.
+# The heading and the columns of each table.
 _ERRORS = (
-    "Median relative error of step time. 'held': with numbers fitted on all other families; 'five':"
-    "\nafter five rows of its own; 'fitted': with its profile's numbers, which have seen it.",
+    "Median relative error of step time. 'held': with numbers fitted to all other families; 'five':"
+    "\nafter a fit to five rows of its own; 'fitted': with its profile's numbers, fitted to it.",
     "family rows held p80 <10% five fitted",
 )
 _ORDER = (
-    "Order and loss of the first picks, held out, within groups of equal model, devices, sequence.",
+    "Rank correlation, and loss of the first picks, held out, among runs of equal model, devices, sequence.",
     "family groups tau top-1 top-3 top-5 rule random",
 )
 _MEMORY = (
-    "Memory has no fitted numbers. 'refused': of the runs that ran.",
+    "Memory has no fitted numbers. 'refused': share of the successful runs.",
     "family memory precision recall accuracy refused",
 )
 
 
 def score_text(scores: Sequence[FamilyScore], *, each_run: bool = False) -> str:
-    """Tables of errors, of order, and of memory; with `each_run` all runs after them."""
+    """Return tables of errors, order and memory; with `each_run`, of all runs too."""
     ordered = [_order(each) for each in scores if each.tau is not None or each.regret]
     remembered = [
         _memory(each) for each in scores if each.memory_error is not None or each.oom
@@ -98,7 +101,8 @@ def score_text(scores: Sequence[FamilyScore], *, each_run: bool = False) -> str:
 
 
 def _by_reason(left_out: Mapping[str, int]) -> Iterator[tuple[int, str]]:
-    """Number of rows that each reason excludes, with their line numbers if known."""
+    """Yield the number of rows that each reason excludes, with their line numbers if
+    known."""
     counts, lines = Counter[str](), defaultdict[str, list[int]](list)
     for why, count in left_out.items():
         match = _LINE.fullmatch(why)
@@ -139,7 +143,8 @@ def _memory(each: FamilyScore) -> list[object]:
 
 
 def _runs(each: FamilyScore) -> str:
-    """All runs of a family: how far off each is, and its layout with the parts of its step."""
+    """Return all runs of a family: the error of each, and its layout with the parts of
+    its step."""
     rows = []
     for run in each.runs:
         row, measured = run.row, run.row.step

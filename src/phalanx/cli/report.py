@@ -1,10 +1,11 @@
-"""`phalanx report`: a run's folder as one HTML page, and its step beside what a plan counts for it.
+"""`phalanx report`: renders a run's folder as one HTML page, with its step beside the
+plan's prediction.
 
-The page is one file that fetches nothing: loss with restarts, step time, MFU, where the time of the
-run went, a measured step over the predicted one with memory by kind, where that step's time goes,
-the mesh and the shards of each weight, the configuration and versions. With --machine or --cluster
-also what a plan counts for each kind of operation, against what it took in the measured step, and
-the measured bandwidths. All pictures are files too: --svg DIR.
+The page is one file that loads nothing: loss with restarts, step time, MFU, goodput, a
+measured step over the predicted one with memory by kind, the parts of that step's time,
+the mesh and the shards of each weight, the configuration and versions. --machine or
+--cluster adds the predicted time of each kind of operation beside the measured one, and
+the measured bandwidths. --svg DIR writes all pictures as files.
 
   phalanx report runs/run
   phalanx report runs/run --machine machine.toml --svg pictures
@@ -50,34 +51,38 @@ def run(argv: list[str]) -> int:
     parser = Parser(__doc__)
     add = parser.add
     add("folder", metavar="RUNDIR", help="the folder of a run: its `out`")
-    parser.add_output("--out", help="where to write; default RUNDIR/report.html")
+    parser.add_output("--out", help="file to write; default RUNDIR/report.html")
     parser.add_output(
-        "--svg", folder=True, help="also every picture, and a trace for Perfetto"
+        "--svg", folder=True, help="also write every picture, and a trace for Perfetto"
     )
     add(
         "--beside",
         nargs="+",
         metavar="RUNDIR",
-        help="other runs: how speed grows with ranks",
+        help="other runs, for a chart of speed over ranks",
     )
-    add("--verified", metavar="FILE", help="what verify --log wrote, as a matrix")
+    add("--verified", metavar="FILE", help="output of verify --log, shown as a matrix")
     add(
         "--machine",
         metavar="FILE",
-        help="where it ran: the file that doctor --out wrote there",
+        help="the machine it ran on: the file that doctor --out wrote there",
     )
-    add("--cluster", metavar="NAME", help="where it ran, as h100x8")
+    add("--cluster", metavar="NAME", help="the cluster it ran on, such as h100x8")
     add(
         "--backend",
         default=None,
         metavar="NAME",
         help="backend whose measured curves are used",
     )
-    add("--profile", metavar="NAME|FILE", help="software to predict; default: this one")
+    add(
+        "--profile",
+        metavar="NAME|FILE",
+        help="software profile; default: phalanx itself",
+    )
     add(
         "--model",
         metavar="FILE.py:Class",
-        help="the run's model, if your own (its file is run)",
+        help="the run's model, if it is your own (its file is executed)",
     )
     args = parser.read(argv)
     from ..report import report
@@ -91,7 +96,7 @@ def run(argv: list[str]) -> int:
     page = found.html()
     if args.out:
         save(out, page)
-    # in the run's folder, which may be somebody else's: a link there is not followed
+    # The run's folder may be somebody else's, so a link there is not followed.
     else:
         try:
             write_text(out, page)
@@ -114,7 +119,7 @@ def run(argv: list[str]) -> int:
 def _extras(
     folder: Path, compared: Compared | None, args: argparse.Namespace
 ) -> Extras:
-    """Sections of the report beside the run's own records."""
+    """Return the sections of the report beyond the run's own records."""
     from ..report.scaling import scaling_svg, speeds
     from ..report.step import step_extras
 
@@ -145,7 +150,8 @@ def _extras(
 
 
 def _planned(run: Speed, args: argparse.Namespace) -> float | None:
-    """Tokens a second of a start's layout as a plan counts them, where it was named where it ran."""
+    """Return the predicted tokens per second of a start's layout; None unless its
+    hardware was named."""
     model, sequence = run.start.get("model"), run.start.get("sequence")
     if (
         not (args.machine or args.cluster)
@@ -164,12 +170,13 @@ def _planned(run: Speed, args: argparse.Namespace) -> float | None:
 
 
 def _compared(folder: Path, args: argparse.Namespace) -> Compared | None:
-    """The run's step beside its prediction, if it was named where it ran."""
+    """Return the run's step beside its prediction; None unless its hardware was
+    named."""
     if not args.machine and not args.cluster:
         for name in ("backend", "profile", "model"):
             if getattr(args, name) is not None:
                 raise UsageError(
-                    f"--{name} goes with --machine or --cluster, which say where it ran."
+                    f"--{name} needs --machine or --cluster, which name the hardware."
                 )
         return None
     from ..cost import cached_costs
@@ -179,20 +186,21 @@ def _compared(folder: Path, args: argparse.Namespace) -> Compared | None:
     step = read_step(folder)
     if step.own and args.model != step.own:
         raise UsageError(
-            f"the model of {folder} is {step.own}, and a report runs no code of a run's folder by"
+            f"the model of {folder} is {step.own}, and a report executes no code of a run's folder by"
             f" itself. Allow it with --model {step.own}"
         )
     at = where(args.cluster, args.machine, step.layout.ranks, args.backend or "")
-    # A run tells its GPU by the driver's name, and every CPU as CPU.
+    # A run records its GPU by the driver's name, and every CPU as CPU.
     alike = at.kind == "cpu" if step.device == "CPU" else step.device in at.names
     if step.device and not alike:
         raise UsageError(
-            f"the run was on {step.device}, and {args.cluster or args.machine} is {at.names[0]}. Name"
+            f"the run used {step.device}, but {args.cluster or args.machine} is {at.names[0]}. Name"
             " the machine it ran on: phalanx doctor --out machine.toml writes it there."
         )
     profile = profile_for(at.hardware, args.profile, step.layout.precision)
     if args.profile or not at.hardware.cores:
-        # A file of calibrate still has the name of the profile with which its fit began.
+        # A file of `plan calibrate` still has the name of the profile that its fit
+        # started from.
         profile = replace(profile, name=args.profile or profile.name)
     return predicted(
         step, at.hardware, profile, partial(cached_costs, target=at.hardware.target)

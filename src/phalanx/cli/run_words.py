@@ -1,4 +1,5 @@
-"""A run on the command line: its file and `key=value`, in the same words for every command."""
+"""Runs on the command line: a run file and `key=value`, parsed alike for every
+command."""
 
 import re
 from collections.abc import Sequence
@@ -7,13 +8,13 @@ from dataclasses import fields, replace
 from ..layout.run import Adopt, Run
 from .usage import UsageError
 
-# The keys of a run file. Layouts have `=` only behind a colon: recompute:every=2.
+# The keys of a run file. In a layout `=` occurs only after a colon: recompute:every=2.
 _KEYS = "|".join(field.name for field in fields(Run))
 _KEY = re.compile(rf"({_KEYS})(\.[a-z_]+)*=")
 
 
 def load_run(words: Sequence[str], adopt: Adopt | None = None) -> Run:
-    """The run of a file, or of nothing, and of the keys that are set beside it."""
+    """Return the run of a file, if any, with the keys that are set beside it."""
     files = [word for word in words if "=" not in word]
     if len(files) > 1:
         raise UsageError(
@@ -24,12 +25,12 @@ def load_run(words: Sequence[str], adopt: Adopt | None = None) -> Run:
 
 
 def run_of_words(words: Sequence[str], layout: str | None = None) -> Run | None:
-    """The run that words name which may also be a layout; None if they name no run. `layout` is that of
-    `--layout`."""
+    """Return the run that words name, or None if they name a layout. `layout` is the
+    value of `--layout`."""
     if not any(word.endswith(".toml") or _KEY.match(word) for word in words):
         if layout is not None:
             raise UsageError(
-                "--layout goes with a run file. Write the layout itself in its place."
+                "--layout needs a run file. Write the layout itself instead."
             )
         return None
     own = [] if layout is None else [f"layout={layout}"]
@@ -37,12 +38,14 @@ def run_of_words(words: Sequence[str], layout: str | None = None) -> Run | None:
 
 
 def adopted_model(plain: Run) -> Run:
-    """A run that names no model continues with the model of its newest checkpoint."""
+    """Let a run that names no model continue with the model of its newest
+    checkpoint."""
     return adopted(plain)[0]
 
 
 def adopted(run: Run) -> tuple[Run, str]:
-    """A run that names no model goes on with that of its newest checkpoint, trained or imported."""
+    """Let a run that names no model continue with its newest checkpoint's; also return
+    a notice."""
     if not run.checkpoints.is_dir():
         return run, ""
     from ..train.checkpoint_load import differing_sizes, newest, own_model, table_of

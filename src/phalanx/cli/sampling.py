@@ -1,4 +1,4 @@
-"""Options of the commands that let a trained model write, and the values that they stand for."""
+"""Options of the commands that generate text, and the values that they stand for."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ def add_sampling(parser: Parser, *, tokens: int) -> None:
         "--tokens",
         type=whole(1, 1 << 20),
         default=tokens,
-        help="the most tokens to write",
+        help="maximum number of tokens to write",
     )
-    what = "below 1: likelier text; 0: the likeliest token"
+    what = "below 1: more likely text; 0: always the most likely token"
     add("--temperature", type=positive, default=1.0, help=what)
-    what = "draw from the N likeliest tokens; 0: from all"
+    what = "sample from the N most likely tokens; 0: from all"
     add("--top-k", type=whole(0, 1 << 24), default=0, help=what)
-    what = "draw from the likeliest tokens that have this probability together"
+    what = "sample from the most likely tokens with this total probability"
     add("--top-p", type=share, default=1.0, help=what)
-    add("--seed", type=whole(0, SEEDS), default=0, help="of the draws")
+    add("--seed", type=whole(0, SEEDS), default=0, help="seed of the sampling")
     what = "a tokenizer.json or its folder; default: that of the run"
     add("--tokenizer", default="", metavar="PATH", help=what)
 
 
 def sampling_of(args: argparse.Namespace, number: int = 0) -> Sampling:
-    """The sampling of the text of that number: each has a seed of its own."""
+    """Return the sampling of text `number`; each text has its own seed."""
     from ..generate import Sampling
 
     return Sampling(args.temperature, args.top_k, args.top_p, args.seed + number)
 
 
 def source_of(name: str) -> str:
-    """The newest checkpoint of a run or of its folder, one checkpoint, or hf:FOLDER."""
+    """Return the newest checkpoint of a run or folder, one checkpoint, or hf:FOLDER."""
     return name if name.startswith(HUB) else str(checkpoints_in(name)[0])

@@ -1,6 +1,7 @@
-"""`phalanx schema`: the fields of what a command prints with --json, as JSON Schema with its version.
+"""`phalanx schema`: prints the JSON Schema, with its version, of what a command prints
+with --json.
 
-Without a name the commands are listed that have one.
+Without a name, the commands that have a schema are listed.
 
   phalanx schema check
   phalanx schema plan-explain    of `phalanx plan --explain`
@@ -15,16 +16,16 @@ from typing import Any
 from .parser import Parser
 from .usage import UsageError, nearest_word, say
 
-# One paragraph for each output: `name?: type` is a field that may be missing, `{*: type}` a table with
-# any keys. `python tests/cli/test_schemas.py` writes it from what commands print; a field that goes or
-# changes its type makes a new version.
+# One paragraph for each output: `name?: type` is an optional field, `{*: type}` a table
+# with any keys. `python tests/cli/test_schemas.py` generates it from what commands
+# print; removing a field or changing its type makes a new version.
 _FILE = Path(__file__).parent / "outputs.txt"
 _WORD = re.compile(r'"(?:[^"\\]|\\.)*"|[\w*-]+|[{}\[\],:|?]')
 
 
 def run(argv: list[str]) -> int:
     parser = Parser(__doc__, json=False)
-    parser.add("name", nargs="*", metavar="COMMAND", help="as check, or plan cost")
+    parser.add("name", nargs="*", metavar="COMMAND", help="such as check, or plan cost")
     name = "-".join(parser.read(argv).name)
     outputs = described()
     if not name:
@@ -37,14 +38,14 @@ def run(argv: list[str]) -> int:
 
 
 def described() -> dict[str, str]:
-    """The outputs that are described, each as the text of its type."""
+    """Return the described outputs, each with the text of its type."""
     paragraphs = _FILE.read_text(encoding="utf-8").strip().split("\n\n")
     parts = (paragraph.partition(": ") for paragraph in paragraphs)
     return {name: text for name, _, text in parts}
 
 
 def schema_of(name: str, text: str) -> dict[str, Any]:
-    """The JSON Schema of an output whose type is written as this text."""
+    """Return the JSON Schema of an output from the text of its type."""
     head = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "$id": f"phalanx/{name}/1",
@@ -54,7 +55,7 @@ def schema_of(name: str, text: str) -> dict[str, Any]:
 
 
 class _Reader:
-    """The words of a type, read one after another."""
+    """Parses the text of a type, word by word."""
 
     def __init__(self, text: str) -> None:
         self._words = _WORD.findall(text)
@@ -66,13 +67,13 @@ class _Reader:
         return word
 
     def _takes(self, word: str) -> bool:
-        """Steps over this word if it comes next."""
+        """Consume a word if it comes next."""
         comes = self._words[self._at : self._at + 1] == [word]
         self._at += comes
         return comes
 
     def type(self) -> dict[str, Any]:
-        """One type, or several between bars of which a value has any."""
+        """Parse a type, or several alternatives separated by bars."""
         kinds = [self._one()]
         while self._takes("|"):
             kinds.append(self._one())
@@ -109,7 +110,7 @@ class _Reader:
         return {"type": "object", "properties": fields, "required": required}
 
     def _names(self) -> Iterator[str]:
-        """The name of each field; the reader comes to the bracket after the last."""
+        """Yield the name of each field; afterwards the closing bracket is consumed."""
         while not self._takes("}"):
             self._takes(",")
             word = self._next()

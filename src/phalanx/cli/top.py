@@ -1,14 +1,16 @@
-"""`phalanx top`: a run while it goes on, in a terminal: steps, speed, memory, ranks, last messages.
+"""`phalanx top`: watches a running run in a terminal: steps, speed, memory, ranks, last
+messages.
 
-First the numbers of the last log line and where the time went (goodput), then the ranks, and the
-last messages. Ranks of other hosts are seen where the run's folder is shared; of a run that has
-ended the log is shown. A rank's line says its state (R computes, S waits, D waits for a disk, T is
-stopped), its host memory, step and operation, and for how long it has stood there.
+It shows the values of the last log line, goodput, the ranks, and the last messages.
+Ranks of other hosts are shown if the run's folder is shared; of an ended run only the
+log is shown. The line of a rank has its state (R running, S waiting, D waiting for a
+disk, T stopped), its host memory, step and operation, and the time since it last
+progressed.
 
   phalanx top runs/run
   phalanx top runs/run --once
 
-Ctrl-C ends it, and nothing else. Exit code 0: done; 2: wrong usage.
+Ctrl-C ends only top. Exit code 0: done; 2: wrong usage.
 """
 
 import signal
@@ -30,8 +32,12 @@ from .parser import POSITIVE, Parser
 from .usage import UsageError, complain, result, say, screen
 
 _MESSAGES = 6
-_ENDS = {"end": "ended", "stop": "stopped, can be resumed", "hang": "hung, was ended"}
-_QUIET = ("step", "memory", "compile")  # records that are no messages
+_ENDS = {
+    "end": "ended",
+    "stop": "stopped, can be resumed",
+    "hang": "hung and was ended",
+}
+_QUIET = ("step", "memory", "compile")  # records that are not messages
 
 
 def run(argv: list[str]) -> int:
@@ -41,22 +47,22 @@ def run(argv: list[str]) -> int:
     add(
         "--once",
         action="store_true",
-        help="print once and exit, as where there is no terminal",
+        help="print once and exit, as without a terminal",
     )
     add(
         "--every",
         type=POSITIVE,
         default=1.0,
         metavar="SECONDS",
-        help="time between two updates",
+        help="time between updates",
     )
     add("--width")
     args = parser.read(argv)
     watched = _Run(Path(args.folder))
     if not watched.records:
         raise UsageError(
-            f"{args.folder} holds no run: metrics.jsonl with a record is missing. Name the `out` of one"
-            " that has begun."
+            f"{args.folder} is not the folder of a run: it has no records in metrics.jsonl. Name the `out`"
+            " of one that has started."
         )
     width, terminal = screen(args.width)
     if args.once or args.json or not terminal:
@@ -74,7 +80,7 @@ def _shown(watched: "_Run", width: int | None, every: float) -> None:
     from rich.live import Live
     from rich.text import Text
 
-    # leaves the screen as it was, too
+    # restores the screen on SIGTERM, too
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     console = Console(highlight=False)
     try:
@@ -97,22 +103,22 @@ class _Run:
         self.folder, self.goodput = folder, Goodput()
         self.records: list[Record] = []  # the last messages
         self.last: dict[str, Record] = {}  # the last record of each kind
-        self.unseen: list[str] = []  # hosts whose ranks are not seen
-        self.notices: tuple[str, ...] = ()  # about who owns the ranks
+        self.unseen: list[str] = []  # hosts whose ranks are not visible
+        self.notices: tuple[str, ...] = ()  # about the owner of the ranks
         self.reader = JournalReader(folder / "metrics.jsonl")
         self._read()
 
     def _read(self) -> None:
         for record in self.reader.more():
             if not isinstance(record["event"], str):
-                continue  # anybody may have written it
+                continue  # the file may contain anything
             self.goodput.add(record)
             self.last[record["event"]] = record
             if record["event"] not in _QUIET:
                 self.records = [*self.records[-_MESSAGES:], record]
 
     def look(self, wait: float = 0.0) -> None:
-        """See it as it is now; `wait` so long for other hosts."""
+        """Read the current state, waiting up to `wait` seconds for other hosts."""
         here = snapshot(self.folder, 0.1, stacks=False)
         self.notices = here.notices
         others, self.unseen = ask_elsewhere(
@@ -150,7 +156,7 @@ class _Run:
         }
 
     def lines(self, width: int, height: int = 0) -> list[str]:
-        """The screen's lines, for this width and height; height 0 means as many lines as needed."""
+        """Return the screen's lines; height 0 means as many as needed."""
         head: list[str] = []
         why = (*self.found.lines, "") if self.found.hangs else ()
         for line in (*self.notices, *self._numbers(), str(self.goodput), "", *why):
@@ -159,7 +165,7 @@ class _Run:
         ranks = list(self._ranks(width))
         room = max(3, height - len(head) - len(messages) - 1) if height else len(ranks)
         if len(ranks) > room:
-            ranks = [*ranks[: room - 1], f"and {len(ranks) - room + 1} ranks more"]
+            ranks = [*ranks[: room - 1], f"and {len(ranks) - room + 1} more ranks"]
         return [line[:width].rstrip() for line in (*head, *ranks, *messages)]
 
     def _numbers(self) -> Iterator[str]:
@@ -184,7 +190,7 @@ class _Run:
         if self.ranks:
             wide = "" if narrow else f"  {'process':>9}  {'memory':>9}"
             yield f"{'rank':>5}{wide}  {'step':>6}  {'for':>7}     doing"
-        # Those that have stood longest come first where not all have room.
+        # If not all fit, those that have stood still longest come first.
         many = len(self.ranks) > 16
         for r in sorted(self.ranks, key=lambda r: -int(r.still) if many else r.rank):
             waits = f", waits in {r.call.text}" if r.call else ""
@@ -203,7 +209,7 @@ class _Run:
             yield f"not seen: the ranks on {', '.join(self.unseen[:8])}{more}"
 
     def _messages(self) -> Iterator[str]:
-        """The last records that are no steps, with their words."""
+        """Yield the last log records that are not steps, with their messages."""
         for record in self.records[-_MESSAGES:]:
             at = time.strftime("%d %H:%M:%S", time.localtime(_number(record, "time")))
             words = ("text", "why", "error", "path")
@@ -211,12 +217,12 @@ class _Run:
             if record["event"] == "validation":
                 told = f"loss {_number(record, 'loss'):.4f}"
             elif record["event"] == "straggler":
-                told = f"rank {record.get('rank')}: {_number(record, 'seconds'):.3g} s of its own a step"
+                told = f"rank {record.get('rank')}: {_number(record, 'seconds'):.3g} s of its own work a step"
             step = f"step {record['step']}  " if "step" in record else ""
             yield f"{at}  {record['event']}  {step}{told.splitlines()[0] if told else ''}"
 
 
 def _number(record: Record, name: str) -> float:
-    """A number of a record; 0 where there is none."""
+    """Return a number of a record, or 0."""
     value = record.get(name)
     return float(value) if isinstance(value, int | float) and abs(value) < 1e15 else 0.0

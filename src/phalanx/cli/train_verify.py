@@ -1,8 +1,10 @@
-"""`phalanx train verify=true`: the comparison of a run in small with one process, before its ranks start.
+"""`phalanx train verify=true`: compares a scaled-down run with one process before its
+ranks start.
 
-A process of its own makes it, on the first rank's host, once for all starts of the command. Ranks are forked
-from a process without other threads, and the trial's ranks are threads; what it holds is given back when that
-process ends. It computes on the CPU, so that it takes no memory of a GPU and no call of a network.
+The comparison runs in a process of its own, on the first rank's host, once for all
+starts of the command. Ranks are forked from a process without other threads, but the
+trial's ranks are threads; its memory is freed when that process ends. It computes on
+the CPU, so that it needs no GPU memory and no network.
 """
 
 from __future__ import annotations
@@ -20,16 +22,17 @@ if TYPE_CHECKING:
 
 
 class RunDiffers(ValueError):
-    """A run that does not compute what one process does: in which layout, and where first."""
+    """Raised if a run differs from one process: names the layout and the first
+    difference."""
 
     exit_code = 1
 
 
 def refuse_different(run: Run, layout: Layout) -> None:
-    """Raise if the run in this layout does not compute in small what one process does."""
+    """Raise if the scaled-down run in this layout differs from one process."""
     from ..comm import launch
 
-    progress("verify = true: the run in small is compared with one process")
+    progress("verify = true: comparing a scaled-down run with one process")
     chosen = replace(run, layout=str(layout))
     found: VerifiedRun
     (found,) = launch(_verified, 1, chosen, apart=True)
@@ -38,11 +41,11 @@ def refuse_different(run: Run, layout: Layout) -> None:
         return
     wrong = next(verdict for verdict in found.compared if not verdict.passed)
     raise RunDiffers(
-        f"verify = true: {wrong.layout or 'one rank'} does not compute what one process does:"
+        f"verify = true: {wrong.layout or 'one rank'} differs from one process:"
         f" {wrong.first_difference.rstrip('.')}. Nothing was trained."
     )
 
 
 def _verified(world: World, run: Run) -> VerifiedRun:
-    """The comparison, in the process that `launch` has started."""
+    """Run the comparison, in the process that `launch` started."""
     return verify_run(run, on_cpu=True)

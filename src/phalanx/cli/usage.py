@@ -1,4 +1,5 @@
-"""Common parts of all commands: words that are nearly right, files that are written, the terminal."""
+"""Shared parts of all commands: words that are nearly right, output files, the
+terminal."""
 
 import argparse
 import json
@@ -23,16 +24,17 @@ Drawn = TypeVar("Drawn")
 _LOG, _PROGRESS = logging.getLogger("phalanx"), logging.getLogger("phalanx.progress")
 
 
-# Spellings of earlier versions, of commands, options and values, and what to write instead.
+# Spellings of earlier versions, of commands, options and values, and their
+# replacements.
 OLD = {"--wire": "--backend", "shared": SHM, "--stack": "--profile", "weigh": "cost"}
 
 
 class OutputError(Exception):
-    """Standard output cannot be written to, and why."""
+    """Raised if standard output cannot be written to, with the reason."""
 
 
 def nearest_word(word: str, known: Collection[str], cutoff: float = 0.5) -> str:
-    """A sentence that proposes what somebody may have meant."""
+    """Return a sentence that suggests the nearest known word, or ""."""
     if OLD.get(word) in known:
         return f" It is now {OLD[word]}."
     return near_word(word, known, cutoff).replace("'", "")
@@ -42,12 +44,12 @@ def nearest_word(word: str, known: Collection[str], cutoff: float = 0.5) -> str:
 
 
 def read(path: str, what: str) -> str:
-    """The text of a user's file."""
+    """Return the text of a user's file."""
     return read_text(path, what, UsageError, TEXT)
 
 
 def refuse_irregular(file: Path, way_out: str, what: str = "") -> None:
-    """Refuse a file to read that is a pipe, a folder, or not there."""
+    """Refuse an input file that is a pipe, a folder, or missing."""
     try:
         open_regular(file).close()
     except OSError as error:
@@ -57,10 +59,10 @@ def refuse_irregular(file: Path, way_out: str, what: str = "") -> None:
 
 
 def save(path: str | Path, text: str) -> None:
-    """Write what --out names: a file, or a pipe that somebody reads."""
+    """Write text to what --out names: a file, or a pipe that somebody reads."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
     try:
-        # Without O_NONBLOCK a named pipe that nobody reads would be waited for without end.
+        # Without O_NONBLOCK, opening a named pipe that nobody reads would wait forever.
         descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
         os.set_blocking(descriptor, True)
         with os.fdopen(
@@ -73,14 +75,14 @@ def save(path: str | Path, text: str) -> None:
         ) from None
     except ValueError:
         raise UsageError(
-            f"cannot write {str(path)!r}: no file can have this name."
+            f"cannot write {str(path)!r}: this is not a valid file name."
         ) from None
 
 
 def write(
     path: str, formats: Mapping[str, Callable[[Drawn], str]], drawn: Drawn
 ) -> None:
-    """Write what --out names in the format of its suffix."""
+    """Write what --out names, in the format of its suffix."""
     _refuse_suffix(path, tuple(formats), "--out")
     save(path, formats[Path(path).suffix](drawn))
 
@@ -88,15 +90,17 @@ def write(
 def _refuse_suffix(path: str, suffixes: Sequence[str], flag: str) -> None:
     if suffixes and Path(path).suffix not in suffixes:
         raise UsageError(
-            f"{flag} {path}: the suffix says the format; use {', '.join(suffixes)}."
+            f"{flag} {path}: the suffix selects the format; use {', '.join(suffixes)}."
         )
 
 
 def try_file(
     path: str | None, flag: str = "--out", formats: Iterable[str] = ()
 ) -> None:
-    """Refuse what an option names, if no file can be written there, or not in a format that its
-    suffix names. A file that was made to try it is removed."""
+    """Refuse an output file that cannot be written, or whose suffix names no format.
+
+    A file created for this test is deleted.
+    """
     if path is not None:
         _refuse_suffix(path, tuple(formats), flag)
         if why := _unwritable(path):
@@ -104,7 +108,8 @@ def try_file(
 
 
 def try_folder(path: str | None, flag: str = "--out") -> None:
-    """Refuse what an option names, if there can be no folder in which files can be written."""
+    """Refuse an output folder that cannot be created, or in which no file can be
+    written."""
     if path is not None and (why := unmakable(path)):
         raise UsageError(
             f"{flag}: cannot write into {path}: it {why}. Name another folder."
@@ -112,14 +117,14 @@ def try_folder(path: str | None, flag: str = "--out") -> None:
 
 
 def _unwritable(path: str | Path) -> str:
-    """Explains why a file cannot be written, or returns "". The file's content is kept."""
+    """Explain why a file cannot be written, or return "". Its content is kept."""
     try:
-        # A link is followed, as it will be when the file is written.
+        # a link is followed, as it will be when the file is written
         real = os.path.realpath(path)
         kind = os.stat(real).st_mode if os.path.exists(real) else None
         if kind is not None and stat.S_ISDIR(kind):
             return "it is a directory"
-        # Opening and closing a pipe would end whoever reads it.
+        # opening and closing a pipe would end its reader
         if kind is not None and not stat.S_ISREG(kind):
             return "" if os.access(real, os.W_OK) else "Permission denied"
         os.close(
@@ -132,7 +137,7 @@ def _unwritable(path: str | Path) -> str:
     except OSError as error:
         return reason(error)
     except ValueError:  # NUL, or half of a surrogate pair
-        return "no file can have this name"
+        return "this is not a valid file name"
     return ""
 
 
@@ -142,21 +147,24 @@ _COLOURS = re.compile(r"(\x1b\[[0-9;]*m)")
 
 
 def screen(width: int | None = None) -> tuple[int, bool]:
-    """The width of the terminal, and whether it shows colours."""
+    """Return the width of the terminal, and True if it shows colours."""
     terminal = sys.stdout.isatty()
     columns = shutil.get_terminal_size().columns if terminal else 80
-    # https://no-color.org: the variable's presence counts, unless it is empty.
+    # https://no-color.org: the variable counts if it is present and not empty
     return width or max(24, columns), terminal and not os.environ.get("NO_COLOR")
 
 
 def say(
     *words: object, end: str = "\n", flush: bool = False, colour: bool = False
 ) -> None:
-    """Print for the user. What came from a file or an argument cannot steer the terminal: control
-    characters are printed as escapes, but for the colours of a picture of ours (`colour`)."""
+    """Print for the user.
+
+    Text from a file or an argument cannot control the terminal: control characters are
+    printed as escapes, except the colours of our own pictures (`colour`).
+    """
     text = " ".join(map(str, words))
     parts = _COLOURS.split(text) if colour else [text]
-    # Colours are the odd parts. What no encoding can write is an escape by now.
+    # Odd parts are colours. Characters that no encoding has are escaped by now.
     shown = "".join(part if n % 2 else printable(part) for n, part in enumerate(parts))
     try:
         sys.stdout.write(shown + end)
@@ -164,15 +172,18 @@ def say(
             sys.stdout.flush()
     except BrokenPipeError:
         raise
-    except UnicodeEncodeError:  # a terminal that cannot show our lines and dots
+    except UnicodeEncodeError:  # the terminal cannot show line and dot characters
         sys.stdout.write(shown.encode("ascii", "replace").decode() + end)
     except OSError as error:
         raise OutputError(reason(error)) from None
 
 
 def progress(*words: object) -> None:
-    """A line on how a long command goes; none with --quiet or --json. Where nobody reads it any more
-    (`| head`) the command does not end: a run that was started is to be trained."""
+    """Print a progress line, unless --quiet or --json is given.
+
+    If the reader of the output stops (`| head`), the command continues: a started run
+    should be trained.
+    """
     if not _PROGRESS.isEnabledFor(logging.INFO):
         return
     try:
@@ -182,18 +193,19 @@ def progress(*words: object) -> None:
 
 
 def hush() -> None:
-    """No more lines of progress: another rank prints them."""
+    """Print no more progress: another rank does."""
     _PROGRESS.setLevel(logging.WARNING)
 
 
 def silence() -> None:
-    """Discards buffered and later standard output."""
+    """Discard buffered and later standard output."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def complain(text: str) -> None:
-    """A message on standard error; nothing in it can steer the terminal, and secrets of URLs are hidden."""
-    with suppress(OSError):  # where nobody listens
+    """Print a message on standard error, with control characters escaped and secrets in
+    URLs hidden."""
+    with suppress(OSError):  # standard error may be closed
         print(printable(redacted(text)), file=sys.stderr, flush=True)
 
 
@@ -208,7 +220,8 @@ def result(
     *,
     good: object = True,
 ) -> int:
-    """Print the result of a command, its figures with --json, else its text; the exit code."""
+    """Print the result of a command: its figures with --json, else its text. Return the
+    exit code."""
     if args.json:
         print_json(figures)
     else:

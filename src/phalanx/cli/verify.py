@@ -1,10 +1,10 @@
-"""`phalanx verify`: trains a few steps in each layout and on one process, and compares loss, norm, every
-gradient and every weight; also how weights start, the outputs of pieces, the loss scale of float16 and
-the validation loss.
+"""`phalanx verify`: trains a few steps in each layout and on one process, and compares
+loss, gradient norm, every gradient and every weight. Also compares initial weights,
+outputs of pieces, the loss scale of float16 and the validation loss.
 
-Exit code 0: every layout that was compared agrees with one process; 1: one does not; 2: wrong usage,
-not enough memory, or nothing that could be compared. A `recompute:fit` that cannot be met is not
-compared: it is listed and counted apart.
+Exit code 0: every compared layout agrees with one process; 1: one does not; 2: wrong
+usage, not enough memory, or nothing to compare. A `recompute:fit` that cannot be met is
+not compared, but listed and counted separately.
 
   phalanx verify --layouts "dp2 tp2 zero3; tp4 seq"
   phalanx verify --model gpt --ranks 4 --cover 40
@@ -14,15 +14,18 @@ compared: it is listed and counted apart.
   phalanx verify run.toml
   phalanx verify model=8b weights=random layout="dp64 tp8 seq zero1 bf16" optimizer.name=muon
 
-Of a run its own ranks and loop are compared, in small: few and narrow blocks of every kind, each axis of two
-ranks. Its optimizer, limit of the norm, schedule, precision, masks, packing, adapters and frozen pieces are
-those of the run. It is stopped in its middle and goes on in another layout, and its journal is compared too.
-It says what it has compared and what not. `phalanx train run.toml verify=true` does so before the first step.
+A run is compared with its own ranks and training loop, scaled down: a few narrow blocks
+of every kind, and two ranks on each axis. Optimizer, gradient clipping, schedule,
+precision, masks, packing, adapters and frozen pieces are those of the run. It is stopped
+halfway and resumed in another layout, and its journal is compared too. The output lists
+what was compared and what was not. `phalanx train run.toml verify=true` does the same
+before the first step.
 
-Ranks are threads that are given every result as late as it may come, so a missing wait, a buffer that is
-used anew too early and a message without a copy fail. --backend takes another transport, as it is.
+Ranks are threads that receive every result as late as possible, so a missing wait, a
+buffer reused too early or a message sent without a copy causes an error. --backend
+selects another transport, without these delays.
 
-`make faults` in a clone puts mistakes into the code on purpose, and shows what `verify` says of each.
+`make faults` in a clone seeds bugs into the code, and shows how `verify` reports each.
 """
 
 import argparse
@@ -56,15 +59,13 @@ from .usage import (
 )
 
 STEPS = 10_000
-MOST = 64  # ranks of which all layouts are listed: there are some hundred thousand
+MOST = 64  # maximum ranks for which all layouts are listed: some hundred thousand
 
 
 def run(argv: list[str]) -> int:
     parser = Parser(__doc__)
     add = parser.add
-    help = (
-        "a run file and key=value, as for train: the run itself is compared, in small"
-    )
+    help = "a run file and key=value, as for train: compare the run itself, scaled down"
     add("words", nargs="*", metavar="RUN", help=help)
     names_larger = "Name larger layouts with --layouts."
     rate = real(lambda x: 0 <= x < 1, "from 0 to below 1")
@@ -78,18 +79,22 @@ def run(argv: list[str]) -> int:
         "--ranks",
         type=whole(1, MOST, names_larger),
         default=4,
-        help="all layouts up to N ranks",
+        help="compare all layouts up to N ranks",
     )
-    add("--axes", type=_axes, default=" ".join(AXES), help="the axes that these use")
+    add("--axes", type=_axes, default=" ".join(AXES), help="mesh axes of these layouts")
     add(
         "--layouts",
         metavar="TEXT",
         help="compare these layouts instead, separated by ;",
     )
-    add("--cover", type=whole(), help="only N or more, with every pair of choices")
+    add(
+        "--cover",
+        type=whole(),
+        help="only N or more layouts that cover every pair of choices",
+    )
     add("--backend", default=THREADS)
     add("--steps", type=whole(1, STEPS), default=3, help="training steps")
-    number = "number format in which all is computed"
+    number = "dtype of all computation"
     add("--dtype", default=DTYPES[FP64].torch, choices=COMPARED, help=number)
     optimizer = "the optimizer; sgd has momentum, muon:original is Muon with adjust_lr = original"
     add("--optimizer", default="adamw", choices=COMPARED_OPTIMIZERS, help=optimizer)
@@ -106,52 +111,58 @@ def run(argv: list[str]) -> int:
         type=whole(),
         default=0,
         metavar="R",
-        help="only LoRA adapters, of this rank",
+        help="train only LoRA adapters of this rank",
     )
     add(
         "--dropout",
         type=rate,
         default=0.0,
         metavar="RATE",
-        help="dropout, of the built-in models",
+        help="dropout rate, for built-in models",
     )
-    add("--packed", action="store_true", help="several documents in a sequence")
+    add("--packed", action="store_true", help="pack several documents into a sequence")
     add("--seed", help="seed of weights and batches")
     add(
         "--memory",
         type=POSITIVE,
         metavar="GIB",
-        help="memory to use; default: what is free",
+        help="memory to use; default: all that is free",
     )
-    add("--part", type=_part, metavar="I/N", help="only this part of the list, as 1/4")
+    add(
+        "--part",
+        type=_part,
+        metavar="I/N",
+        help="only this part of the list, such as 1/4",
+    )
     parser.add_output(
-        "--out", ".html", ".svg", help="what was compared together, as a page"
+        "--out",
+        ".html",
+        ".svg",
+        help="write a page of the combinations that were compared",
     )
     add(
         "--log",
         metavar="FILE",
-        help="results as JSON lines; layouts in it are not run again",
+        help="append results as JSON lines; layouts already in it are skipped",
     )
     parser.add_output(
         "--record",
         type=Path,
-        help="save the last layout's last step, for `phalanx draw run`",
+        help="save the last step of the last layout, for `phalanx draw run`",
     )
     args = parser.read(argv, intermixed=True)
     if args.words:
         return _run(args, parser)
     if code_of(args.model)[0] and args.dropout:
-        raise UsageError(
-            "--dropout is for the built-in models; write the rate into your own."
-        )
+        raise UsageError("--dropout is for built-in models; set the rate in your own.")
     shape, make = model_to_verify(args.model)
     if args.lora and make is not None:
-        raise UsageError("--lora is for the built-in models.")
+        raise UsageError("--lora is for built-in models.")
     if args.lora:  # in the name, as a log of verdicts is named by it
         shape = replace(shape, lora_r=args.lora, name=f"{shape.name}-lora{args.lora}")
     wanted = {name: getattr(args, name) for name in ("ranks", "axes", "cover", "dtype")}
     layouts = layouts_to_verify(args.layouts, shape, make, **wanted)
-    # every n-th layout, so that each part has its share of the large ones
+    # every n-th layout, so that each part gets its share of the large ones
     if args.part:
         layouts = layouts[args.part[0] - 1 :: args.part[1]]
     terms = "dtype memory backend steps seed packed dropout optimizer z_loss record"
@@ -177,14 +188,14 @@ def run(argv: list[str]) -> int:
 
 
 def _run(args: argparse.Namespace, parser: Parser) -> int:
-    """Compares a run with one process."""
+    """Compare a run with one process."""
     of_layouts = [
         name for name in _OF_LAYOUTS if getattr(args, name) != parser.get_default(name)
     ]
     if of_layouts:
         option = of_layouts[0].replace("_", "-")
         raise UsageError(
-            f"--{option} is for layouts of a model; a run says all of it by key=value."
+            f"--{option} is for layouts of a model; for a run, set it by key=value."
         )
     found = verify_run(
         load_run(args.words), show=lambda verdict: progress(verdict_text(verdict))
@@ -215,8 +226,8 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def _log(args: argparse.Namespace, shape: Shape) -> Path | None:
-    """The file of verdicts, in a folder that is made. It is read before it is written: no pipe, no
-    folder."""
+    """Return the file of verdicts, after creating its folder. It is read before it is
+    written, so it cannot be a pipe."""
     if not args.log and not args.part:
         return None
     part = "{}of{}".format(*args.part or (1, 1))

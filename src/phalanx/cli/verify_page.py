@@ -1,4 +1,4 @@
-"""Verdicts of `phalanx verify` as a matrix of what was compared together, and as a table."""
+"""Verdicts of `phalanx verify` as a matrix of combined features, and as a table."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _COLOURS = (
 
 
 def features(layout: str) -> tuple[str, ...]:
-    """The features of a layout without sizes and dtypes: axes, ZeRO stage, schedule and other words."""
+    """Return a layout's features without sizes and dtypes: axes, ZeRO stage, schedule,
+    other words."""
     kept = (word for word in layout.split() if word not in PRECISIONS)
     words = (
         re.sub(r"^(dp|pp|cp|tp|ep)[0-9x]+(:[0-9x]+)?", r"\1", word) for word in kept
@@ -34,7 +35,8 @@ def features(layout: str) -> tuple[str, ...]:
 
 
 def verified_svg(title: str, verdicts: Sequence[Verdict], width: float) -> Html:
-    """A cell for each two things that some layout has both of; on the diagonal those that have one."""
+    """Draw a cell for every two features that some layout combines; the diagonal counts
+    single features."""
     having = [(set(features(v.layout)), v) for v in verdicts if not v.cannot_fit]
     order = ["dp", "pp", "cp", "tp", "ep"]
     names = sorted(
@@ -59,13 +61,14 @@ def verified_svg(title: str, verdicts: Sequence[Verdict], width: float) -> Html:
         )
 
     notes = [
-        "The number is how many layouts have both; an empty pair was not compared."
+        "The number counts the layouts with both features; an empty pair was not compared."
     ]
     return matrix_svg(title, names, cell, _COLOURS, notes, width) if names else Html("")
 
 
 def verified_page(title: str, summary: str, verdicts: Sequence[Verdict]) -> str:
-    """The matrix, and below it every layout, those that differ first."""
+    """Return a page with the matrix, and every layout below it, those that differ
+    first."""
     rows = []
     for v in sorted(verdicts, key=lambda v: (v.passed, -v.max_rel_error)):
         word = "cannot fit" if v.cannot_fit else "agrees" if v.passed else "differs"

@@ -40,7 +40,7 @@ SAVING, REMOVED = ".saving-", ".removed-"
 ASIDE = "set-aside-"
 # The error of a save whose folder was deleted by somebody else. The next save recreates
 # it.
-GONE = "its folder was removed while it was saved"
+GONE = "its folder was deleted during the save"
 
 Updates = Mapping[int, Update]
 T = TypeVar("T")
@@ -370,7 +370,7 @@ def commit(
         if replaced.exists():
             replaced.rename(path)
         raise
-    problem = "its folder could not be brought to the disk"
+    problem = "its folder could not be synced to the disk"
     try:
         sync_folder(folder)
         problem = "old checkpoints could not be removed"

@@ -56,7 +56,7 @@ def export_weights(
     shape = manifest.shape
     if shape is None:
         raise CheckpointError(
-            f"{path}: has no shape of its model, which config.json needs."
+            f"{path}: does not record the model's shape, which config.json needs."
         )
     weights = {each.name: each for each in manifest.tensors if each.kind == WEIGHT}
     own = own_model(manifest)
@@ -72,8 +72,8 @@ def export_weights(
             (n for n, each in weights.items() if ours.get(n) != each.shape), ""
         ):
             raise CheckpointError(
-                f"{path}: {other} is not a weight of the built-in decoder but of a model of its own, which"
-                " Hugging Face has no name for."
+                f"{path}: {other} is not a weight of the built-in decoder. Models of your own have no"
+                " counterpart in Hugging Face."
             )
         dims = {
             name: len(each.shape) for name, each in weights.items() if not is_lora(name)
@@ -442,7 +442,9 @@ def _refuse_others(
         if name not in tensors or tensors[name][1].shape != dims
     ]
     wrong += [
-        f"{name} is of bytes" for name, x in tensors.items() if x[1].dtype not in DTYPES
+        f"{name} holds raw bytes"
+        for name, x in tensors.items()
+        if x[1].dtype not in DTYPES
     ]
     known = set(wanted) | ({"lm_head.weight"} if shape.tied else set())
     wrong += [f"the model has no {name}" for name in sorted(set(tensors) - known)]
@@ -544,7 +546,7 @@ def decoded_names(
             right = width == 16 and scales.shape == (*rows, groups) and len(rows) == 2
             if not right or {entry.dtype, scales.dtype} != {*stored.BYTES}:
                 raise CheckpointError(
-                    f"{where}: {name} {list(entry.shape)} and its scales {list(scales.shape)} are no"
+                    f"{where}: {name} {list(entry.shape)} and its scales {list(scales.shape)} are not"
                     " mxfp4, which has (experts, rows, n, 16) and (experts, rows, n) bytes."
                 )
             shape = (rows[0], groups * 2 * width, rows[1])

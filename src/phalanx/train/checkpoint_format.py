@@ -85,13 +85,13 @@ class StoredFile:
             yield f"file name {self.name[:80]!r}: names are plain and end in .safetensors."
         if self.checksum not in CHECKSUMS:
             yield (
-                f"its checksums are {self.checksum[:40]!r}, and {', '.join(CHECKSUMS)} can be computed"
-                " here: xxh3_128 takes `pip install xxhash`."
+                f"its checksums are {self.checksum[:40]!r}, but only {', '.join(CHECKSUMS)} can be computed"
+                " here. For xxh3_128, `pip install xxhash`."
             )
         if len(self.chunks) != -(-self.size // CHUNK) or not all(
             map(_SUM.fullmatch, self.chunks)
         ):
-            yield f"{len(self.chunks)} checksums are not those of {self.size:,} bytes."
+            yield f"{len(self.chunks)} checksums do not match a size of {self.size:,} bytes."
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class StoredShard:
         self, dims: int, itemsize: int, files: Sequence[StoredFile]
     ) -> Iterator[str]:
         if any(not 0 <= start < stop for start, stop in self.box):
-            yield f"'box' is {str(self.box)[:80]}; a start and a later stop belong there."
+            yield f"'box' is {str(self.box)[:80]}; expected a start and a later stop."
         fits = len(self.box) == len(self.local) == dims and all(
             b - a <= n for (a, b), n in zip(self.box, self.local, strict=True)
         )
@@ -128,7 +128,7 @@ class StoredShard:
             yield f"there is no file {self.file} of {len(files)}."
         end, file = self.offset + (self.stop - self.start) * itemsize, files[self.file]
         if end > file.size:
-            yield f"its numbers end at byte {end:,} of {file.name}, which has {file.size:,}."
+            yield f"its elements end at byte {end:,} of {file.name}, which has {file.size:,}."
 
 
 @dataclass(frozen=True)
@@ -158,9 +158,9 @@ class StoredTensor:
 
     def problems(self, files: Sequence[StoredFile]) -> Iterator[str]:
         if self.dtype not in DTYPES or not _KIND.fullmatch(self.kind):
-            yield f"is of type {self.dtype[:20]!r} and is no tensor of a model."
+            yield f"has type {self.dtype[:20]!r}, so it is not a tensor of a model."
         if len(self.shape) > DIMS:
-            yield f"has {len(self.shape):,} dims; at most {DIMS} can be right."
+            yield f"has {len(self.shape):,} dims; the maximum is {DIMS}."
         for shard in self.shards:
             yield from shard.problems(
                 len(self.shape), DTYPES[self.dtype].itemsize, files
@@ -174,21 +174,21 @@ class StoredTensor:
             at, count = 0, math.prod(part[0].local)
             for shard in part:
                 if shard.start != at:
-                    what = "twice" if shard.start < at else "nowhere"
-                    yield f"numbers around {at:,} of a part are {what}."
+                    what = "stored twice" if shard.start < at else "missing"
+                    yield f"elements around {at:,} of a part are {what}."
                 at = shard.stop
             if at != count:
                 yield f"a part ends at {at:,} of {count:,}."
             if any(b > n for (_, b), n in zip(part[0].box, self.shape, strict=True)):
                 yield f"a part lies outside its shape {list(self.shape)}."
         if len(parts) > PARTS:
-            yield f"{len(parts)} parts; at most {PARTS} can be right."
+            yield f"{len(parts)} parts; the maximum is {PARTS}."
         boxes = [part[0].box for part in parts]
         count = sum(math.prod(b - a for a, b in box) for box in boxes)
         if count != math.prod(self.shape) or _any_meet(boxes):
             yield (
-                f"its parts hold {count:,} numbers, each once; its shape {list(self.shape)} has"
-                f" {math.prod(self.shape):,}."
+                f"its parts hold {count:,} elements and must cover its shape {list(self.shape)} once:"
+                f" {math.prod(self.shape):,} elements."
             )
 
 
@@ -273,7 +273,7 @@ class Manifest(Progress):
             raise CheckpointError(f"{where}: body: {problem}")
         if folder.name.startswith("step-") and folder.name != name_of(manifest.step):
             raise CheckpointError(
-                f"{where}: is of step {manifest.step} and lies in {folder.name}: it belongs to another"
+                f"{where}: is for step {manifest.step} but lies in {folder.name}: it belongs to another"
                 " checkpoint."
             )
         return manifest
@@ -316,8 +316,8 @@ class Manifest(Progress):
         updates = {report.updates for report in reports} - {None}
         if len(updates) > 1 or len(optimizers) > 1:
             raise CheckpointError(
-                f"the ranks have made {sorted(map(str, updates))} updates with {sorted(optimizers)}; a"
-                " checkpoint has one number and one optimizer."
+                f"the ranks made {sorted(map(str, updates))} updates with {sorted(optimizers)}; a"
+                " checkpoint has one count and one optimizer."
             )
         return replace(
             reports[0],
@@ -332,11 +332,11 @@ class Manifest(Progress):
         """Yield contradictions within the manifest. A check runs only if those before
         it found nothing."""
         if len({file.name for file in self.files}) < len(self.files):
-            yield f"file names {[file.name[:80] for file in self.files]}: names are there once."
+            yield f"file names {[file.name[:80] for file in self.files]}: each name may occur once."
         for file in self.files:
             yield from file.problems()
         if len({tensor.title for tensor in self.tensors}) < len(self.tensors):
-            yield "a tensor is there twice."
+            yield "a tensor is listed twice."
         for tensor in self.tensors:
             yield from (
                 f"{tensor.title[:80]}: {what}" for what in tensor.problems(self.files)
@@ -352,8 +352,8 @@ class Manifest(Progress):
                 pass
             case other:
                 yield (
-                    f"'loss_scale' is {str(other)[:60]}; a scale from 1 to 2**60 and the steps since"
-                    " it changed belong there."
+                    f"'loss_scale' is {str(other)[:60]}; expected a scale from 1 to 2**60 and the steps since"
+                    " it changed."
                 )
 
     def _empty_files(self) -> Iterator[str]:
@@ -400,10 +400,10 @@ class HeaderEntry:
         start, end = self.data_offsets
         size = math.prod(self.shape) * (DTYPES | BYTES)[self.dtype].itemsize
         if len(self.shape) > DIMS:
-            yield f"{len(self.shape)} dims; at most {DIMS} can be right."
+            yield f"{len(self.shape)} dims; the maximum is {DIMS}."
         if end - start != size:
             yield (
-                f"shape {list(self.shape)} of {self.dtype} takes {size:,} bytes, and"
+                f"shape {list(self.shape)} of {self.dtype} takes {size:,} bytes, but"
                 f" {end - start:,} are given."
             )
         if start != at:
@@ -530,8 +530,8 @@ def read_header(folder: Folder, name: str) -> dict[str, tuple[HeaderEntry, int]]
         if size < 8 or length > min(HEADER, size - 8):
             folder.refuse(
                 name,
-                f"is not a safetensors file: it has {size:,} bytes and says that its header has"
-                f" {length:,}.",
+                f"is not a safetensors file: it has {size:,} bytes and gives its header"
+                f" {length:,} bytes.",
             )
         try:
             text = file.read(length).decode()
@@ -622,8 +622,8 @@ def faults(path: Path, manifest: Manifest, rank: int = 0, ranks: int = 1) -> lis
             there = (entry.dtype, math.prod(entry.shape), offset) if entry else None
             if there != (tensor.dtype, count, shard.offset):
                 wrong.append(
-                    f"{path / manifest.files[shard.file].name}: {shard.key} is not there as the"
-                    f" manifest says: {count} numbers of {tensor.dtype} at byte {shard.offset:,}."
+                    f"{path / manifest.files[shard.file].name}: {shard.key} is not stored as the"
+                    f" manifest says: {count} elements of {tensor.dtype} at byte {shard.offset:,}."
                 )
     return wrong
 
@@ -644,7 +644,7 @@ def damage(folder: Folder, manifest: Manifest, number: int) -> str:
     if other := next(
         (f.name for f in manifest.files if sums and f.chunks == sums), None
     ):
-        return f"{path}: holds what belongs into {other}."
+        return f"{path}: holds the content of {other}."
     if size != file.size:
         return f"{path}: has {size:,} bytes, {file.size:,} were written."
     first = next(n for n, each in enumerate(sums) if each != file.chunks[n])

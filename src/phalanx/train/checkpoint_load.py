@@ -267,11 +267,11 @@ class ModelIdentity:
             return wrong
         wrong = _differing(_record(manifest), self.record, ("pieces", "tied", "counts"))
         wrong = wrong or weight_differences(manifest, self.weights) + [
-            f"has a weight {each.name[:80]!r}, the model none"
+            f"has a weight {each.name[:80]!r}, which the model lacks"
             for each in manifest.tensors
             if each.kind == WEIGHT and each.name not in self.weights
         ]
-        more = f"and {len(wrong) - LINES} weights more"
+        more = f"and {len(wrong) - LINES} more weights"
         return wrong if len(wrong) <= LINES else [*wrong[:LINES], more]
 
     def notices(self, manifest: Manifest) -> list[str]:
@@ -281,7 +281,7 @@ class ModelIdentity:
         was, source = own_model(manifest), str(there.get("source", ""))
         if manifest.shape is None:
             return [
-                "the checkpoint has no shape of its model: only weights were compared"
+                "the checkpoint does not record the model's shape: only weights were compared"
             ]
         same = (
             source == here["source"]
@@ -292,8 +292,8 @@ class ModelIdentity:
                 repr(n[:200]) if n else "the built-in one" for n in (here["own"], was)
             )
             return [
-                f"the model is {first}, the checkpoint is of {second}: names and sizes are equal, the"
-                " code is another"
+                f"the model is {first}, the checkpoint is of {second}: names and sizes are equal, but the"
+                " code differs"
             ]
         changed = []
         made = [arguments_text(own) or "nothing" for own in (here["own"], was)]
@@ -312,10 +312,10 @@ class ModelIdentity:
                     changed.append(
                         (f"the module {name} of {code_of(was)[0]}", new, old)
                     )
-        more = [f"and {len(changed) - LINES} modules more have changed"]
+        more = [f"and {len(changed) - LINES} more modules have changed"]
         return [
             f"{what[:200]} has changed since the checkpoint was made ({new[:30]}, was {old[:30]}):"
-            " names and sizes are equal, see that it still computes the same"
+            " names and sizes are equal; check that it still computes the same"
             for what, new, old in changed[:LINES]
         ] + (more if len(changed) > LINES else [])
 
@@ -326,10 +326,10 @@ def refuse_other(path: Path, manifest: Manifest, identity: ModelIdentity) -> Non
     if wrong := identity.differences(manifest):
         way_out = "Leave `model` out, and the run takes the checkpoint's"
         if own := identity.record["own"]:
-            way_out = f"Undo the change of {own}"
+            way_out = f"Undo the change to {own}"
         lines = "\n- ".join(wrong)
         raise CheckpointError(
-            f"{path} belongs to another model than the run's.\n- {lines}\n{way_out}; or write another"
+            f"{path} belongs to a different model than the run's.\n- {lines}\n{way_out}; or write another"
             " `out` to start over, or --adopt to continue with other sizes and these weights."
         )
 
@@ -340,7 +340,7 @@ def refuse_optimizer(path: Path, manifest: Manifest, name: str) -> None:
     was = manifest.optimizer.lower()
     if _kinds(manifest) and was != name:
         raise CheckpointError(
-            f"{path} holds the state of optimizer.name = {was!r}, the run says {name!r}. Write"
+            f"{path} holds the state of optimizer.name = {was!r}, but the run has {name!r}. Write"
             f" optimizer.name = {was!r}, or another `out` to start over."
         )
 
@@ -388,7 +388,7 @@ def _earlier_notices(
     sizes and beginnings."""
     if progress.data != batches.mark:
         return [
-            f"the data is not what {path} was trained on: its beginning or its size differs"
+            f"the data is not what {path} was trained on: its beginning or size differs"
         ]
     if any(corpus.files for corpus in batches.corpora):
         return [
@@ -466,7 +466,7 @@ def weight_differences(
     """List weights that a checkpoint lacks or has in another shape."""
     there = {each.name: each.shape for each in manifest.tensors if each.kind == WEIGHT}
     return [
-        f"{name} is {list(there[name])}, the model's is {list(shape)}"
+        f"{name} is {list(there[name])}, but {list(shape)} in the model"
         if name in there
         else f"has no weight {name}"
         for name, shape in weights.items()
@@ -488,7 +488,7 @@ def _differing(
     there: Mapping[str, Any], here: Mapping[str, Any], keys: Iterable[str]
 ) -> list[str]:
     return [
-        f"{key}: {_short(there[key])} in the checkpoint, {_short(here[key])} in the run"
+        f"{key}: {_short(there[key])} in the checkpoint, but {_short(here[key])} in the run"
         for key in keys
         if key in there and there[key] != here[key]
     ]
@@ -537,14 +537,14 @@ def _check(
         known = traits.every_moment if traits else ()
         if not {*kinds} <= {*known}:
             wrong.append(
-                f"keeps {', '.join(kinds)} as the state of {name or 'nothing'}"
+                f"stores {', '.join(kinds)} as the state of {name or 'nothing'}"
             )
         counts = traits is None or traits.stored != OPTIMIZERS[SGD].stored
         if name in _OPTIMIZERS and counts != (manifest.updates is not None):
             wrong.append(f"has {manifest.updates} updates by {name}")
         if optimizer and name != optimizer:
             wrong.append(
-                f"keeps the state of {name}, the run's optimizer is {optimizer}"
+                f"stores the state of {name}, but the run's optimizer is {optimizer}"
             )
         shapes = {(each.kind, each.name): each.shape for each in manifest.tensors}
         weights = [weight for unit in local.units.values() for weight in unit.order]

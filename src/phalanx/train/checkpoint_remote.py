@@ -97,7 +97,7 @@ class Uploader:
         self._stuck = [task for task in self._stuck if task.thread.is_alive()]
         if len(self._stuck) >= MOST_STUCK:
             path, self.current = self.current, None
-            self._decide(path, f"{len(self._stuck)} earlier uploads still hang")
+            self._decide(path, f"{len(self._stuck)} earlier uploads are still hanging")
             return
         self._task = Task(partial(self._upload, self.current))
         self._task.on_end = partial(self._ended, self._task, self.current)

@@ -52,7 +52,7 @@ class RunState:
         progress, rank = loaded.progress, self.rank
         if progress.seed != rank.run.seed:
             raise CheckpointError(
-                f"{loaded.path} was begun with seed = {progress.seed}, the run says {rank.run.seed}."
+                f"{loaded.path} was begun with seed = {progress.seed}, but the run has {rank.run.seed}."
                 f" Write seed = {progress.seed}, or another `out`."
             )
         rank.batches = rank.batches.resumed(progress.step, progress.cursor)
