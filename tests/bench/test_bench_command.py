@@ -130,7 +130,7 @@ BAD = {
     "bench collectives --dtype int3": "is 'int3'; choose from",
     "bench collectives --repeats 0": "--repeats is 0; write 1 to",
     "bench collectives --backend smoke": "is 'smoke'; choose from",
-    "bench matmul --device cpu --dtype tf32": "tf32 is how GPUs multiply",
+    "bench matmul --device cpu --dtype tf32": "tf32 is a GPU format",
     "bench matmul --sizes big": "--sizes: 'big' is not a size",
     "bench matmul --threads 0": "--threads is 0",
     "bench mfu --width 0 --layers 0": "--width is 0",

@@ -101,7 +101,7 @@ def test_a_layout_that_is_legal_may_not_fit_in_a_device(capsys: Capture) -> None
     )
     assert main([*asked, "--device", "h100", "--cluster", "h100x16"]) == 2
     assert main([*asked, "--cluster", "h100x8"]) == 2
-    assert "16 ranks, and h100x8 has 8 devices" in capsys.readouterr().err
+    assert "16 ranks do not fit: h100x8 has 8 devices" in capsys.readouterr().err
 
 
 def test_zero3_over_several_microbatches_names_the_lower_stage_that_fits(

@@ -67,7 +67,7 @@ def test_zb_h1_exceeds_the_ideal_by_p_minus_1_and_h2_gains_over_steps_unless_cli
     assert h2["inner_idle"] == pytest.approx([0, 0, 0, 0])
     clipped = figures(capsys, "zb-h2", *words, "--repeat", "3", "--clip")
     assert clipped["makespan"] == pytest.approx(3 * (24 + 3))
-    assert "the barrier takes the gain away" in " ".join(clipped["notes"])  # type: ignore[arg-type]
+    assert "the barrier undoes the gain" in " ".join(clipped["notes"])  # type: ignore[arg-type]
     assert h2["notes"] == []
 
 

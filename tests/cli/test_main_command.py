@@ -48,7 +48,7 @@ BAD = {
     "draw": "required: WHAT",
     "draw program": "takes one file",
     "draw program nofile.txt": "cannot read the program nofile.txt",
-    "draw program nofile.txt --zero 3": "--zero does not go with a program file",
+    "draw program nofile.txt --zero 3": "--zero cannot be combined with a program file",
     "draw mesh dp2xx": "'dp2xx' is not an axis",
     "draw mesh dp2 --weight hats=4": "'hats=4'",
     "draw mesh dp99999": "too many for a picture",

@@ -47,7 +47,7 @@ def test_the_table_fits_eighty_columns_and_names_rules_and_reasons(
     assert main(SMALL) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
-    assert "What plain rules would pick:" in out
+    assert "Choices of simple rules:" in out
     assert "Why the others lost:" in out
 
 

@@ -170,7 +170,7 @@ def test_what_cannot_be_compared_is_refused_in_a_sentence(
     [
         ("timeline.json", None, "cannot read .*timeline.json: No such file"),
         ("timeline.json", "{}", "this is not the file of a run"),
-        ("timeline.json", STEP, "its layout and its step"),
+        ("timeline.json", STEP, "its layout or step is missing"),
         ("timeline.json", STEP[:-1] + ', "step": 3, "layout": "dp2"}', "no operation"),
         ("timeline.json", "\x00", "cannot be read"),
         (

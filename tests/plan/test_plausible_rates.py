@@ -129,7 +129,7 @@ def test_full_attention_is_left_out_where_it_counts_more_than_the_peak_allows() 
     for times, there in ((1.01, True), (0.99, False)):
         found = utilization(request, replace(slow, parts={"compute": times * almost}))
         assert (found.mfu_full is not None) == there
-        assert ("full attention is left out" in found.note) != there
+        assert ("full attention is omitted" in found.note) != there
         assert found.mfu < 1
 
 
@@ -147,4 +147,4 @@ def test_more_than_a_measured_peak_is_printed_as_all_of_it() -> None:
     request, choice = _of(1e-9, measured=True)
     found = utilization(request, choice)
     assert (found.mfu, found.hfu, found.mfu_full) == (1.0, 1.0, None)
-    assert "the peak in the machine file or more" in found.note
+    assert "of the peak in the machine file" in found.note

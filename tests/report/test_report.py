@@ -225,7 +225,7 @@ def test_before_the_first_step_the_page_says_that_nothing_was_recorded(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "metrics.jsonl").write_text(json.dumps(journal()[0]) + "\n")
-    assert "loss: nothing was recorded" in report(tmp_path)
+    assert "loss: nothing has been recorded" in report(tmp_path)
 
 
 @needs_chromium

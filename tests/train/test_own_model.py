@@ -114,7 +114,7 @@ def test_the_command_trains_it_and_tells_how_many_parameters_it_has(
         ("", ("layout=tp3",), r"tp=3 does not divide heads=4.*Nearest"),
         ("", ("sequence=99",), r"stranger has learned 12 positions"),
         ("VOCAB, HIDDEN", (), "a vocabulary of 53, and bytes are 256"),
-        ("shape=shape", (), "describe.. gives no shape"),
+        ("shape=shape", (), "describe.. returns no shape"),
         ("class Stranger(", (), "has no function or class 'Stranger'"),
     ],
 )

@@ -1,13 +1,13 @@
 """Functions behind the commands and `import phalanx`.
 
-A command reads its options, calls one function here, and prints the result.
+A command parses its options, calls one function here, and prints the result.
 """
 
-TEXT = 1 << 26  # bytes of a program, a recorded step, a topology
+TEXT = 1 << 26  # maximum bytes of a program, a recorded step, or a topology
 
 
 class UsageError(ValueError):
-    """A command or a call that means nothing: what is wrong with it and how to write it."""
+    """Raised for an invalid command or call: says what is wrong and how to write it."""
 
 
 __all__ = ["TEXT", "UsageError"]

@@ -1,4 +1,5 @@
-"""Checks a layout against a model: every reason why it does not fit, and the memory of its ranks."""
+"""Checks a layout against a model: every reason why it does not fit, and the memory of
+its ranks."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -39,10 +40,11 @@ from .step import many
 
 @dataclass(frozen=True)
 class Checked:
-    """A layout beside a model. It prints as `phalanx check` does.
+    """The result of checking a layout against a model. Prints like `phalanx check`.
 
-    `figures` are those of `--json`. `fits`: it is legal, and the device that was named has the memory.
-    `right`: it is legal, and no fault was found in its sums over ranks if they were looked at.
+    `figures` are those of `--json`. `fits`: the layout is legal, and fits in the memory
+    of the named device. `right`: it is legal, and its sums over ranks have no fault, if
+    they were checked.
     """
 
     layout: Layout
@@ -73,7 +75,7 @@ class Checked:
     def __str__(self) -> str:
         return self.refusal or _text(self.layout, self.shape, self.figures)
 
-    __repr__ = __str__  # what a notebook shows of it
+    __repr__ = __str__  # shown by notebooks
 
 
 def check(
@@ -88,17 +90,18 @@ def check(
     clip: bool = False,
     sums: bool = False,
 ) -> Checked:
-    """Checks that a layout fits a model, and computes the bytes of its fullest rank.
+    """Check that a layout fits a model, and compute the bytes of its fullest rank.
 
-    `layout` may be a run, or a run file: then the step is that of the run. `model` is the name of a shape, a
-    .toml file, hf:FOLDER or FILE.py:Class. `batch` counts sequences, and `sequence` tokens; 0 is the
-    model's. With `device` or `cluster` the bytes are compared with what it has. `optimizer` is that of a run
-    file, or adamw. `clip` is accepted and changes nothing: every run agrees on the gradient norm. `sums`:
-    find sums over ranks that are missing, made twice or over the wrong axis, by the operations that
+    `layout` may be a run or a run file; then its step is checked. `model` is the name
+    of a shape, a .toml file, hf:FOLDER or FILE.py:Class. `batch` is in sequences,
+    `sequence` in tokens; 0 means the model's. With `device` or `cluster` the bytes are
+    compared with its memory. `optimizer` defaults to that of a run file, else adamw.
+    `clip` has no effect: every run computes the gradient norm. `sums` finds sums over
+    ranks that are missing, made twice or over the wrong axis, in the operations that
     train; this loads torch.
 
-        check("dp2 pp4 tp2 1f1b:8", "8b", device="h100").fits
-        check("run.toml").memory
+    check("dp2 pp4 tp2 1f1b:8", "8b", device="h100").fits
+    check("run.toml").memory
     """
     del clip
     run = run_named(layout, model)
@@ -141,9 +144,9 @@ def check(
 
 
 def _hardware(layout: Layout, device: str, cluster: str) -> Hardware:
-    """The hardware that was named; memory is unlimited if none was."""
+    """Return the named hardware; without a name, memory is unlimited."""
     if cluster and device:
-        raise UsageError("--cluster and --device both say where it runs; name one.")
+        raise UsageError("--cluster and --device exclude each other; name one.")
     if cluster:
         return where(cluster, None, layout.ranks).hardware
     hardware = hardware_of(whole_servers(device or "h100", layout.ranks), layout.ranks)
@@ -151,8 +154,11 @@ def _hardware(layout: Layout, device: str, cluster: str) -> Hardware:
 
 
 def proved_program(step: RunStep) -> Program:
-    """The program that is checked: the run's. What `recompute:fit` recomputes depends on bytes, which are
-    not known here; the rest is checked without it."""
+    """Build the program that is checked: the run's own.
+
+    What `recompute:fit` recomputes depends on bytes that are unknown here; everything
+    else is checked, without recomputation.
+    """
     fitting = step.layout.recompute == "fit"
     layout = replace(step.layout, recompute="none") if fitting else step.layout
     return build(layout, step.pieces, step.options)
@@ -177,7 +183,7 @@ def _figures(step: RunStep, request: Request, priced: Layout) -> dict[str, Any]:
 
 
 def _memory(request: Request, layout: Layout, pieces: StagedPieces) -> dict[str, Any]:
-    """The memory of the fullest rank, compared with that of a device."""
+    """Return the memory of the fullest rank, compared with a device's."""
     choice = held(request, layout)
     kinds, range_ = choice.memory, choice.range(request.profile)
     figures: dict[str, Any] = {
@@ -201,7 +207,8 @@ def _memory(request: Request, layout: Layout, pieces: StagedPieces) -> dict[str,
 
 
 def _lower_stage(request: Request, stage: LowerStage) -> dict[str, Any]:
-    """A lower ZeRO stage that sends less, and whether a device has the memory for it."""
+    """Describe a lower ZeRO stage that sends less, and whether it fits on the
+    device."""
     figures: dict[str, Any] = {
         "layout": str(stage.layout),
         "memory_gb": stage.expected / 1e9,
@@ -214,7 +221,8 @@ def _lower_stage(request: Request, stage: LowerStage) -> dict[str, Any]:
 def _newton_schulz(
     request: Request, layout: Layout, pieces: StagedPieces
 ) -> dict[str, float]:
-    """FLOPs and bytes of a stage's updates, each of the owner that has most, where they are most."""
+    """Return FLOPs and bytes of Newton-Schulz on the busiest rank of the busiest
+    stage."""
     cpu = bool(request.hardware.cores)
     work = [newton_schulz(row_matrices(row), layout, cpu=cpu) for row in pieces.rows]
     stages = [[0.0, 0.0] for _ in range(layout.pp)]
@@ -229,7 +237,7 @@ def _newton_schulz(
 
 
 def _held(step: RunStep, program: Program, proof: Proof, row: int) -> dict[str, object]:
-    """Summary of the weights that the ranks of one pipeline stage hold."""
+    """Summarize the weights that the ranks of one pipeline stage hold."""
     layout, rows = step.layout, step.pieces.rows
     pieces = sorted(p for p, at in program.host.items() if at == row)
     units = [rows[unit] for unit in {u for p in pieces for u in program.units(p)}]
@@ -242,7 +250,7 @@ def _held(step: RunStep, program: Program, proof: Proof, row: int) -> dict[str, 
         "ranks": list(program.ranks(row)),
         "pieces": pieces,
         "parameters": whole,
-        # Norms and repeated k/v heads, which tp does not cut, come on top: a few in a thousand.
+        # Norms and repeated KV heads, which tp does not shard, add a few per thousand.
         "parameters_per_rank": math.ceil(held / layout.tp),
         "held_microbatches": proof.held[row],
         "held_pieces": kinds.get("activations", 0.0) + kinds.get("inputs", 0.0),
@@ -277,18 +285,18 @@ def _text(layout: Layout, shape: Shape, figures: Mapping[str, Any]) -> str:
         f"\n\n{mesh}{zero}; {many(layout.microbatches, 'microbatch')}, {layout.schedule};"
         f" {figures['operations']} operations\n\n{text_table(head, rows, left='rrrrrr')}"
         f"\nPiece 0 is the embedding, piece {figures['virtual_stages'][-1][1] - 1} the head."
-        "\nAt most at once: microbatches with kept activations, units of gathered weights."
+        "\nMicrobatches: most with kept activations at once. Units: most with gathered weights."
     )
 
 
 def _needs(figures: Mapping[str, Any]) -> Iterator[str]:
-    """The bytes of the fullest rank, and what a device has."""
+    """Yield sentences on the bytes of the fullest rank and the memory of the device."""
     kinds = {kind: 1e9 * size for kind, size in figures["memory_by_kind_gb"].items()}
     step = f"{figures['batch']:,} sequences of {figures['sequence']:,} tokens"
     yield f"In {figures['precision']}, with {step}, it needs {held_text(kinds)}."
     if work := figures.get("newton_schulz"):
         flops, moved = si_text(work["flops"]), bytes_text(work["moved"])
-        yield f"Newton-Schulz takes {flops} FLOPs of the busiest rank, once a step, and moves {moved}."
+        yield f"Newton-Schulz takes {flops} FLOPs on the busiest rank, once a step, and moves {moved}."
     if "fits" in figures:
         least, most, memory = (
             1e9 * size for size in (*figures["memory_range_gb"], figures["device_gb"])
@@ -301,18 +309,18 @@ def _needs(figures: Mapping[str, Any]) -> Iterator[str]:
     if less_sent := figures.get("less_sent"):
         yield str(less_sent)
     if faults := figures.get("faults_of_sums"):
-        yield f"Its sums over ranks are wrong in {len(faults)} places, of which the first are:"
+        yield f"Its sums over ranks are wrong in {len(faults)} places. The first are:"
         yield from (f"- {fault}" for fault in faults[:8])
     elif faults is not None:
         yield (
-            "No sum over ranks is missing, made twice or made over a wrong axis: pieces' outputs and"
-            " gradients, weights' gradients, token counts, the loss and the gradient norm."
+            "No sum over ranks is missing, made twice or made over a wrong axis: outputs and"
+            " gradients of pieces, weight gradients, token counts, the loss and the gradient norm."
             " `phalanx verify` compares the values themselves."
         )
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """0-3,8-11: neighbours together."""
+    """Format numbers as ranges: 0-3,8-11."""
     parts = []
     for _, group in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
         span = [number for _, number in group]

@@ -1,4 +1,4 @@
-"""A checkpoint as tensors: whole, by name, in whatever layout it was written."""
+"""Checkpoints as whole tensors by name, whatever layout wrote them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ _NAME = "Name a run's `out`, or one checkpoint in it."
 
 
 def checkpoints_in(source: str | Path) -> list[Path]:
-    """The checkpoints of a folder, the newest first: of a run's, of its checkpoints', or one itself."""
+    """Return the checkpoints in a folder, newest first. It may be a run's, its
+    checkpoints', or one checkpoint."""
     path = Path(source)
     if not path.is_dir():
         raise UsageError(
-            f"{path} holds no checkpoint: there is no such folder. {_NAME}"
+            f"{path} holds no checkpoint: the folder does not exist. {_NAME}"
         )
     why = f"neither manifest.json nor step-... nor {CHECKPOINTS}/step-..."
-    none = f"{path} holds no checkpoint: {why}. {_NAME}"
+    none = f"{path} holds no checkpoint: there is {why}. {_NAME}"
     if os.path.lexists(path / "manifest.json"):
         try:
             open_regular(path / "manifest.json").close()
@@ -47,9 +48,10 @@ def checkpoints_in(source: str | Path) -> list[Path]:
 
 
 class SavedTensors(Mapping[str, "Tensor"]):
-    """Whole tensors by name. Each is read from its files when it is asked for, and not kept.
+    """Whole tensors by name. Each is read from its files when it is accessed, and not
+    cached.
 
-    `kind` is weight, or what the optimizer keeps of each: exp_avg, exp_avg_sq.
+    `kind` is weight, or a kind of optimizer state: exp_avg, exp_avg_sq.
     """
 
     def __init__(self, path: Path, kind: str = "weight") -> None:
@@ -82,9 +84,10 @@ class SavedTensors(Mapping[str, "Tensor"]):
 
 
 def load(folder: str | Path, kind: str = "weight") -> SavedTensors:
-    """The tensors of a checkpoint, or of the newest one of a run. No byte is compared with its checksum:
-    `phalanx checkpoint verify` does that.
+    """Return the tensors of a checkpoint, or of the newest one of a run.
 
-        load("runs/first")["embed.weight"]
+    Checksums are not verified; `phalanx checkpoint verify` does that.
+
+    load("runs/first")["embed.weight"]
     """
     return SavedTensors(checkpoints_in(folder)[0], kind)

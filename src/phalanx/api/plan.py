@@ -1,4 +1,4 @@
-"""The best layouts of a model on a cluster, and why the others lost."""
+"""Finds the best layouts of a model on a cluster, and explains why others lost."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -18,13 +18,13 @@ from .plan_text import plan_figures, plan_text
 from .request import model_of, refuse_unnamed, request_for, ways_refused, where
 from .signature import with_keywords
 
-SEQUENCES = 1 << 24  # of a step, as in a run file
-_MORE_ROOM = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)  # of what the least bound needs
+SEQUENCES = 1 << 24  # per step, as in a run file
+_MORE_ROOM = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)  # factors on the least memory needed
 _MORE_DEVICES = (2, 4, 8, 16)
 
 
 class PlanTerms(TypedDict, total=False):
-    """The keywords of `plan`; each may be left out, or be None."""
+    """The keywords of `plan`; each may be omitted or None."""
 
     machine: str | None
     ranks: int | None
@@ -38,14 +38,15 @@ class PlanTerms(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Planned:
-    """A request and what was found. It prints as `phalanx plan` does; `figures` are those of `--json`."""
+    """A planning request and its result. Prints like `phalanx plan`; `figures` are
+    those of `--json`."""
 
     request: Request
     plan: Plan
 
     @property
     def layouts(self) -> tuple[Choice, ...]:
-        """Layouts that fit, fastest first: each with its step in seconds and its bytes."""
+        """Layouts that fit, fastest first, each with its step time and its bytes."""
         return self.plan.layouts
 
     @property
@@ -59,7 +60,8 @@ class Planned:
 
     @cached_property
     def reasons(self) -> tuple[str, ...]:
-        """Explains why no layout fits and what would make one fit; empty if one does."""
+        """Explanations why no layout fits and what would make one fit; empty if one
+        does."""
         return () if self.layouts else tuple(_nothing(self.request, self.plan))
 
     @cached_property
@@ -74,7 +76,7 @@ class Planned:
             return plan_text(self.request, self.plan, self.baselines)
         return "\n  ".join(self.reasons)
 
-    __repr__ = __str__  # what a notebook shows of it
+    __repr__ = __str__  # shown by notebooks
 
 
 @with_keywords(PlanTerms)
@@ -108,19 +110,20 @@ def plan(
 def _nothing(request: Request, plan: Plan) -> Iterator[str]:
     least = float(plan.points[1].min())
     needs = f"needs {bytes_text(least)} or more of"
-    if least <= plan.room:  # by its bound: its program holds more
+    if least <= plan.room:  # by its lower bound; its program needs more
         needs = "needs, by its program, more than"
     yield (
         f"No layout of {request.shape.name} fits on {request.hardware.name}: the smallest of"
         f" {plan.considered:,} {needs} the {bytes_text(plan.room)} that"
         f" --limit {request.limit:g} leaves of a device."
     )
-    yield "Recomputation and the optimizer on the host are in that already."
+    yield "This includes layouts with recomputation and with the optimizer on the host."
     yield from _ways_out(request, least, plan.room)
 
 
 def _ways_out(request: Request, least: float, room: float) -> list[str]:
-    """The nearest that works: more of the memory, or more devices, as far as sixteen times."""
+    """Suggest the nearest change that works: a larger share of memory, or up to 16
+    times the devices."""
     memory, found = request.hardware.memory, []
     needed = max(least, room) / memory
     for part in sorted({math.ceil(100 * factor * needed) for factor in _MORE_ROOM}):
@@ -152,7 +155,7 @@ def _ways_out(request: Request, least: float, room: float) -> list[str]:
 
 
 def request(model: str | Shape, cluster: str, **terms: Unpack[PlanTerms]) -> Request:
-    """The request that these words describe; raises if they are invalid."""
+    """Build the planner's request from these arguments; raise if they are invalid."""
     refuse_unnamed(model)
     shape, make = (model, None) if isinstance(model, Shape) else model_of(model)
     machine, tokens = terms.get("machine"), terms.get("batch_tokens")
@@ -188,7 +191,7 @@ def request(model: str | Shape, cluster: str, **terms: Unpack[PlanTerms]) -> Req
 
 
 def _number(name: str, parse: Callable[[str], int], value: str | int | None) -> int:
-    """A count as text or as a number; 0 where none is given."""
+    """Parse a count given as text or number; 0 if none is given."""
     if value is None or value == 0:
         return 0
     try:
@@ -198,7 +201,10 @@ def _number(name: str, parse: Callable[[str], int], value: str | int | None) -> 
 
 
 def _sequences(text: str, sequence: int) -> int:
-    """Sequences of a step. 4M is 4,000,000 tokens and 4Mi is 2^22, whatever a sequence has."""
+    """Return the sequences in a step, from a number of tokens.
+
+    4M is 4,000,000 tokens and 4Mi is 2^22, independent of the sequence length.
+    """
     tokens = _number("--batch-tokens", parse_count, text)
     if tokens > sequence * SEQUENCES:
         raise UsageError(

@@ -1,5 +1,5 @@
-"""A plan as a table of at most eighty columns and as JSON: rates, MFU and HFU beside the times, what
-plain rules would pick, and why others lost."""
+"""Renders a plan as a table of at most 80 columns and as JSON: rates, MFU and HFU
+beside the times, the choices of simple rules, and why other layouts lost."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -28,23 +28,24 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Utilization:
-    """Device utilization of a layout, relative to the peak of its fastest compute format.
+    """Device utilization of a layout, relative to the peak of its fastest compute
+    format.
 
-    Attention counts causal; `mfu_full` counts all pairs, and is None where these are more than the peak
-    allows.
+    Attention is counted as causal. `mfu_full` counts all pairs, and is None if that
+    would exceed the peak.
     """
 
-    tokens: float  # a second and device
+    tokens: float  # per second and device
     mfu: float
     hfu: float
     mfu_full: float | None
-    flops: float  # of the model, a second and device
+    flops: float  # of the model, per second and device
     flops_full: float
-    note: str = ""  # why a figure is missing or at its limit
+    note: str = ""  # why a figure is missing or capped
 
 
 def utilization(request: Request, choice: Choice) -> Utilization:
-    """From the FLOPs of a step and the peak of the devices."""
+    """Compute utilization from the FLOPs of a step and the peak of the devices."""
     flops = step_flops(request.shape, request.batch, request.sequence)
     hardware = request.hardware
     peak = peak_of(choice.case, hardware) * hardware.ranks * choice.step
@@ -58,13 +59,14 @@ def utilization(request: Request, choice: Choice) -> Utilization:
     )
     notes = []
     if hardware.measured and max(mfu, hfu) > 1:
-        # The peak in a machine file is the best of a few products, and others may be faster.
+        # The peak in a machine file is the best of a few matmuls, and others may be
+        # faster.
         mfu, hfu = min(mfu, 1.0), min(hfu, 1.0)
-        notes += ["MFU of 100 % stands for the peak in the machine file or more."]
+        notes += ["MFU is capped at 100 % of the peak in the machine file."]
     if full > 1:
         notes += [
-            "MFU with full attention is left out: it counts pairs of tokens that causal attention and"
-            " attention windows never compute, here more than the peak allows."
+            "MFU with full attention is omitted: it counts pairs of tokens that causal attention and"
+            " attention windows never compute, and would exceed the peak."
         ]
     return Utilization(
         tokens=request.tokens / choice.step / hardware.ranks,
@@ -78,13 +80,16 @@ def utilization(request: Request, choice: Choice) -> Utilization:
 
 
 def _full(found: Utilization, words: str) -> str:
-    """The MFU with full attention in these words, or nothing where it is left out."""
+    """Format the MFU with full attention; "" if it is omitted."""
     return "" if found.mfu_full is None else words.format(f"{100 * found.mfu_full:.1f}")
 
 
 def _again(request: Request, layout: Layout) -> float:
-    """FLOPs that recomputation adds: a forward of every block, when blocks are recomputed whole.
-    Selective recomputation repeats what is no product and counts nothing."""
+    """Return the FLOPs that recomputation adds: a forward of every block, if whole
+    blocks are recomputed.
+
+    Selective recomputation repeats no matmuls and counts nothing.
+    """
     if layout.recompute in ("none", "selective"):
         return 0.0
     ops = forward_flops(request.shape, request.batch, request.sequence)
@@ -95,12 +100,13 @@ def _again(request: Request, layout: Layout) -> float:
 
 
 def range_of(request: Request, choice: Choice) -> StepRange:
-    """The expected range of a layout's step, as factors of its prediction."""
+    """Return the expected range of a layout's step, as factors of its prediction."""
     return interval(choice.case, request.hardware, request.profile, choice.parts)
 
 
 def uncertainty_text(found: StepRange, step: float) -> str:
-    """The range of a step, the share of runs that fell in such a range, and its largest cause."""
+    """Describe the range of a step, the share of runs within such a range, and its
+    largest cause."""
     low, high = map(seconds_text, found.around(step))
     if found.own_runs:
         whose = f"{found.level:.0%} by the errors of your own {found.own_runs} runs"
@@ -193,16 +199,16 @@ def plan_text(request: Request, plan: Plan, beside: Sequence[Baseline]) -> str:
 def _head(request: Request, plan: Plan) -> Iterator[str]:
     r, experts = request, ""
     precision = " and ".join(filter(None, (r.precision, r.matmul)))
-    if r.shape.experts:  # MFU counts what a token meets of the model
+    if r.shape.experts:  # MFU counts the parameters that a token uses
         active, total = map(count_text, (r.shape.active, r.shape.total))
         experts = f" {active} of {total} parameters active, tokens over experts {r.routing.text},"
     yield from wrapped(
         f"{r.name} on {r.hardware.ranks:,} devices of {r.hardware.name}: {r.batch:,} sequences of"
         f" {r.sequence:,} tokens a step ({r.tokens / 1e6:.3g}M), {precision},{experts}"
-        f" software as {r.profile.name!r}"
+        f" software profile {r.profile.name!r}"
     )
     yield from wrapped(
-        f"{plan.considered:,} layouts, at most {plan.fitting:,} in {bytes_text(plan.room)} a device"
+        f"{plan.considered:,} layouts; up to {plan.fitting:,} fit in {bytes_text(plan.room)} a device"
         f" ({r.limit:.0%} of it); {plan.simulated:,} simulated."
     )
     first = plan.layouts[0]
@@ -213,7 +219,8 @@ def _head(request: Request, plan: Plan) -> Iterator[str]:
 
 
 def _table(request: Request, plan: Plan) -> Iterator[str]:
-    """Numbers first, as layouts have any length; the parts of the step as percentages."""
+    """Yield a table with numbers first, as layouts have any length; parts of the step
+    in percent."""
     shown = PARTS[:-1]
     rows = []
     used = [utilization(request, choice) for choice in plan.layouts]
@@ -234,24 +241,24 @@ def _table(request: Request, plan: Plan) -> Iterator[str]:
         yield from _indented(str(choice.layout), 3)
     best = used[0]
     yield from wrapped(
-        "Everything from MFU on is in percent, except GB. MFU counts causal attention"
-        f"{_full(best, '; with full attention the first has {} %')}. HFU adds recomputation. The first"
-        f" makes {_rates(request, best)}."
+        "Columns from MFU on are in percent, except GB. MFU counts causal attention"
+        f"{_full(best, '; with full attention layout 1 has {} %')}. HFU adds recomputation. Layout 1"
+        f" reaches {_rates(request, best)}."
         f"{_also(each.note for each in used)}"
     )
 
 
 def _also(notes: Iterable[str]) -> str:
-    """The notes that there are, each once, as sentences to append."""
+    """Join the non-empty notes, each once, as sentences to append."""
     return "".join(f" {note}" for note in dict.fromkeys(notes) if note)
 
 
 def _rates(request: Request, found: Utilization) -> str:
-    """Rates as papers print them, with causal attention and with all pairs."""
+    """Format rates as papers do, with causal attention and with all pairs."""
     whole = [x * request.hardware.ranks / 1e15 for x in (found.flops, found.flops_full)]
     return (
         f"{found.flops / 1e12:.3g} TFLOP/s a device ({found.flops_full / 1e12:.3g} with full attention),"
-        f" {whole[0]:.3g} PFLOP/s in all ({whole[1]:.3g})"
+        f" {whole[0]:.3g} PFLOP/s in total ({whole[1]:.3g})"
     )
 
 
@@ -260,7 +267,7 @@ def _indented(text: str, by: int) -> list[str]:
 
 
 def _rules(plan: Plan, beside: Sequence[Baseline]) -> Iterator[str]:
-    yield "What plain rules would pick:"
+    yield "Choices of simple rules:"
     best = plan.layouts[0].step
     for baseline in beside:
         choice, picked = baseline.choice, baseline.why
@@ -283,11 +290,11 @@ def _reasons(refused: Sequence[Refusal]) -> Iterator[str]:
 
 
 def choice_text(request: Request, choice: Choice) -> Iterator[str]:
-    """A layout by itself: its rates and the parts of its step."""
+    """Describe one layout: its rates and the parts of its step."""
     found, spread = utilization(request, choice), range_of(request, choice)
     yield from wrapped(
         f"step {seconds_text(choice.step)},"
-        f" {found.tokens:,.0f} tokens a second and device, MFU {found.mfu:.1%}"
+        f" {found.tokens:,.0f} tokens per second and device, MFU {found.mfu:.1%}"
         f"{_full(found, ' ({}% with full attention)')}, HFU {found.hfu:.1%}; {_rates(request, found)}"
         f"{'.' if found.note else ''}{_also([found.note])}"
     )

@@ -1,5 +1,5 @@
-"""The user's request: a model by name, a layout that fits it, hardware by name, and everything a
-plan needs from them.
+"""The user's request: a model by name, a layout that fits it, hardware by name, and all
+that a plan needs.
 
 Nothing here loads torch, except for a model in the user's own code.
 """
@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 
 def misfit(layout: Layout, shape: Shape, *, batch: int = 0, sequence: int = 0) -> str:
-    """Every reason why a layout does not fit a model, and the nearest that do; empty if it fits."""
+    """Return every reason why a layout does not fit a model and the nearest that do, or
+    "" if it fits."""
     violations = legal(layout, shape, batch=batch, sequence=sequence)
     if not violations:
         return ""
@@ -49,7 +50,7 @@ def misfit(layout: Layout, shape: Shape, *, batch: int = 0, sequence: int = 0) -
     way_out = (
         f"Nearest that fit: {'; '.join(map(str, near))}."
         if near
-        else "Nothing near it fits."
+        else "No similar layout fits."
     )
     return f"{layout} does not fit {shape.name}:{reasons}\n{way_out}"
 
@@ -63,7 +64,7 @@ def refuse_illegal(
 
 
 def in_precision(words: str, precision: str) -> Layout:
-    """A layout that somebody typed, in this precision unless it names its own."""
+    """Parse a layout, in this precision unless it names its own."""
     layout = Layout.parse(words)
     return (
         layout
@@ -73,7 +74,7 @@ def in_precision(words: str, precision: str) -> Layout:
 
 
 def refuse_unnamed(model: object) -> None:
-    """Raise for a class or a module, where a model is asked for by name."""
+    """Raise if a model was passed as a class or module where a name is needed."""
     if isinstance(model, str | Shape):
         return
     kind = model if isinstance(model, type) else type(model)
@@ -84,8 +85,11 @@ def refuse_unnamed(model: object) -> None:
 
 
 def model_of(name: str) -> tuple[Shape, Callable[[], Model] | None]:
-    """The shape of --model, which may be a run file, and what makes a model of the user's own. Such a
-    file is run, as only it knows the sizes of its model."""
+    """Return the shape of --model, which may be a run file, and a function that makes
+    the user's own model.
+
+    A user's model file is executed, as only it knows the model's sizes.
+    """
     if not code_of(name)[0]:
         return shape_named(name), None
     if names_source(name):
@@ -96,27 +100,27 @@ def model_of(name: str) -> tuple[Shape, Callable[[], Model] | None]:
     shape = make().shape
     if shape is None:
         raise LayoutError(
-            f"{name}: describe() gives no shape; add shape=Shape(...) to its Model."
+            f"{name}: describe() returns no shape; add shape=Shape(...) to its Model."
         )
     return shape, make
 
 
 @dataclass(frozen=True)
 class RunStep:
-    """The step of a run: a layout, the model that it is for, and the options of the run.
+    """The step of a run: a layout, the model it is for, and the run's options.
 
-    `make` makes a model of the user's own, whose modules then say what its pieces are. `batch` and
-    `sequence` are those of the run; 0 is the model's.
+    `make` builds a user's own model, whose modules then define its pieces. `batch` and
+    `sequence` are those of the run; 0 means the model's.
     """
 
     layout: Layout
     shape: Shape
     optimizer: str = ADAMW
     make: Callable[[], Model] | None = None
-    model: str = ""  # FILE.py:Class of the user's own
+    model: str = ""  # FILE.py:Class of the user's own model
     batch: int = 0
     sequence: int = 0
-    # False for a layout that names none: it may then be bf16 on a GPU
+    # False if the layout names no precision; on a GPU it may then be bf16
     has_precision: bool = True
 
     @property
@@ -136,7 +140,7 @@ class RunStep:
         return model_pieces(self.make(), self.layout)
 
     def refuse_unfit(self) -> None:
-        """Raise if the layout would make a model of the user's own compute something else."""
+        """Raise if the layout would change what a user's own model computes."""
         if self.make is not None:
             from ..parallel import refuse_mixing, refuse_unfit
 
@@ -146,7 +150,8 @@ class RunStep:
 
 
 def run_named(what: object, model: object = "") -> Run | None:
-    """The run that was named in place of a layout: a run itself, or the path of its file."""
+    """Return the run if one was named in place of a layout: a run, or the path of its
+    file."""
     if isinstance(what, Run):
         run: Run | None = what
     elif isinstance(what, str) and what.endswith(".toml"):
@@ -155,7 +160,7 @@ def run_named(what: object, model: object = "") -> Run | None:
         return None
     if model:
         raise UsageError(
-            "--model does not go with a run file, which names its model: model=NAME."
+            "--model cannot be combined with a run file. Set its key: model=NAME."
         )
     return run
 
@@ -167,18 +172,18 @@ def refuse_beside_run(**given: object) -> None:
         if value:
             key = keys.get(name, name)
             raise UsageError(
-                f"--{name} does not go with a run file. Set its key: {key}={value}."
+                f"--{name} cannot be combined with a run file. Set its key: {key}={value}."
             )
 
 
 def step_of_run(run: Run) -> RunStep:
-    """The step that a run trains with."""
+    """Return the step that a run trains with."""
     shape, make = model_of(run.own) if run.own else (run.shape, None)
     shape = run.sized(shape) if run.own else shape
     layout = run.layout_of(shape)
     if layout is None:
         raise UsageError(
-            'layout = "auto" is chosen where the run starts. Name a layout: layout="dp2 tp2".'
+            'layout = "auto" is resolved when the run starts. Name a layout: layout="dp2 tp2".'
         )
     return RunStep(
         layout,
@@ -199,12 +204,13 @@ def step_of_layout(
     batch: int = 0,
     sequence: int = 0,
 ) -> RunStep:
-    """The step of a layout for a model; the optimizer is that of a run file which names the model."""
+    """Return the step of a layout for a model. The optimizer is that of a run file that
+    names the model."""
     refuse_unnamed(model)
     run = None if isinstance(model, Shape) else run_file(model)
     shape, make = (model, None) if isinstance(model, Shape) else model_of(model)
     optimizer = optimizer or (run.optimizer.name if run else ADAMW)
-    # how stages are balanced depends on it
+    # the balance of stages depends on the sequence length
     if sequence and shape.positions != "learned":
         shape = replace(shape, sequence=sequence)
     own = str(model) if make else ""
@@ -216,7 +222,8 @@ def step_of_layout(
 
 
 def ways_refused(make: Callable[[], Model]) -> frozenset[str]:
-    """The ways among tp, seq, ring and ulysses that would change what a user's own model computes."""
+    """Return the ways among tp, seq, ring and ulysses that would change what a user's
+    model computes."""
     from ..parallel import fitting
 
     model = make()
@@ -235,7 +242,8 @@ def ways_refused(make: Callable[[], Model]) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Where:
-    """Hardware that was named, and what its devices are called in the catalogue and by their driver."""
+    """Named hardware, with the names of its devices in the catalogue and by their
+    driver."""
 
     hardware: Hardware
     device: str
@@ -246,21 +254,25 @@ class Where:
 def where(
     cluster_: str | None, file: str | None, ranks: int = 0, backend: str = ""
 ) -> Where:
-    """The hardware that --cluster or --machine names, for this many ranks; `this` or nothing means
-    machine.toml."""
+    """Return the hardware that --cluster or --machine names, for this many ranks.
+
+    `this` or nothing means machine.toml.
+    """
     if cluster_ == "this":
         cluster_ = None
     if cluster_ and (file or backend):
         what = (
-            "--machine both say where it runs"
+            "--machine exclude each other"
             if file
-            else "--backend, which is for a machine file"
+            else "--backend, which is for a machine file, exclude each other"
         )
         raise UsageError(f"--cluster and {what}; name one.")
     if cluster_:
         found = cluster(cluster_)
         if ranks > found.size:
-            raise UsageError(f"{ranks} ranks, and {cluster_} has {found.size} devices.")
+            raise UsageError(
+                f"{ranks} ranks do not fit: {cluster_} has {found.size} devices."
+            )
         names = (found.device, *found.kind.drivers)
         return Where(hardware_of(found, ranks), found.device, "cuda", names)
     file = file or "machine.toml"
@@ -285,9 +297,11 @@ def request_for(
     profile: str | None = None,
     muon: bool = False,
 ) -> Request:
-    """The planner's request, with our own software or a named profile. The precision is bf16 on a
-    GPU unless `precision` names another; a word for fp8 matmuls makes the planner try them beside
-    it."""
+    """Build the planner's request, for our own software or a named profile.
+
+    The precision is bf16 on a GPU unless `precision` names another; an fp8 matmul
+    format is tried beside it.
+    """
     matmul = MATMUL_WORDS.get(precision or "", "")
     precision = (precision if not matmul else "") or (FP32 if hardware.cores else BF16)
     sequence = sequence or shape.sequence
@@ -310,7 +324,8 @@ def request_for(
 
 
 def held(request: Request, layout: Layout) -> Choice:
-    """Memory of a layout's ranks as `plan --explain` prints it, without times."""
+    """Return the memory of a layout's ranks as `plan --explain` prints it, without
+    times."""
     return Pricer(replace(request, precision=layout.precision)).choose(layout, 0.0)
 
 
@@ -323,7 +338,7 @@ def held_text(kinds: Mapping[str, float]) -> str:
 
 
 def verdict(least: float, most: float, memory: float) -> str:
-    """Says if the bytes fit, for the range that allocators reach."""
+    """Say whether the bytes fit, for the range that allocator fragmentation causes."""
     if least > memory:
         return "does not fit"
     return "may not fit" if most > memory else "fits"

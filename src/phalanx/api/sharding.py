@@ -1,4 +1,5 @@
-"""The ZeRO stage of a layout beside lower ones: what these need, and why they were not chosen."""
+"""The ZeRO stage of a layout compared with lower ones: what they need, and why they
+were not chosen."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +14,8 @@ from .request import held, range_text, verdict
 
 @dataclass(frozen=True)
 class LowerStage:
-    """A layout with a lower ZeRO stage, and the bytes of its fullest rank: least, expected, most."""
+    """A layout with a lower ZeRO stage, and the bytes of its fullest rank: least,
+    expected, most."""
 
     layout: Layout
     least: float
@@ -21,7 +23,7 @@ class LowerStage:
     most: float
 
     def fits(self, memory: float) -> bool:
-        """True if it fits whatever the allocator wastes."""
+        """True if it fits with any allocator fragmentation."""
         return verdict(self.least, self.most, memory) == "fits"
 
     @property
@@ -31,7 +33,8 @@ class LowerStage:
 
 
 def lower_stages(request: Request, layout: Layout) -> tuple[LowerStage, ...]:
-    """The lower ZeRO stages that send less than the layout, the one that sends least first."""
+    """Return the lower ZeRO stages that send less than the layout, the one that sends
+    least first."""
     found = []
     for other in sends_less(layout):
         choice = held(request, other)
@@ -54,7 +57,8 @@ def less_sent_text(layout: Layout, stages: Sequence[LowerStage], memory: float) 
 
 
 def sharding_text(request: Request, layout: Layout) -> str:
-    """The reason for a layout's ZeRO stage beside the stages that send less; empty without ZeRO."""
+    """Explain a layout's ZeRO stage compared with the stages that send less; "" without
+    ZeRO."""
     if not layout.zero:
         return ""
     reasons = []

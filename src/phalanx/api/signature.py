@@ -1,4 +1,4 @@
-"""Signatures that name every keyword, for `help()`, Jupyter and `inspect.signature`."""
+"""Signatures that list every keyword, for `help()`, Jupyter and `inspect.signature`."""
 
 import inspect
 from collections.abc import Callable
@@ -8,7 +8,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _LeftOut:
-    """The default of a keyword that may be left out, printed as stub files print it."""
+    """The default of an optional keyword, printed as in stub files."""
 
     def __repr__(self) -> str:
         return "..."
@@ -18,9 +18,11 @@ _LEFT_OUT = _LeftOut()
 
 
 def with_keywords(terms: type) -> Callable[[F], F]:
-    """Decorates a function that takes `**terms: Unpack[TERMS]`: each keyword is in its signature.
+    """Decorate a function that takes `**terms: Unpack[TERMS]`, to list each keyword in
+    its signature.
 
-    `inspect.signature` shows such keywords as one `**terms`, which tells a reader at a prompt nothing.
+    `inspect.signature` would otherwise show one `**terms`, which tells a reader
+    nothing.
     """
     keywords = [
         inspect.Parameter(

@@ -1,6 +1,7 @@
-"""One training step as a value: of a schedule, of a layout of a model, or of a program file.
+"""One training step as a value: of a schedule, of a layout of a model, or of a program
+file.
 
-`draw` and `simulate` take the same words as `phalanx draw`.
+`draw` and `simulate` take the same arguments as `phalanx draw`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -45,7 +46,8 @@ from .signature import with_keywords
 
 
 class StepTerms(TypedDict, total=False):
-    """The keywords of `draw` and `simulate`; each may be left out. `draw` explains them."""
+    """The keywords of `draw` and `simulate`; each may be omitted. `draw` explains
+    them."""
 
     stages: int
     microbatches: int
@@ -66,13 +68,13 @@ class StepTerms(TypedDict, total=False):
     repeat: int
 
 
-# What a layout or a program file says itself.
-OF_A_SCHEDULE = tuple(StepTerms.__annotations__)[:9]  # stages to recompute
+# Keywords that a layout or a program file defines itself.
+OF_A_SCHEDULE = tuple(StepTerms.__annotations__)[:9]  # from `stages` to `recompute`
 
 
 @dataclass(frozen=True)
 class StepProgram:
-    """One training step: its program, what its operations cost, and what it is called."""
+    """One training step: its program, the cost of its operations, and its title."""
 
     title: str
     program: Program
@@ -80,13 +82,17 @@ class StepProgram:
     stages: int
     chunks: int = 1
     notes: tuple[str, ...] = ()
-    free: Program | None = None  # the same without the agreement on the gradient norm
+    free: Program | None = None  # the same without the gradient norm
 
     def timeline(self, steps: int = 1, sizes: Sizes | None = None) -> Timeline:
         return simulated(repeat(self.program, steps), self.costs, sizes)
 
     def picture(self, steps: int = 1, *, memory: bool = True) -> Picture:
-        """`memory`: over time, which a page and a trace show; in pieces, as bytes are not known here."""
+        """Return the picture of the step.
+
+        `memory`: show memory over time, as a page and a trace do; in pieces, as bytes
+        are unknown here.
+        """
         proof = check(self.program)
         timeline = self.timeline(
             steps, Sizes.counts(self.program.pieces) if memory else None
@@ -199,7 +205,7 @@ def step_of(
         )
         if given := "--model" if model else _given(terms, not_its):
             raise UsageError(
-                f"{given} does not go with a program file, which is the step itself."
+                f"{given} cannot be combined with a program file, which defines the whole step."
             )
     if isinstance(what, Program):
         return _of_program("program", what, terms)
@@ -235,9 +241,9 @@ def _is_layout(text: str) -> bool:
 
 
 def _of_schedule(name: str, terms: StepTerms) -> StepProgram:
-    """The step of a bare schedule: its stages are the only ranks."""
+    """Return the step of a schedule alone: its stages are the only ranks."""
     if name not in SCHEDULES and not names_source(name):
-        schedule(name, 1, 1)  # refuses it, with the nearest name
+        schedule(name, 1, 1)  # raises, with the nearest name
     kind = traits(name)
     stages = terms.get("stages") or (4 if kind.pipelined else 1)
     microbatches = terms.get("microbatches") or 8
@@ -245,9 +251,9 @@ def _of_schedule(name: str, terms: StepTerms) -> StepProgram:
     notes: tuple[str, ...] = ()
     if kind.whole_batch and microbatches > 1:
         microbatches = 1
-        notes = (f"{name} sharding takes the batch whole, as one microbatch",)
+        notes = (f"{name} sharding takes the whole batch as one microbatch",)
     layout = Layout(
-        # ZeRO shards over copies, so there have to be two; they follow the same rows.
+        # ZeRO shards over replicas, so there must be two; they have the same rows.
         mesh=Mesh.parse(f"dp2 pp{stages}" if zero else f"pp{stages}"),
         zero=zero,
         schedule=name,
@@ -274,11 +280,11 @@ def _of_schedule(name: str, terms: StepTerms) -> StepProgram:
 
 
 def _of_run_step(step: RunStep, terms: StepTerms) -> StepProgram:
-    """The step that a run carries out. The costs price it and do not change it."""
+    """Return the step that a run executes. Costs price it and do not change it."""
     layout, shape = step.layout, step.shape
     kinds = costs_of(terms.get("costs"), split=layout.splits_backward)
-    # What a piece costs: its part of an average stage, by multiply-adds; what is done with a unit,
-    # by its weights.
+    # A piece costs its share of an average stage by multiply-adds, and an operation on
+    # a unit its share by weights.
     rows = step.pieces.rows
     work, weights = (
         [piece_work(row, shape) for row in rows],
@@ -300,7 +306,8 @@ def _of_run_step(step: RunStep, terms: StepTerms) -> StepProgram:
 
 
 def _step_asked(what: object, model: str | Shape, terms: StepTerms) -> RunStep:
-    """The step of a run or of a layout; an illegal one is refused with the nearest legal ones."""
+    """Return the step of a run or a layout; refuse an illegal one with the nearest
+    legal ones."""
     if given := _given(terms, OF_A_SCHEDULE):
         raise UsageError(
             f"{given} is part of the layout; write it there, as in 'dp2 pp2 zero3 1f1b:4'."
@@ -320,10 +327,11 @@ def _step_asked(what: object, model: str | Shape, terms: StepTerms) -> RunStep:
 
 
 def _priced(step: RunStep, terms: StepTerms) -> Picture:
-    """The step of a layout as `phalanx plan` prices it, in seconds; of ranks that do the same, one."""
+    """Return the step of a layout with planned times in seconds; one rank stands for
+    equal ones."""
     if given := _given(terms, ("costs", "memory_limit", "clip")):
         raise UsageError(
-            f"{given} does not go with --cluster, which prices a step as it is."
+            f"{given} cannot be combined with --cluster, which prices the step itself."
         )
     layout, shape = step.layout, step.shape
     hardware = where(terms["cluster"], None, layout.ranks).hardware
@@ -343,7 +351,8 @@ def _priced(step: RunStep, terms: StepTerms) -> Picture:
 
 
 def _given(terms: StepTerms, names: Iterable[str]) -> str:
-    """The first of these that was given, as the command has it."""
+    """Return the first of these options that was given, as spelled on the command
+    line."""
     given = [
         n for n in names if (value := terms.get(n)) is not None and value is not False
     ]
@@ -363,7 +372,8 @@ def _of_program(title: str, program: Program, terms: StepTerms) -> StepProgram:
 def costs_of(
     times: Mapping[str, float] | str | None, *, split: bool
 ) -> dict[str, float]:
-    """The times in `F=1,B=2,send=0.1`; left out, backward costs twice the forward."""
+    """Parse the times in `F=1,B=2,send=0.1`. By default, backward costs twice the
+    forward."""
     if times is None:
         if split:
             return dict.fromkeys(
@@ -398,7 +408,7 @@ def costs_of(
             )
     if not any(costs.get(kind) for kind in (ops.FORWARD, *ops.BACKWARDS)):
         raise UsageError(
-            f"--costs {text}: nothing takes time; give F and B, or F, I and W."
+            f"--costs {text}: nothing takes time; set F and B, or F, I and W."
         )
     return costs
 
@@ -406,7 +416,8 @@ def costs_of(
 def _built(
     layout: Layout, pieces: StagedPieces, terms: StepTerms, options: StepOptions
 ) -> tuple[Program, Program | None]:
-    """The program; and over several steps that agree on the gradient norm also the one without."""
+    """Build the program and, for several steps with a gradient norm, also the one
+    without."""
     limit, fitting = terms.get("memory_limit"), layout.recompute == "fit"
     if limit is not None and not traits(layout.schedule).searched and not fitting:
         raise UsageError(
@@ -415,7 +426,7 @@ def _built(
         )
     if limit is None and fitting:
         raise UsageError(
-            "recompute fit needs --memory-limit: how many pieces a stage may hold."
+            "recompute fit needs --memory-limit: the number of pieces that a stage may hold."
         )
     count = len(pieces)
     options = replace(
@@ -430,31 +441,33 @@ def _built(
 
 
 def _spread(layers: int | None, stages: int) -> tuple[range, ...]:
-    """Layers over virtual stages as evenly as can be, the earlier ones longer."""
+    """Divide layers among virtual stages as evenly as possible, earlier stages
+    first."""
     layers = layers or stages
     if layers < stages:
         raise UsageError(
-            f"--layers {layers} cannot fill {stages} stages with one each; use {stages} or more."
+            f"--layers {layers} cannot fill {stages} stages; use {stages} or more."
         )
     ends = [-(-layers * i // stages) for i in range(stages + 1)]
     return tuple(range(a, b) for a, b in pairwise(ends))
 
 
 def many(count: int, what: str) -> str:
-    """A count with its noun: 1 microbatch, 2 microbatches, 3 ranks."""
+    """Format a count with its noun: 1 microbatch, 2 microbatches, 3 ranks."""
     plural = what if count == 1 else f"{what}{'es' if what.endswith('h') else 's'}"
     return f"{count} {plural}"
 
 
 def _barrier(step: StepProgram, timeline: Timeline, steps: int) -> tuple[str, ...]:
-    """The cost of agreeing on the gradient norm over several steps, measured by leaving it out."""
+    """Describe the cost of the gradient norm over several steps, measured by leaving it
+    out."""
     if step.free is None or steps == 1:
         return ()
     free = simulated(repeat(step.free, steps), step.costs).makespan
     if free >= timeline.makespan - 1e-9:
         return ()
     return (
-        "the gradient norm is a barrier: no stage updates before all have agreed on it, so the next step"
+        "the gradient norm is a barrier: no stage updates before all know it, so the next step"
         f" cannot begin in this one's idle time. Without it the {steps} steps take {free:.4g}, not"
-        f" {timeline.makespan:.4g}: the barrier takes the gain away.",
+        f" {timeline.makespan:.4g}: the barrier undoes the gain.",
     )

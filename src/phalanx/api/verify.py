@@ -1,4 +1,4 @@
-"""Layouts against one process: every gradient and every update."""
+"""Compares layouts with one process: every gradient and every update."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ Maker = Callable[[], "Model"]
 
 
 class VerifyTerms(TypedDict, total=False):
-    """The keywords of `verify` that say how layouts are trained; each may be left out."""
+    """The keywords of `verify` that define how layouts are trained; each may be
+    omitted."""
 
     backend: str
     steps: int
@@ -44,7 +45,8 @@ class VerifyTerms(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Verified:
-    """A verdict for each layout. It prints as `phalanx verify` does; `figures` are those of `--json`."""
+    """A verdict for each layout. Prints like `phalanx verify`; `figures` are those of
+    `--json`."""
 
     model: str
     dtype: str
@@ -52,12 +54,12 @@ class Verified:
 
     @property
     def compared(self) -> tuple[Verdict, ...]:
-        """All but those whose `recompute:fit` cannot be met."""
+        """The verdicts without those whose `recompute:fit` cannot be met."""
         return tuple(v for v in self.verdicts if not v.cannot_fit)
 
     @property
     def passed(self) -> bool:
-        """True if at least one layout was compared, and every one agrees with one process."""
+        """True if at least one layout was compared, and all agree with one process."""
         return bool(self.compared) and all(v.passed for v in self.compared)
 
     @property
@@ -87,7 +89,7 @@ class Verified:
     def __str__(self) -> str:
         return "\n".join([*map(verdict_text, self.verdicts), self.summary])
 
-    __repr__ = __str__  # what a notebook shows of it
+    __repr__ = __str__  # shown by notebooks
 
 
 def verdict_text(verdict: Verdict) -> str:
@@ -138,7 +140,7 @@ def verify(
     backend = terms.get("backend", THREADS)
     if callable(model) and backend != THREADS:
         raise UsageError(
-            f"ranks of {backend} are processes, and would have to import the model. Take threads, or"
+            f"ranks of {backend} are processes, which would have to import the model. Use threads, or"
             " name it FILE.py:Class."
         )
     if isinstance(layouts, str) or layouts is None:
@@ -161,8 +163,11 @@ def compared(
     show: Callable[[Verdict], None] = lambda verdict: None,
     **terms: Any,
 ) -> Verified:
-    """Each layout against one process, shown when it is done. What would not fit into memory is refused:
-    the system would kill it half way."""
+    """Compare each layout with one process, and show each verdict as it is made.
+
+    Raises if the memory would not suffice, as the system would kill the process
+    half-way.
+    """
     from ..layout.host import available_memory
     from ..verify.memory import GIB, needed
     from ..verify.verify import verify as verdicts
@@ -186,7 +191,7 @@ def compared(
         if need.total > limit:
             where = "are available" if memory is None else "may be used (--memory)"
             raise UsageError(
-                f"verify --model {shape.name} needs {need}, and {limit / GIB:,.1f} GiB {where}. Take a"
+                f"verify --model {shape.name} needs {need}, but only {limit / GIB:,.1f} GiB {where}. Use a"
                 " smaller shape with the same parts (gqa, gpt, qwen, or a TOML file of your own), fewer"
                 " ranks or --steps, or --memory GIB if you know better."
             )
@@ -199,7 +204,7 @@ def compared(
 
 @dataclass(frozen=True)
 class VerifiedRun(Verified):
-    """The verdicts on a run in small, in float64 and in its own precision."""
+    """The verdicts on a scaled-down run, in float64 and in its own precision."""
 
     covered: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
@@ -224,7 +229,7 @@ class VerifiedRun(Verified):
 
 
 def _long_text(seconds: float) -> str:
-    """A time that may be years."""
+    """Format a time that may be years."""
     days = seconds / 86_400
     return f"{days:,.0f} days" if days >= 2 else seconds_text(seconds)
 
@@ -235,11 +240,14 @@ def verify_run(
     *,
     on_cpu: bool = False,
 ) -> VerifiedRun:
-    """A run in small against one process: by its own ranks, optimizer, schedule, precision and batches.
-    `on_cpu`: GPUs are left alone."""
+    """Compare a scaled-down run with one process, with its own ranks, optimizer,
+    schedule, precision and data.
+
+    `on_cpu`: do not use GPUs.
+    """
     if run.own.startswith(HUB):
         raise UsageError(
-            f"{run.own} is in transformers' own code and has no smaller form. Compare its layouts:"
+            f"{run.own} is in transformers' own code, which cannot be scaled down. Compare its layouts:"
             f" phalanx verify --model {run.own} --layouts '{run.layout}'."
         )
     from ..train.program import shape_of
@@ -273,7 +281,8 @@ def verify_run(
 
 
 def _refuse_large(run: Run, trial: RunTrial) -> None:
-    """Refuses a class of the user's own that is trained in its own sizes and would not fit."""
+    """Raise if a user's class, which is trained in its own sizes, would not fit into
+    memory."""
     from ..layout.host import available_memory
     from ..train.program import maker_of, shape_of
     from ..verify.memory import GIB, needed
@@ -291,15 +300,15 @@ def _refuse_large(run: Run, trial: RunTrial) -> None:
     )
     if need.total > (limit := available_memory()):
         raise UsageError(
-            f"verify of {run.own} in its own sizes needs {need}, and {limit / GIB:,.1f} GiB are available."
-            " Name a smaller one of the same file: a function that returns it, as model=FILE.py:small."
+            f"verify of {run.own} in its own sizes needs {need}, but only {limit / GIB:,.1f} GiB are"
+            " available. Name a smaller one of the same file: a function that returns it, as model=FILE.py:small."
         )
 
 
 def own_model(
     kind: Callable[[], object], describe: Callable[[Any], object] | None
 ) -> tuple[Shape, Maker]:
-    """The shape of a class of the user's own, and what makes a model of it."""
+    """Return the shape of a user's class, and a function that makes a model of it."""
     describe = describe or getattr(sys.modules[kind.__module__], "describe", None)
     from ..parallel.load import model_of_class
 
@@ -307,13 +316,14 @@ def own_model(
     shape = make().shape
     if shape is None:
         raise LayoutError(
-            "describe() gives no shape; add shape=Shape(...) to its Model."
+            "describe() returns no shape; add shape=Shape(...) to its Model."
         )
     return shape, make
 
 
 def model_to_verify(name: str | Shape) -> tuple[Shape, Maker | None]:
-    """One of the small shapes with awkward traits, or what any command takes as a model."""
+    """Return one of the small shapes with awkward traits, or any model that commands
+    accept."""
     if isinstance(name, Shape):
         return name, None
     if known := (SHAPES | LARGER).get(name):
@@ -321,8 +331,8 @@ def model_to_verify(name: str | Shape) -> tuple[Shape, Maker | None]:
     file = name.endswith(".toml") or name.startswith(HUB) or names_source(name)
     if name not in Shape.names() and not file:
         raise UsageError(
-            f"there is no model {name!r}. Small ones with awkward traits are"
-            f" {', '.join(SHAPES)}; beyond thresholds of the code are {', '.join(LARGER)};"
+            f"unknown model {name!r}. Small shapes with awkward traits are"
+            f" {', '.join(SHAPES)}; larger ones, beyond thresholds in the code, are {', '.join(LARGER)};"
             f" shapes are {', '.join(Shape.names())}; your own is FILE.py:Class."
         )
     return model_of(name)
@@ -338,8 +348,8 @@ def layouts_to_verify(
     cover: int | None = 0,
     dtype: str,
 ) -> tuple[Layout, ...]:
-    """Layouts that are named, or all legal ones up to `ranks` ranks, or a subset that covers all
-    pairs of choices."""
+    """Return the named layouts, all legal ones up to `ranks` ranks, or a subset that
+    covers all pairs of choices."""
     if text is None:
         every = every_layout(shape, ranks, axes=axes, besides=bool(cover))
         if make:

@@ -1,10 +1,11 @@
-"""The one clock of all benches: how often, between which barriers, and whose time counts.
+"""The timing method of all benchmarks: number of calls, barriers, and aggregation over
+ranks.
 
-What is timed has been run before, so that nothing is started, compiled or mapped while the clock
-runs. Before each reading the device is idle and the ranks have met. A reading repeats what is short
-until it is far longer than the clock's own noise. Where ranks take part, the slowest
-one's reading counts; of the readings the median. Several works are read in turn, so that what
-disturbs the machine disturbs all of them.
+The work is run beforehand, so that nothing is started, compiled or mapped while it is
+timed. Before each reading the device is idle and the ranks have passed a barrier. A
+reading repeats short work until it is far longer than the clock's noise. The slowest
+rank's reading counts, and of all readings the median. Several works are read in turn,
+so that disturbances of the machine affect all of them.
 """
 
 import statistics
@@ -16,7 +17,7 @@ import torch
 
 from ..comm import Group
 
-# A reading is at least this long (seconds): hundreds of times the clock's own step.
+# minimum seconds of a reading: hundreds of times the clock's resolution
 LEAST = 1e-3
 MOST_CALLS = 200
 
@@ -25,10 +26,10 @@ WorkOf = Callable[[], object]
 
 @dataclass(frozen=True)
 class Timing:
-    """The readings of one work, each the slowest rank's, in seconds a call."""
+    """The readings of one work, each the slowest rank's, in seconds per call."""
 
     readings: tuple[float, ...]
-    calls: int  # in a reading
+    calls: int  # per reading
     warm_up: int
 
     @property
@@ -45,7 +46,7 @@ class Timing:
 
 
 class Clock:
-    """The clock of one rank. Ranks that share a group measure together: all call the same methods."""
+    """The clock of one rank. With a group, its methods are collective."""
 
     def __init__(
         self, device: torch.device | str = "cpu", group: Group | None = None
@@ -61,23 +62,23 @@ class Clock:
             if self.device.type == "cuda"
             else "the system's monotonic clock"
         )
-        among = "among ranks barriers before and after, the slowest rank counts"
+        among = "between ranks: barriers before and after, the slowest rank counts"
         return f"{how}; warmed up, device idle before and after; medians over repeats; {among}"
 
     def settle(self) -> None:
-        """Return when the device has done all that was issued."""
+        """Wait until the device has finished all issued work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def meet(self) -> None:
-        """Return when every rank's device has done all that was issued."""
+        """Wait until every rank's device has finished all issued work."""
         self.settle()
         if self._group is not None:
             self._group.barrier()
             self.settle()
 
     def agree(self, seconds: Sequence[float]) -> list[float]:
-        """The slowest rank's, of each time."""
+        """Return the maximum over ranks of each time."""
         if self._group is None:
             return list(seconds)
         slowest = torch.tensor(seconds, dtype=torch.float64, device=self.device)
@@ -85,7 +86,7 @@ class Clock:
         return [float(each) for each in slowest.tolist()]
 
     def read(self, work: WorkOf, calls: int = 1) -> float:
-        """One reading of this rank's own: seconds a call."""
+        """Return one reading of this rank, in seconds per call."""
         self.meet()
         if self.device.type == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -104,7 +105,8 @@ class Clock:
         return took / calls
 
     def claimed(self, work: WorkOf) -> float:
-        """The time by a clock that does not wait for the device: on a GPU that of the launch alone."""
+        """Return the time of a clock that does not wait for the device: on a GPU, that
+        of the launch alone."""
         self.meet()
         began = time.perf_counter()
         work()
@@ -115,8 +117,11 @@ class Clock:
     def measure(
         self, *works: WorkOf, repeats: int = 7, warm_up: int = 2, limit: float = 5.0
     ) -> tuple[Timing, ...]:
-        """The timing of each work. `limit`: seconds that all of them may take about; less is
-        repeated where one call alone is long, but each is read once at least."""
+        """Measure each work.
+
+        `limit` is the approximate total in seconds. Long calls are repeated less often,
+        but each is read at least once.
+        """
         warmed = 0
         while not warmed or warmed < warm_up:
             firsts = self.agree([self.read(work) for work in works])

@@ -1,8 +1,9 @@
-"""Collectives over a group: checked, timed, and given as bandwidths that can be compared.
+"""Collectives over a group: checked, timed, and converted to comparable bandwidths.
 
-Algorithm bandwidth is S/t. Bus bandwidth multiplies it with what each rank has to send for a byte
-of S, so that it can be held against a link. What S is, `plan/curve.py` says for each operation: a
-formula that took the *output* of reduce-scatter as S would read as many times lower as there are ranks.
+Algorithm bandwidth is S/t. Bus bandwidth multiplies it by the bytes that each rank must
+send for each byte of S, so that it can be compared with a link's. `plan/curve.py`
+defines S for each operation: taking the *output* of reduce-scatter as S would lower its
+bandwidth by the number of ranks.
 """
 
 import time
@@ -19,13 +20,16 @@ from ..plan.curve import FACTORS
 from .clock import Clock
 
 OPERATIONS = tuple(FACTORS)
-_PERIOD = 997  # prime, so that no part of a tensor begins as another does
+_PERIOD = 997  # prime, so that no two parts of a tensor start alike
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """The collectives to measure. `groups` has (ranks, apart) of each shape; all groups of a shape
-    communicate at once, as those of a mesh axis do."""
+    """The collectives to measure.
+
+    `groups` lists shapes as (ranks, apart). All groups of a shape communicate at once,
+    like those of a mesh axis.
+    """
 
     ops: tuple[str, ...]
     sizes: tuple[int, ...]  # S in bytes
@@ -33,12 +37,12 @@ class Sweep:
     dtype: str = DTYPES[FP32].torch
     repeats: int = 7
     limit: float = 4.0  # seconds for each operation and size
-    total: float = 600.0  # seconds after which no larger size is begun
+    total: float = 600.0  # seconds after which no larger size is started
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One operation at one size over one shape of group."""
+    """One operation at one size over groups of one shape."""
 
     op: str
     ranks: int
@@ -49,12 +53,13 @@ class Sample:
     most: float
     readings: int
     correct: bool
-    # Reduce-scatter then all-gather of the same tensor, read in turn with the all-reduce.
+    # Time of reduce-scatter then all-gather of the same tensor, measured in turn with
+    # all-reduce.
     halves: float = 0.0
 
     @property
     def algorithm(self) -> float:
-        """S/t in bytes a second."""
+        """S/t in bytes per second."""
         return self.bytes / self.seconds
 
     @property
@@ -68,13 +73,13 @@ class Sample:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """An operation made ready on one rank: the call, what it receives (None: nothing), and what that
-    has to be."""
+    """An operation prepared on one rank: the call, the tensor it receives (or None),
+    and the expected result."""
 
     call: Callable[[], object] = lambda: None
     received: Tensor | None = None
     expected: Tensor = torch.empty(0)
-    # so that repeated sums do not grow without end
+    # keeps repeated sums from growing without limit
     clear: Callable[[], object] = lambda: None
 
     def is_right(self) -> bool:
@@ -87,12 +92,13 @@ class _Prepared:
 
 
 def pattern(rank: int, start: int, count: int, like: Tensor) -> Tensor:
-    """The numbers start, start+1, ... of what a rank sends: 0, 1 or 2, without order."""
+    """Return elements start, start+1, ... of what a rank sends: 0, 1 or 2 in
+    pseudo-random order."""
     return _sum([rank], start, count, like)
 
 
 def _sum(ranks: Sequence[int], start: int, count: int, like: Tensor) -> Tensor:
-    # Exact in every dtype for up to 128 ranks: bf16 holds whole numbers up to 256.
+    # Exact in every dtype for up to 128 ranks: bf16 represents integers up to 256.
     table = torch.zeros(_PERIOD, dtype=torch.int64)
     for rank in ranks:
         table += torch.randint(
@@ -103,14 +109,15 @@ def _sum(ranks: Sequence[int], start: int, count: int, like: Tensor) -> Tensor:
 
 
 def _prepared(op: str, group: Group, n: int, like: Tensor) -> _Prepared:
-    """One operation on S of `n` numbers; the root is the group's first rank."""
+    """Prepare one operation on S of `n` elements; the root is the group's first
+    rank."""
     rank, size, part = group.rank, group.size, n // group.size
     root, mine = rank == 0, rank * part
 
     def of_all(start: int, count: int) -> Tensor:
         return torch.cat([pattern(other, start, count, like) for other in range(size)])
 
-    # x: what this rank sends; out: what it receives, where that is not x itself.
+    # x: the tensor that this rank sends; out: the one it receives, if different
     x = pattern(rank, 0, part if op in ("all_gather", "gather") else n, like)
     received = dict.fromkeys(("reduce_scatter", "halves", "scatter"), part)
     received |= {
@@ -165,11 +172,12 @@ def _prepared(op: str, group: Group, n: int, like: Tensor) -> _Prepared:
             return _Prepared(lambda: group.send(x, 1))
         case "send" if rank == 1:
             return _Prepared(lambda: group.receive(out, 0), out, pattern(0, 0, n, like))
-    return _Prepared()  # the others see a message pass
+    return _Prepared()  # other ranks take no part in a message
 
 
 def measure_collectives(world: World, sweep: Sweep) -> list[Sample]:
-    """Every operation at every size, the same list on every rank. All ranks call it."""
+    """Measure every operation at every size. Collective; all ranks return the same
+    list."""
     began = time.monotonic()
     clock = Clock(world.device, world.split("bench", [range(world.size)]))
     groups = {}
@@ -178,7 +186,7 @@ def measure_collectives(world: World, sweep: Sweep) -> list[Sample]:
         groups[ranks, apart] = world.split(name, inside, [(0, 1)])
     samples: list[Sample] = []
     for size in sweep.sizes:
-        # One rank's clock decides for all, so that they stop together.
+        # The slowest rank's clock decides, so that all stop together.
         if clock.agree([time.monotonic() - began])[0] > sweep.total:
             break
         for shape, group in groups.items():
@@ -194,14 +202,14 @@ def _sample(
 ) -> Sample:
     ranks, apart = shape
     like = torch.empty(0, dtype=getattr(torch, sweep.dtype), device=clock.device)
-    # Each rank's part is whole numbers of the dtype, at least one.
+    # Each rank's part is a whole number of elements, at least one.
     n = max(1, size // like.element_size() // ranks) * ranks
-    # Ranks are left over where the shape does not divide the world.
+    # Some ranks are unused if the shape does not divide the world.
     prepared = [
         _Prepared() if group.size < ranks else _prepared(name, group, n, like)
         for name in ((op, "halves") if op == "all_reduce" else (op,))
     ]
-    # each is a call that every rank has to make
+    # `is_right` is collective, so every rank calls it for each
     right = [each.is_right() for each in prepared]
     calls = [each.call for each in prepared]
     first, *halves = clock.measure(*calls, repeats=sweep.repeats, limit=sweep.limit)
@@ -214,14 +222,15 @@ def _sample(
         first.least,
         first.most,
         len(first.readings),
-        # A wrong number that one rank has seen is known to all.
+        # an error seen by one rank is reported on all
         clock.agree([0.0 if all(right) else 1.0])[0] == 0.0,
         halves[0].median if halves else 0.0,
     )
 
 
 def grouped(world: int, ranks: int, apart: int) -> list[list[int]]:
-    """The ranks of a world in groups of `ranks`, each `apart` from the next; who is left is alone."""
+    """Return the ranks of a world in groups of `ranks`, `apart` from each other; the
+    rest are alone."""
     block = ranks * apart
     whole = [
         [start + i + apart * j for j in range(ranks)]

@@ -1,4 +1,5 @@
-"""Describes this machine before anything is measured: devices, memory, cores, torch's abilities."""
+"""This machine before any measurement: devices, memory, cores, and what torch
+supports."""
 
 import os
 import platform
@@ -22,15 +23,15 @@ DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True)
 class LocalDevice:
-    """The device that benches run on, and what surrounds it."""
+    """The device to measure, and its machine."""
 
-    name: str  # what the driver or the system calls it
+    name: str  # as the driver or the system names it
     kind: str  # "cpu" or "cuda"
     count: int
     cores: int
     memory: int  # bytes of one device
     free: int
-    entry: Device | None  # None: the catalogue does not know it
+    entry: Device | None  # None if it is not in the catalogue
     backends: tuple[str, ...]
 
     @property
@@ -38,18 +39,18 @@ class LocalDevice:
         return torch.device("cuda", 0) if self.kind == "cuda" else torch.device("cpu")
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s by its maker's word; 0 for a device that is unknown."""
+        """Return the FLOP/s that its manufacturer states; 0 for an unknown device."""
         return self.entry.peak(dtype) if self.entry else 0.0
 
     def known(self) -> str:
-        """Says in a sentence if the catalogue knows the device."""
+        """Say in a sentence whether the catalogue has this device."""
         if self.entry is None:
-            return f"{self.name} is unknown to the catalogue: its peak is what is measured here, not a guess."
+            return f"{self.name} is not in the catalogue: its peak is the measured one, not a guess."
         return f"{self.name} is {self.entry.name} in the catalogue."
 
 
 def local_device(kind: str = "auto") -> LocalDevice:
-    """This machine's devices of a kind; `auto` takes GPUs where there are any."""
+    """Return this machine's devices of a kind; `auto` takes GPUs if there are any."""
     cuda = torch.cuda.is_available()
     if kind not in DEVICES:
         raise MachineError(
@@ -97,17 +98,20 @@ def _cpu_name() -> str:
 
 
 def dtype_of(name: str, kind: str) -> torch.dtype:
-    """The dtype of tensors for a precision that people name."""
+    """Return the tensor dtype of a precision's name."""
     if name not in DTYPES:
         raise MachineError(f"unknown precision {name!r}; use {', '.join(DTYPES)}.")
     if name == TF32 and kind != "cuda":
-        raise MachineError("tf32 is how GPUs multiply fp32; on a CPU use fp32 or bf16.")
+        raise MachineError(
+            "tf32 is a GPU format for fp32 matmuls; on a CPU use fp32 or bf16."
+        )
     return DTYPES[name]
 
 
 @contextmanager
 def products_in(dtype: str) -> Iterator[None]:
-    """Inside, products of float32 are made in full, or in TF32 where that is asked for."""
+    """Inside, compute float32 matmuls in full precision, or in TF32 if `dtype` says
+    so."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if dtype == TF32 else "highest")
     try:

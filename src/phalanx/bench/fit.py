@@ -1,8 +1,9 @@
-"""From samples to curves: latency and bandwidth by least squares on relative error.
+"""Fits latency and bandwidth to measurements, by least squares of relative errors.
 
-Relative, since a kilobyte must be predicted as well as a gigabyte, whose absolute errors are a
-million times larger. One straight line often is not enough: past a cache's end or a protocol's
-threshold bytes cost another amount, so a line may have one bend, where that pays for itself.
+Errors are relative, since a kilobyte must be predicted as well as a gigabyte, whose
+absolute errors are a million times larger. One straight line is often not enough:
+beyond a cache size or a protocol threshold the cost per byte changes. So a line may
+have one bend, if that improves the fit enough.
 """
 
 import statistics
@@ -15,16 +16,19 @@ from ..plan import Curve
 from ..plan.curve import moved, steps
 from .collectives import Sample
 
-# A bend has to lower the squared error by this factor, or it describes noise; and where a straight
-# line is already this near (relative, mean square), none is looked for.
+# A bend must lower the squared error by this factor, or it fits noise. If a straight
+# line is already this close (relative, mean square), no bend is tried.
 WORTH = 0.6
 NEAR = 0.01
 
 
 @dataclass(frozen=True)
 class Growth:
-    """Ring or tree: the form that describes one operation over several group sizes. Both errors are
-    medians of relative errors, with one latency and one bandwidth for all sizes."""
+    """The form, ring or tree, that describes one operation over several group sizes.
+
+    Both errors are medians of relative errors, with one latency and one bandwidth for
+    all sizes.
+    """
 
     op: str
     ranks: tuple[int, ...]
@@ -37,7 +41,8 @@ class Growth:
 
 
 def fit_all(samples: Sequence[Sample], backend: str) -> tuple[Curve, ...]:
-    """A curve for each operation and shape of group; its form is how the operation grows."""
+    """Fit a curve for each operation and group shape; its form is how the operation
+    scales."""
     forms = {growth.op: growth.better for growth in growths(samples)}
     shapes: dict[tuple[str, int, int], list[Sample]] = defaultdict(list)
     for sample in samples:
@@ -48,8 +53,11 @@ def fit_all(samples: Sequence[Sample], backend: str) -> tuple[Curve, ...]:
 
 
 def growths(samples: Sequence[Sample]) -> tuple[Growth, ...]:
-    """Ring against tree, for every operation measured over two or more sizes of neighbours' groups.
-    With one size there is nothing to compare: both forms are the same line."""
+    """Compare ring with tree for every operation measured over at least two sizes of
+    adjacent groups.
+
+    With one size there is nothing to compare: both forms are the same line.
+    """
     result = []
     near = [sample for sample in samples if sample.apart == 1 and sample.op != "send"]
     for op in sorted({sample.op for sample in near}):
@@ -67,7 +75,7 @@ def growths(samples: Sequence[Sample]) -> tuple[Growth, ...]:
 
 
 def fit(samples: Sequence[Sample], backend: str, form: str = "ring") -> Curve:
-    """The curve of one operation over one shape of group."""
+    """Fit the curve of one operation over one group shape."""
     samples = sorted(samples, key=lambda sample: sample.bytes)
     first, most = samples[0], samples[-1].bytes
     latency, slope = _line([_row(sample, form) for sample in samples])
@@ -83,7 +91,8 @@ def fit(samples: Sequence[Sample], backend: str, form: str = "ring") -> Curve:
 
 
 def _bent(line: Curve, samples: Sequence[Sample], bend: int) -> Curve:
-    """The line up to `bend` bytes, then another slope that starts where it ends."""
+    """Fit the line up to `bend` bytes, then a second slope that continues from
+    there."""
     latency, slope = _line(
         [_row(sample, line.form) for sample in samples if sample.bytes <= bend]
     )
@@ -91,7 +100,8 @@ def _bent(line: Curve, samples: Sequence[Sample], bend: int) -> Curve:
         line, latency=latency, bandwidth=1 / slope, bend=bend, beyond=1 / slope
     )
     passes, start = moved(line.op, line.form, line.ranks), curve.seconds(bend)
-    # One unknown, the slope beyond: t = start + passes (S - bend) slope, errors relative to t.
+    # One unknown, the second slope: t = start + passes (S - bend) slope, with errors
+    # relative to t.
     far = [s for s in samples if s.bytes > bend]
     scaled = [passes * (s.bytes - bend) / s.seconds for s in far]
     rests = (1 - start / s.seconds for s in far)
@@ -108,7 +118,8 @@ def _row(sample: Sample, form: str) -> Row:
 
 
 def _line(rows: Sequence[Row]) -> tuple[float, float]:
-    """(latency, seconds a byte) with the least sum of squared relative errors, neither negative."""
+    """Fit (latency, seconds per byte), both non-negative, with the least squared
+    relative errors."""
     left, right = [a / t for a, _, t in rows], [b / t for _, b, t in rows]
     aa, ab, bb = (
         sum(map(mul, *p)) for p in ((left, left), (left, right), (right, right))
@@ -121,8 +132,8 @@ def _line(rows: Sequence[Row]) -> tuple[float, float]:
     slope = (sum_b * aa - sum_a * ab) / whole
     if slope > 0:
         return latency, slope
-    # Such sizes cost their latency alone and show no bandwidth: the largest is taken to cost a
-    # tenth more than the smallest, so that it stays finite.
+    # All sizes cost their latency alone and show no bandwidth. Assume that the largest
+    # costs a tenth more than the smallest, so that the bandwidth stays finite.
     latency = sum_a / aa
     return latency, 0.1 * latency * max(a for a, _, _ in rows) / max(
         b for _, b, _ in rows

@@ -1,4 +1,5 @@
-"""All benches in short, as one measured machine: what `phalanx doctor --out` writes and plans read."""
+"""Short versions of all benchmarks, as one measured machine: `phalanx doctor --out`
+writes it for plans."""
 
 import platform
 from collections.abc import Callable
@@ -22,31 +23,32 @@ from .stores import measure_stores
 
 
 class WrongResult(RuntimeError):
-    """A collective gave wrong numbers: whatever its time was, it means nothing."""
+    """Raised if a collective gave wrong values, so that its time is meaningless."""
 
 
 @dataclass(frozen=True)
 class Thoroughness:
-    """Thoroughness of a measurement: seconds in all, ranks of the largest group, the model whose
-    products count."""
+    """The extent of a measurement: total seconds, ranks of the largest group, and the
+    model whose matmuls are measured."""
 
     limit: float = 60.0
-    ranks: int = 0  # 0: the GPUs, or 4 on a CPU
+    ranks: int = 0  # 0: the number of GPUs, or 4 on a CPU
     backend: str = "auto"
     model: str = "124m"
     sizes: tuple[int, ...] = tuple(4096 << 2 * i for i in range(7))  # to 16 MiB
     with_host: bool = False
 
     def worlds(self, device: LocalDevice) -> tuple[int, ...]:
-        """2, 4, 8, ... up to the largest."""
+        """Return the group sizes 2, 4, 8, ... up to the largest."""
         most = self.ranks or (device.count if device.kind == "cuda" else 4)
         powers = [2**i for i in range(1, most.bit_length()) if 2**i < most]
         return (*powers, most) if most > 1 else ()
 
 
 def topology_of(device: LocalDevice) -> Topology:
-    """Links among the GPUs; empty if there are none or the driver is silent."""
-    # What is not known is left out of the file; everything measured stands without it.
+    """Return the links among the GPUs; empty if there are none or the driver does not
+    list them."""
+    # Unknown links are omitted from the file; everything else is still valid.
     with suppress(TopologyError, OSError):
         if device.kind == "cuda":
             return read_topology()
@@ -58,12 +60,12 @@ def measure_machine(
     options: Thoroughness,
     report: Callable[[str], None] = lambda line: None,
 ) -> Machine:
-    """The measured machine. `report` gets a line for each part."""
+    """Measure this machine. `report` gets a line for each part."""
     report("memory bandwidth")
     stores = measure_stores(device, limit=options.limit / 30)
-    report("matrix products")
+    report("matmuls")
     rates = _rates(device, options)
-    report("overlap of products and copies")
+    report("overlap of matmuls and copies")
     size, copied, dtype = (
         (16384, 1 << 30, BF16) if device.kind == "cuda" else (768, 32 << 20, FP32)
     )
@@ -82,9 +84,7 @@ def measure_machine(
     if wrong := sorted(
         {f"{s.op} of {s.ranks} ranks" for s in samples if not s.correct}
     ):
-        raise WrongResult(
-            f"wrong numbers came from {', '.join(wrong)}; nothing was written."
-        )
+        raise WrongResult(f"{', '.join(wrong)} gave wrong values; nothing was written.")
     x = torch.zeros(1, device=device.device)
     (launch,) = Clock(device.device).measure(lambda: x.add_(1.0), limit=1.0)
     return Machine(
@@ -124,8 +124,11 @@ def _rates(device: LocalDevice, options: Thoroughness) -> tuple[Rate, ...]:
 def _collectives(
     device: LocalDevice, options: Thoroughness, ranks: int, backend: str
 ) -> tuple[list[Sample], tuple[Hidden, ...]]:
-    """A world of its own for each number of ranks, since ranks that idle would share the cores."""
-    # In a world of 4 also the two groups of every other rank, both at once: an outer axis.
+    """Measure collectives and overlap in a world of this size.
+
+    Each number of ranks gets its own world, as idle ranks would compete for the cores.
+    """
+    # Also both groups of every other rank at once, like an outer mesh axis.
     groups = (
         ((ranks, 1), (ranks // 2, 2)) if ranks > 2 and ranks % 2 == 0 else ((ranks, 1),)
     )

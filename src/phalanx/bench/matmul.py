@@ -1,9 +1,9 @@
-"""Matrix products by shape and dtype: FLOP/s, and how much of the device they use (HFU).
+"""Matmuls by shape and dtype: FLOP/s, and the share of the device that they use (HFU).
 
-Operands are random, since a GPU lowers its clock less for zeros, and lie in so many copies that
-none is in a cache. Beside each honest time stands what a clock would have claimed that does
-not wait: a launch is asynchronous, and the next line of Python runs long before the product is
-there. On a CPU the call returns when it is done, and both agree.
+Operands are random, since a GPU reduces its clock less for zeros, and are in so many
+copies that none is cached. Beside each correct time stands that of a clock that does
+not wait: a launch is asynchronous, and the next line of Python runs long before the
+result is ready. On a CPU the call returns when it has finished, and both agree.
 """
 
 import time
@@ -17,13 +17,14 @@ from ..layout import Shape
 from .clock import Clock
 from .device import LocalDevice, dtype_of, products_in
 
-# More than any cache of the catalogue; the copies of one product's operands take this much.
+# Larger than any cache in the catalogue; the copies of one matmul's operands take this
+# much.
 COLD = 256 << 20
 
 
 @dataclass(frozen=True)
 class MatrixProduct:
-    """(m, k) @ (k, n) and what it is for; once measured, its times."""
+    """A matmul (m, k) @ (k, n) and its purpose; with its times once measured."""
 
     name: str
     dtype: str
@@ -34,7 +35,7 @@ class MatrixProduct:
     least: float = 0.0
     most: float = 0.0
     readings: int = 0
-    claimed: float = 0.0  # seconds that a clock without synchronisation reads
+    claimed: float = 0.0  # seconds by a clock without synchronisation
 
     @property
     def flops(self) -> float:
@@ -50,14 +51,15 @@ class MatrixProduct:
 
 
 def square_products(dtypes: Sequence[str], sizes: Sequence[int]) -> list[MatrixProduct]:
-    """N x N products, the small ones first."""
+    """Return N x N matmuls, smallest first."""
     return [MatrixProduct("square", dtype, n, n, n) for n in sizes for dtype in dtypes]
 
 
 def decoder_products(
     shape: Shape, tokens: int, dtypes: Sequence[str]
 ) -> list[MatrixProduct]:
-    """The products of a decoder's forward pass: long and wide rather than square."""
+    """Return the matmuls of a decoder's forward pass: long and wide rather than
+    square."""
     wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     sizes = {
         "q": (wide, shape.hidden),
@@ -81,9 +83,11 @@ def measure_products(
     limit: float = 60.0,
     repeats: int = 7,
 ) -> Iterator[MatrixProduct]:
-    """Measures the products that memory and `limit` seconds allow, and yields each with its times.
+    """Measure the matmuls that memory and `limit` seconds allow, and yield each with
+    its times.
 
-    A product whose time would pass the limit, at the best rate so far of its dtype, is left out.
+    A matmul that would exceed the limit, at the best rate of its dtype so far, is
+    skipped.
     """
     began = time.monotonic()
     best: dict[str, float] = {}

@@ -1,11 +1,11 @@
-"""Model FLOPs utilisation: the time that the model's products need at the peak, over the time that
-the whole iteration takes, optimizer included.
+"""Model FLOPs utilization (MFU): the time that the model's matmuls need at the peak,
+divided by the time of the whole iteration, optimizer included.
 
-Two models: the wide MLP (nothing but large products: what the device can give at best) and one
-block of a decoder (norms, attention, small things between). Backward counts twice the forward.
-30 % is good, 40 % excellent for a real training run. Newer devices reach less of their peak: from
-A100 to H100 products became 3.2 times faster and memory 1.6 to 2.2 times, so whatever is bound by
-memory takes a larger part of the step.
+There are two models. The wide MLP has only large matmuls and shows the best that the
+device can do. A decoder block also has norms, attention and small operations. Backward
+counts twice the forward. 30 % is good, 40 % excellent for a real training run. Newer
+devices reach less of their peak: from A100 to H100 matmuls became 3.2 times faster and
+memory 1.6 to 2.2 times, so memory-bound operations take a larger part of the step.
 """
 
 from collections.abc import Callable
@@ -29,20 +29,20 @@ class Iteration:
 
     name: str
     dtype: str
-    flops: float  # of the model: forward x 3, attention counted causal
-    flops_full: float  # the same with attention counted full
+    flops: float  # of the model: 3 x forward, with causal attention
+    flops_full: float  # the same with full attention
     seconds: float
     forward: float  # seconds of the forward pass alone
     readings: int
 
     def share(self, peak: float) -> float:
-        """MFU: theoretical over measured time."""
+        """Return the MFU: theoretical over measured time."""
         return self.flops / peak / self.seconds
 
 
 @dataclass(frozen=True)
 class WideMlp:
-    """L layers x -> relu(x W), W of D x D, on N rows."""
+    """An MLP of L layers x -> relu(x W), with D x D weights and N rows."""
 
     layers: int = 8
     width: int = 8192
@@ -56,7 +56,8 @@ class WideMlp:
 def measure_mlp(
     device: LocalDevice, mlp: WideMlp, dtype: str, *, limit: float = 20.0
 ) -> Iteration:
-    """The wide MLP with Adam; half precision by autocast, weights in float32."""
+    """Measure the wide MLP with Adam; 16-bit precision by autocast, weights in
+    float32."""
     at = device.device
     weights = [
         (
@@ -86,7 +87,7 @@ def measure_block(
     *,
     limit: float = 20.0,
 ) -> Iteration:
-    """One block of a decoder of that shape, on `batch` sequences."""
+    """Measure one block of a decoder of this shape, on `batch` sequences."""
     at = device.device
     block = decoder_of(shape, vocab=8, layers=1).layers[0].to(at)
     x = torch.randn(batch, sequence, shape.hidden, device=at, requires_grad=True)
@@ -101,7 +102,7 @@ def measure_block(
     matmuls = sum(
         product.multiply_adds for product in products if not product.weight.adapts
     )
-    attention = sequence * shape.pair_work // 2  # multiply-adds of a token, causal
+    attention = sequence * shape.pair_work // 2  # multiply-adds per token, causal
     tokens = 3 * 2.0 * batch * sequence
     name = f"a block of {shape.name}, {batch} x {sequence} tokens"
     full = tokens * (matmuls + 2 * attention)
@@ -115,9 +116,10 @@ def _iteration(
     dtype: str,
     limit: float,
 ) -> tuple[float, float, int]:
-    """Seconds of an iteration and of its forward pass, and how often they were read."""
+    """Return the seconds of an iteration and of its forward pass, and the number of
+    readings."""
     kind, half = device.kind, DTYPES[dtype].bytes == 2
-    # On a GPU one kernel updates all weights; elsewhere the fused form is as good.
+    # On a GPU one kernel updates all weights; elsewhere the fused form is no slower.
     optimizer = torch.optim.Adam(weights, lr=1e-6, fused=True)
 
     def once() -> Tensor:

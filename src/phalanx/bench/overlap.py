@@ -1,8 +1,8 @@
-"""Overlap of a matmul with a copy and with a message, measured.
+"""Measures the overlap of a matmul with a copy and with a message.
 
-On a GPU the copy has a stream of its own, and host memory is pinned or not: a copy from memory that
-may be swapped out goes through a buffer of the driver's, and the host waits. On a CPU a second
-thread copies; cores that are all busy hide nothing.
+On a GPU the copy has its own stream, and host memory is pinned or pageable: a copy from
+pageable memory goes through a buffer of the driver, and the host waits. On a CPU a
+second thread copies; if all cores are busy, nothing is hidden.
 """
 
 import threading
@@ -22,7 +22,8 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Overlap:
-    """Two activities: seconds of each alone, one after the other, and both at once."""
+    """Two activities: seconds of each alone, of one after the other, and of both at
+    once."""
 
     name: str
     first: float
@@ -33,18 +34,21 @@ class Overlap:
 
     @property
     def hidden(self) -> float:
-        """The part of the shorter one that together saves; below 0 they are in each other's way."""
+        """The share of the shorter activity that overlap saves; negative if they slow
+        each other down."""
         return (self.after - self.together) / min(self.first, self.second)
 
     def as_hidden(self) -> Hidden:
-        # What is not there cannot be hidden; beyond 1 the four times were disturbed differently.
+        # Overlap cannot exceed 1; a larger value means that the four times were
+        # disturbed differently.
         return Hidden(self.name, round(min(1.0, self.hidden), 4))
 
 
 def measure_copies(
     device: LocalDevice, *, size: int, copied: int, dtype: str, limit: float = 20.0
 ) -> list[Overlap]:
-    """A product of size x size beside copies of `copied` bytes, in turn with each alone."""
+    """Measure a size x size matmul beside copies of `copied` bytes, and each alone, in
+    turn."""
     product = _product(device.device, size, dtype_of(dtype, device.kind))
     if device.kind == "cpu":
         return [_on_threads(product, copied, limit)]
@@ -73,7 +77,7 @@ def _on_streams(
     def both() -> None:
         here = torch.cuda.current_stream(device)
         aside.wait_stream(here)
-        product()  # enqueued first, as a pageable copy holds the host
+        product()  # enqueued first, since a pageable copy blocks the host
         with torch.cuda.stream(aside):
             copy()
         here.wait_stream(aside)
@@ -103,7 +107,8 @@ def _on_threads(product: Call, copied: int, limit: float) -> Overlap:
 def measure_messages(
     world: World, size: int, sent: int, dtype: str, limit: float = 20.0
 ) -> list[Overlap]:
-    """On every rank a product beside an all-reduce of `sent` bytes. All ranks call it."""
+    """Measure a matmul beside an all-reduce of `sent` bytes on every rank.
+    Collective."""
     group = world.split("overlap", [range(world.size)])
     product = _product(world.device, size, getattr(torch, DTYPES[dtype].torch))
     x = torch.zeros(sent // 4, device=world.device)

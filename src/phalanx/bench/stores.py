@@ -12,9 +12,9 @@ from .device import LocalDevice
 def measure_stores(
     device: LocalDevice, *, size: int = 0, limit: float = 2.0
 ) -> tuple[Store, ...]:
-    """Bytes read and written a second by a copy, a sum (reads only) and a fill (writes only).
+    """Measure bytes per second of a copy, a sum (reads only) and a fill (writes only).
 
-    `size`: bytes of each buffer; by default far beyond any cache.
+    `size`: bytes of each buffer; by default far larger than any cache.
     """
     size = size or (1 << 30 if device.kind == "cuda" else 256 << 20)
     size = min(size, device.free // 8)

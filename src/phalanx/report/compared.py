@@ -1,7 +1,7 @@
-"""A measured step beside what a plan counts for it, kind by kind of operation: one value, which the
-terminal and the page both read.
+"""A measured step beside a plan's prediction, by kind of operation: one value for
+terminal and page.
 
-What an operation should take is handed in (`step.py` asks the planner); nothing is priced here.
+Predicted times are passed in (`step.py` asks the planner); nothing is priced here.
 """
 
 from collections import defaultdict
@@ -13,11 +13,13 @@ from ..draw import Html, paragraphs, table, text_table
 from ..draw.words import wrapped
 from ..program import KINDS, Costs, Op, Span, Timeline, ops
 
-# Seconds of one operation by kind and piece; a kind that is not in it is one that no plan counts.
+# Predicted seconds of one operation by kind and piece. A kind that is missing has no
+# price.
 Prices = Mapping[tuple[str, int], float]
 
 HEAD = ("operation", "a rank", "predicted", "measured", "ratio", "share")
-# What is begun where it stands and waited for where it is needed.
+# Kinds that start where they stand in the list and are waited for where they are
+# needed.
 _BESIDE = {
     k for k, row in KINDS.items() if row.lane != ops.COMPUTE and row.on != ops.STEP
 }
@@ -25,14 +27,15 @@ _BESIDE = {
 
 @dataclass(frozen=True)
 class OpRow:
-    """All operations of one kind in a step. Seconds are medians over the same operations."""
+    """All operations of one kind in a step. Seconds are medians over the same
+    operations."""
 
     kind: str
     words: str
-    count: float  # of one rank, on average
-    predicted: float | None  # None: a plan counts no time for it
+    count: float  # on one rank, on average
+    predicted: float | None  # None: not priced by a plan
     measured: float
-    # of the step, on average over ranks; what runs beside computing counts too
+    # share of the step, averaged over ranks; includes what runs beside compute
     share: float
 
     @property
@@ -40,7 +43,7 @@ class OpRow:
         return self.measured / self.predicted if self.predicted else None
 
     def cells(self) -> tuple[str, ...]:
-        """The row's printed cells, in the order of HEAD."""
+        """Return the row's printed cells, in the order of HEAD."""
         return (
             f"{self.kind}  {self.words}",
             f"{self.count:.4g}",
@@ -53,19 +56,21 @@ class OpRow:
 
 @dataclass(frozen=True)
 class Compared:
-    """One step of a run in one layout, on the hardware and with the profile that a plan was asked for."""
+    """One step of a run in one layout, compared with its prediction for some hardware
+    and profile."""
 
     layout: str
     hardware: str
     profile: str
     step: int
     rows: tuple[OpRow, ...]
-    predicted: float  # seconds of the step
-    measured: float  # of the step that the rows are of
-    usual: float | None = None  # the median of the run's steps, where there are enough
-    # a device that works behind its host: spans end when it is launched
+    predicted: float  # seconds of the whole step
+    measured: float  # seconds of the step that the rows describe
+    usual: float | None = None  # median of the run's steps, if there are enough
+    # A device works asynchronously to its host, so spans end when an operation is
+    # launched.
     launched: bool = False
-    costs: Costs | None = None  # of each operation, as a plan counts them
+    costs: Costs | None = None  # planned costs of each operation
 
     @property
     def summary(self) -> str:
@@ -81,32 +86,32 @@ class Compared:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Explanations of the columns, as far as they concern these rows."""
+        """Explanations of the columns, as far as these rows need them."""
         notes = [
             "Times are medians of one operation; ratio is measured / predicted; share is of the"
             " measured step."
         ]
         if self.launched:
             notes.append(
-                "On a GPU an operation is timed until it is launched, not until it is done: look at"
-                " the step."
+                "On a GPU an operation is timed until it is launched, not until it has finished: compare"
+                " whole steps."
             )
         if any(row.kind in _BESIDE for row in self.rows):
             notes.append(
-                "Gathers, sums and messages last until something needs them, with the computing"
-                " beside which they run: shares may add up to more than the step."
+                "Gathers, sums and messages last until they are needed, beside the compute that"
+                " they overlap: shares may add up to more than 100 %."
             )
         if any(row.predicted is None for row in self.rows):
-            notes.append("-: a plan counts no time for it.")
+            notes.append("-: not priced by a plan.")
         return tuple(notes)
 
     def figures(self) -> dict[str, object]:
-        """The value as JSON."""
+        """Return the value as a JSON table."""
         own = {name: value for name, value in vars(self).items() if name != "costs"}
         return own | {"rows": [asdict(r) | {"ratio": r.ratio} for r in self.rows]}
 
     def text(self) -> str:
-        """The table for a terminal of 80 columns."""
+        """Return the table for a terminal of 80 columns."""
         shown = text_table(HEAD, [row.cells() for row in self.rows]).rstrip("\n")
         before, after = (
             (f"Predicted against measured: {self.where}", self.summary),
@@ -123,7 +128,7 @@ class Compared:
         return f"{self.layout} on {self.hardware}, profile {self.profile}"
 
     def html(self) -> Html:
-        """The table for the page."""
+        """Return the table for the page."""
         words = paragraphs([f"{self.where}. {self.summary}", *self.notes])
         return Html(words + table(HEAD, [row.cells() for row in self.rows]))
 
@@ -133,7 +138,7 @@ def _ms(seconds: float | None) -> str:
 
 
 def compare(timeline: Timeline, prices: Prices) -> tuple[OpRow, ...]:
-    """A row for each kind of operation that ran, in the order in which KINDS lists them."""
+    """Return a row for each kind of operation that ran, in the order of KINDS."""
     spans: dict[str, list[Span]] = defaultdict(list)
     for span in timeline.spans:
         spans[span.op.kind].append(span)
@@ -141,7 +146,8 @@ def compare(timeline: Timeline, prices: Prices) -> tuple[OpRow, ...]:
     rows = []
     for kind in (k for k in KINDS if k in spans):
         seconds = [span.end - span.start for span in spans[kind]]
-        # A few operations of a kind without a price would make a median that means nothing.
+        # The median would be meaningless if only some operations of a kind have a
+        # price.
         priced = [_price(span.op, prices) for span in spans[kind]]
         known = [price for price in priced if price is not None]
         rows.append(

@@ -1,4 +1,5 @@
-"""A run over wall time: what each second went to, its processes, and what happened to them."""
+"""A run over wall time: the use of each second, the run's processes, and their
+failures."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -20,8 +21,11 @@ _ODD |= {"not kept": "#cc79a7", "stop": "#56b4e9", "checkpoint": "#2fb98f"}
 
 
 class Spent(Goodput):
-    """Goodput that keeps when: `parts` are (from, to, seconds of each part) since the run began, and
-    `records` where each usable record's time begins and ends; what was down is before both."""
+    """Goodput with times.
+
+    `parts` are (start, end, seconds of each part) since the run began. `records` are
+    the start and end of each usable record's time, without the downtime before it.
+    """
 
     def __init__(self, records: Iterable[Record] = ()) -> None:
         self.parts: list[tuple[float, float, dict[str, float]]] = []
@@ -40,7 +44,7 @@ class Spent(Goodput):
         self.parts.append((begun, up, {"down": more.pop("down"), "steps": 0.0}))
         self.parts.append((up, self.total, more))
         self.records.append((up, self.total, record))
-        # What a start does again was done last.
+        # The repeated steps are the most recent ones before this start.
         for *_, parts in reversed(self.parts):
             moved = min(again, parts["steps"])
             parts["steps"] -= moved
@@ -50,7 +54,8 @@ class Spent(Goodput):
                 break
 
     def over_time(self) -> dict[str, list[float]]:
-        """Seconds of each part in each of `BINS` equal stretches of the run."""
+        """Return the seconds of each part in each of `BINS` equal intervals of the
+        run."""
         width = self.total / BINS or 1.0
         bins = {part: [0.0] * BINS for part in PARTS}
         for start, end, parts in self.parts:
@@ -64,7 +69,7 @@ class Spent(Goodput):
 
 
 def faults_svg(records: Sequence[Record], width: float) -> Html:
-    """The strip; empty where no time has passed."""
+    """Draw the chart; empty if no time has passed."""
     spent = Spent(records)
     if spent.total <= 0:
         return Html("")
@@ -97,12 +102,13 @@ def faults_svg(records: Sequence[Record], width: float) -> Html:
 
 
 def _lives(spent: Spent) -> list[Bar]:
-    """A bar for each process of the log's rank, from its first record's time until its last."""
+    """Return a bar for each process of rank 0, from the start of its first record to
+    the end of its last."""
     lives: list[list[tuple[float, float, Record]]] = []
     last: Any = object()
     for start, end, record in spent.records:
         process = record.get("boot"), record.get("began")
-        if record["event"] == "hang":  # the watcher's, of the process that hangs
+        if record["event"] == "hang":  # written by the watcher of the hanging process
             continue
         if process != last or (process == (None, None) and record["event"] == "start"):
             lives.append([])
@@ -126,7 +132,8 @@ def _lives(spent: Spent) -> list[Bar]:
 
 
 def _odd(spent: Spent) -> list[tuple[float, str, str]]:
-    """(when, what, words) of all that happened beside steps; a process that left no end was killed."""
+    """List (time, kind, text) of all events other than steps. A process without an end
+    was killed."""
     found = []
     before: Record = {}
     at = 0.0

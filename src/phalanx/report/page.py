@@ -1,6 +1,6 @@
-"""A run as one HTML page, or as pictures: what metrics.jsonl and the files beside it contain.
+"""A run as one HTML page or as pictures, from metrics.jsonl and the files beside it.
 
-Everything in those files is data: text is escaped, and numbers are checked to be numbers.
+The files are treated as data: text is escaped, and numbers are checked.
 """
 
 import math
@@ -28,38 +28,38 @@ from ..layout.url import redacted
 from .compared import Compared
 from .faults import faults_svg
 
-MOST_RANKS = 4096  # ranks of a mesh
-Draw = Callable[[float], Html]  # a picture of so many pixels
+MOST_RANKS = 4096  # maximum ranks in the picture of a mesh
+Draw = Callable[[float], Html]  # argument: the width in pixels
 
 Record = dict[str, Any]
 
 
 class ReportError(ValueError):
-    """A folder of which no report can be made."""
+    """Raised for a folder that cannot be reported on."""
 
 
 def number(record: Mapping[str, Any], name: str) -> float:
     value = record.get(name)
-    # What was not finite is written as text; a picture leaves it out.
+    # Non-finite numbers are written as text; pictures omit them.
     try:
         return float(value) if isinstance(value, int | float) else math.nan
-    except OverflowError:  # a whole number of hundreds of digits
+    except OverflowError:  # an integer of hundreds of digits
         return math.nan
 
 
 def records_of(folder: Path) -> list[Record]:
-    """The records of a run; a folder that holds no run is refused."""
+    """Return the records of a run; raise if the folder is not one of a run."""
     records = read_journal(folder / "metrics.jsonl")
     if not any(record["event"] == "start" for record in records):
         raise ReportError(
-            f"{folder} holds no run: metrics.jsonl with a start is missing."
+            f"{folder} is not the folder of a run: it has no start in metrics.jsonl."
             " Name the folder that `phalanx train` wrote, its `out`."
         )
     return records
 
 
 def stretches(records: Iterable[Record]) -> list[tuple[Record, list[Record]]]:
-    """Each start of a run, with its steps."""
+    """Return each start of a run with its steps."""
     found: list[tuple[Record, list[Record]]] = []
     for record in records:
         if record["event"] == "start":
@@ -84,12 +84,13 @@ class _Journal:
 
     @cached_property
     def segments(self) -> list[tuple[list[Record], list[Record]]]:
-        """The steps of each start: those that count, and those that a later start did again."""
+        """The steps of each start: those that count, and those that a later start
+        repeated."""
         segments, end = list[tuple[list[Record], list[Record]]](), math.inf
         for start, steps in reversed(stretches(self.records)):
             kept = [r for r in steps if not number(r, "step") > end]
             segments.append((kept, [r for r in steps if number(r, "step") > end]))
-            end = min(end, number(start, "step"))  # a NaN changes nothing
+            end = min(end, number(start, "step"))  # NaN compares as false
         return segments[::-1]
 
     @cached_property
@@ -100,7 +101,7 @@ class _Journal:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page: words, and a picture under the name of its file."""
+    """A part of the page: text, and a picture with its file name."""
 
     title: str
     words: Html = Html("")
@@ -114,7 +115,8 @@ class Section:
 
 @dataclass(frozen=True)
 class RunReport:
-    """A run's page and its pictures. `step` is the measured step over the predicted one."""
+    """A run's page and its pictures. `step` is the measured step over the predicted
+    one."""
 
     name: str
     summary: Html
@@ -129,7 +131,8 @@ class RunReport:
         return frame(f"run {self.name}", self.summary, *body)
 
     def pictures(self) -> dict[str, str]:
-        """Each picture as SVG and the step as a trace for Perfetto, by the names of their files."""
+        """Return each picture as SVG, and the step as a trace for Perfetto, by file
+        name."""
         drawn = {f"{s.name}.svg": str(s.draw(WIDE)) for s in self.sections if s.draw}
         if self.step:
             drawn |= {"step.svg": svg(self.step, 1500), "trace.json": chrome(self.step)}
@@ -142,14 +145,15 @@ class RunReport:
 
 
 def report(folder: Path, more: "Extras | None" = None) -> "RunReport":
-    """The report of a run's folder; `more` adds a step, a comparison and further sections."""
+    """Return the report of a run's folder. `more` adds a step, a comparison and further
+    sections."""
     journal, more = _Journal(records_of(folder)), more or Extras()
     step, faults = more.step, partial(faults_svg, journal.records)
     measured = (
         timeline(step) if step else paragraphs([more.no_step or "Not measured yet."])
     )
     parts = partial(breakdown_svg, step) if step else None
-    # What the watcher said each time, as it was on the screen.
+    # the watcher's messages, as shown on the screen
     hangs = Html(
         "".join(
             tag("pre", str(record.get("text", ""))) for record in journal.of("hang")
@@ -186,10 +190,11 @@ def report(folder: Path, more: "Extras | None" = None) -> "RunReport":
 
 @dataclass(frozen=True)
 class Extras:
-    """Additions to a run's own records: its step, a plan's comparison, further sections."""
+    """Additions to a run's own records: its step, a plan's comparison, further
+    sections."""
 
     step: Picture | None = None
-    no_step: str = ""  # why there is none
+    no_step: str = ""  # the reason why there is none
     compared: Compared | None = None
     sections: tuple[Section, ...] = ()
 
@@ -242,7 +247,8 @@ def _summary(journal: _Journal) -> Html:
 
 
 def _lines(journal: _Journal, name: str, scale: float, words: str) -> list[Series]:
-    """A line for each start; steps that a later start did again are faint, from where it began."""
+    """Return a line for each start; repeated steps are faint, from where the later
+    start began."""
     series = []
     for kept, again in journal.segments:
         series.append(Series(words, _points(kept, name, scale), dots=False))
@@ -262,7 +268,7 @@ def _curve(
 ) -> Section:
     name = title.lower()
     if not any(each.points for each in series):
-        return Section(title, paragraphs([f"{name}: nothing was recorded yet."]))
+        return Section(title, paragraphs([f"{name}: nothing has been recorded yet."]))
     x, y = (
         ChartAxis("step", "{:.0f}".format, base=0),
         ChartAxis(unit, base=0, zero=zero),
@@ -278,8 +284,8 @@ def _loss(journal: _Journal) -> Section:
     series.append(
         Series("validation", _points(journal.of("validation"), "loss"), joined=False)
     )
-    dashed = "Dashed: where the run was started, and in which layout."
-    note = f"{dashed} Faint: steps that were repeated."
+    dashed = "Dashed lines: starts of the run, with their layouts."
+    note = f"{dashed} Faint: repeated steps."
     return _curve(journal, "Loss", "nats per token", series, note, zero=False)
 
 
@@ -298,7 +304,7 @@ def _efficiency(journal: _Journal) -> Section:
     last = journal.starts[-1]
     model, full = _inside(last, "flops", "model"), _inside(last, "flops", "full")
     note = (
-        f"Of a peak of {number(last, 'peak_flops') / 1e12:.4g} TFLOP/s over all ranks"
+        f"Relative to a peak of {number(last, 'peak_flops') / 1e12:.4g} TFLOP/s over all ranks"
         f" ({last.get('peak_from')}). MFU counts what the model needs, with causal attention; HFU"
         " also counts recomputation. With full attention MFU would be higher by"
         f" {100 * (full / model - 1) if model else math.nan:.1f} %."
@@ -331,8 +337,8 @@ def _memory(journal: _Journal) -> Section:
     most = max((number(s, "memory") for s in journal.steps), default=math.nan)
     note = (
         "The largest number of bytes of each kind: what the checked program predicts, and what was"
-        " measured. Activations are not included. The most that one rank used for everything,"
-        f" its process included: {_size(most)}."
+        " measured. Activations are not included. The peak memory of"
+        f" one rank, including its process: {_size(most)}."
     )
     return Section("Memory", Html(paragraphs([note]) + table(head, rows)))
 
@@ -353,7 +359,7 @@ def _mesh(start: Record) -> Section:
         return Section("Mesh", paragraphs([str(error)]))
     if picture.mesh.size > MOST_RANKS:
         return Section(
-            "Mesh", paragraphs([f"{picture.title}, too many for a picture."])
+            "Mesh", paragraphs([f"{picture.title}: too many for a picture."])
         )
     return Section("Mesh", name="mesh", draw=partial(mesh_svg, picture))
 

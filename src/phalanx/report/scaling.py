@@ -1,5 +1,5 @@
-"""Tokens a second over ranks: what runs reached, what a plan counts for the same layouts, and what the
-smallest would reach if every rank added as much."""
+"""Tokens per second over the number of ranks: measured, planned, and ideal scaling from
+the smallest run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +14,11 @@ from .page import number, records_of, stretches
 
 @dataclass(frozen=True, eq=False)
 class Speed:
-    """One start of a run: its layout, and the median of the tokens a second of its lines but the first,
-    which is of steps in which the process warms up."""
+    """One start of a run: its layout and its speed.
+
+    The speed is the median of the logged tokens per second, without the first line,
+    which covers the warm-up.
+    """
 
     run: str
     layout: str
@@ -25,7 +28,7 @@ class Speed:
 
 
 def speeds(folders: Sequence[Path]) -> tuple[Speed, ...]:
-    """The speed of every start that logged at least two steps."""
+    """Return the speed of every start that logged at least two steps."""
     found = []
     for folder in folders:
         for start, steps in stretches(records_of(folder)):
@@ -46,7 +49,7 @@ def speeds(folders: Sequence[Path]) -> tuple[Speed, ...]:
 def scaling_svg(
     runs: Sequence[Speed], planned: Callable[[Speed], float | None], width: float
 ) -> Html:
-    """The chart; empty where all have the same number of ranks."""
+    """Draw the chart; empty if all runs have the same number of ranks."""
     runs = sorted(runs, key=lambda run: (run.ranks, run.rate))
     if len({run.ranks for run in runs}) < 2:
         return Html("")
@@ -69,12 +72,12 @@ def scaling_svg(
     shown = [
         series("measured", [(run, run.rate) for run in runs]),
         *([series("planned", plans)] if plans else []),
-        Series("as much from every rank", (), ideal),
+        Series("ideal scaling", (), ideal),
     ]
     return chart(
-        "tokens a second over ranks",
+        "tokens per second over ranks",
         shown,
         ChartAxis("ranks", "{:.0f}".format, base=2),
-        ChartAxis("tokens a second", si_text, base=2),
+        ChartAxis("tokens per second", si_text, base=2),
         width=width,
     )

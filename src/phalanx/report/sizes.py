@@ -1,6 +1,7 @@
-"""Sizes of a run's model: bytes of its pieces and units, and the ranks that hold each part.
+"""Memory of a run's model: bytes of its pieces and units, and the ranks that hold each
+part.
 
-Both come from the engine, which is built for each rank on tensors without memory.
+The engine is built for each rank with tensors that take no memory, and asked for both.
 """
 
 from collections.abc import Callable
@@ -28,7 +29,7 @@ def sizes_of_run(
     target: str,
     optimizer: OptimizerChoice = USUAL_OPTIMIZER,
 ) -> Sizes:
-    """Bytes by piece and unit, of the largest microbatch."""
+    """Return the bytes of each piece and unit, for the largest microbatch."""
     shape, matmul = make().shape, matmul_named(layout.matmul)
     precision = replace(precision_of(layout.precision), matmul=matmul)
     assert shape is not None
@@ -44,7 +45,8 @@ def sizes_of_run(
 def shards_of(
     make: Callable[[], Model], layout: Layout, program: Program, most: int
 ) -> tuple[Slice, ...]:
-    """The part of each weight that each of the first ranks computes with, and the part it keeps."""
+    """Return the part of each weight that each of the first `most` ranks computes with,
+    and the part it keeps."""
     found = []
     for rank in range(min(layout.ranks, most)):
         world = TallyWorld(rank, layout.ranks)

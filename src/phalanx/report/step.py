@@ -1,5 +1,5 @@
-"""The step that a run has measured, as its timeline.json tells it, and what a plan counts for it. Nothing
-in the folder is run."""
+"""The measured step of a run, from its timeline.json, and its prediction. No code in
+the folder is run."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ from .page import Extras, ReportError, Section, number, stretches
 if TYPE_CHECKING:
     from ..parallel import Model
 
-ROWS = 64  # of a program whose memory is shown
-TIMELINE = 1 << 26  # bytes of a measured step
-_SHOWS = "A run of phalanx train leaves it there, once its first steps are done."
+ROWS = 64  # maximum rows of a program whose memory is shown
+TIMELINE = 1 << 26  # maximum bytes of a measured step
+_SHOWS = "phalanx train writes it after the first steps of a run."
 
 
 @dataclass(frozen=True)
 class Step:
-    """The measured step of a run's folder, and what was trained in it."""
+    """The measured step in a run's folder, and the model that was trained."""
 
     number: int
     layout: Layout
     shape: Shape
-    own: str  # FILE.py:Class, of somebody's own model
+    own: str  # FILE.py:Class of a user's own model
     sequence: int
-    device: str  # what the run called it; "CPU", or "" where it did not say
+    device: str  # as recorded by the run: "CPU", a GPU's name, or "" if missing
     recorded: Recorded
-    # the median of the run's steps in this layout but the first line of them
+    # median of the run's steps in this layout, without the first line
     usual: float | None
 
 
 def read_step(folder: Path) -> Step:
-    """The step that a run's timeline.json tells. Nothing in the folder is run."""
+    """Read the step in a run's timeline.json. No code in the folder is run."""
     recorded, text, number = read_recorded(folder)
     layout = Layout.parse(text)
     start, steps = _stretch(folder, text, number)
@@ -66,7 +66,7 @@ def read_step(folder: Path) -> Step:
         sequence=int(start.get("sequence", shape.sequence)),
         device=str(versions.get("device", "")) if isinstance(versions, dict) else "",
         recorded=recorded,
-        # The first line is of steps in which the process warms up.
+        # the first line covers the warm-up
         usual=median(steps[1:]) if len(steps) > 1 else None,
     )
 
@@ -74,8 +74,8 @@ def read_step(folder: Path) -> Step:
 def predicted(
     step: Step, hardware: Hardware, profile: SoftwareProfile, piece_costs: CostFunction
 ) -> Compared:
-    """A run's step beside what a plan counts for it: the same operations, simulated, as
-    `phalanx plan --explain` does it."""
+    """Compare a run's step with a plan: the same operations, simulated as `plan
+    --explain` does."""
     layout, shape = step.layout, step.shape
     request = Request(
         shape, hardware, profile, piece_costs, step.sequence, shape.batch, layout.precision,
@@ -98,7 +98,8 @@ def predicted(
 
 
 def read_recorded(folder: Path) -> tuple[Recorded, str, int]:
-    """The measured step with its program, its layout's text, and its number."""
+    """Return the measured step with its program, the text of its layout, and its
+    number."""
     file = folder / "timeline.json"
     if not file.exists():
         raise ReportError(f"cannot read {file}: No such file or directory. {_SHOWS}")
@@ -109,9 +110,7 @@ def read_recorded(folder: Path) -> tuple[Recorded, str, int]:
         raise ReportError(f"{file} cannot be read: {error}") from None
     layout, step = header.get("layout"), header.get("step")
     if not isinstance(layout, str) or not isinstance(step, int):
-        raise ReportError(
-            f"{file} cannot be read: it does not say its layout and its step."
-        )
+        raise ReportError(f"{file} cannot be read: its layout or step is missing.")
     if not recorded.timeline.makespan:
         raise ReportError(f"{file} contains no operation that took time. {_SHOWS}")
     return recorded, layout, step
@@ -120,7 +119,8 @@ def read_recorded(folder: Path) -> tuple[Recorded, str, int]:
 def _stretch(
     folder: Path, layout: str, before: int
 ) -> tuple[Mapping[str, Any], list[float]]:
-    """The last start of a run that may have done this step, and seconds of each line of its steps."""
+    """Return the last start of a run that can contain this step, and the seconds of its
+    step lines."""
     for start, steps in reversed(stretches(read_journal(folder / "metrics.jsonl"))):
         fits = start.get("layout") == layout and isinstance(start.get("model"), dict)
         if fits and number(start, "step") < before:
@@ -154,7 +154,7 @@ def step_extras(
     except ValueError:  # without a model there is nothing to size
         step = None
     if step and (make or not step.own) and _known(step):
-        # Only where there is a model torch is loaded, which takes a second.
+        # torch, which takes a second to load, is only loaded if there is a model
         from ..parallel.model import build_model
         from .sizes import shards_of, sizes_of_run
 
@@ -170,14 +170,15 @@ def step_extras(
     )
     picture = recorded_picture(recorded, sizes, costs, title)
     if sizes:
-        held = "What ranks hold is what the program and its pieces take, at the times of each step."
+        held = "Memory is computed from the program and its pieces, at the times of each step."
         picture = replace(picture, notes=(*picture.notes, held))
     shards = Section("Shards", name="shards", draw=partial(shards_svg, slices))
     return Extras(picture, compared=compared, sections=(shards,) if slices else ())
 
 
 def _known(step: Step) -> bool:
-    """True if the program belongs to this model: a foreign folder may name any size."""
+    """True if the program can belong to this model: a foreign folder may contain any
+    sizes."""
     program = step.recorded.program
     pieces = step.shape.pieces <= program.pieces <= 3 * step.shape.pieces
     return (

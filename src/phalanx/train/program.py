@@ -53,7 +53,7 @@ def shape_of(run: Run) -> Shape:
     plain = load_model(run.own).shape
     if plain is None:
         raise LayoutError(
-            f"{run.own}: describe() gives no shape; add shape=Shape(...) to its Model."
+            f"{run.own}: describe() returns no shape; add shape=Shape(...) to its Model."
         )
     return run.sized(plain)
 
