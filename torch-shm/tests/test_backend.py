@@ -216,7 +216,7 @@ def test_a_rank_that_cannot_share_memory_is_refused_by_name_on_all_ranks(what):
     got = apart(one_in_another_container, 3, what)
     assert len(got) == 3
     for sentence in got.values():
-        assert f"rank 1 is in another {what} than rank 0" in sentence
+        assert f"rank 1 is in a different {what} than rank 0" in sentence
         assert "or use gloo" in sentence
 
 
@@ -485,7 +485,7 @@ def test_what_it_cannot_do_is_refused_with_the_call_s_name_and_a_way_out():
             "no reduction BAND; there are sum, average, product, min, max"
             in texts["band"]
         )
-        assert "sparse tensors can be summed" in texts["sparse"]
+        assert "sparse tensors can only be summed" in texts["sparse"]
         assert "no monitored_barrier; use barrier" in texts["monitored"]
         assert (
             "all_gather on group 0: out has 3 elements, 4 are needed" in texts["sizes"]

@@ -1,1 +1,2 @@
-"""Every strategy from bare collectives: one short file each, to read, to run, and to test against."""
+"""A lecture on parallel training: every strategy built from collectives, in one short
+file each."""

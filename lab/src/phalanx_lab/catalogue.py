@@ -1,4 +1,4 @@
-"""The experiments by name, in the order in which they are best read, and the size they run at.
+"""The experiments by name, in reading order, and the size they run at.
 
 `chapters.toml` lists them. Their sources are read without being imported.
 """
@@ -22,7 +22,8 @@ INTRODUCTION: list[str] = _DATA["introduction"]
 
 
 class LabError(ValueError):
-    """An experiment that cannot be run like this: what does not fit, and what would."""
+    """Raised if an experiment cannot run with these settings: says what does not fit,
+    and what would."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,12 @@ class Size:
 
     @property
     def bytes(self) -> int:
-        """The size of all weights in float64."""
+        """The bytes of all weights in float64."""
         return 8 * self.layers * self.width**2
 
     def part(self, name: str, index: int, parts: int) -> slice:
-        """The range of `batch`, `width` or `layers` that is number `index` of so many equal parts."""
+        """Return range `index` of `batch`, `width` or `layers` divided into `parts`
+        equal parts."""
         whole: int = getattr(self, name)
         if whole % parts:
             near = max(parts, whole // parts * parts)
@@ -71,18 +73,22 @@ class Chapter:
 
 @dataclass(frozen=True)
 class Cell:
-    """Lines of a source that belong together, from line `first` of the file, and the prose above them."""
+    """Consecutive lines of a source, starting at line `first` of the file, and the
+    prose above them."""
 
     prose: str
     lines: list[str]
     first: int
-    part: str = ""  # the function or class, where it is not the experiment itself
+    part: str = ""  # the function or class, unless it is the experiment itself
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """A function of an experiment's file: its title and story are its docstring. Its cells are what
-    else of the file it uses and its own body, cut at comments that follow an empty line."""
+    """A function of an experiment's file. Its docstring is its title and story.
+
+    Its cells are the other definitions in the file that it uses, and its own body, cut
+    at comments that follow an empty line.
+    """
 
     name: str
     module: str
@@ -95,12 +101,12 @@ class Experiment:
 
     @property
     def source(self) -> str:
-        """The experiment's code with what it uses."""
+        """The experiment's code with the definitions it uses."""
         return "\n".join("\n".join(cell.lines) for cell in self.cells) + "\n"
 
 
 def experiment(name: str) -> Experiment:
-    """The experiment of that name, read without being imported."""
+    """Return the experiment of this name, read without being imported."""
     if name not in NAMES:
         word = name.lower().replace("_", "-").rstrip("0123456789").rstrip("-_ ")
         rows = _DATA["chapters"].items()
@@ -136,7 +142,8 @@ def experiment(name: str) -> Experiment:
 
 @cache
 def _parsed(file: str) -> tuple[list[str], dict[str, ast.stmt]]:
-    """A file's lines, and its top statements by the names that they define."""
+    """Return a file's lines, and its top-level statements by the names that they
+    define."""
     text = (_HERE / "experiments" / f"{file}.py").read_text(encoding="utf-8")
     return text.splitlines(), {
         x: node for node in ast.parse(text).body for x in _defined(node)
@@ -153,7 +160,8 @@ def _defined(node: ast.stmt) -> list[str]:
 
 
 def _top_cell(node: ast.stmt, lines: list[str]) -> Cell:
-    """A top-level statement as a cell: its docstring, or the comment right above it, is the prose."""
+    """Convert a top-level statement to a cell; its docstring, or the comment above it,
+    is the prose."""
     code, prose, name = lines[node.lineno - 1 : node.end_lineno], "", " "
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         name, prose = node.name, ast.get_docstring(node) or ""
@@ -171,7 +179,8 @@ def _top_cell(node: ast.stmt, lines: list[str]) -> Cell:
 
 
 def _cells(node: ast.FunctionDef, lines: list[str]) -> Iterator[Cell]:
-    """The body of an experiment: a comment after an empty line begins a cell and is its prose."""
+    """Split an experiment's body into cells: a comment after an empty line starts one
+    and is its prose."""
     # from the docstring on
     start, end = node.body[0].end_lineno or 0, node.end_lineno or 0
     cell = Cell("", [lines[node.lineno - 1]], start)
@@ -190,5 +199,5 @@ def _cells(node: ast.FunctionDef, lines: list[str]) -> Iterator[Cell]:
 
 
 def listing() -> str:
-    """All experiments, a line each."""
+    """List all experiments, one line each."""
     return text_table((), [(name, experiment(name).title) for name in NAMES], left="ll")

@@ -1,5 +1,5 @@
-"""`phalanx lab`: every strategy from bare collectives, as a lecture: its experiments listed, run on real
-ranks and checked, or written as a page.
+"""`phalanx lab`: a lecture that builds every strategy from collectives. Lists its
+experiments, runs them on real ranks and checks them, or writes them as a page.
 
   phalanx lab                            lists the chapters
   phalanx lab zero-3 --ranks 2           runs one, shows and checks its values
@@ -22,13 +22,23 @@ def run(argv: list[str]) -> int:
     default = Size()
     parser = Parser(__doc__)
     add = parser.add
-    add("names", nargs="*", metavar="NAME", help="chapters, or all; none: list them")
-    add("--ranks", default=4, help="how many ranks")
-    what = "ranks are threads or processes"
+    add(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help="chapters to run, or all; default: list them",
+    )
+    add("--ranks", default=4, help="number of ranks")
+    what = "threads, or gloo for processes"
     add("--backend", choices=(THREADS, GLOO), default=THREADS, help=what)
-    add("--batch", default=default.batch, help="rows of a batch")
-    add("--width", type=whole(1, 1 << 20), default=default.width, help="of the model")
-    add("--layers", default=default.layers, help="of the model")
+    add("--batch", default=default.batch, help="rows in a batch")
+    add(
+        "--width",
+        type=whole(1, 1 << 20),
+        default=default.width,
+        help="width of the model",
+    )
+    add("--layers", default=default.layers, help="layers of the model")
     add("--steps", type=whole(), default=default.steps, help="training steps")
     parser.add_output(
         "--html", help="write one page with prose, code, values and pictures"
@@ -42,9 +52,9 @@ def run(argv: list[str]) -> int:
     for name in names:
         experiment(name)
     size = Size(args.batch, args.width, args.layers, args.steps)
-    # Weights, gradients and what they are compared with; what each layer keeps.
+    # Weights, gradients and their reference; and the activations that each layer keeps.
     need = 3.0 * size.bytes + 8.0 * size.batch * size.width * size.layers
-    way_out = "Write less --width, --batch or --layers"
+    way_out = "Write a smaller --width, --batch or --layers"
     refuse_large(need, f"an MLP of {size.layers:,} layers", way_out)
     from .show import as_json, claims_text, lab_page, lab_text
     from .trial import conduct

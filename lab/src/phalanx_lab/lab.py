@@ -1,7 +1,8 @@
-"""The interface of an experiment on each rank: its peers, its part of the work, and a recorder.
+"""The interface of an experiment on each rank: its peers, its part of the work, and a
+recorder.
 
-Messages and memory are recorded without the experiment's help: groups are wrapped, and a dispatch
-mode follows every tensor. Nothing is changed on the way.
+Messages and memory are recorded without the experiment's help: groups are wrapped, and
+a dispatch mode tracks every tensor. Results are not affected.
 """
 
 import sys
@@ -33,7 +34,8 @@ class LiveOverTime(Live):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()
         self.samples: list[tuple[float, int]] = []
-        # Another rank's thread may free a storage, and so may the thread that is counting.
+        # Storages may be freed in another rank's thread, or in the thread that is
+        # counting.
         self._lock = threading.RLock()
 
     def count(self, size: int) -> None:
@@ -43,7 +45,8 @@ class LiveOverTime(Live):  # type: ignore[no-untyped-call]
 
 
 class Lab:
-    """One rank of an experiment. `group` connects all ranks, any two of which may send messages."""
+    """One rank of an experiment. `group` contains all ranks, any two of which may
+    exchange messages."""
 
     def __init__(self, world: World, size: Size, code: CodeType | None = None) -> None:
         self.rank, self.n, self.size = world.rank, world.size, size
@@ -64,15 +67,15 @@ class Lab:
         groups: Sequence[Sequence[int]],
         pairs: Sequence[tuple[int, int]] = (),
     ) -> Group:
-        """This rank's group out of `groups`; its messages are recorded."""
+        """Return this rank's group out of `groups`; its messages are recorded."""
         return _RecordedGroup(self._world.split(name, groups, pairs), self)
 
     def part(self, name: str) -> slice:
-        """This rank's range of `batch`, `width` or `layers`."""
+        """Return this rank's range of `batch`, `width` or `layers`."""
         return self.size.part(name, self.rank, self.n)
 
     def rows(self, step: int) -> Tensor:
-        """This rank's rows of a step's batch."""
+        """Return this rank's rows of a step's batch."""
         return batch(self.size, step)[self.part("batch")]
 
     def gradients(
@@ -81,19 +84,19 @@ class Lab:
         x: Tensor,
         **hooks: Any,
     ) -> tuple[Tensor, list[Tensor]]:
-        """`gradients_of`, its layers on the timeline."""
+        """Call `gradients_of`, with its layers on the timeline."""
         return gradients_of(weights, x, self.size.layers, doing=self.doing, **hooks)
 
     def own_gradient(self) -> Tensor:
-        """The first layer's gradient from this rank's rows of the first step."""
+        """Return the first layer's gradient from this rank's rows of the first step."""
         return gradients_of(start(self.size), self.rows(0))[1][0]
 
     def whole_gradient(self) -> Tensor:
-        """The first layer's gradient from all rows, in one process."""
+        """Return the first layer's gradient from all rows, in one process."""
         return one_process(self.size).gradients[0]
 
     def average(self, tensors: Sequence[Tensor]) -> None:
-        """The mean over ranks of each, in place."""
+        """Average each tensor over ranks, in place."""
         for x in tensors:
             self.group.all_reduce(x, "average")
 
@@ -109,10 +112,12 @@ class Lab:
         adam: bool = False,
         **state: Sequence[Tensor],
     ) -> list[float]:
-        """All steps, recorded before and after; then the claim that they are one process's training.
+        """Run all steps, recording values before and after; then claim that they equal
+        one process's training.
 
-        `step` returns the loss, if this rank knows one, and the gradients that this rank has, with
-        which `weights` are updated in place. Of gradients and weights a rank has `part` of all layers.
+        `step` returns the loss, if this rank knows it, and this rank's gradients, with
+        which `weights` are updated in place. `part` selects from all layers the
+        gradients and weights that this rank has.
         """
         losses: list[float] = []
         first: list[Tensor] = []
@@ -137,7 +142,7 @@ class Lab:
     # ---- the recorder
 
     def step(self, title: str, **before: Any) -> None:
-        """Starts a step of this name and records the rank's current values."""
+        """Start a step with this title and record the rank's current values."""
         frame: FrameType | None = sys._getframe()
         while frame and frame.f_code is not self._code:
             frame = frame.f_back
@@ -146,7 +151,7 @@ class Lab:
         self.shows("before", **before)
 
     def after(self, **values: Any) -> None:
-        """Records this rank's values at the end of a step."""
+        """Record this rank's values at the end of a step."""
         self.shows("after", **values)
 
     @property
@@ -156,7 +161,7 @@ class Lab:
         return self.record.steps[-1]
 
     def shows(self, when: str, **values: Any) -> None:
-        """Records this rank's current values by name."""
+        """Record this rank's current values by name."""
         with _disable_current_modes():
             self.now.values += [
                 (when, value_of(k.replace("_", " "), x)) for k, x in values.items()
@@ -164,19 +169,19 @@ class Lab:
 
     @contextmanager
     def doing(self, name: str) -> Iterator[None]:
-        """Records the enclosed computation in the timeline."""
+        """Record the enclosed computation in the timeline."""
         start = time.perf_counter()
         yield
         self.now.spans.append(Interval("compute", name, start, time.perf_counter()))
 
     def note(self, sentence: str) -> None:
-        """A result in words. One rank may speak for all: `if lab.rank == 0`."""
+        """Record a result in words. One rank may do so for all: `if lab.rank == 0`."""
         self.now.notes.append(sentence)
 
     def table(
         self, title: str, header: Sequence[str], rows: Iterable[Sequence[object]]
     ) -> None:
-        """A table, in which rank 0 speaks for all."""
+        """Record a table, on rank 0 for all."""
         if self.rank == 0:
             cells = [[str(cell) for cell in row] for row in rows]
             self.now.tables.append((title, list(header), cells))
@@ -184,18 +189,20 @@ class Lab:
     def claim(
         self, says: str, got: Any, want: Any = True, *, within: float = 1e-10
     ) -> None:
-        """Asserts that two values agree: text and booleans exactly, numbers within a relative tolerance."""
+        """Assert that two values agree: text and booleans exactly, numbers within a
+        relative tolerance."""
         with _disable_current_modes():
             says = f"rank {self.rank}: {says}"
             self.record.claims.append(compared(says, got, want, within))
 
     def everyone(self, x: Tensor) -> Tensor:
-        """x of every rank, for a claim about all of them: (ranks, *x.shape). It is not recorded."""
+        """Gather x of every rank for a claim about all of them: (ranks, *x.shape). It
+        is not recorded."""
         with _disable_current_modes():
             return gathered(self._claims, x[None].contiguous())
 
     def sent(self, group: str | None = None) -> float:
-        """Bytes that this rank has sent so far, in one group or in all."""
+        """Return the bytes that this rank has sent so far, in one group or in all."""
         calls = [call for step in self.record.steps for call in step.sent.items()]
         return sum(
             sum(to.values())
@@ -204,7 +211,7 @@ class Lab:
         )
 
     def called(self, group: Group, call: Call, start: float) -> None:
-        """Record a call that is complete."""
+        """Record a completed call."""
         name = f"{call.kind} on {group.name}"
         self.now.spans.append(Interval("messages", name, start, time.perf_counter()))
         for source in range(group.size):
@@ -216,7 +223,8 @@ class Lab:
                     self.received += size
 
     def close(self) -> RankRecord:
-        """The record, its memory curve thinned to what a picture can show."""
+        """Return the record, with the memory curve thinned to what a picture can
+        show."""
         samples = self.memory.samples
         if (run := -(-len(samples) // 300)) > 2:
             parts = [samples[i : i + run] for i in range(0, len(samples), run)]
@@ -228,7 +236,8 @@ class Lab:
 
 
 def sends(call: Call, rank: int, source: int, size: int) -> dict[int, float]:
-    """The bytes that `source` sends to each rank of a group in a call of `rank`'s."""
+    """Return the bytes that `source` sends to each rank of the group in a call made by
+    `rank`."""
     x = float(call.x.nbytes)
     others = [i for i in range(size) if i != source]
     # All-reduce is a reduce-scatter of equal parts, then an all-gather of them.
@@ -250,7 +259,7 @@ def sends(call: Call, rank: int, source: int, size: int) -> dict[int, float]:
 
 
 class _RecordedWork(Work):
-    """A call under way, which is recorded once it has been waited for."""
+    """A pending call, which is recorded once it has been waited for."""
 
     def __init__(self, inner: Work, complete: Callable[[], None]) -> None:
         self._inner = inner
@@ -285,14 +294,15 @@ class _RecordedGroup(Group):
 
 
 def gathered(group: Group, x: Tensor) -> Tensor:
-    """Everyone's x, one after another along the first dim."""
+    """Gather every rank's x along the first dimension."""
     out = torch.empty(group.size * x.shape[0], *x.shape[1:], dtype=x.dtype)
     group.all_gather(out, x)
     return out
 
 
 def scattered(group: Group, x: Tensor, op: str = "sum") -> Tensor:
-    """This rank's equal part, along the first dimension, of x reduced over all ranks."""
+    """Return this rank's equal part, along the first dimension, of x reduced over all
+    ranks."""
     out = torch.empty(x.shape[0] // group.size, *x.shape[1:], dtype=x.dtype)
     group.reduce_scatter(out, x, op)
     return out

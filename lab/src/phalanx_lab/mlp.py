@@ -1,7 +1,9 @@
-"""The deep MLP by hand, and its training in one process: the reference of every experiment.
+"""The deep MLP by hand, and its training in one process: the reference of every
+experiment.
 
-A layer is gelu(x @ w); the loss is the mean square of the output. Everything is float64, from
-generators that depend only on the seed, so every rank can make the data without a message.
+A layer is gelu(x @ w); the loss is the mean square of the output. Everything is
+float64, from generators that depend only on the seed, so every rank can generate the
+data without a message.
 """
 
 import threading
@@ -27,13 +29,14 @@ def same(layer: int, x: Tensor) -> Tensor:
 
 
 def draw(seed: int, *shape: int) -> Tensor:
-    """Normal numbers that depend on the seed and on nothing else."""
+    """Return normally distributed values that depend only on the seed."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 def start(size: Size) -> list[Tensor]:
-    """The weights before training (He et al. 2015: a gelu passes on half of its input)."""
+    """Return the initial weights (He et al. 2015: a gelu passes on half of its
+    input)."""
     scale = (2 / size.width) ** 0.5
     return [
         scale * draw(100 + layer, size.width, size.width)
@@ -42,25 +45,27 @@ def start(size: Size) -> list[Tensor]:
 
 
 def batch(size: Size, step: int) -> Tensor:
-    """The rows of a step, (batch, width): a pure function of the step."""
+    """Return the rows of a step, (batch, width): a pure function of the step."""
     return draw(10_000 + step, size.batch, size.width)
 
 
 def forward(x: Tensor, w: Tensor) -> tuple[Tensor, Kept]:
-    """A layer's output, and what its backward needs."""
+    """Return a layer's output, and what its backward needs."""
     z = x @ w
     return F.gelu(z), (x, z)
 
 
 def backward(gy: Tensor, kept: Kept, w: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of a layer's input and weight, from the gradient of its output."""
+    """Return the gradients of a layer's input and weight, from the gradient of its
+    output."""
     x, z = kept
     gz = torch.ops.aten.gelu_backward(gy, z)
     return gz @ w.T, x.T @ gz
 
 
 def loss_of(y: Tensor, rows: int | None = None) -> tuple[Tensor, Tensor]:
-    """The mean square, and its gradient. With `rows`, the part of a mean over that many rows."""
+    """Return the mean square and its gradient; with `rows`, this part of a mean over
+    that many rows."""
     count = (rows or y.shape[0]) * y.shape[1]
     return y.square().sum() / count, 2 * y / count
 
@@ -77,12 +82,14 @@ def gradients_of(
     gradient: Callable[[int, Tensor], Tensor | None] = same,
     doing: Callable[[str], AbstractContextManager[object]] = nullcontext,
 ) -> tuple[Tensor, list[Tensor]]:
-    """The loss of some rows and the gradients of the weights: every layer forward, then backward.
+    """Return the loss of some rows and the weight gradients: every layer forward, then
+    backward.
 
-    A strategy is what it does in between, with the number of the layer: to the `product` x @ w before
-    the gelu, to the `output` after it, to the output's gradient in `loss`, to the gradient that goes
-    `to_input`, and to the weight's `gradient`, of which None means that this rank does not keep it.
-    Weights that are not all here are a function of the layer and of the way, 1 forward or -1 back.
+    A strategy consists of hooks, called with the number of the layer: on the `product`
+    x @ w before the gelu, on the `output` after it, on the output's gradient in `loss`,
+    on the gradient that goes `to_input`, and on the weight's `gradient`, where None
+    means that this rank does not keep it. `weights` may be a function of the layer and
+    the direction (1 forward, -1 backward) that fetches a weight.
     """
     use = weights if callable(weights) else lambda layer, way: weights[layer]
     count = layers if callable(weights) else len(weights)
@@ -110,13 +117,13 @@ def gradients_of(
 
 @torch.no_grad()
 def update(weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Plain gradient descent, in place."""
+    """Apply plain gradient descent, in place."""
     for w, g in zip(weights, gradients, strict=True):
         w -= RATE * g
 
 
 class Adam:
-    """Adam (Kingma and Ba 2014): two numbers of state for every weight."""
+    """Adam (Kingma and Ba 2014), with two values of state for every weight."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self.count = 0
@@ -124,7 +131,7 @@ class Adam:
 
     @torch.no_grad()
     def update(self, weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """One step of the weights, in place."""
+        """Update the weights by one step, in place."""
         self.count += 1
         for w, g, m, v in zip(weights, gradients, self.m, self.v, strict=True):
             m.lerp_(g, 0.1)
@@ -135,7 +142,8 @@ class Adam:
 
 
 class OneProcess(NamedTuple):
-    """The loss of every step, the gradients of the first, and the weights at the end."""
+    """The loss of every step, the gradients of the first, and the weights at the
+    end."""
 
     losses: list[float]
     gradients: list[Tensor]
@@ -146,7 +154,7 @@ _once = threading.Lock()  # ranks that are threads share one computation
 
 
 def one_process(size: Size, adam: bool = False) -> OneProcess:
-    """Trains without parallelism, with autograd's gradients."""
+    """Train without parallelism, with autograd's gradients."""
     with _once, _disable_current_modes():
         return _one_process(size, adam)
 

@@ -1,4 +1,4 @@
-"""Records of one rank while it runs an experiment: plain values, ready to be shown."""
+"""Records of one rank while it runs an experiment: plain values, ready for display."""
 
 import hashlib
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Claim:
-    """A sentence, whether it holds, and the numbers it was judged by."""
+    """A sentence, its truth, and the values it was judged by."""
 
     says: str
     holds: bool
@@ -20,7 +20,8 @@ class Claim:
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor or number that a rank had: its shape, its first numbers, a hash of all its bytes."""
+    """A tensor or number on a rank: its shape, first elements, and a hash of all its
+    bytes."""
 
     name: str
     shape: str
@@ -31,7 +32,8 @@ class Value:
 
 @dataclass(frozen=True)
 class Interval:
-    """One activity of a rank, with its start and end in seconds of the machine's clock."""
+    """One activity of a rank, with its start and end in seconds of the machine's
+    clock."""
 
     lane: str  # compute or messages
     name: str
@@ -41,14 +43,16 @@ class Interval:
 
 @dataclass
 class LabStep:
-    """A part of an experiment, as one rank saw it."""
+    """A part of an experiment, as recorded by one rank."""
 
     title: str
     start: float
-    line: int = 0  # of the experiment's function, where the step began
-    values: list[tuple[str, Value]] = field(default_factory=list)  # when, what
-    # Of each call, as "all_reduce on everyone", the bytes to each rank, as if everyone sent to the
-    # receiver directly. Rings and trees pass parts on; the sum over all ranks is the same for a ring.
+    line: int = 0  # line of the experiment's function at which the step began
+    # (before or after, value)
+    values: list[tuple[str, Value]] = field(default_factory=list)
+    # Bytes to each rank by call, such as "all_reduce on everyone", as if every rank
+    # sent to the receiver directly. Rings and trees forward data; the sum over all
+    # ranks is the same for a ring.
     sent: dict[str, dict[int, float]] = field(default_factory=dict)
     spans: list[Interval] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -58,7 +62,7 @@ class LabStep:
 
 @dataclass
 class RankRecord:
-    """One rank: its steps, what it claims, and the bytes of its tensors over time."""
+    """One rank's steps, its claims, and the bytes of its tensors over time."""
 
     rank: int
     steps: list[LabStep] = field(default_factory=list)
@@ -67,7 +71,7 @@ class RankRecord:
 
 
 def value_of(name: str, x: Any) -> Value:
-    """The display form of a tensor, a list of tensors, or a plain value."""
+    """Return the display form of a tensor, a list of tensors, or a plain value."""
     xs = [x] if isinstance(x, Tensor) else x
     if isinstance(xs, Sequence) and xs and all(isinstance(each, Tensor) for each in xs):
         shapes = dict.fromkeys(
@@ -95,17 +99,18 @@ def _first(x: Tensor) -> str:
 def _hash(tensors: Sequence[Tensor]) -> str:
     digest = hashlib.blake2b(digest_size=4)
     for each in tensors:
-        # A clone, since a single number may have any stride and still be called contiguous.
+        # A clone, since a tensor of one element may have any stride and still count as
+        # contiguous.
         plain = each.detach().reshape(-1).clone(memory_format=torch.contiguous_format)
         digest.update(plain.to("cpu").view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
 def compared(says: str, got: Any, want: Any, within: float = 1e-10) -> Claim:
-    """The claim that two things are the same: text exactly, numbers to `within` of the largest.
+    """Compare two values: text exactly, numbers within `within` of the largest.
 
-    Ranks add in another order than one process, which costs some 1e-16 of the largest number. A
-    mistake in what is added costs at least 1e-3.
+    Ranks add in a different order than one process, which costs some 1e-16 of the
+    largest value. A mistake in the terms costs at least 1e-3.
     """
     if isinstance(want, bool | str):
         return Claim(
@@ -118,14 +123,14 @@ def compared(says: str, got: Any, want: Any, within: float = 1e-10) -> Claim:
         return Claim(says, True, "nothing on either side")
     largest = max(theirs.abs().max().item(), torch.finfo(torch.float64).tiny)
     apart = (ours - theirs).abs().max().item()
-    fits = apart <= within * largest  # false for a NaN
+    fits = apart <= within * largest  # false for NaN
     if ours.numel() == 1:
         return Claim(says, fits, f"{ours.item():,.10g}; wanted {theirs.item():,.10g}")
     return Claim(says, fits, f"{ours.numel():,} numbers, at most {apart:.1e} apart")
 
 
 def _flat(x: Any) -> Tensor:
-    """Any nest of numbers and tensors as one float64 vector."""
+    """Flatten nested numbers and tensors into one float64 vector."""
     if isinstance(x, Tensor):
         return x.detach().to("cpu", torch.float64).reshape(-1)
     if isinstance(x, Sequence):

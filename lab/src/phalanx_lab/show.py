@@ -1,4 +1,4 @@
-"""A trial as text for a terminal, as JSON, and as an HTML page without a script."""
+"""A trial as text for a terminal, as JSON, and as an HTML page without scripts."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ Steps = Sequence[tuple[int, LabStep]]  # (rank, step)
 
 
 def as_json(trial: LabTrial) -> dict[str, object]:
-    """Everything that was recorded, as plain values."""
+    """Return everything that was recorded, as plain values."""
     return {
         "name": trial.experiment.name,
         "title": trial.experiment.title,
@@ -44,14 +44,14 @@ def as_json(trial: LabTrial) -> dict[str, object]:
 
 
 def conditions(trial: LabTrial) -> str:
-    """The conditions of a run, in one line."""
+    """Describe the conditions of a run in one line."""
     size = trial.size
     ranks = "1 rank" if trial.ranks == 1 else f"{trial.ranks} ranks on {trial.backend}"
     return f"{ranks}; batch {size.batch}, width {size.width}, {size.layers} layers, {size.steps} steps"
 
 
 def verdict(trial: LabTrial) -> str:
-    """The number of claims that hold."""
+    """Count the claims that hold."""
     count = len(trial.claims)
     if trial.holds:
         return f"{count} claims hold"
@@ -59,8 +59,11 @@ def verdict(trial: LabTrial) -> str:
 
 
 def lab_text(trial: LabTrial, *, verbose: bool = False) -> str:
-    """Prose, code, what every rank had before and after each step, what was sent, and the claims that
-    failed; with `verbose` all claims, and steps that repeat others with other numbers."""
+    """Return a trial as text: prose, code, values before and after each step, messages,
+    and failed claims.
+
+    With `verbose`, all claims, and steps that repeat others with different values.
+    """
     file = trial.experiment
     parts = [
         f"{file.name}: {file.title}\n{conditions(trial)}\n",
@@ -88,17 +91,18 @@ def _split(prose: str) -> list[str]:
 
 
 def _prose(text: str) -> str:
-    """A paragraph in lines of 80 characters; a table keeps its lines."""
+    """Wrap a paragraph to 80 characters; a table keeps its lines."""
     return text + "\n" if text.startswith("    ") else fill(text, 80) + "\n"
 
 
 def _trimmed(code: Sequence[str]) -> str:
-    """Lines of code without the empty ones around them and the spaces before all."""
+    """Strip empty lines around code, and common indentation."""
     return dedent("\n".join(code)).strip("\n")
 
 
 def _marked(steps: Sequence[Titled]) -> Iterator[tuple[str, Steps, bool]]:
-    """Steps, and whether they repeat one above with other numbers."""
+    """Yield steps, and True for those that repeat an earlier one with different
+    values."""
     seen = set[str]()
     for title, of_ranks in steps:
         plain = re.sub(r"\d+", "", title)
@@ -107,7 +111,8 @@ def _marked(steps: Sequence[Titled]) -> Iterator[tuple[str, Steps, bool]]:
 
 
 def claims_text(trial: LabTrial, *, verbose: bool = False) -> str:
-    """The number of claims that hold, and the claims that fail; all claims if `verbose`."""
+    """Return the number of claims that hold, and the claims that fail; all claims if
+    `verbose`."""
     lines = [verdict(trial)]
     for claim in trial.claims if verbose else trial.failed:
         detail = f" ({claim.detail})" if claim.detail else ""
@@ -132,7 +137,7 @@ def _step_text(title: str, steps: Steps) -> Iterator[str]:
 
 
 def _results(steps: Steps) -> Iterator[str]:
-    """The results, in words and tables."""
+    """Yield the results in words and tables."""
     for _, step in steps:
         yield from (f"  {sentence}\n" for sentence in step.notes)
         for name, header, cells in step.tables:
@@ -142,7 +147,8 @@ def _results(steps: Steps) -> Iterator[str]:
 
 
 def value_rows(steps: Steps) -> list[tuple[str, ...]]:
-    """(when, rank, name, shape, first numbers, hash); what is as in the row above is left out."""
+    """Return rows of (when, rank, name, shape, first values, hash), leaving out
+    repeated cells."""
     values = [(when, f"rank {r}", v) for r, step in steps for when, v in step.values]
     order = list(dict.fromkeys(when for when, _, _ in values))
     rows: list[tuple[str, ...]] = []
@@ -155,7 +161,7 @@ def value_rows(steps: Steps) -> list[tuple[str, ...]]:
     return rows
 
 
-# ---- a page
+# ---- the page
 
 _WORK = {"F": "#56b4e9", "B": "#e69f00", "U": "#f0e442"}
 _MESSAGE = dict.fromkeys(("send", "receive"), "#b0b0b0")
@@ -163,7 +169,8 @@ _MESSAGE |= dict.fromkeys(("reduce", "reduce_scatter"), "#d55e00")
 
 
 def lab_page(trials: Sequence[LabTrial]) -> str:
-    """All trials as a lecture: prose, code, values, timelines and messages, then all strategies."""
+    """Render all trials as a lecture: prose, code, values, timelines and messages, then
+    all strategies."""
     rows: list[tuple[object, ...]] = []
     for t in trials:
         check = tag("span", verdict(t), cls="good" if t.holds else "bad")
@@ -177,7 +184,7 @@ def lab_page(trials: Sequence[LabTrial]) -> str:
     words = paragraphs(
         [*(f"{conditions(trial)}." for trial in trials[:1]), *INTRODUCTION]
     )
-    # The pass through all layers that most chapters change, and the training around it.
+    # The pass through all layers that most chapters modify, and the training around it.
     sources = [_code(getsource(each).split("\n")) for each in (gradients_of, Lab.train)]
     model = _folded("the model that most chapters train, and its training", *sources)
     sections = [
@@ -194,7 +201,7 @@ def _chapter(name: str) -> Html:
 
 
 def _ways(names: Sequence[str], name: str) -> Html:
-    """Links to the contents, the chapter before and the one after."""
+    """Return links to the contents, the previous chapter and the next one."""
     at = names.index(name)
     near = [("back", names[at - 1 : at]), ("on", names[at + 1 : at + 2])]
     links = [
@@ -206,7 +213,8 @@ def _ways(names: Sequence[str], name: str) -> Html:
 
 
 def _section(trial: LabTrial, ways: Html, shown: dict[tuple[str, str], str]) -> Html:
-    """A chapter; `shown` says in which one a function of a file was shown first."""
+    """Render a chapter. `shown` records in which chapter each function was shown
+    first."""
     file = trial.experiment
     parts = [tag("h2", file.name), ways, tag("p", tag("strong", file.title))]
     parts += map(_paragraph, _split(file.story))
@@ -256,7 +264,7 @@ _SYNTAX = re.compile(
 
 
 def _code(code: Sequence[str]) -> Html:
-    """Lines of code, with comments, strings and keywords in colours."""
+    """Render lines of code with coloured comments, strings and keywords."""
     text, parts, at = _trimmed(code), list[object](), 0
     for found in _SYNTAX.finditer(text):
         parts += [text[at : found.start()], tag(str(found.lastgroup), found[0])]
@@ -273,7 +281,8 @@ def _paragraph(text: str) -> Html:
 
 
 def _summary(trials: Sequence[LabTrial], ways: Html) -> Html:
-    """A table of all strategies: what a rank has and sends, when to use them, where to read on."""
+    """Render a table of all strategies: memory and messages of a rank, and when to use
+    them."""
     ranks = trials[0].ranks
     legend = (
         f"W, G, O and A are the bytes of all weights, gradients, optimizer state and activations; n ranks."
@@ -331,7 +340,7 @@ def _step_html(
 
 
 def _hash(digest: str) -> Html:
-    """With a square whose colour is the hash."""
+    """Render a hash with a square in its colour."""
     colour = f"background:hsl({int(digest[1:5] or '0', 16) % 360} 65% 55%)"
     return Html(
         digest and tag("span", cls="chip", style=colour) + tag("code", digest[1:])
@@ -339,7 +348,8 @@ def _hash(digest: str) -> Html:
 
 
 def _timeline(trial: LabTrial, title: str, steps: Steps) -> Html:
-    """The timeline of each rank: a row for computing, a row for messages, the bytes of its tensors."""
+    """Draw the timeline of each rank: a row for compute, a row for messages, the bytes
+    of its tensors."""
     spans = [span for _, step in steps for span in step.spans]
     start, end = min(span.start for span in spans), max(span.end for span in spans)
     levels = {}
@@ -368,7 +378,7 @@ def _timeline(trial: LabTrial, title: str, steps: Steps) -> Html:
 
 def _bar(rank: int, span: Interval, start: float) -> Bar:
     name = span.name.split(" on ")[0]
-    # F3 is forward; a word that begins with F is other work
+    # F3 is a forward; a word that merely starts with F is other work
     work = _WORK.get(name.rstrip("0123456789"), "#9fd3c7")
     fill = work if span.lane == "compute" else _MESSAGE.get(name, "#0072b2")
     ink = "#ffffff" if fill == "#0072b2" else "#000000"
@@ -379,7 +389,7 @@ def _bar(rank: int, span: Interval, start: float) -> Bar:
 
 
 def _traffic(ranks: int, steps: Steps) -> Html:
-    """A table of senders and receivers: the darker a cell, the more bytes."""
+    """Render a table of senders and receivers: the darker a cell, the more bytes."""
     sums: dict[tuple[int, int], float] = {}
     for rank, step in steps:
         for to, size in (item for call in step.sent.values() for item in call.items()):

@@ -1,4 +1,4 @@
-"""Running an experiment on real ranks."""
+"""Runs an experiment on real ranks."""
 
 import importlib
 import sys
@@ -12,12 +12,13 @@ from .catalogue import Cell, Experiment, LabError, Size, experiment
 from .lab import Lab
 from .record import Claim, LabStep, RankRecord
 
-Titled = tuple[str, list[tuple[int, LabStep]]]  # a step of that title, on each rank
+# a step's title, and the step on each rank
+Titled = tuple[str, list[tuple[int, LabStep]]]
 
 
 @dataclass(frozen=True)
 class LabTrial:
-    """One experiment that has been run, and what was recorded of every rank."""
+    """One experiment that was run, with the records of every rank."""
 
     experiment: Experiment
     size: Size
@@ -38,7 +39,8 @@ class LabTrial:
         return not self.failed
 
     def steps(self) -> list[Titled]:
-        """Each title with (rank, step) of all ranks, in the order in which a rank first began it."""
+        """Return each title with (rank, step) of all ranks, in the order in which they
+        began."""
         steps: dict[str, list[tuple[int, LabStep]]] = {}
         for record in self.records:
             for step in record.steps:
@@ -46,7 +48,7 @@ class LabTrial:
         return sorted(steps.items(), key=lambda item: min(s.start for _, s in item[1]))
 
     def blocks(self) -> Iterator[tuple[Cell, list[Titled]]]:
-        """The lecture: cells, cut so that the steps that were recorded in a cell can follow it."""
+        """Yield the cells, cut so that each is followed by the steps recorded in it."""
         here = self.experiment
         # by the line of the statement in which they began
         steps: dict[int, list[Titled]] = {}
@@ -61,7 +63,8 @@ class LabTrial:
                 yield cell, []
                 continue
             prose, first, end = cell.prose, cell.first, cell.first + len(cell.lines)
-            # Code up to the second statement that began a step is of the first, and so on.
+            # Code up to the second statement that began a step belongs to the first,
+            # and so on.
             inside = [line for line in sorted(steps) if first <= line < end]
             for line, following in zip(
                 inside or [first], [*inside[1:], end], strict=True
@@ -81,7 +84,7 @@ def conduct(
     ranks: int = 4,
     backend: str = "threads",
 ) -> Iterator[LabTrial]:
-    """The experiments one after another, all in one world of ranks."""
+    """Run the experiments one after another in one world of ranks."""
     size, backend = size or Size(), backend_for(backend)
     experiments = [experiment(name) for name in names]
     with workers(ranks, backend=backend, timeout=60.0) as run:
@@ -89,7 +92,8 @@ def conduct(
             try:
                 records = run(on_a_rank, each.module, each.function, size)
             except RankFailed as failed:
-                # What does not fit can be changed by the user; anything else keeps its traceback.
+                # A size that does not fit can be changed by the user; anything else
+                # keeps its traceback.
                 kind, _, text = failed.reports[0].error.partition(": ")
                 error = (
                     LabError(f"{each.name}: {text}") if kind == "LabError" else failed
@@ -99,7 +103,7 @@ def conduct(
 
 
 def on_a_rank(world: World, module: str, function: str, size: Size) -> RankRecord:
-    """Runs the experiment on one rank and records it."""
+    """Run the experiment on one rank and record it."""
     carry_out = getattr(importlib.import_module(module), function)
     lab = Lab(world, size, carry_out.__code__)
     with lab.memory:
@@ -109,8 +113,9 @@ def on_a_rank(world: World, module: str, function: str, size: Size) -> RankRecor
 
 
 def backend_for(backend: str) -> str:
-    """The backend that was asked for; under a debugger threads, so that every rank can be stopped."""
-    # what debuggers use from Python 3.12 on
+    """Return the requested backend, or threads under a debugger, so that every rank can
+    be stopped."""
+    # used by debuggers from Python 3.12 on
     monitoring = getattr(sys, "monitoring", None)
     debugged = (
         monitoring is not None

@@ -1,6 +1,8 @@
-"""A watcher for programs of many processes: it notices when they make no progress, finds the rank that is
-why, writes the stacks of all and ends them. It needs no torch, and starts in less than a
-tenth of a second."""
+"""A watcher for multi-process programs.
+
+It notices when they make no progress, finds the responsible rank, writes the stacks of
+all ranks and ends them. It needs no torch, and starts in less than a tenth of a second.
+"""
 
 from .diagnosis import diagnose
 from .hosted import Hosted

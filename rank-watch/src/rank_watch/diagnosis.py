@@ -1,9 +1,10 @@
 """Finds the rank that does not follow the program, from the positions of all ranks.
 
-A rank that waits in a call waits for the group members that have not made it. The cause is a rank
-that others wait for, directly or through others, and that waits for nobody itself. If all wait for
-each other there is no such rank. Then either the calls differ, and the first difference is shown;
-or some ranks are in a call that every member has made, and the network between them has stopped.
+A rank in a call waits for the group members that have not made it. The cause is a rank
+that others wait for, directly or indirectly, and that waits for nobody itself. If all
+wait for each other there is no such rank. Then either the calls differ, and the first
+difference is shown; or some ranks are in a call that every member has made, and the
+network between them has stopped.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,13 +14,14 @@ from .positions import KNOWN, OVER
 from .rank_state import RankState
 from .reader import GroupKey, Made
 
-# A save, a start, a read or a compilation may do nothing at all for so many times the timeout, but
-# for no more than so many seconds, unless the timeout itself is longer.
+# A save, a start, a read or a compilation may be idle for this multiple of the timeout,
+# up to a maximum in seconds, unless the timeout itself is longer.
 PATIENCE, PATIENCE_MOST = 30, 1800.0
-# Seconds for which a GPU may make no progress while too few waits for it have ended to know better.
+# Seconds for which a GPU may make no progress until enough waits for it have ended to
+# estimate it.
 DEVICE_LEAST, DEVICE_KNOWN = 600.0, 3
-STOPPED = 2.0  # seconds that one rank may be stopped (SIGSTOP) while others are not
-_FRAMES, _CAUSES, _LINES = 6, 4, 16  # shown on the screen
+STOPPED = 2.0  # seconds that one rank may be stopped (SIGSTOP) while others run
+_FRAMES, _CAUSES, _LINES = 6, 4, 16  # maxima shown on the screen
 
 World = Mapping[int, RankState]
 Awaited = Mapping[int, tuple[int, ...]]
@@ -27,9 +29,11 @@ Awaited = Mapping[int, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The verdict on a run that may hang, with the reason in one screen. `ranks` are the cause.
-    `notices` are lines about a run that does not hang, each with a key that stays the same while
-    the line grows."""
+    """The verdict on a run that may hang, with an explanation that fits on one screen.
+
+    `ranks` are the cause. `notices` are lines about a run that does not hang, each with
+    a key that stays the same while the line changes.
+    """
 
     hangs: bool
     ranks: tuple[int, ...]
@@ -47,8 +51,8 @@ class Limits:
     """Seconds without progress after which a rank counts as stuck."""
 
     timeout: float
-    longest: float  # the longest operation of any rank so far
-    device: float  # the longest time that a GPU made no progress, and went on
+    longest: float  # longest operation of any rank so far
+    device: float  # longest time without progress from which a GPU recovered
 
     @classmethod
     def of(cls, ranks: Sequence[RankState], timeout: float) -> "Limits":
@@ -70,14 +74,16 @@ class Limits:
 
 
 def patience(timeout: float, times: int = PATIENCE) -> float:
-    """Seconds for which a save, a start, a read or a compilation may do nothing at all."""
+    """Return the seconds for which a save, a start, a read or a compilation may be
+    idle."""
     return max(timeout, min(times * timeout, PATIENCE_MOST))
 
 
 def diagnose(
     ranks: Sequence[RankState], timeout: float, missing: Sequence[str] = ()
 ) -> Diagnosis:
-    """Why the run makes no progress, if it does not. `missing`: hosts whose watchers do not answer."""
+    """Explain why the run makes no progress, if it does not. `missing`: hosts whose
+    watchers do not answer."""
     world = {r.rank: r for r in ranks}
     awaited = {r.rank: waited_for(r, world) for r in ranks}
     limits = Limits.of(ranks, timeout)
@@ -85,7 +91,7 @@ def diagnose(
     late = [r for r in live if r.still > limits.of_rank(r)]
     stuck = [r for r in ranks if _is_cause(r, world, awaited, limits)]
     all_wait = bool(live) and late == live and all(awaited[r.rank] for r in live)
-    # A rank that waits for one on a host of which nothing is known.
+    # A rank waits for one on a host that nothing is known about.
     lost = missing and any(_waits_beyond(r, world, awaited) for r in late)
     traced = any(r.traced for r in live)
     if traced or not (stuck or all_wait or lost):
@@ -122,7 +128,8 @@ def _headline(
 
 
 def _notices(live: Sequence[RankState], limits: Limits) -> Iterator[tuple[str, str]]:
-    """Ranks that make no progress and are left alone, and why."""
+    """Yield notices about ranks without progress that are not ended, with the
+    reason."""
     for r in live:
         who, goes_on = f"rank {r.rank}", "the run is not ended for that"
         if r.traced and max(r.held, r.still) > limits.timeout:
@@ -138,11 +145,12 @@ def _notices(live: Sequence[RankState], limits: Limits) -> Iterator[tuple[str, s
             yield f"{who} {r.phase} {r.note}", text
 
 
-# ---- who waits for whom
+# ---- which ranks each rank waits for
 
 
 def waited_for(r: RankState, world: World) -> tuple[int, ...]:
-    """The ranks that a rank waits for; its own, where all that is known is that it waits for its GPU."""
+    """Return the ranks that a rank waits for; the rank itself if it waits for its GPU
+    for unknown reasons."""
     if r.over or r.state in "Tt":
         return ()
     if r.on_device:
@@ -158,13 +166,14 @@ def waited_for(r: RankState, world: World) -> tuple[int, ...]:
     known = [m for m in others if m in world]
     absent = [m for m in known if not has_made(world[m], call)]
     unknown = [m for m in others if m not in world]
-    # All have made it: one that does not wait may have to move its part of it.
+    # All have made it: one that is not waiting may have to advance its part.
     idle = [m for m in known if world[m].waits == 0]
     return tuple(absent or unknown or idle or others)
 
 
 def _device_waits_for(r: RankState, world: World) -> tuple[int, ...]:
-    """The ranks that a rank's GPU waits for: those whose host has not queued what this one has."""
+    """Return the ranks that a GPU waits for: those whose hosts have not queued what
+    this one has."""
     others = [o for o in world.values() if o.rank != r.rank and not o.on_device]
     mine = dict(r.made)
     behind = [
@@ -178,7 +187,7 @@ def _device_waits_for(r: RankState, world: World) -> tuple[int, ...]:
     if r.flights:
         late = _behind_in_flight(r, world)
         inside = any(flight.started > flight.ended for flight in r.flights)
-        # A GPU inside no call of NCCL's is stuck in its own work.
+        # A GPU outside every NCCL call is stuck in its own work.
         return late or ((r.rank,) if inside else ())
     if not r.device_op:
         return (r.rank,)
@@ -190,7 +199,8 @@ def _device_waits_for(r: RankState, world: World) -> tuple[int, ...]:
 
 
 def _behind_in_flight(r: RankState, world: World) -> tuple[int, ...]:
-    """The ranks whose GPUs have not started a call that this rank's GPU is in."""
+    """Return the ranks whose GPUs have not started a call that this rank's GPU is
+    in."""
     late = set[int]()
     for mine in r.flights:
         for member in mine.ranks if mine.started > mine.ended else ():
@@ -202,7 +212,7 @@ def _behind_in_flight(r: RankState, world: World) -> tuple[int, ...]:
 
 
 def has_made(r: RankState, call: Made) -> bool:
-    """True if a rank has made a collective of a group of its own."""
+    """True if a rank has made this collective of one of its groups."""
     counts = dict(r.made)
     if call.group in counts:
         return counts[call.group] > call.nth
@@ -211,7 +221,8 @@ def has_made(r: RankState, call: Made) -> bool:
 
 
 def _has_matched(r: RankState, waiter: RankState, call: Made) -> bool:
-    """True if a rank has made its side of the message that `waiter` waits for in `call`."""
+    """True if a rank has made its side of the message that `waiter` waits for in
+    `call`."""
     sides = (
         c.nth
         for c in r.calls
@@ -221,7 +232,7 @@ def _has_matched(r: RankState, waiter: RankState, call: Made) -> bool:
 
 
 def _is_complete(r: RankState, world: World) -> bool:
-    """True if a rank waits in a call that every other rank of it has made too."""
+    """True if a rank waits in a call that every other participant has made too."""
     call = r.call
     if call is None:
         return False
@@ -238,23 +249,24 @@ def _is_cause(r: RankState, world: World, awaited: Awaited, limits: Limits) -> b
     if r.traced or r.output:
         return False
     if r.state == "T":
-        # Where all are stopped, as after Ctrl-Z, somebody means to continue them.
+        # If all are stopped, as after Ctrl-Z, somebody intends to continue them.
         others_run = any(o.state != "T" and not o.over for o in world.values())
         return others_run and r.held > min(limits.plain, STOPPED)
     return not awaited[r.rank] and r.still > limits.of_rank(r)
 
 
 def _waits_beyond(r: RankState, world: World, awaited: Awaited) -> bool:
-    """True if a rank waits for one of which nothing is known, or for its GPU and so perhaps for one."""
+    """True if a rank waits for an unknown rank, or for its GPU and thus perhaps for an
+    unknown rank."""
     return r.on_device or any(rank not in world for rank in awaited[r.rank])
 
 
-# ---- in words
+# ---- descriptions
 
 
 def _cause(r: RankState, ranks: Sequence[RankState], awaited: Awaited) -> Iterator[str]:
-    """Describes the call that a rank should be in, judging by those that wait for it, and its
-    actual position."""
+    """Describe the call that a rank should be in, according to the waiting ranks, and
+    where it is."""
     calls = [o.call for o in ranks if r.rank in awaited[o.rank] and o.rank != r.rank]
     call = next((c for c in calls if c is not None), None)
     should = f" should be in {call};" if call else ":"
@@ -272,7 +284,7 @@ def _frames(r: RankState, most: int) -> list[str]:
 
 
 def _waiters(ranks: Sequence[RankState], awaited: Awaited) -> Iterator[str]:
-    """A line for all that wait for the same ranks in the same call."""
+    """Yield one line for all ranks that wait for the same ranks in the same call."""
     alike: dict[str, list[RankState]] = {}
     for r in ranks:
         if awaited[r.rank]:
@@ -291,7 +303,7 @@ def _waiters(ranks: Sequence[RankState], awaited: Awaited) -> Iterator[str]:
 
 
 def span(ranks: Sequence[int]) -> str:
-    """rank 3; ranks 0-2, 5."""
+    """Format ranks: rank 3; ranks 0-2, 5."""
     if not ranks:
         return ""
     runs: list[list[int]] = []
@@ -308,7 +320,7 @@ def span(ranks: Sequence[int]) -> str:
 def _deadlock(
     live: Sequence[RankState], world: World, awaited: Awaited
 ) -> Iterator[str]:
-    """Why all ranks wait for each other."""
+    """Explain why all ranks wait for each other."""
     complete = [r for r in live if _is_complete(r, world)]
     different = list(_difference(live))
     if live and all(r.on_device for r in live):
@@ -326,7 +338,8 @@ def _deadlock(
 
 
 def _devices(live: Sequence[RankState]) -> Iterator[str]:
-    """Positions of the GPUs, if all ranks wait for them and no single one is the cause."""
+    """Describe where the GPUs are, if all ranks wait for them and no single one is the
+    cause."""
     hosts = sorted({r.host for r in live})
     between = (
         f", or the network between {', '.join(hosts[:8])}" if len(hosts) > 1 else ""
@@ -342,7 +355,8 @@ def _devices(live: Sequence[RankState]) -> Iterator[str]:
 
 
 def _network(complete: Sequence[RankState], world: World) -> Iterator[str]:
-    """Calls that every member has made and that do not end, with the hosts that they are between."""
+    """Describe calls that every member has made but that do not end, with the hosts
+    involved."""
     members: dict[str, set[int]] = {}
     for r in complete:
         call = r.call
@@ -366,8 +380,11 @@ def _network(complete: Sequence[RankState], world: World) -> Iterator[str]:
 def _difference(
     live: Sequence[RankState], only: GroupKey | None = None
 ) -> Iterator[str]:
-    """The first call of a group that two of its members have made differently. Of one group `only`,
-    calls alike count as different too where they were made at different operations."""
+    """Describe the first call of a group that two of its members have made differently.
+
+    Within one group `only`, equal calls also differ if they were made in different
+    operations.
+    """
     sides: dict[tuple[GroupKey, int], dict[str, list[tuple[int, int]]]] = {}
     for r in live:
         for call in r.calls:
@@ -395,7 +412,8 @@ def _difference(
 def _absence(
     live: Sequence[RankState], world: World, awaited: Awaited
 ) -> Iterator[str]:
-    """A call that some members wait in and another has not made, as it waits elsewhere itself."""
+    """Describe a call that some members wait in while another member waits
+    elsewhere."""
     for r in live:
         call = r.call
         if call is None:

@@ -1,8 +1,8 @@
-"""Work of a rank that its position does not show: processor time, and bytes read and written.
+"""Work of a rank that its position does not show: CPU time, and bytes read and written.
 
-A rank that saves, reads or starts makes no progress by its position for minutes, and is healthy while
-it works. A rank that is stuck costs a little processor time, too: its heartbeat, threads that draw a
-progress bar or look after communication. So work has to reach a rate to count.
+A rank that saves, reads or starts may keep its position for minutes, and is healthy as
+long as it works. A stuck rank also uses some CPU time, for its heartbeat, progress bars
+or communication threads. So work must reach a minimum rate to count.
 """
 
 import os
@@ -17,7 +17,7 @@ BYTES, BYTES_RATE = (
     1 << 16,
     4096,
 )  # bytes, and bytes a second, of threads that are not the rank's own
-EVERY = 0.5  # seconds between two looks: they read a file for each thread
+EVERY = 0.5  # seconds between two samples: each reads a file per thread
 _TICK = 1.0 / os.sysconf("SC_CLK_TCK")
 
 
@@ -26,29 +26,32 @@ class _Sample:
     at: float
     computed: float  # seconds of processor time
     moved: int  # bytes read and written by the whole process
-    own: int  # the same, and such calls, of the rank's own thread
+    own: int  # the same plus the number of calls, for the rank's own thread
 
 
 class Effort:
-    """Measures the work of one process. `computed_at` and `moved_at` are the last times, on the
-    caller's clock, at which it computed, and read or wrote."""
+    """Measures the work of one process.
+
+    `computed_at` and `moved_at` are the last times, on the caller's clock, at which it
+    computed, and at which it read or wrote.
+    """
 
     def __init__(self, pid: int, now: float) -> None:
         self.pid = pid
         self.computed_at = self.moved_at = now
-        # the rank's own thread, and the one that beats
+        # the rank's own thread, and its heartbeat thread
         self.thread = self.heartbeat = 0
         self._looked = now
         self._computed = self._moved = self._sample(now)
         self._begins = False
 
     def begin(self, now: float) -> None:
-        """Starts to count anew: the rank has made progress."""
+        """Restart the measurement after the rank has made progress."""
         self.computed_at = self.moved_at = now
         self._begins = True
 
     def look(self, now: float) -> None:
-        """Looks at the process anew, if it is time to."""
+        """Take a new sample if it is time to."""
         if not self._begins and now - self._looked < EVERY:
             return
         self._looked = now
@@ -59,10 +62,11 @@ class Effort:
             return
         seconds = now - self._computed.at
         computed = sample.computed - self._computed.computed
-        # Three ticks: the times of the process and of its heartbeat are rounded down apart.
+        # Three ticks: the times of the process and of its heartbeat are rounded down
+        # separately.
         if computed > max(3 * _TICK, RATE * seconds):
             self.computed_at, self._computed = now, sample
-        elif computed < 0:  # a child has ended whose time its parent does not get
+        elif computed < 0:  # a child has ended whose time is not added to its parent's
             self._computed = sample
         seconds = now - self._moved.at
         moved = sample.moved - self._moved.moved
@@ -70,7 +74,7 @@ class Effort:
             self.moved_at, self._moved = now, sample
 
     def skip(self, seconds: float) -> None:
-        """Leaves out seconds in which the process could not run."""
+        """Exclude seconds in which the process could not run."""
         self.computed_at += seconds
         self.moved_at += seconds
 
@@ -83,7 +87,8 @@ class Effort:
         return _Sample(now, computed, moved, own)
 
     def _of_children(self) -> float:
-        """Processor time of processes that the rank has started, as compilers are; not of the watcher."""
+        """Return the CPU time of processes that the rank started, such as compilers,
+        without the watcher."""
         total, found = 0.0, _children(self.pid)
         seen = {os.getpid()}
         while found:
@@ -96,13 +101,14 @@ class Effort:
 
 
 def _seconds(path: str, fields: int) -> float:
-    """Processor time of a process or thread; of 4 fields also its children's that have ended."""
+    """Return the CPU seconds of a process or thread; with 4 fields including its ended
+    children."""
     times = stat_of(path)[11 : 11 + fields]
     return _TICK * sum(map(int, times))
 
 
 def _counters(path: str) -> int:
-    """Counters of what a process or thread reads and writes: bytes, and calls."""
+    """Return the sum of a process's or thread's I/O counters: bytes and calls."""
     with suppress(OSError, IndexError, ValueError):
         return sum(
             int(line.split()[1]) for line in Path(path).read_text().splitlines()[:6]

@@ -1,7 +1,8 @@
-"""The ranks of a run on other hosts, asked for through the run's folder.
+"""Ranks of a run on other hosts, queried through the run's folder.
 
-Who wants to know them replaces the file `asked`; each host's watcher then writes what it sees into
-HOST.answer.json, with the time of the question, which is the file server's: clocks of hosts may differ.
+To ask, a process replaces the file `asked`. Each host's watcher then writes its state
+to HOST.answer.json, with the time of the question by the file server's clock, since
+clocks of hosts may differ.
 """
 
 import json
@@ -17,16 +18,17 @@ from .rank_state import RankState, pack, unpack
 from .ranks_folder import ASKED, RanksFolder
 from .untrusted import parse_object, whole
 
-FRESH = 10 * 10**9  # ns by which an answer may be older than the question
-LAST = -1  # in place of that time: the watcher has ended, and nothing more comes
+FRESH = 10 * 10**9  # nanoseconds by which an answer may be older than the question
+LAST = -1  # instead of a time: the watcher has ended, and no further answer will come
 ASK_EVERY = 2.0  # seconds
-RECENT = 6.0  # seconds for which a watcher believes an answer
+RECENT = 6.0  # seconds for which a watcher trusts an answer
 _POLL = 0.25
 _ANSWER_EVERY = 0.75
 
 
 def ask(folder: RanksFolder) -> None:
-    """Asks all hosts anew. Who may not write there sees what others have asked for."""
+    """Ask all hosts again. Without write permission, one only sees answers to other
+    questions."""
     with suppress(OSError):
         folder.write(ASKED)
 
@@ -34,7 +36,7 @@ def ask(folder: RanksFolder) -> None:
 def answer(
     folder: RanksFolder, host: str, start: str, asked: int, states: list[RankState]
 ) -> None:
-    """Writes what the watcher of a host sees."""
+    """Write the state of a host's ranks as an answer."""
     table = {"asked": asked, "start": start, **pack(states)}
     folder.write(f"{host}{ANSWER}", json.dumps(table))
 
@@ -42,7 +44,8 @@ def answer(
 def answers(
     folder: RanksFolder, hosts: Iterable[str], start: str
 ) -> dict[str, tuple[int, list[RankState]]]:
-    """The answers of hosts that are there and fresh, of this start of the run, each with its time."""
+    """Return the fresh answers of hosts for this start of the run, each with its
+    time."""
     found = dict[str, tuple[int, list[RankState]]]()
     asked = 0
     with suppress(OSError):
@@ -58,8 +61,8 @@ def answers(
 
 @dataclass(frozen=True)
 class Others:
-    """A watcher's knowledge of other hosts: their ranks, the hosts that do not answer, and those
-    that may still answer."""
+    """A watcher's knowledge of other hosts: their ranks, hosts that do not answer, and
+    hosts that may still answer."""
 
     ranks: tuple[RankState, ...] = ()
     missing: tuple[str, ...] = ()
@@ -68,7 +71,8 @@ class Others:
 
 @dataclass
 class _Heard:
-    """The last answer of a host: when it came, by our clock, and of which question."""
+    """The last answer of a host: its arrival by our clock, and the question it
+    answers."""
 
     at: float
     asked: int
@@ -76,22 +80,26 @@ class _Heard:
 
 
 class Elsewhere:
-    """The other hosts as a watcher sees them. Their files are read in a thread of its own: a file system
-    that does not answer holds up nothing else."""
+    """The other hosts as a watcher sees them.
+
+    Their files are read in a separate thread, so that an unresponsive file system
+    blocks nothing else.
+    """
 
     def __init__(
         self, out: Path, hosts: Sequence[str], start: str, timeout: float
     ) -> None:
         self.folder, self.hosts, self.start = RanksFolder(out), list(hosts), start
-        # Seconds without an answer after which a host is missing. A file server may take some.
+        # Seconds without an answer after which a host counts as missing. File servers
+        # may take a few.
         self.silence = min(30.0, max(5.0, 2 * timeout))
-        self._wanted = -1e9  # when somebody last wanted to know
-        self._since = 0.0  # since when somebody wants to know, without a break
+        self._wanted = -1e9  # time of the last query
+        self._since = 0.0  # start of the current uninterrupted series of queries
         self._heard = dict[str, _Heard]()
         self._thread: threading.Thread | None = None
 
     def look(self, now: float) -> Others:
-        """Everything known by now; the first look begins to ask."""
+        """Return everything known so far. The first call starts asking."""
         if not self.hosts:
             return Others()
         if now - self._wanted > 3 * ASK_EVERY:
@@ -144,7 +152,7 @@ class Elsewhere:
 def answer_for_ever(
     folder: RanksFolder, host: str, start: str, states: Callable[[], list[RankState]]
 ) -> None:
-    """Answers each question, in a thread of the watcher."""
+    """Answer each question, in a thread of the watcher."""
     answered = 0
     while True:
         time.sleep(_ANSWER_EVERY)

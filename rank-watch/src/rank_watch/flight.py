@@ -1,7 +1,9 @@
-"""The record of NCCL's calls that torch keeps in each rank (its flight recorder), read after a hang.
+"""The record of NCCL calls that torch keeps in each rank (its flight recorder), read
+after a hang.
 
-The host of a rank queues calls and goes on; the record says which of them its GPU has started and ended.
-A GPU that has not started a call in which the GPUs of the other members are is the one they wait for.
+A rank's host queues calls and continues; the record shows which of them its GPU has
+started and ended. If a GPU has not started a call that the other members' GPUs are in,
+they wait for it.
 """
 
 import json
@@ -12,16 +14,19 @@ from typing import Any
 
 from .untrusted import Untrusted, items, line, parse_object, whole
 
-_MOST = 1 << 14  # entries that are read
-_SHOWN = 40  # lines of a rank
+_MOST = 1 << 14  # maximum entries read
+_SHOWN = 40  # maximum lines for a rank
 _RANKS = 1 << 24
 _STATES = ("scheduled", "started", "completed")
 
 
 @dataclass(frozen=True)
 class Flight:
-    """The collectives of one group on one rank's GPU: the numbers of the last that has ended, of the last
-    that has started, and of the last that was queued; and the name of the first that has not ended."""
+    """The collectives of one group on one rank's GPU.
+
+    `ended`, `started` and `queued` are the numbers of the last collective in each
+    state; `name` is that of the first that has not ended.
+    """
 
     group: str
     ranks: tuple[int, ...]
@@ -43,7 +48,7 @@ class Flight:
 
 
 def parse_flights(raw: bytes) -> tuple[Flight, ...]:
-    """The groups in a rank's record; none where the record is empty or is not one."""
+    """Parse the groups in a rank's record; empty if the record is empty or invalid."""
     found: dict[tuple[str, tuple[int, ...]], Flight] = {}
     with suppress(Untrusted, KeyError, TypeError, AttributeError):
         table = parse_object(raw)
@@ -61,14 +66,14 @@ def parse_flights(raw: bytes) -> tuple[Flight, ...]:
 
 
 def _state(entry: Mapping[str, Any]) -> int:
-    """0: queued, 1: started, 2: ended."""
+    """Return 0 for queued, 1 for started, 2 for ended."""
     if entry.get("retired") is True:
         return 2
     return _STATES.index(entry["state"]) if entry["state"] in _STATES else 0
 
 
 def _with(known: Flight, number: int, state: int, name: str) -> Flight:
-    """A group's calls with one more, which was queued after those that are known."""
+    """Add a call to a group's calls; it was queued after the known ones."""
     first = name.removeprefix("nccl:") if state < 2 and not known.name else known.name
     return Flight(
         known.group,
@@ -81,7 +86,8 @@ def _with(known: Flight, number: int, state: int, name: str) -> Flight:
 
 
 def _ranks_of(table: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    """The members of a group as ranks of the world; none where the record does not say."""
+    """Return the members of a group as ranks of the world; empty if the record does not
+    say."""
     with suppress(KeyError, TypeError, ValueError):
         ranks = table["pg_config"][name]["ranks"]
         parsed = json.loads(ranks) if isinstance(ranks, str) else ranks
@@ -90,6 +96,6 @@ def _ranks_of(table: Mapping[str, Any], name: str) -> tuple[int, ...]:
 
 
 def flight_lines(flights: tuple[Flight, ...]) -> list[str]:
-    """The groups as lines, those first in which something is under way."""
+    """Format the groups as lines, those with pending calls first."""
     order = sorted(flights, key=lambda each: each.queued <= each.ended)
     return [f"      NCCL, {each}" for each in order[:_SHOWN]]

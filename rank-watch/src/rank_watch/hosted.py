@@ -1,4 +1,5 @@
-"""The ranks of one host, as its watcher is given them and as others find them in the run's folder."""
+"""The ranks of one host, as passed to its watcher and as recorded in the run's
+folder."""
 
 import json
 import re
@@ -17,7 +18,8 @@ ANSWER = ".answer.json"
 
 @dataclass(frozen=True)
 class RankProcess:
-    """A rank of this host: its process, when that was started, and the paths of its memory."""
+    """A rank of this host: its process with its start time, and the paths of its
+    memory."""
 
     rank: int
     pid: int
@@ -35,22 +37,26 @@ class RankProcess:
 
 @dataclass(frozen=True)
 class Hosted:
-    """The ranks of one host. `hosts` are all of the run, this one included; `start` is a random name of
-    this start of the run, which tells its files from those of an earlier one."""
+    """The ranks of one host.
+
+    `hosts` are all hosts of the run, including this one. `start` is a random name of
+    this start of the run, which distinguishes its files from an earlier start's.
+    """
 
     host: str
     out: str
     hosts: tuple[str, ...]
     timeout: float
     ranks: tuple[RankProcess, ...]
-    # a folder that goes with the process that has started this host's ranks
+    # a folder to be deleted when the process that started this host's ranks has ended
     memory: str = ""
     start: str = ""
-    program: str = "rank-watch"  # that the watcher speaks for
+    program: str = "rank-watch"  # program in whose name the watcher reports
 
     @classmethod
     def parse(cls, raw: bytes | str) -> "Hosted":
-        """Raises `Untrusted` for anything but what `str` of such a value gives."""
+        """Parse what `str` of such a value returns. Raises `Untrusted` for anything
+        else."""
         table = parse_object(raw)
         try:
             entries = items(table["ranks"], MOST_RANKS)
@@ -64,7 +70,7 @@ class Hosted:
                 line(table["start"], 64),
                 line(table["program"], 64),
             )
-        except (KeyError, ValueError) as error:  # also of entries of other lengths
+        except (KeyError, ValueError) as error:  # also for entries of the wrong length
             raise Untrusted(f"not the ranks of a host: {error}") from None
 
     def __str__(self) -> str:
@@ -82,7 +88,7 @@ class Hosted:
 
 
 def host_name(value: Any) -> str:
-    """The name of a host; one that could lead out of a folder is refused."""
+    """Check the name of a host; refuse one that could lead out of a folder."""
     name = line(value, 200)
     if not re.fullmatch(r"\w[\w.#-]*", name, re.ASCII):
         raise Untrusted("not the name of a host")
@@ -90,7 +96,7 @@ def host_name(value: Any) -> str:
 
 
 def entries_of(folder: RanksFolder) -> list[str]:
-    """The names of the files in which hosts name their ranks."""
+    """List the files in which hosts record their ranks."""
     names = [name for name in folder.names() if name.endswith(_ENTRY)]
     return [
         name for name in names if not name.startswith(".") and not name.endswith(ANSWER)

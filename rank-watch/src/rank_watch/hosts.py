@@ -1,7 +1,9 @@
-"""Groups the ranks of a run by host: ranks whose processes can see each other's memory.
+"""Groups the ranks of a run by host: ranks whose processes can read each other's
+memory.
 
-Cloned machines share a name, and a snapshot of a running one even shares its boot id, so ranks that
-may be on one host test it: each reads a random number in the memory of the others.
+Cloned machines share a name, and a snapshot of a running one even shares its boot id,
+so ranks that may be on one host test it: each reads a random number in the others'
+memory.
 """
 
 import hashlib
@@ -21,8 +23,11 @@ from .reader import PositionReader
 
 @dataclass(frozen=True)
 class RankHome:
-    """A rank, the name of its machine, and what all processes that may be on its host have in common.
-    `token`: the random number in its memory."""
+    """A rank, the name of its machine, and properties shared by all processes on its
+    host.
+
+    `token` is the random number in its memory.
+    """
 
     machine: str
     place: str
@@ -30,14 +35,15 @@ class RankHome:
     token: int
 
     def sees(self, other: "RankHome") -> bool:
-        """True if this process, of this rank, can read another rank's memory."""
+        """True if this process, which belongs to this rank, can read another rank's
+        memory."""
         if self.process.rank == other.process.rank:
             return True
         return self.place == other.place and _token_of(other.process) == other.token
 
 
 def _token_of(rank: RankProcess) -> int:
-    """The random number in the memory of a rank; 0 where this process cannot read it."""
+    """Return the random number in a rank's memory; 0 if this process cannot read it."""
     with suppress(OSError):
         reader = PositionReader(Process(rank.pid, rank.started), rank.files)
         try:
@@ -48,8 +54,8 @@ def _token_of(rank: RankProcess) -> int:
 
 
 def place() -> str:
-    """A text that processes of one host share: the boot id, and in a container its process
-    namespace and shared memory."""
+    """Return a text shared by processes of one host: boot id, process namespace and
+    shared memory."""
     parts = []
     with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         parts.append(file.read().strip())
@@ -62,7 +68,7 @@ def place() -> str:
 
 
 def machine_name() -> str:
-    """The name of this machine, as a part of a file's name."""
+    """Return this machine's name in a form that can be part of a file name."""
     name = re.sub(r"[^\w.-]", "-", socket.gethostname(), flags=re.ASCII)
     return name.lstrip(".-")[:64] or "host"
 
@@ -70,7 +76,8 @@ def machine_name() -> str:
 def hosts_of(
     homes: Sequence[RankHome], sees: Sequence[Sequence[int]]
 ) -> dict[str, list[RankProcess]]:
-    """The ranks of each host by its name. `sees`: of each rank, which others it can see."""
+    """Return the ranks of each host by its name. `sees[rank]`: the other ranks that it
+    can read."""
     hosts: list[list[RankHome]] = []
     for rank, home in enumerate(homes):
         for members in hosts:
@@ -85,7 +92,8 @@ def hosts_of(
 
 
 def _names(homes: Sequence[RankHome]) -> list[str]:
-    """The names of hosts: their machines', with an end where several machines have one name."""
+    """Return the hosts' names: their machines', with a suffix if several machines share
+    a name."""
     machines = Counter(home.machine for home in homes)
     used = Counter[str]()
     names = []

@@ -1,4 +1,4 @@
-"""The time of a record, in terms that survive a clock that is set and a machine that sleeps."""
+"""Timestamps that remain comparable when the clock is set or the machine sleeps."""
 
 import os
 import time
@@ -11,12 +11,13 @@ _read_once = cache(Path.read_text)
 
 
 def clock() -> float:
-    """Seconds since the machine was started, also while it slept."""
+    """Return the seconds since the machine booted, including sleep."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def stamp() -> dict[str, Any]:
-    """The time of a record; `boot` identifies the boot of the machine whose clock it uses."""
+    """Return a timestamp; `boot` identifies the boot of the machine whose clock it
+    uses."""
     boot = f"process {os.getpid()}"
     with suppress(OSError):
         boot = _read_once(Path("/proc/sys/kernel/random/boot_id"))[:13]

@@ -1,9 +1,10 @@
-"""A run's ranks as they are seen from outside.
+"""A run's ranks as seen by an outside process.
 
-The run may be another user's, and all that its folder says may be made up to harm who looks. Nothing is
-believed but what the kernel confirms: that the process runs, was started when the folder says, belongs
-to the user who wrote that, and has the memory of a rank open. Only such a process gets a signal, the
-one that asks for stacks, and only if it has a handler for it.
+The run may belong to another user, and its folder may contain anything, even with
+malicious intent. Only facts that the kernel confirms are trusted: that the process
+exists, started at the recorded time, belongs to the user who wrote the file, and has a
+rank's memory open. Only such a process is sent a signal, the one that requests stacks,
+and only if it has a handler for it.
 """
 
 import os
@@ -21,15 +22,15 @@ from .rank_state import RankState
 from .ranks_folder import RanksFolder, SmallFile
 from .watched_rank import WatchedRank
 
-_SMALL = 1 << 20  # bytes of the file of a host
-_MOST = 1 << 14  # processes that are looked at
+_SMALL = 1 << 20  # maximum bytes of a host's file
+_MOST = 1 << 14  # maximum processes examined
 _WAIT = 0.1
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The ranks of a run on this host, its timeout, the hosts whose ranks are not to be seen here, and
-    what there is to say about who owns them."""
+    """The ranks of a run on this host, its timeout, the hosts whose ranks are not
+    visible here, and notices about the owner of the ranks."""
 
     ranks: tuple[RankState, ...]
     timeout: float
@@ -38,11 +39,11 @@ class Snapshot:
 
 
 def snapshot(folder: Path, seconds: float = 1.0, *, stacks: bool = True) -> Snapshot:
-    """Looks for so long at a run's ranks on this host."""
+    """Observe a run's ranks on this host for `seconds`."""
     ranks_folder = RanksFolder(folder)
     files = list(_hosted(ranks_folder))
     states, here, notices = list[RankState](), set[str](), list[str]()
-    seen = set[int]()  # processes: a file may name one many times
+    seen = set[int]()  # process ids: a file may name one many times
     for hosted, file in files:
         entries = [entry for entry in hosted.ranks if entry.pid not in seen][
             : _MOST - len(seen)
@@ -62,7 +63,8 @@ def snapshot(folder: Path, seconds: float = 1.0, *, stacks: bool = True) -> Snap
 
 
 def described(seen: Snapshot) -> tuple[Diagnosis, list[str]]:
-    """Why the ranks that were seen make no progress, if they do not, and lines that show each of them."""
+    """Explain why the observed ranks make no progress, if so; and return lines that
+    show each of them."""
     found = diagnose(seen.ranks, seen.timeout or 60.0)
     lines = [*found.lines] if found.hangs else ["the run makes progress", *found.lines]
     lines += [line for state in seen.ranks for line in ("", *state.lines)]
@@ -70,7 +72,7 @@ def described(seen: Snapshot) -> tuple[Diagnosis, list[str]]:
 
 
 def _hosted(folder: RanksFolder) -> Iterator[tuple[Hosted, SmallFile]]:
-    """The files in which hosts name their ranks, but for those that are not usable."""
+    """Yield the valid files in which hosts record their ranks."""
     for name in entries_of(folder):
         with suppress(OSError, ValueError):
             file = folder.read(name, _SMALL)
@@ -80,7 +82,8 @@ def _hosted(folder: RanksFolder) -> Iterator[tuple[Hosted, SmallFile]]:
 
 
 def _newest(files: Sequence[tuple[Hosted, SmallFile]]) -> Hosted | None:
-    """The file of the run's last start: a killed start leaves its files behind."""
+    """Return the file of the run's last start; killed starts leave their files
+    behind."""
     newest = max(files, key=lambda each: each[1].written, default=None)
     return newest[0] if newest else None
 
@@ -88,7 +91,7 @@ def _newest(files: Sequence[tuple[Hosted, SmallFile]]) -> Hosted | None:
 def _watched(
     hosted: Hosted, entries: Sequence[RankProcess], file: SmallFile, notices: list[str]
 ) -> Iterator[WatchedRank]:
-    """The ranks that the kernel confirms, with what there is to say about the others."""
+    """Yield the ranks that the kernel confirms; append notices about the others."""
     me = os.geteuid()
     for entry in entries:
         try:
@@ -98,7 +101,7 @@ def _watched(
                 f"{hosted.host}: ranks of user {file.owner} are not shown: their processes cannot be"
                 f" read by user {me}, or are not theirs"
             )
-        except OSError:  # it has ended, or is none
+        except OSError:  # it has ended, or is not a process
             continue
         else:
             if file.owner != me:
@@ -109,7 +112,7 @@ def _watched(
 
 
 def _may_signal(folder: RanksFolder, file: SmallFile) -> bool:
-    """True if the user whose ranks these are is also the one whom the run belongs to."""
+    """True if the owner of these ranks also owns the run's folder."""
     with suppress(OSError):
         return folder.owner == file.owner
     return False
@@ -128,7 +131,8 @@ def _states(
     for r, begin in zip(watched, begins, strict=True):
         with suppress(OSError):
             words, now = r.reader.words(), time.monotonic()
-            if r.since <= begun and words[SINCE] > 0:  # no progress while we looked
+            # no progress during the observation
+            if r.since <= begun and words[SINCE] > 0:
                 r.since = min(r.since, words[SINCE] / 1e3)
             r.longest = max(r.longest, words[LONGEST] / 1e3)
             r.device_longest = max(r.device_longest, words[DEVICE_LONGEST] / 1e3)
@@ -140,8 +144,11 @@ def _states(
 def ask_elsewhere(
     folder: Path, here: Sequence[str], seconds: float = 0.0
 ) -> tuple[list[RankState], list[str]]:
-    """The ranks of a run on other hosts that share its folder, and the hosts that have not answered
-    within `seconds`. Ask again, and who has answered in between is seen."""
+    """Return the ranks on other hosts that share the folder, and the hosts without an
+    answer in `seconds`.
+
+    Asking again returns answers that arrived in between.
+    """
     ranks_folder = RanksFolder(folder)
     newest = _newest(list(_hosted(ranks_folder)))
     others = [host for host in newest.hosts if host not in here] if newest else []

@@ -1,10 +1,12 @@
-"""A rank's position in the program, in memory that other processes can read while it does not answer.
+"""A rank's position in the program, in memory that other processes can read even if it
+hangs.
 
-Each rank owns nameless files in memory. The first has some words, a ring of the rank's last calls, and
-a log of texts that the words number. A rank writes one word as it begins an operation, and seven when
-it makes a call of a group; a reader finds out by looking twice since when they have not changed. The
-second file takes the stacks of the rank's threads, which Python's fault handler writes when a signal
-asks for them: that needs no lock of the interpreter.
+Each rank owns anonymous memory files. The first contains some words, a ring of the
+rank's last calls, and a log of texts that the words refer to by number. A rank writes
+one word when it begins an operation, and seven when it makes a call of a group. A
+reader finds out by repeated reads how long they have not changed. The second file
+receives the stacks of the rank's threads, which Python's fault handler writes on a
+signal, without the GIL.
 """
 
 import faulthandler
@@ -19,36 +21,39 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-# Words of the page. The rank writes these once, but for TEXTS, and BEAT while its interpreter runs.
+# Words of the page. The rank writes these once, except TEXTS, and BEAT while its
+# interpreter runs.
 RANK, PID, THREAD, NATIVE, TEXTS, BEAT, HEARTBEAT = range(7)
-# These change as the rank makes progress.
-# PASSED: events that the device has passed
+# These change as the rank makes progress. PASSED: events that the device has passed.
 STEP, PHASE, OP, CALLS, WAITS, PASSED = range(8, 14)
 DEVICE_AT = (
-    # the text of the operation that the device is at; -1: it has done all, or has no queue
+    # the text of the operation that the device is at; -1: it has finished all, or has
+    # no queue
     14
 )
-# The watcher writes these, in ms: the last progress, the longest operation so far, its own last look,
-# and the longest time for which a healthy device made no progress. Then the waits for it that ended.
+# Written by the watcher, in ms: the last progress, the longest operation so far, its
+# own last look, and the longest time without progress of a healthy device. The last is
+# the number of waits for the device that have ended.
 SINCE, LONGEST, LOOKED, DEVICE_LONGEST, DEVICE_WAITS = range(16, 21)
-# The watcher asks for the record of NCCL's calls by a number, and the rank answers with the same.
+# The watcher requests the NCCL record by writing a number, and the rank answers with
+# the same number.
 ASKS, ANSWERS = 21, 22
-TOKEN = 24  # a random number, by which ranks find out whether they are on one host
+TOKEN = 24  # a random number, by which ranks find out if they are on one host
 WORDS = 32
-NOTE, ROOM = 256, 2048  # bytes of the page: what a phase works on
-COUNTS, GROUPS = 4096, 1024  # collectives made on each group, a word each
+NOTE, ROOM = 256, 2048  # bytes of the page: a note on the current phase
+COUNTS, GROUPS = 4096, 1024  # number of collectives made on each group, one word each
 RING = COUNTS + 8 * GROUPS
 CALLS_KEPT = 1024
-# Its number, group, text, operation, peer, and which of its peer's or group's.
+# number, group, text, operation, peer, and index among the peer's or group's calls
 CALL = struct.Struct("6q")
 LOG = RING + CALLS_KEPT * CALL.size
 SIZE = LOG + (1 << 22)
-# the nameless files, by the end of their names
+# name suffixes of the anonymous files
 FILES = ("position", "stacks", "flight")
-DEVICE = -1  # in WAITS: not for a call, but for the rank's own GPU
+DEVICE = -1  # value of WAITS: the rank waits for its own GPU, not for a call
 BEATS = 0.5  # seconds
 
-# In these a rank may take very long without going on, and is not taken to hang.
+# In these phases a rank may make no progress for very long without counting as hung.
 KNOWN = ("starting", "reading a checkpoint", "saving", "compiling")
 OVER = ("ended", "failed")
 _OTHER = (
@@ -56,26 +61,28 @@ _OTHER = (
     "between steps",
 )  # fmt: skip
 PHASES = (*KNOWN, *_OTHER, *OVER)
-# A signal that nothing else uses; the fault handler answers it from C.
+# An otherwise unused signal; the fault handler answers it from C.
 STACKS = (
     int(signal.SIGRTMIN) + 8 if hasattr(signal, "SIGRTMIN") else int(signal.SIGUSR2)
 )
 
 
 def phase_named(number: int) -> str:
-    """The phase of that number; empty where there is none."""
+    """Return the phase with this number, or ""."""
     return PHASES[number] if 0 <= number < len(PHASES) else ""
 
 
 class Positions:
-    """This rank's position, which it writes for others to read.
+    """This rank's position, which it writes for other processes to read.
 
-    `words` is written as it is by who writes often: `words[OP] = number` of a text that `texts` gave.
+    Frequent writers write `words` directly: `words[OP] = number`, with a number that
+    `texts` returned.
     """
 
-    watched = False  # by a process that ends the run when it hangs
+    watched = False  # True if a process ends the run when it hangs
     host = ""  # the name of this rank's host among those of the run
-    # On a GPU: at which operation the device is, and how many events it has passed; the record of NCCL.
+    # On a GPU: a function that returns the device's operation and the number of events
+    # it has passed, and one that returns the NCCL record.
     look_at_device: Callable[[], tuple[int, int]] | None = None
     flight: Callable[[], bytes] | None = None
 
@@ -84,17 +91,17 @@ class Positions:
         self._files = [
             _nameless(f"rank-watch-{what}-{rank}", n) for what, n in sizes.items()
         ]
-        self._map = mmap.mmap(self._files[0], SIZE)  # -1: nobody else can read it
+        self._map = mmap.mmap(self._files[0], SIZE)  # -1: no other process can read it
         self._bytes = memoryview(self._map)
         self.words: memoryview[int] = self._bytes[: WORDS * 8].cast("q")
         self._counts = self._bytes[COUNTS:RING].cast("q")
-        # numbers of texts, for calls alike
+        # numbers of texts, for repeated calls
         self.call_texts: dict[tuple[object, ...], int] = {}
         self._groups = 0
         self._messages: dict[tuple[int, int], int] = {}
         self._lines = 0
         self.notices: deque[str] = deque(maxlen=100)  # for the run's log, from threads
-        # in calls, of this step; by time.perf_counter
+        # intervals of waiting in calls in this step, by time.perf_counter
         self.waits: list[tuple[float, float]] = []
         self._stop = threading.Event()
         self.words[RANK], self.words[PID] = rank, os.getpid()
@@ -112,18 +119,19 @@ class Positions:
 
     @property
     def paths(self) -> list[str]:
-        """The paths under which others open the files while this process lives; none without memfd."""
+        """The paths under which other processes open the files while this one lives;
+        empty without memfd."""
         return [f"/proc/{os.getpid()}/fd/{each}" for each in self._files if each >= 0]
 
     def _beat(self) -> None:
-        # Needs the interpreter's lock: where this makes no progress, something holds the lock.
+        # This thread needs the GIL: if it makes no progress, something holds the GIL.
         words = self.words
         words[HEARTBEAT] = threading.get_native_id()
         before = tuple(words[STEP:PASSED])
         while not self._stop.wait(BEATS):
             words[BEAT] += 1
             now = tuple(words[STEP:PASSED])
-            # Where the host makes progress itself, nobody has to know more.
+            # Needed only if the host itself makes no progress.
             if self.look_at_device is not None and now == before:
                 words[DEVICE_AT], words[PASSED] = self.look_at_device()
             else:
@@ -131,7 +139,7 @@ class Positions:
             before = now
             if self.flight is not None and words[ASKS] != words[ANSWERS]:
                 given = (self.flight, words[ASKS])
-                self.flight = None  # it is asked once: then the run ends
+                self.flight = None  # requested only once: then the run ends
                 threading.Thread(
                     target=self._record_flight, args=given, daemon=True
                 ).start()
@@ -143,7 +151,8 @@ class Positions:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Marks that the rank waits for its own GPU in the block, for numbers that it reads."""
+        """Mark in the block that the rank waits for its own GPU, to read values from
+        it."""
         before = self.words[WAITS]
         self.words[WAITS] = DEVICE
         try:
@@ -152,7 +161,7 @@ class Positions:
             self.words[WAITS] = before
 
     def texts(self, texts: Sequence[str]) -> int:
-        """Numbers these texts and returns the number of the first."""
+        """Number these texts and return the number of the first."""
         first = self._lines
         for text in texts:
             line = json.dumps(text).encode() + b"\n"
@@ -164,13 +173,14 @@ class Positions:
         return first
 
     def group(self, name: str, ranks: Sequence[int]) -> int:
-        """Numbers a group of ranks."""
+        """Number a group of ranks."""
         self._groups += 1
         self.texts([f"group {self._groups} {json.dumps([name, list(ranks)])}"])
         return self._groups
 
     def call(self, group: int, text: int, peer: int = -1, sends: bool = False) -> int:
-        """Records a call of a group, or a message to or from a `peer` in it. Calls count from 1."""
+        """Record a call of a group, or a message to or from a `peer` in it. Calls are
+        counted from 1."""
         words = self.words
         number = words[CALLS] + 1
         if peer < 0:
@@ -189,7 +199,7 @@ class Positions:
 
     @contextmanager
     def operation(self, text: str) -> Iterator[None]:
-        """Marks the operation that the rank is at in the block, as `forward` or `layer 3`."""
+        """Mark the current operation in the block, such as `forward` or `layer 3`."""
         if (number := self.call_texts.get((text,))) is None:
             number = self.call_texts[text,] = self.texts([text])
         before, self.words[OP] = self.words[OP], number
@@ -199,14 +209,15 @@ class Positions:
             self.words[OP] = before
 
     def step(self, number: int) -> None:
-        """Marks the begin of a step. The first call marks the end of starting, too."""
+        """Mark the beginning of a step. The first call also marks the end of
+        starting."""
         self.words[STEP] = number
         self._pass()
         self.words[PHASE] = PHASES.index("in a step")
 
     @contextmanager
     def waiting(self, call: int) -> Iterator[None]:
-        """Marks that the rank waits in the block for the end of a call, named by its number."""
+        """Mark in the block that the rank waits for the end of call number `call`."""
         self.words[WAITS] = call
         try:
             yield
@@ -214,25 +225,26 @@ class Positions:
             self.words[WAITS] = 0
 
     def begin(self) -> None:
-        """Marks the end of starting: from here on the rank makes progress, or hangs."""
+        """Mark the end of starting: from now on the rank makes progress or hangs."""
         self._pass()
         self.words[PHASE] = PHASES.index("between steps")
 
     def _pass(self) -> None:
-        """Counts the time since the last such call for the phase that ends here."""
+        """Add the time since the last transition to the phase that ends here."""
         now, name = time.monotonic(), PHASES[self.words[PHASE]]
         self._spent[name] = self._spent.get(name, 0.0) + now - self._since
         self._since = now
 
     def taken(self) -> dict[str, float]:
-        """Seconds in each phase since the last such call, each second in the innermost phase."""
+        """Return the seconds in each phase since the last call; each second counts for
+        the innermost phase."""
         self._pass()
         spent, self._spent = self._spent, {}
         return spent
 
     @contextmanager
     def phase(self, name: str, note: str = "") -> Iterator[None]:
-        """Marks what the rank does in the block, and on what."""
+        """Mark the phase in the block, and what it works on."""
         before = self.words[PHASE], self.words[OP]
         raw = note.encode(errors="replace")[: ROOM - 8]
         self._bytes[NOTE + 8 : NOTE + 8 + len(raw)] = raw
@@ -246,7 +258,7 @@ class Positions:
             self.words[PHASE], self.words[OP] = before
 
     def close(self, how: str) -> None:
-        """Marks the rank as `ended` or `failed`, and stops writing."""
+        """Mark the rank as `ended` or `failed`, and stop writing."""
         self.words[PHASE] = PHASES.index(how)
         self._stop.set()
         if self._files[1] >= 0:
@@ -262,10 +274,10 @@ def _nameless(name: str, size: int) -> int:
 
 
 def _answer_with_stacks(file: int) -> None:
-    """Has the stacks of all threads written to a file when the signal `STACKS` comes."""
+    """Have the stacks of all threads written to a file on the signal `STACKS`."""
     faulthandler.unregister(STACKS)
-    # only the main thread may; ranks that are threads get no signals
+    # only allowed in the main thread; ranks that are threads get no signals
     with suppress(ValueError):
-        # What `unregister` restores: a request that comes when the rank is over must not end it.
+        # `unregister` restores this handler: a late request must not kill the process.
         signal.signal(STACKS, signal.SIG_IGN)
     faulthandler.register(STACKS, file, all_threads=True)

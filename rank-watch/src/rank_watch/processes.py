@@ -1,8 +1,9 @@
-"""Processes of this host as the kernel shows them in /proc, and signals that reach no other process.
+"""Processes of this host as shown in /proc, and signals that reach no other process.
 
-A number alone does not name a process: after its end another process may get the number, and a
-negative number names whole groups, -1 every process of the machine. `Process` holds one process by
-its number and start, and by a descriptor of the kernel's where there is one.
+A number alone does not identify a process: it may be reused after the process has
+ended, and a negative number names whole groups, -1 every process of the machine.
+`Process` identifies a process by number and start time, and by a pidfd where the kernel
+has them.
 """
 
 import errno
@@ -12,7 +13,8 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
-# Names of the system calls that threads of a rank are seen in, by machine and number.
+# Names of the system calls in which ranks' threads are typically seen, by machine and
+# number.
 _X86_64 = """
     0 read, 1 write, 2 open, 7 poll, 17 pread64, 18 pwrite64, 19 readv, 20 writev, 23 select,
     35 nanosleep, 45 recvfrom, 56 clone, 61 wait4, 74 fsync, 75 fdatasync, 82 rename,
@@ -32,10 +34,11 @@ def _named(table: str) -> dict[str, str]:
 _CALLS = {"x86_64": _named(_X86_64), "aarch64": _named(_AARCH64)}.get(
     os.uname().machine, {}
 )
-# Their first argument is the number of an open file.
+# calls whose first argument is a file descriptor
 _WRITES = ("write", "writev")
 _ON_FILES = (*_WRITES, "read", "readv", "pread64", "pwrite64", "fsync", "fdatasync")
-# Where the kernel shows no system call: its functions in which a write to a pipe or a terminal sleeps.
+# Kernel functions in which a write to a pipe or terminal sleeps, for kernels that hide
+# system calls.
 _WRITES_IN_KERNEL = (
     "pipe_write",
     "anon_pipe_write",
@@ -47,20 +50,21 @@ _STREAMS = {1: "standard output", 2: "standard error"}
 
 
 class Process:
-    """A process of this host, held so that no later one with its number is taken for it.
+    """A process of this host, held so that a later one with the same number is not
+    mistaken for it.
 
-    Raises OSError where no such process runs. `started` is in ticks since the machine was started.
+    Raises OSError if no such process runs. `started` is in clock ticks since boot.
     """
 
     def __init__(self, pid: int, started: int) -> None:
-        # 0 is the caller's group, -1 every process there is, and 1 ends a container.
+        # 0 is the caller's group, -1 every process, and 1 would end a container.
         if not 1 < pid < 1 << 31:
             raise OSError(
                 errno.EINVAL, "no rank can have this process number", str(pid)
             )
         self.pid, self.started = pid, started
         self._descriptor = _descriptor_of(pid)
-        # Only now: the descriptor stays with the process that is looked at here.
+        # Checked only now: the descriptor stays with the process examined here.
         if self.gone:
             self.close()
             raise ProcessLookupError(errno.ESRCH, "the process has ended", str(pid))
@@ -70,8 +74,8 @@ class Process:
         return not alive(self.pid, self.started)
 
     def send(self, number: int) -> bool:
-        """Sends a signal to this process, and to no other; False when it has ended or may not be
-        signalled."""
+        """Send a signal to this process and to no other; return False if that is
+        impossible."""
         with suppress(OSError):
             if self._descriptor >= 0:
                 signal.pidfd_send_signal(self._descriptor, number)
@@ -88,27 +92,28 @@ class Process:
 
 
 def _descriptor_of(pid: int) -> int:
-    """A descriptor of a process; -1 where the system has none."""
+    """Return a pidfd of a process; -1 if the system has none."""
     if not hasattr(os, "pidfd_open"):
         return -1
     try:
         return os.pidfd_open(pid)
     except OSError as error:
-        # A kernel before 5.3, or a container that does not allow the call.
+        # A kernel before 5.3, or a container that forbids the call.
         if error.errno in (errno.ENOSYS, errno.EPERM) and status_of(pid).get(
             "Tgid"
         ) == str(pid):
             return -1
-        raise  # it has ended, or it is the number of a thread
+        raise  # it has ended, or this is the number of a thread
 
 
 def alive(pid: int, started: int) -> bool:
-    """True if the process still is the one that was started at that tick of the clock."""
+    """True if the process with this number still is the one started at this tick."""
     return started > 0 and started_at(pid) == started
 
 
 def started_at(pid: int) -> int:
-    """Start time of a process, in ticks since boot; 0 if it is gone."""
+    """Return the start time of a process in clock ticks since boot; 0 if it has
+    ended."""
     if pid <= 0:
         return 0
     fields = stat_of(f"/proc/{pid}")
@@ -116,8 +121,8 @@ def started_at(pid: int) -> int:
 
 
 def stat_of(path: str) -> list[str]:
-    """The fields of /proc/PID/stat, or of a thread's, after the name: its state first, X when it is
-    gone."""
+    """Return the fields of /proc/PID/stat after the name, state first; ["X"] if the
+    process has ended."""
     with suppress(OSError):
         text = Path(path, "stat").read_text(errors="replace")
         return text.rpartition(")")[2].split() or ["X"]
@@ -125,7 +130,7 @@ def stat_of(path: str) -> list[str]:
 
 
 def status_of(pid: int) -> dict[str, str]:
-    """The lines of /proc/PID/status by their names; empty when the process is gone."""
+    """Return the lines of /proc/PID/status by name; empty if the process has ended."""
     with suppress(OSError):
         lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
         return {
@@ -136,18 +141,20 @@ def status_of(pid: int) -> dict[str, str]:
 
 
 def users_of(pid: int) -> set[int]:
-    """The real, effective, saved and file system user of a process: one, but of a setuid program."""
+    """Return the real, effective, saved and file system users of a process; they differ
+    in setuid programs."""
     return set(map(int, status_of(pid).get("Uid", "").split()))
 
 
 def catches(pid: int, number: int) -> bool:
-    """True if a process has a handler for a signal; without one the signal may end it."""
+    """True if a process has a handler for a signal; without one the signal may end
+    it."""
     caught = int(status_of(pid).get("SigCgt", "0"), 16)
     return bool(caught >> (number - 1) & 1)
 
 
 def memory_held(pid: int) -> int:
-    """Bytes of the host's memory that a process holds."""
+    """Return the bytes of host memory that a process holds."""
     with suppress(OSError, IndexError, ValueError):
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
@@ -155,7 +162,8 @@ def memory_held(pid: int) -> int:
 
 
 def thread_by_kernel(pid: int, thread: int) -> tuple[str, str]:
-    """A thread's scheduler state, and that state and its system call in words."""
+    """Return a thread's scheduler state, and a description of it with the system
+    call."""
     state = stat_of(f"/proc/{pid}/task/{thread}")[0]
     words = {
         "R": "computing",
@@ -170,7 +178,8 @@ def thread_by_kernel(pid: int, thread: int) -> tuple[str, str]:
 
 
 def _system_call(pid: int, thread: int) -> str:
-    """The end of a sentence: in which system call a thread is, and on which file."""
+    """Describe the system call that a thread is in, and its file, as the end of a
+    sentence."""
     name, arguments = system_call_of(pid, thread)
     if name:
         of = ""
@@ -183,8 +192,11 @@ def _system_call(pid: int, thread: int) -> str:
 
 
 def system_call_of(pid: int, thread: int) -> tuple[str, tuple[int, ...]]:
-    """The name and the arguments of the system call that a thread is in. An empty name: it is in
-    none, or the kernel does not say (Yama's ptrace_scope hides it of processes that are no children)."""
+    """Return the name and arguments of the system call that a thread is in.
+
+    The name is "" if it is in none, or if the kernel hides it (Yama's ptrace_scope
+    hides it for processes other than children).
+    """
     with suppress(OSError, ValueError):
         text = Path(f"/proc/{pid}/task/{thread}/syscall").read_text()
         call, *values = text.split()
@@ -195,18 +207,18 @@ def system_call_of(pid: int, thread: int) -> tuple[str, tuple[int, ...]]:
 
 
 def _channel(pid: int, thread: int) -> str:
-    """The function of the kernel in which a thread sleeps."""
+    """Return the kernel function in which a thread sleeps."""
     with suppress(OSError):
         name = Path(f"/proc/{pid}/task/{thread}/wchan").read_text()
         return "" if name == "0" else name
     return ""
 
 
-# ---- what keeps a process from running on
+# ---- reasons why a process cannot run
 
 
 def tracer_of(pid: int) -> str:
-    """The process that traces a process, as a debugger does; empty when none does."""
+    """Return the process that traces a process, such as a debugger, or ""."""
     tracer = int(status_of(pid).get("TracerPid", "0"))
     if not tracer:
         return ""
@@ -214,8 +226,11 @@ def tracer_of(pid: int) -> str:
 
 
 def unread_output(pid: int) -> str:
-    """The output stream of a process that a thread of it waits for somebody to read; empty when none
-    does. Any thread: the others may wait for a lock that it holds."""
+    """Return the output stream that a thread of the process waits on for a reader, or
+    "".
+
+    Any thread counts: the others may wait for a lock that it holds.
+    """
     streams = {
         target: number for number in _STREAMS if (target := _stream(pid, number))
     }
@@ -241,7 +256,7 @@ def _threads(pid: int) -> list[int]:
 
 
 def _stream(pid: int, number: int) -> str:
-    """The target of an output stream; empty for files, which nobody has to read."""
+    """Return the target of an output stream; "" for files, which need no reader."""
     with suppress(OSError):
         target = os.readlink(f"/proc/{pid}/fd/{number}")
         if target.startswith(
@@ -252,7 +267,7 @@ def _stream(pid: int, number: int) -> str:
 
 
 def _is_full(pid: int, number: int) -> bool:
-    """True if an output stream takes no more at present."""
+    """True if an output stream accepts no more data at present."""
     with suppress(OSError):
         flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
         file = os.open(f"/proc/{pid}/fd/{number}", flags)

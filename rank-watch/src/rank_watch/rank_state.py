@@ -1,4 +1,4 @@
-"""One rank at one moment, as its host's watcher sees it: a value that travels between hosts."""
+"""The state of one rank at one moment, as a value that can be sent between hosts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, fields, replace
@@ -15,9 +15,13 @@ _MOST_GROUPS = 1 << 16
 
 @dataclass(frozen=True)
 class RankState:
-    """One rank. `still`: seconds since it last made progress, without those in which it could make none
-    (`held`). `waits`: the number of the call that it waits in, `DEVICE` for its own GPU, 0 for none.
-    `held`: seconds for which it has been stopped, traced, or has waited for its output to be read."""
+    """The state of one rank.
+
+    `still`: seconds since it last made progress, excluding those in which it could not
+    (`held`). `waits`: the number of the call that it waits in, `DEVICE` for its own
+    GPU, 0 for none. `held`: seconds for which it has been stopped, traced, or blocked
+    by unread output.
+    """
 
     rank: int
     host: str
@@ -29,28 +33,29 @@ class RankState:
     still: float
     longest: float  # seconds of its longest operation so far
     waits: int
-    state: str  # of its thread, as /proc shows it: R, S, D, T, t; X: it is gone
-    # what its thread does by the kernel: a system call, a file, computing
+    state: str  # of its thread, as in /proc: R, S, D, T or t; X: ended
+    # activity of its thread: a system call, a file, or computing
     doing: str = ""
-    memory: int = 0  # bytes of the host's that it holds
-    locked: bool = False  # none of its threads gets the interpreter's lock
+    memory: int = 0  # bytes of host memory that it holds
+    locked: bool = False  # none of its threads gets the GIL
     held: float = 0.0
-    traced: str = ""  # the process that traces it, as a debugger does
-    output: str = ""  # the stream that it waits for somebody to read
+    traced: str = ""  # the process that traces it, such as a debugger
+    output: str = ""  # the output stream that it waits on for a reader
     # the operation that its GPU is at, while the rank itself makes no progress
     device_op: str = ""
-    # seconds that its GPU was waited for without progress, and went on
+    # longest time without progress from which its GPU recovered, in seconds
     device_longest: float = 0.0
-    device_waits: int = 0  # waits for its GPU that have ended
-    made: tuple[tuple[GroupKey, int], ...] = ()  # how many collectives of each group
+    device_waits: int = 0  # number of ended waits for its GPU
+    # number of collectives made on each group
+    made: tuple[tuple[GroupKey, int], ...] = ()
     calls: tuple[Made, ...] = ()
     stack: tuple[str, ...] = ()
-    # NCCL's calls on its GPU, known once the run is ended
+    # NCCL calls on its GPU, known once the run has been ended
     flights: tuple[Flight, ...] = ()
 
     @property
     def call(self) -> Made | None:
-        """The call it waits in."""
+        """The call that it waits in, if any."""
         return next((call for call in self.calls if call.number == self.waits), None)
 
     @property
@@ -59,13 +64,14 @@ class RankState:
 
     @property
     def on_device(self) -> bool:
-        """True if it waits for its own GPU: in a read, or as no more operations can be queued there."""
+        """True if it waits for its own GPU: for a result, or for room in the GPU's
+        queue."""
         queued = self.waits == 0 and self.device_op != "" and not self.locked
         return (self.waits == DEVICE or queued) and not self.over
 
     @property
     def place(self) -> str:
-        """Its operation, or its phase and what that works on."""
+        """Its operation, or its phase with the note on it."""
         if self.op:
             return f"at {self.op}"
         phase = "in the first step" if self.phase == "first step" else self.phase
@@ -73,7 +79,7 @@ class RankState:
 
     @property
     def where(self) -> str:
-        """Describes in a sentence where the rank is and for how long."""
+        """Describe in a sentence where the rank is and for how long."""
         if self.state == "X":
             return f"its process {self.pid} has ended"
         if self.phase in OVER:
@@ -88,7 +94,7 @@ class RankState:
 
     @property
     def lines(self) -> list[str]:
-        """All that is known, with the whole stack."""
+        """Everything known about the rank as lines, with the whole stack."""
         waits = f", waits in {self.call}" if self.call else ""
         if self.on_device:
             waits = (
@@ -107,7 +113,7 @@ class RankState:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Return the state as a table for `--json`."""
         table = asdict(replace(self, calls=self.calls[-CALLS_SENT:], made=()))
         del table["made"]
         return table
@@ -118,7 +124,10 @@ _PLAIN = [field.name for field in fields(RankState) if field.name not in _NESTED
 
 
 def pack(states: Sequence[RankState]) -> dict[str, Any]:
-    """The states as JSON for another host. Groups stand there once: at 1,024 ranks one has 5 kB."""
+    """Convert states to JSON for another host.
+
+    Each group is stored once: at 1,024 ranks one takes 5 kB.
+    """
     groups: dict[GroupKey, int] = {}
 
     def number_of(group: GroupKey) -> int:
@@ -144,7 +153,7 @@ def pack(states: Sequence[RankState]) -> dict[str, Any]:
 
 
 def unpack(table: Mapping[str, Any], host: str) -> list[RankState]:
-    """The states that another host has written. Raises `Untrusted` for anything else."""
+    """Parse states written by another host. Raises `Untrusted` for anything else."""
     try:
         groups = [_group(each) for each in items(table["groups"], _MOST_GROUPS)]
         return [

@@ -1,7 +1,9 @@
-"""The folder `.ranks` of a run: small files by which watchers and who looks find each other.
+"""The folder `.ranks` of a run: small files through which watchers and observers find
+each other.
 
-On several hosts the folder is all that they share. Its files may be anybody's: links are followed
-nowhere, what is no regular file or too large is refused, and a file is replaced, never written into.
+With several hosts this folder is all that they share. Its files may be anybody's: links
+are not followed, irregular or too large files are refused, and files are replaced,
+never modified.
 """
 
 import os
@@ -13,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = ".ranks"
-ASKED = "asked"  # who looks from another host replaces it, and watchers answer
-LARGEST = 1 << 23  # bytes of a file that are read
+ASKED = "asked"  # replaced by an observer on another host to make watchers answer
+LARGEST = 1 << 23  # maximum bytes of a file
 _MOST_FILES = 1 << 14
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -23,15 +25,17 @@ _MAKE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @dataclass(frozen=True)
 class SmallFile:
-    """A file as it was read: its bytes, its owner, and when it was written, by the file server's clock."""
+    """A file's content, its owner, and its modification time by the file server's
+    clock."""
 
     raw: bytes
     owner: int
-    written: int  # ns
+    written: int  # nanoseconds
 
 
 class RanksFolder:
-    """The folder `.ranks` in a run's folder `out`, opened anew for each use: it may be replaced."""
+    """The folder `.ranks` in a run's folder `out`. It is opened anew for each use, as
+    it may be replaced."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
@@ -47,7 +51,7 @@ class RanksFolder:
             os.close(folder)
 
     def make(self) -> None:
-        """Makes the folder; what lies there in its place as a link is removed."""
+        """Create the folder; a link in its place is removed."""
         self.out.mkdir(parents=True, exist_ok=True)
         path = self.out / FOLDER
         if path.is_symlink():
@@ -56,12 +60,12 @@ class RanksFolder:
 
     @property
     def owner(self) -> int:
-        """The user whom the folder belongs to."""
+        """The user who owns the folder."""
         with self._opened() as folder:
             return os.fstat(folder).st_uid
 
     def names(self) -> list[str]:
-        """The names of its files in order; none where there is no such folder."""
+        """Return the sorted names of its files; empty if the folder does not exist."""
         names = list[str]()
         with suppress(OSError), self._opened() as folder, os.scandir(folder) as entries:
             for entry in entries:
@@ -71,9 +75,10 @@ class RanksFolder:
         return sorted(names)
 
     def read(self, name: str, most: int = LARGEST) -> SmallFile:
-        """A regular file of at most `most` bytes; anything else is an OSError."""
+        """Read a regular file of at most `most` bytes; raise OSError for anything
+        else."""
         with self._opened() as folder:
-            # Opened also for its time alone: NFS asks the server anew then.
+            # Opened even to get its time alone: that makes NFS ask the server again.
             file = os.open(name, _READ, dir_fd=folder)
         with os.fdopen(file, "rb") as opened:
             status = os.fstat(file)
@@ -85,7 +90,7 @@ class RanksFolder:
         return SmallFile(raw, status.st_uid, status.st_mtime_ns)
 
     def write(self, name: str, text: str = "") -> None:
-        """Replaces a file, or a link in its place."""
+        """Replace a file, or a link in its place."""
         with self._opened() as folder:
             replace_file(folder, name, text)
 
@@ -96,7 +101,7 @@ class RanksFolder:
 
 @contextmanager
 def opened_folder(path: Path) -> Iterator[int]:
-    """The descriptor of a folder, by which its files are named whatever becomes of the path."""
+    """Open a folder; its files stay accessible whatever happens to the path."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield folder
@@ -105,7 +110,7 @@ def opened_folder(path: Path) -> Iterator[int]:
 
 
 def replace_file(folder: int, name: str, text: str) -> None:
-    """Gives a file of an open folder this text at once; a link in its place is replaced, too."""
+    """Replace a file of an open folder atomically, even if it is a link."""
     beside = f".{name}.{secrets.token_hex(8)}"
     file = os.open(beside, _MAKE, 0o644, dir_fd=folder)
     try:
@@ -119,7 +124,8 @@ def replace_file(folder: int, name: str, text: str) -> None:
 
 
 def append_to_file(folder: int, name: str, text: str) -> None:
-    """Appends to a regular file of an open folder; anything else is an OSError, as is no file."""
+    """Append to an existing regular file of an open folder; raise OSError for anything
+    else."""
     file = os.open(name, _APPEND, dir_fd=folder)
     with os.fdopen(file, "ab") as opened:
         if not stat.S_ISREG(os.fstat(file).st_mode):

@@ -1,7 +1,8 @@
-"""A rank's position, read by another process: the watcher of its host, or somebody who looks.
+"""Reads a rank's position from another process: its host's watcher, or an observer.
 
-The memory is the rank's, and who looks may be another user. So nothing of it is mapped (a file that
-shrinks under a map kills the reader), every value is checked, and no number in it is ever signalled.
+The memory belongs to the rank, and the reader may be another user. So it is not mapped
+(a file that shrinks under a map kills the reader), every value is checked, and no
+number in it is used as a process to signal.
 """
 
 import json
@@ -43,10 +44,10 @@ from .positions import (
 from .processes import Process, catches, users_of
 from .untrusted import items, line, one_line, whole
 
-MOST_RANKS = 1 << 24  # that a rank's number is below
-TEXT = 2000  # characters of a text that are shown
-FRAMES = 200  # of a stack that are read
-FLIGHT = 1 << 24  # bytes of a record of NCCL's calls that are read
+MOST_RANKS = 1 << 24  # upper bound of a rank's number
+TEXT = 2000  # maximum characters of a text
+FRAMES = 200  # maximum frames of a stack
+FLIGHT = 1 << 24  # maximum bytes of an NCCL record
 _PAGE = struct.Struct(f"{WORDS}q")
 _WORD = struct.Struct("q")
 
@@ -55,9 +56,12 @@ GroupKey = tuple[str, tuple[int, ...], int]
 
 @dataclass(frozen=True)
 class Made:
-    """A call that a rank has made. Its group is named by its name, its ranks, and how many such groups
-    were made before it. `nth` counts the group's collectives, or the messages in one direction between
-    the same two ranks."""
+    """A call that a rank has made.
+
+    Its group is identified by name, ranks, and the number of equal groups made before
+    it. `nth` counts the group's collectives, or the messages in one direction between
+    the same two ranks.
+    """
 
     number: int
     group: GroupKey
@@ -81,9 +85,9 @@ class Made:
 class PositionReader:
     """A rank's position, read through the open files of its process.
 
-    Raises OSError unless `paths` are files in memory that this very process has made as a rank of
-    ours. `owner`: the user that must own the process and its files; None for the ranks of the
-    watcher's own run. `writes`: the watcher leaves its times there.
+    Raises OSError unless `paths` are memory files that this very process created as one
+    of our ranks. `owner`: the user that must own the process and its files; None for
+    the ranks of the watcher's own run. `writes`: the watcher stores its times there.
     """
 
     def __init__(
@@ -121,7 +125,7 @@ class PositionReader:
         self.process.close()
 
     def words(self) -> tuple[int, ...]:
-        """All words of the page, as they are now."""
+        """Return the current words of the page."""
         raw = os.pread(self._files[0], _PAGE.size, 0)
         if len(raw) < _PAGE.size:
             raise OSError("the memory of the rank is too short")
@@ -131,11 +135,11 @@ class PositionReader:
         return self.words()[number]
 
     def write(self, number: int, value: int) -> None:
-        """Sets a word; the watcher's own ones."""
+        """Set a word; used for the watcher's own words."""
         os.pwrite(self._files[0], _WORD.pack(value), number * _WORD.size)
 
     def mark(self) -> tuple[int, ...]:
-        """The words that change when the rank makes progress."""
+        """Return the words that change when the rank makes progress."""
         return self.words()[STEP : PASSED + 1]
 
     @property
@@ -159,7 +163,7 @@ class PositionReader:
         return self._texts[number] if 0 <= number < len(self._texts) else ""
 
     def _learn(self, raw: bytes) -> None:
-        """Adds a line of the log of texts; one that is none counts as empty."""
+        """Add a line of the log of texts; an invalid one counts as empty."""
         text = ""
         with suppress(ValueError, RecursionError):
             parsed = json.loads(raw)
@@ -182,7 +186,8 @@ class PositionReader:
         return self.text(self.word(OP))
 
     def made(self) -> list[tuple[GroupKey, int]]:
-        """Number of collectives that the rank has made on each of its groups."""
+        """Return the number of collectives that the rank has made on each of its
+        groups."""
         self.text(0)
         raw = os.pread(self._files[0], RING - COUNTS, COUNTS)
         counts = [count for (count,) in _WORD.iter_unpack(raw[: len(raw) // 8 * 8])]
@@ -193,7 +198,7 @@ class PositionReader:
         ]
 
     def calls(self) -> list[Made]:
-        """The last calls, the oldest first."""
+        """Return the last calls, oldest first."""
         self.text(0)
         made = []
         raw = os.pread(self._files[0], LOG - RING, RING)
@@ -209,30 +214,33 @@ class PositionReader:
         return sorted(made, key=lambda call: call.number)[-CALLS_KEPT:]
 
     def ask_for_stacks(self) -> int:
-        """Asks the process for its stacks; returns where they will begin. It may be unable to answer."""
+        """Request stacks from the process and return the offset where they will begin.
+        It may be unable to answer."""
         begin = os.fstat(self._files[1]).st_size
-        # Without the fault handler's answer the signal would end the process.
+        # without the fault handler the signal would end the process
         if self.phase not in OVER and catches(self.process.pid, STACKS):
             self.process.send(STACKS)
         return begin
 
     @property
     def device_operation(self) -> str:
-        """The operation that the rank's device is at, while the rank itself makes no progress."""
+        """The operation that the rank's device is at, while the rank itself makes no
+        progress."""
         return self.text(self.word(DEVICE_AT))
 
     def ask_for_flight(self) -> None:
-        """Asks the rank for the record of NCCL's calls, which it may be unable to give."""
+        """Request the record of NCCL calls, which the rank may be unable to give."""
         self.write(ASKS, 1)
 
     def flight(self) -> bytes | None:
-        """The record of NCCL's calls that was asked for; None until it is there."""
+        """Return the requested record of NCCL calls; None until it is there."""
         if self.word(ANSWERS) != self.word(ASKS):
             return None
         return os.pread(self._files[2], FLIGHT, 0)
 
     def stack(self, begin: int) -> list[str]:
-        """The stack of the rank's own thread, innermost frame first, of what was written since `begin`."""
+        """Return the stack of the rank's own thread, innermost frame first, from what
+        was written since `begin`."""
         text = os.pread(self._files[1], 1 << 20, begin).decode(errors="replace")
         mine = f"0x{self.word(THREAD) & (1 << 64) - 1:016x}"
         for part in text.replace("\nCurrent thread", "\nThread").split("\nThread "):
@@ -247,19 +255,20 @@ class PositionReader:
 
 
 def _open_memory(pid: int, path: str, what: str, owner: int | None, access: int) -> int:
-    """Opens one of a rank's files in memory. Anything else under the path is refused, unopened."""
+    """Open one of a rank's memory files. Anything else at the path is refused without
+    opening it."""
     match = re.fullmatch(r"/proc/(\d{1,10})/fd/(\d{1,9})", path)
     if not match or int(match[1]) != pid:
         raise OSError(f"{one_line(path)} is not a file of process {pid}")
     if not os.readlink(path).startswith(f"/memfd:rank-watch-{what}-"):
         raise OSError(f"{path} is not the memory of a rank")
-    # As a mere path first: to open a device or a pipe may do something.
+    # As a path only at first: opening a device or a pipe may have effects.
     found = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         status = os.fstat(found)
         ours = stat.S_ISREG(status.st_mode)
         if owner is not None:
-            # In a mount namespace of its own a process can give any file such a name.
+            # In its own mount namespace a process can give any file such a name.
             ours = (
                 ours and status.st_uid == owner and status.st_dev == _device_of_memory()
             )
@@ -271,7 +280,7 @@ def _open_memory(pid: int, path: str, what: str, owner: int | None, access: int)
 
 
 def _device_of_memory() -> int:
-    """The number of the file system that all nameless files in memory are on."""
+    """Return the device number of the file system of all anonymous memory files."""
     file = os.memfd_create("rank-watch-compared")
     try:
         return os.fstat(file).st_dev

@@ -1,5 +1,8 @@
-"""The calls of torch.distributed that a program makes, written down so that a hang names the call which
-a rank has not made. Only this file knows torch, and it is imported where the block begins."""
+"""Records a program's calls of torch.distributed, so that a hang names the call that a
+rank is missing.
+
+Only this file knows torch, and it imports it inside the context manager.
+"""
 
 import inspect
 import threading
@@ -10,7 +13,7 @@ from typing import Any
 
 from .positions import Positions
 
-# Names that some versions of torch do not have are passed over.
+# names that a torch version lacks are skipped
 COLLECTIVES = (
     "all_gather",
     "all_gather_into_tensor",
@@ -27,23 +30,23 @@ COLLECTIVES = (
     "reduce_scatter_tensor",
     "scatter",
 )
-# With the arguments that name the rank at the other side.
+# with the arguments that name the peer
 MESSAGES = {
     "send": ("dst", "group_dst"),
     "isend": ("dst", "group_dst"),
     "recv": ("src", "group_src"),
     "irecv": ("src", "group_src"),
 }
-# The first argument of each that is a tensor, or a list of tensors, says what is sent.
+# the first of these arguments that is present describes the data
 _TENSORS = ("tensor", "input", "input_tensor", "input_list", "output", "tensor_list")
 
 
 @contextmanager
 def torch_calls(positions: Positions) -> Iterator[None]:
-    """Records the calls of `torch.distributed` that Python makes in the block.
+    """Record the calls of `torch.distributed` that Python makes in the block.
 
-    What C++ calls without Python, as DistributedDataParallel does in its backward, is not seen: a rank
-    that stands there is shown by its stack.
+    Calls made by C++ directly, such as DistributedDataParallel's in backward, are not
+    recorded: a rank in one of them is shown with its stack.
     """
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
@@ -94,13 +97,15 @@ class _Recorder:
     def _record(
         self, name: str, signature: inspect.Signature, args: Any, kwargs: Any
     ) -> int | None:
-        """Writes a call down; its number. None for a part of another call, and for a rank that is not of
-        the group."""
+        """Record a call and return its number.
+
+        Returns None within another call, and on ranks outside the group.
+        """
         if getattr(self._thread, "inside", False):
             return None
         try:
             given = signature.bind(*args, **kwargs).arguments
-        except TypeError:  # torch says it better
+        except TypeError:  # torch reports the mistake better
             return None
         group = given.get("group") or self.dist.group.WORLD
         if group is self.dist.GroupMember.NON_GROUP_MEMBER or group is None:
@@ -113,7 +118,7 @@ class _Recorder:
                 peer = of_group
             elif of_world in ranks:
                 peer = ranks.index(of_world)
-            else:  # a receive from anybody, or a mistake that torch names
+            else:  # a receive from any rank, or a mistake that torch reports
                 return None
         text = self._text(name, given)
         return self.positions.call(number, text, peer, name in ("send", "isend"))
@@ -140,7 +145,7 @@ class _Recorder:
 
 
 class _Waited:
-    """The work of an asynchronous call: who waits for it is seen to."""
+    """The work of an asynchronous call, which records that the rank waits for it."""
 
     def __init__(self, work: Any, number: int, positions: Positions) -> None:
         self._work, self._number, self._positions = work, number, positions

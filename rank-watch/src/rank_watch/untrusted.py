@@ -1,8 +1,9 @@
-"""Checked values out of files and memory that anybody may have written.
+"""Checked values from files and memory that anybody may have written.
 
-A run's folder may belong to another user, and so may the memory that its files name. Whatever is read
-there has the type, the range and the size that the caller states, or reading it raises `Untrusted`.
-Text comes back printable and on one line, so that it cannot steer a terminal or fake a line of output.
+A run's folder may belong to another user, and so may the memory that its files name.
+Every value read there must have the type, range and size that the caller states;
+otherwise `Untrusted` is raised. Text is returned printable and on one line, so that it
+cannot control a terminal or imitate output.
 """
 
 import json
@@ -12,11 +13,11 @@ LARGEST = (1 << 63) - 1
 
 
 class Untrusted(ValueError):
-    """A value that no rank and no watcher would have written."""
+    """Raised for a value that no rank and no watcher would have written."""
 
 
 def parse_object(raw: bytes | str) -> dict[str, Any]:
-    """The JSON object that `raw` is. NaN and infinity are refused, as is what nests too deep."""
+    """Parse a JSON object. NaN, infinity and too deep nesting are refused."""
     try:
         table = json.loads(
             raw.decode() if isinstance(raw, bytes) else raw,
@@ -34,48 +35,49 @@ def _refuse_constant(word: str) -> NoReturn:
 
 
 def whole(value: Any, least: int = 0, most: int = LARGEST) -> int:
-    """An integer of that range; a bool is none."""
+    """Check an integer of this range; a bool is refused."""
     if type(value) is not int or not least <= value <= most:
         raise Untrusted(f"not an integer from {least} to {most}")
     return value
 
 
 def number(value: Any, most: float = 1e12) -> float:
-    """A finite number from 0 to `most`."""
-    # The comparison is also false for NaN.
+    """Check a finite number from 0 to `most`."""
+    # this comparison is false for NaN, too
     if type(value) not in (int, float) or not 0 <= value <= most:
         raise Untrusted(f"not a number from 0 to {most:g}")
     return float(value)
 
 
 def flag(value: Any) -> bool:
-    """A bool; 0 and 1 are none."""
+    """Check a bool; 0 and 1 are refused."""
     if type(value) is not bool:
         raise Untrusted("not true or false")
     return value
 
 
 def text(value: Any, most: int = 4096) -> str:
-    """Text of at most `most` characters, as it is."""
+    """Check a text of at most `most` characters, and return it unchanged."""
     if not isinstance(value, str) or len(value) > most:
         raise Untrusted(f"not text of at most {most} characters")
     return value
 
 
 def line(value: Any, most: int = 4096) -> str:
-    """Text of at most `most` characters, as one printable line."""
+    """Check a text of at most `most` characters, and return it as one printable
+    line."""
     return one_line(text(value, most))
 
 
 def items(value: Any, most: int) -> list[Any]:
-    """A list of at most `most` values."""
+    """Check a list of at most `most` values."""
     if not isinstance(value, list) or len(value) > most:
         raise Untrusted(f"not a list of at most {most} values")
     return value
 
 
 def one_line(words: str) -> str:
-    """The words with every character that is not plainly printable written as an escape."""
+    """Replace every non-printable character by an escape."""
     if words.isprintable():
         return words
     return "".join(

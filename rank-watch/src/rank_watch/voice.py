@@ -1,7 +1,7 @@
-"""Lines for standard error that the watcher prints without ever waiting for somebody to read them.
+"""Prints the watcher's lines on standard error without ever waiting for a reader.
 
-A terminal that was stopped with Ctrl-S, or a pager that nobody scrolls, takes no more. The ranks' own
-output ends there too, so this is when a watcher is needed.
+A terminal stopped with Ctrl-S, or a pager that nobody scrolls, accepts no more output.
+The ranks' own output goes there too, so this is exactly when a watcher is needed.
 """
 
 import os
@@ -12,21 +12,21 @@ from contextlib import suppress
 
 from .untrusted import one_line
 
-_MOST = 64  # texts that are kept while nobody reads
+_MOST = 64  # maximum texts kept while nobody reads
 
 
 class Voice:
-    """Prints texts in order, from a thread of its own that ends with the process."""
+    """Prints texts in order, from a daemon thread."""
 
     def __init__(self, program: str, file: int = 2) -> None:
         self.program, self.file = program, file
         self._texts: deque[str] = deque(maxlen=_MOST)
         self._changed = threading.Condition()
-        self._open = 0  # texts that are not printed yet
+        self._open = 0  # texts not printed yet
         self._thread: threading.Thread | None = None
 
     def say(self, text: str) -> None:
-        """Prints a text of one or more lines, some time."""
+        """Print a text of one or more lines later."""
         lines = [one_line(line) for line in text.strip().split("\n")]
         with self._changed:
             self._open += len(self._texts) < _MOST
@@ -39,7 +39,7 @@ class Voice:
                 self._thread.start()
 
     def flush(self, seconds: float) -> bool:
-        """Waits until all is printed, at most so long; whether it is."""
+        """Wait at most `seconds` until everything is printed; return True if it is."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._open, seconds)
 
@@ -59,6 +59,6 @@ class Voice:
         while left:
             try:
                 left = left[os.write(self.file, left) :]
-            # somebody has made the stream non-blocking for all who have it
+            # somebody has made the stream non-blocking for all its users
             except BlockingIOError:
                 select.select([], [self.file], [])

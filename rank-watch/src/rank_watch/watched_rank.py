@@ -1,4 +1,5 @@
-"""One rank of this host as it is watched: since when it makes no progress, and what keeps it from it."""
+"""One watched rank of this host: since when it makes no progress, and what prevents
+it."""
 
 import time
 from collections.abc import Sequence
@@ -36,18 +37,22 @@ from .processes import (
 from .rank_state import RankState
 from .reader import PositionReader
 
-# A save, a start, a read or a compilation may compute for so many times its patience without
-# reading or writing a byte.
+# Multiple of its patience for which a save, a start, a read or a compilation may
+# compute without reading or writing a byte.
 COMPUTING = 10
-_HELD_EVERY = 0.5  # seconds between two looks at what the threads of a rank wait for
+_HELD_EVERY = 0.5  # seconds between two checks of what a rank's threads wait for
 
 
 class WatchedRank:
-    """A rank and its clock. `owner`: the user whom it must belong to, as for `PositionReader`; None for
-    the ranks of the watcher's own run, where it leaves its times for others and for its successor.
+    """A rank and its clock.
 
-    `since` is when the rank last made progress, by its position or by the work it does. It moves on
-    while the rank is stopped, is held by a debugger, or waits for somebody to read its output.
+    `owner`: the user who must own the rank, as for `PositionReader`; None for ranks of
+    the watcher's own run, in whose memory it stores its times for others and for its
+    successor.
+
+    `since` is the time of the rank's last progress, by its position or its work. It
+    advances while the rank is stopped, traced by a debugger, or blocked by unread
+    output.
     """
 
     def __init__(self, entry: RankProcess, host: str, owner: int | None = None) -> None:
@@ -61,14 +66,14 @@ class WatchedRank:
         self.mark = self.reader.mark()
         self.since = self.moved = self.looked = now
         self.beat, self.beat_since = words[BEAT], now
-        # A watcher that was killed has left the longest operation that it saw.
+        # a killed watcher has left the longest operation that it saw
         self.longest = self.device_longest = 0.0
         self.device_waits = 0
         if self.watches:
             self.longest = max(words[LONGEST], 0) / 1e3
             self.device_longest = max(words[DEVICE_LONGEST], 0) / 1e3
             self.device_waits = max(words[DEVICE_WAITS], 0)
-        self.behind = False  # the rank's device has operations left to do
+        self.behind = False  # the rank's device has operations left
         self.effort = Effort(entry.pid, now)
         self.held_since: float | None = None
         self.output = ""
@@ -77,7 +82,7 @@ class WatchedRank:
     # ---- the clock
 
     def look(self, now: float, timeout: float = 0.0) -> None:
-        """Updates the clock. A rank that has made no progress may be at work, or be held."""
+        """Update the clock. A rank without progress may be working, or be held."""
         words, mark = self.reader.words(), self.reader.mark()
         elapsed, self.looked = now - self.looked, now
         if words[BEAT] != self.beat:
@@ -101,7 +106,7 @@ class WatchedRank:
     def _progressed(self, now: float, mark: tuple[int, ...]) -> None:
         waited, phase = self.mark[WAITS - STEP], phase_named(self.mark[PHASE - STEP])
         if waited == DEVICE or (waited == 0 and self.behind):
-            # A wait for the device that ended was a healthy one, however long.
+            # A wait for the device that ended was healthy, however long it took.
             self.device_longest = max(self.device_longest, now - self.moved)
             self.device_waits += waited == DEVICE and mark[WAITS - STEP] != DEVICE
         elif waited == 0 and phase not in (*KNOWN, *OVER):
@@ -111,7 +116,7 @@ class WatchedRank:
         self.effort.begin(now)
 
     def _is_held(self, now: float) -> bool:
-        """True if the rank could not run on if it wanted to."""
+        """True if the rank could not run even if it wanted to."""
         held = self.kernel_state in ("T", "t")
         if (
             not held
@@ -130,19 +135,21 @@ class WatchedRank:
     def _see_work(
         self, now: float, timeout: float, thread: int, heartbeat: int
     ) -> None:
-        """Counts work as progress, in the phases and within the limits in which it is."""
+        """Count work as progress, in the phases and within the limits in which it
+        counts."""
         effort, phase = self.effort, self.reader.phase
         if phase not in (*KNOWN, "first step", "loading data"):
             return
         effort.thread, effort.heartbeat = thread, heartbeat
         effort.look(now)
         if phase in KNOWN:
-            # Nothing computes for ever without a byte.
+            # Nothing computes forever without reading or writing a byte.
             last, most = max(self.moved, effort.moved_at), COMPUTING * patience(timeout)
             computes = not timeout or effort.computed_at - last < most
             self.since = max(self.since, effort.moved_at)
         else:
-            # No first step and no read of data takes longer: then the rank is stuck in a loop.
+            # No first step and no read of data takes this long: the rank is stuck in a
+            # loop.
             if timeout and now - self.moved > patience(timeout, PATIENCE - 2):
                 return
             computes = phase == "first step"  # which loads code
@@ -151,18 +158,19 @@ class WatchedRank:
             self.since = max(self.since, effort.computed_at)
 
     def skip(self, seconds: float) -> None:
-        """Leaves out seconds in which the rank could not run."""
+        """Exclude seconds in which the rank could not run."""
         self.since += seconds
         self.moved += seconds
         self.beat_since += seconds
         self.effort.skip(seconds)
 
     def slept(self, seconds: float) -> None:
-        """The watcher itself has stood still for so long, and perhaps all with it."""
+        """Exclude seconds in which the watcher itself, and perhaps everything else,
+        stood still."""
         self.skip(seconds)
         self.looked += seconds
 
-    # ---- what there is to know
+    # ---- state
 
     @property
     def gone(self) -> bool:
@@ -174,18 +182,19 @@ class WatchedRank:
 
     @property
     def kernel_state(self) -> str:
-        """The state of the rank's own thread, as /proc shows it."""
+        """The state of the rank's own thread, as in /proc."""
         return stat_of(f"/proc/{self.entry.pid}/task/{self.reader.word(NATIVE)}")[0]
 
     def stands(self, now: float, seconds: float) -> bool:
-        """True if the rank has made no progress for so long, for whatever reason."""
+        """True if the rank has made no progress for `seconds`, for whatever reason."""
         if self.reader.phase in OVER:
             return False
         held = now - self.held_since if self.held_since is not None else 0.0
         return now - self.since + held > seconds
 
     def is_stopped(self, now: float) -> bool:
-        """True if the rank has been stopped by a signal (SIGSTOP) for longer than one rank alone may."""
+        """True if the rank has been stopped (SIGSTOP) for longer than one rank alone
+        may be."""
         held = self.held_since is not None and now - self.held_since > STOPPED
         return held and self.kernel_state == "T"
 

@@ -1,9 +1,10 @@
 """The process that watches the ranks of one host, and ends them when their run hangs.
 
-The first rank of the host starts it. It shares nothing with the ranks but the memory that they write
-their positions to, so it works whatever they are stuck in. It ends when they have. Where a run has
-several hosts, a watcher whose own ranks make no progress asks the others what they see; all of them
-come to the same diagnosis, and each ends the ranks of its own host.
+The first rank of the host starts it. It shares nothing with the ranks except the memory
+with their positions, so it works whatever they are stuck in, and it ends when they
+have. With several hosts, a watcher whose own ranks make no progress asks the others for
+their state. All of them reach the same diagnosis, and each ends the ranks of its own
+host.
 """
 
 import json
@@ -29,21 +30,22 @@ from .voice import Voice
 from .watched_rank import WatchedRank
 
 FILE = "hang.txt"  # in a run's folder: the last hang, with the stacks of all ranks
-JOURNAL = "metrics.jsonl"  # in a run's folder, if there: a JSON object on each line
-BLIND = 3  # the exit code of a watcher that cannot see its ranks
+JOURNAL = "metrics.jsonl"  # in a run's folder, if present: a JSON object on each line
+BLIND = 3  # exit code of a watcher that cannot see its ranks
 _POLL = 0.1
-_DIAGNOSE_EVERY = 0.3  # seconds: it reads all calls of all ranks
-_STACKS = 0.5  # seconds that stacks are waited for
-_FLIGHTS = 2.0  # seconds that the records of NCCL's calls are waited for
-_ANSWER = 1.5  # seconds that the stacks of other hosts are waited for
-_AHEAD = 3.0  # seconds before the timeout that other hosts are first asked
-_PRINTED = 10.0  # seconds that the watcher stays until its last words are printed
-# Seconds in which the file about a hang is written before its ranks are ended; a busy host takes one.
+_DIAGNOSE_EVERY = 0.3  # seconds between diagnoses, which read all calls of all ranks
+_STACKS = 0.5  # seconds to wait for stacks
+_FLIGHTS = 2.0  # seconds to wait for the records of NCCL calls
+_ANSWER = 1.5  # seconds to wait for the stacks of other hosts
+_AHEAD = 3.0  # seconds before the timeout at which other hosts are first asked
+_PRINTED = 10.0  # seconds that the watcher waits until its last message is printed
+# Seconds for writing the report of a hang before its ranks are ended; a busy host needs
+# one.
 _WRITE = 3.0
 
 
 class Watcher:
-    """The ranks of one host, watched until they have ended or are ended."""
+    """Watches the ranks of one host until they have ended or are ended."""
 
     def __init__(self, hosted: Hosted) -> None:
         self.hosted, self.out = hosted, Path(hosted.out)
@@ -52,13 +54,14 @@ class Watcher:
         self.elsewhere = Elsewhere(self.out, others, hosted.start, hosted.timeout)
         self.others = Others()
         self.voice = Voice(hosted.program)
-        self.said = set[str]()  # the keys of notices
-        self.diagnosed = 0.0  # when the ranks were last looked at closer
-        # as the ranks were when the run was ended
+        self.said = set[str]()  # keys of printed notices
+        self.diagnosed = 0.0  # time of the last diagnosis
+        # states of the ranks when the run was ended
         self.final: list[RankState] | None = None
 
     def watch(self) -> Diagnosis | None:
-        """Returns when all ranks have ended, or with the diagnosis when the run hangs."""
+        """Return None when all ranks have ended, or the diagnosis when the run
+        hangs."""
         self._begin_to_answer()
         last = time.monotonic()
         while not all(r.over for r in self.ranks):
@@ -75,7 +78,8 @@ class Watcher:
         return None
 
     def _found(self, now: float) -> Diagnosis | None:
-        """The diagnosis if the run hangs. Healthy ranks that are slow are mentioned once."""
+        """Return the diagnosis if the run hangs. Slow but healthy ranks are mentioned
+        once."""
         timeout = self.hosted.timeout
         stopped = any(r.is_stopped(now) for r in self.ranks)
         ahead = max(timeout / 2, timeout - _AHEAD)
@@ -94,7 +98,7 @@ class Watcher:
             states = self._with_stacks(states)
             others = self._with_stacks_of_others(states)
             if any(r.reader.mark() != r.mark for r in self.ranks):
-                self.final = None  # some rank went on while this was gathered
+                self.final = None  # some rank made progress while this was gathered
                 return None
             last = diagnose([*states, *others.ranks], timeout, others.missing)
             return last if last.hangs else found
@@ -120,7 +124,8 @@ class Watcher:
                 return self._with_flights(states)
 
     def _with_flights(self, states: list[RankState]) -> list[RankState]:
-        """Asks ranks that wait for their GPUs what NCCL does there; a rank may be unable to answer."""
+        """Ask ranks that wait for their GPUs for the NCCL record; a rank may be unable
+        to answer."""
         asked = [n for n, state in enumerate(states) if state.on_device]
         for n in asked:
             self.ranks[n].reader.ask_for_flight()
@@ -142,14 +147,14 @@ class Watcher:
         threading.Thread(target=answer_for_ever, args=given, daemon=True).start()
 
     def seen(self) -> list[RankState]:
-        """The ranks of this host, for those who ask from another."""
+        """Return the ranks of this host, for observers on other hosts."""
         if self.final is not None:
             return self.final
         now = time.monotonic()
         return [r.state(now) for r in self.ranks]
 
     def _with_stacks_of_others(self, states: list[RankState]) -> Others:
-        """Shows the stacks to other hosts, and waits a little for theirs."""
+        """Publish this host's stacks, and wait briefly for those of other hosts."""
         self.final = states
         if self.elsewhere.hosts:
             _in_time(
@@ -167,7 +172,7 @@ class Watcher:
         answer(hosted.folder, hosted.host, hosted.start, asked, self.seen())
 
     def _speaks(self) -> bool:
-        """True if this host speaks for all: the first one that answers does."""
+        """True if this host reports for all: the first one that answers does."""
         return self.hosted.host == next(
             host for host in self.hosted.hosts if host not in self.others.missing
         )
@@ -175,11 +180,12 @@ class Watcher:
     # ---- the end
 
     def end(self, found: Diagnosis) -> None:
-        """Ends the ranks of this host, and says why."""
+        """End the ranks of this host, and report why."""
         speaks = self._speaks()
         if speaks:
-            # First, as who has started the ranks looks for the file once they are gone. A disk that
-            # is what blocks the run does not keep it alive.
+            # Written first, as the launcher looks for the file once the ranks are gone.
+            # A blocked disk, which may be the cause of the hang, does not delay the
+            # end.
             writing = _in_time(lambda: _write_down(self.out, found), _WRITE)
         for r in self.ranks:
             r.process.send(signal.SIGKILL)
@@ -192,7 +198,8 @@ class Watcher:
             self.voice.flush(_PRINTED)
 
     def close(self) -> None:
-        """Removes what only a watcher at work has in the run's folder; other hosts are told of the end."""
+        """Remove this watcher's files from the run's folder; other hosts are told that
+        it has ended."""
         folder = self.hosted.folder
         if self.elsewhere.hosts:
             _in_time(lambda: self._answer(LAST), _ANSWER)
@@ -202,7 +209,7 @@ class Watcher:
 
 
 def _in_time(work: Callable[[], object], seconds: float) -> threading.Thread:
-    """Starts work on files that may block, and waits at most so long for its end."""
+    """Start work on files that may block, and wait at most `seconds` for its end."""
 
     def do() -> None:
         with suppress(OSError, ValueError):
@@ -215,7 +222,7 @@ def _in_time(work: Callable[[], object], seconds: float) -> threading.Thread:
 
 
 def _write_down(out: Path, found: Diagnosis) -> None:
-    """Writes the hang into a file, and as a record of the run where its folder has a journal."""
+    """Write the report of a hang, and a record in the run's journal if there is one."""
     with opened_folder(out) as folder:
         with suppress(OSError):
             replace_file(folder, FILE, "\n".join(found.full) + "\n")
@@ -224,8 +231,11 @@ def _write_down(out: Path, found: Diagnosis) -> None:
 
 
 def _remove_memory(folder: Path) -> None:
-    """Removes checkpoints in memory once the process that is named in the folder ends: it may start its
-    ranks again until then."""
+    """Delete in-memory checkpoints when the process named in the folder's name has
+    ended.
+
+    Until then it may restart its ranks.
+    """
     owner, started = map(int, folder.name.split("-")[2:4])
     while alive(owner, started) and folder.exists():
         time.sleep(_POLL)
@@ -233,7 +243,8 @@ def _remove_memory(folder: Path) -> None:
 
 
 def _ignore_signals() -> None:
-    """Lets the watcher outlive signals that ask the ranks to save and end: it ends when they have."""
+    """Ignore the signals that ask ranks to save and end: the watcher ends after
+    them."""
     names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT", "SIGTTOU")
     for name in names:
         if hasattr(signal, name):
@@ -241,7 +252,7 @@ def _ignore_signals() -> None:
 
 
 def main() -> int:
-    """Watches the ranks that standard input names."""
+    """Watch the ranks that standard input names."""
     _ignore_signals()
     try:
         hosted = Hosted.parse(sys.stdin.read())

@@ -1,5 +1,7 @@
-"""The watcher's process as the rank sees that has started it: it is started again when it dies, is
-stopped, or makes no progress itself."""
+"""The watcher's process, seen by the rank that started it.
+
+It is restarted when it dies, is stopped, or makes no progress itself.
+"""
 
 import logging
 import os
@@ -14,22 +16,24 @@ from .hosted import Hosted
 from .positions import LOOKED, RANK, Positions
 from .processes import stat_of
 
-# Nothing that a launcher sets: who looks for its ranks by their environment finds ranks only.
+# Without the launcher's variables, so that a search for ranks by environment finds only
+# ranks.
 _ENVIRONMENT = {
     name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ
 }
 _START = "import sys; sys.path.insert(0, {!r}); from rank_watch.watcher import main; sys.exit(main())"
 _LOOK_EVERY = 1.0  # seconds
 _STOPPED = 3.0  # seconds that the watcher may be stopped while this rank runs
-_SILENT = 20.0  # seconds without a look of the watcher
-_SHORT = 10.0  # seconds that a watcher has to live for a start to count as one
-_ATTEMPTS = 3  # that may fail in a row
+_SILENT = 20.0  # seconds without a look by the watcher
+_SHORT = 10.0  # seconds that a watcher must live for its start to count as successful
+_ATTEMPTS = 3  # failures in a row
 
 
 class WatcherProcess:
-    """Starts the watcher of this host and looks after it, in a thread, until `close`.
+    """Starts this host's watcher and supervises it in a thread until `close`.
 
-    What happens to it goes to `positions.notices`, for the run's log, and to this rank's log.
+    Problems are reported to `positions.notices`, for the run's log, and to this rank's
+    log.
     """
 
     def __init__(self, hosted: Hosted, positions: Positions) -> None:
@@ -42,7 +46,8 @@ class WatcherProcess:
         self._thread.start()
 
     def close(self) -> None:
-        """This rank is over: the watcher ends when all ranks of the host are."""
+        """Stop supervising, as this rank is over; the watcher ends when all ranks of
+        the host have."""
         self._closed.set()
 
     def _start(self) -> "subprocess.Popen[str] | None":
@@ -72,7 +77,7 @@ class WatcherProcess:
         stopped_since: float | None = None
         while not self._closed.wait(_LOOK_EVERY):
             now = time.monotonic()
-            # this process was stopped itself, or starved
+            # this process itself was stopped, or got no CPU time
             if now - last > 2 * _LOOK_EVERY:
                 self._heard, stopped_since = now, None
             last = now
@@ -85,7 +90,7 @@ class WatcherProcess:
             failed = failed + 1 if now - self._started < _SHORT else 1
             self._end()
             if self._closed.is_set():
-                # meanwhile this rank is over: a new watcher would find nothing to do
+                # this rank has ended meanwhile: a new watcher would find nothing to do
                 return
             if failed > _ATTEMPTS:
                 self._say(
@@ -96,11 +101,12 @@ class WatcherProcess:
             self._say(f"{what}; it is started again")
             self._process, stopped_since = self._start(), None
         if self._process is not None:
-            # Where this process lives on, somebody has to ask how the watcher ended.
+            # reap the watcher if this process lives on
             self._process.wait()
 
     def _what_is_wrong(self, now: float, stopped_since: float | None) -> str:
-        """Describes the watcher's failure, as the beginning of a sentence; empty if it works."""
+        """Describe the watcher's failure, as the beginning of a sentence; "" if it
+        works."""
         process, who = self._process, f"the watcher of host {self.hosted.host}"
         if process is None:
             return f"{who} could not be started"
@@ -120,7 +126,7 @@ class WatcherProcess:
     def _end(self) -> None:
         if self._process is not None:
             self._process.kill()
-            with suppress(subprocess.TimeoutExpired):  # the kernel may not let go of it
+            with suppress(subprocess.TimeoutExpired):  # the kernel may not release it
                 self._process.wait(1.0)
 
     def _say(self, text: str) -> None:

@@ -1,5 +1,5 @@
-"""A rank that is watched: it writes its position, and the first rank of every host starts a process that
-notices when they make no progress."""
+"""Watched ranks: each writes its position, and the first rank of every host starts the
+watcher."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from .positions import TOKEN, Positions
 from .processes import started_at
 from .watcher_process import WatcherProcess
 
-# Gives each rank's text to all ranks, in their order.
+# sends each rank's text to all ranks, in rank order
 Exchange = Callable[[str], Sequence[str]]
 
 
@@ -29,11 +29,13 @@ def watched(
     memory: str = "",
     program: str = "rank-watch",
 ) -> Iterator[Positions]:
-    """Writes down where this rank is, and has it watched. Every rank of the program comes here.
+    """Record where this rank is, and have it watched. Collective over all ranks of the
+    program.
 
-    A run that makes no progress for `timeout` seconds beyond its longest operation is ended, and
-    `hang.txt` in the folder `out` says which rank is the cause; 0 ends nothing. `memory` is a folder
-    that is removed once the process that started the ranks has ended.
+    A run without progress for `timeout` seconds beyond its longest operation is ended,
+    and `hang.txt` in the folder `out` names the responsible rank; 0 ends nothing.
+    `memory` is a folder that is deleted once the process that started the ranks has
+    ended.
     """
     positions = Positions(rank)
     hosts, start = _meet(rank, exchange, positions)
@@ -41,7 +43,7 @@ def watched(
         name for name, ranks in hosts.items() if rank in {r.rank for r in ranks}
     )
     ranks = hosts[positions.host]
-    # Process 1 of a container is out of reach for signals that are sent inside it.
+    # Process 1 of a container cannot be reached by signals from inside it.
     seen = all(each.files and each.pid > 1 for each in ranks)
     positions.watched = seen and timeout > 0
     watcher = None
@@ -56,7 +58,7 @@ def watched(
             start=start,
             program=program,
         )
-        with suppress(OSError):  # for those who look from outside
+        with suppress(OSError):  # for outside observers
             hosted.folder.make()
             hosted.folder.write(hosted.name, str(hosted))
         watcher = WatcherProcess(hosted, positions)
@@ -73,8 +75,8 @@ def watched(
 def _meet(
     rank: int, exchange: Exchange, positions: Positions
 ) -> tuple[dict[str, list[RankProcess]], str]:
-    """The ranks of each host by its name, and a random name of this start of the run: the same on all
-    ranks."""
+    """Return the ranks of each host by name, and a random name of this start, the same
+    on all ranks."""
     positions.words[TOKEN] = 1 + secrets.randbits(62)
     pid = os.getpid()
     mine = RankProcess(rank, pid, started_at(pid), tuple(positions.paths))
@@ -85,7 +87,8 @@ def _meet(
         RankHome(machine, where, RankProcess.parse(process), token)
         for machine, where, process, token, _ in tables
     ]
-    # All read before anybody may end: in the second exchange all have come past it.
+    # Read before anybody may end: nobody passes the second exchange before all have
+    # read.
     sees = [other.process.rank for other in homes if home.sees(other)]
     sights = [json.loads(text) for text in exchange(json.dumps(sees))]
     return hosts_of(homes, sights), tables[0][-1]

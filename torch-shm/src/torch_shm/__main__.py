@@ -1,4 +1,4 @@
-"""`python -m torch_shm`: the table of `compare.py`."""
+"""`python -m torch_shm`: prints the table of `compare.py`."""
 
 from .compare import main
 

@@ -2,13 +2,15 @@
 
     dist.init_process_group("shm")   # or "cpu:shm,cuda:nccl"; all ranks on one machine
 
-DDP, FSDP2 and DTensor then run on it as they are. Each process group has an arena of its own; the
-group's first rank makes it, and the store tells the others where it is until all have mapped it.
+DDP, FSDP2 and DTensor run on it unchanged. Each process group has its own arena; the
+group's first rank creates it, and publishes its path in the store until all ranks have
+mapped it.
 
-torch has no way to write a `Backend` in Python. So what is registered for a group's device is one of
-torch's own that refuses every call. Kernels of torch's operators `c10d::*`, at the dispatch key where
-a backend is selected, carry the call out if the group is one of these and pass on all others. The
-profiler and dispatch modes stand in front of them and see the operators as with any backend.
+torch does not allow a `Backend` to be written in Python. So the backend registered for
+a group's device is one of torch's own that refuses every call. Kernels of torch's
+operators `c10d::*`, at the dispatch key where a backend is selected, execute the call
+if the group is one of ours, and forward all others. The profiler and dispatch modes
+come before these kernels and see the operators as with any backend.
 """
 
 import atexit
@@ -32,9 +34,9 @@ from .lines import Line
 from .watch import LOOK_EVERY, CommTimeout
 from .world import SharedGroup, SharedWork, SharedWorld
 
-NAME = "shm"  # of the backend
+NAME = "shm"  # the backend's name
 
-# Their stubs lack most of what is used here.
+# torch's stubs lack most of what is used here.
 _c10d: Any = torch._C._distributed_c10d
 _dist: Any = dist
 _torch: Any = torch
@@ -49,21 +51,22 @@ _OPS = {
     int(_dist.ReduceOp.MAX): "max",
 }
 
-# Guards all groups of this process: whoever moves calls holds it, and nobody sleeps with it.
+# Guards all groups of this process: held by whoever advances calls, never while
+# sleeping.
 _lock = threading.RLock()
 _groups: "dict[str, ShmProcessGroup]" = {}
-# All lines with calls, of all groups.
+# Lines with pending calls, of all groups.
 _lines: dict[Line, SharedWorld] = {}
 
 
-# ---- calls under way
+# ---- pending calls
 
 
 class AsyncWork(dist.Work):
-    """A call under way, as torch.distributed sees it.
+    """A pending call, as torch.distributed sees it.
 
-    Who waits for it moves it on, and the calls of all other groups of this process. Calls that
-    nobody waits for are moved by a thread, so that futures complete by themselves.
+    Waiting for it advances it and the calls of all other groups of this process. A
+    thread advances calls that nobody waits for, so that futures complete by themselves.
     """
 
     def __init__(
@@ -79,7 +82,8 @@ class AsyncWork(dist.Work):
         self.ended = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """With a timeout it raises when that has passed; the call goes on and can be waited for."""
+        """Wait for the call. After `timeout` this raises; the call continues and can be
+        waited for again."""
         _background.forget(self)
         seconds = timeout.total_seconds() if timeout is not None else 0.0
         deadline = time.monotonic() + seconds if seconds > 0 else None
@@ -99,7 +103,7 @@ class AsyncWork(dist.Work):
         return True
 
     def end(self, error: CommError | None = None) -> None:
-        """Finishes the call after its transfers, once."""
+        """Finish the call after its transfers, once."""
         with _lock:
             if self.ended:
                 return
@@ -109,7 +113,7 @@ class AsyncWork(dist.Work):
                 self._source = work.source
             self._error, self.ended = error, True
             self.works, self._finish = [], None
-        # Not with the lock: what is chained to the future may make calls.
+        # Without the lock: callbacks chained to the future may make calls.
         if self._future is not None:
             self._complete()
 
@@ -151,7 +155,7 @@ class AsyncWork(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> Any:
-        """It completes also if nobody waits for the call."""
+        """Return a future that completes even if nobody waits for the call."""
         with _lock:
             first = self._future is None
             if first:
@@ -162,15 +166,16 @@ class AsyncWork(dist.Work):
 
 
 class _Background:
-    """A thread that moves the calls that nobody waits for; it starts with the first of them."""
+    """A thread that advances calls nobody waits for; it starts with the first of
+    them."""
 
-    # seconds that it leaves a new call to whoever made it: most are waited for at once
+    # Seconds for which a new call is left to its caller: most are waited for at once.
     NAP = 2e-4
     LONGEST_NAP = 5e-3
 
     def __init__(self) -> None:
-        # C++ may have a call without its Python part, and waits through that: it has to stay until
-        # somebody has waited. In the order in which they were made.
+        # C++ may hold a call without its Python part and wait through it, so it has to
+        # be kept until somebody has waited. Ordered by creation.
         self._works: dict[AsyncWork, None] = {}
         self._more = threading.Condition(_lock)
         self._thread: threading.Thread | None = None
@@ -196,7 +201,8 @@ class _Background:
     def _run(self) -> None:
         nap, looked = self.NAP, 0.0
         while True:
-            # To be woken costs a caller more than the naps do while calls follow each other.
+            # While calls follow each other, being woken would cost a caller more than
+            # the naps do.
             time.sleep(nap)
             with _lock:
                 pending = [work for work in self._works if not work.ended]
@@ -216,7 +222,7 @@ class _Background:
             pending = []  # the last reference to a call may be its caller's
 
     def _examine(self, work: AsyncWork, now: float) -> None:
-        """End a call that cannot go on, though nobody waits for it."""
+        """End a call that cannot complete, though nobody waits for it."""
         for part in [part for part in tuple(work.works) if not part.ended][:1]:
             part.world.examine(part.line, now - work.since)
             if part.line.error is not None and not part.ended:
@@ -230,7 +236,7 @@ _background = _Background()
 
 
 class ShmProcessGroup:
-    """One rank's part in a process group over shared memory."""
+    """One rank's side of a process group over shared memory."""
 
     def __init__(
         self, store: Any, rank: int, size: int, timeout: timedelta, name: str
@@ -242,7 +248,7 @@ class ShmProcessGroup:
         _be_on_one_machine(store, rank, size)
         reserved = None
         if rank == 0:
-            # 4 GiB of addresses for messages: a program may make very many groups.
+            # 4 GiB of addresses for messages: a program may create very many groups.
             try:
                 reserved = Reserved(size, heap=1 << 32)
             except CommMisuse as error:
@@ -260,24 +266,25 @@ class ShmProcessGroup:
         except OSError as error:
             raise CommMisuse(
                 f"backend shm: rank {rank} cannot open the memory of rank 0, {path} ({error}); "
-                "all ranks run as one user."
+                "all ranks must run as one user."
             ) from error
         if reserved is not None:
             reserved.close()
         self._group = self.world.split(f"group {name}", [tuple(range(size))])
-        # Calls of several threads are made one after another.
+        # serializes calls of several threads
         self._order = threading.RLock()
 
     def leave(self) -> None:
-        """Make no further call. The others may be gone already, so nobody is waited for."""
+        """Make no further calls. Waits for nobody, as the other ranks may be gone
+        already."""
         with _lock:
             if _groups.get(self.name) is self:
                 del _groups[self.name]
         self.world.leave()
 
     def call(self, operator: str, args: Sequence[Any], wait: bool) -> dist.Work:
-        """Carry out one of torch's operators on this group."""
-        # An event of the profiler, as torch's own backends make one.
+        """Execute one of torch's operators on this group."""
+        # a profiler event, like those of torch's own backends
         with (
             self._order,
             torch._C._profiler._RecordFunctionFast(f"shm:{operator.strip('_')}"),
@@ -299,11 +306,11 @@ _completed.end()
 
 
 class _Operators:
-    """torch's operators `c10d::*` by their names: what each does on a group.
+    """The implementations of torch's operators `c10d::*`, by name.
 
-    Tensors that are not contiguous get stand-ins, and what came is copied back in the end. All of it
-    goes below autograd, as with torch's own backends: `data` shares neither history nor version with
-    its tensor.
+    Non-contiguous tensors are replaced by contiguous copies, and results are copied
+    back at the end. Everything runs below autograd, as with torch's own backends:
+    `data` shares neither history nor version counter with its tensor.
     """
 
     def __init__(self, group: SharedGroup, wait: bool) -> None:
@@ -316,7 +323,7 @@ class _Operators:
             x.copy_(flat)
 
     def _into(self, x: Tensor) -> Tensor:
-        """For a tensor that is written to."""
+        """Return a contiguous tensor to write into, in place of `x`."""
         x = x.data
         if x.is_contiguous():
             return x
@@ -374,7 +381,7 @@ class _Operators:
             self._begin(Call("all_gather", _of(x), whole))
 
     def allgather_coalesced_(self, outs: list[list[Tensor]], xs: list[Tensor]) -> None:
-        # One list for each rank here, and not for each tensor.
+        # the inner lists here are per rank, not per tensor
         self.allgather_([list(parts) for parts in zip(*outs, strict=True)], xs)
 
     def reduce_scatter_tensor_coalesced_(
@@ -429,7 +436,7 @@ class _Operators:
     def monitored_barrier_(self, *args: Any) -> None:
         raise CommMisuse(
             "backend shm has no monitored_barrier; use barrier, whose error after the timeout names "
-            "the ranks that have not come."
+            "the missing ranks."
         )
 
     def send(self, xs: list[Tensor], to: int, tag: int) -> None:
@@ -446,18 +453,16 @@ class _Operators:
         self.recv_(xs, -1, tag)
 
     def _sum_sparse(self, x: Tensor, op: Any) -> None:
-        """The sum of sparse tensors, as DDP asks for of the gradient of an embedding."""
+        """Sum sparse tensors, as DDP needs for embedding gradients."""
         if _op(op) != "sum":
-            raise CommMisuse(
-                "backend shm: sparse tensors can be summed and not reduced otherwise."
-            )
+            raise CommMisuse("backend shm: sparse tensors can only be summed.")
         n, part = self.group.size, x.detach().coalesce()
         counts = torch.empty(n, dtype=torch.int64)
         self.group.begin(Call("all_gather", torch.tensor([part._nnz()]), counts)).wait()
         rows = int(counts.max())
         gathered = []
         for mine in (part.indices().T, part.values()):
-            # Rows of zeros, which add nothing, make them all as long as the longest.
+            # zero rows, which add nothing, pad all parts to the same length
             padded = mine.new_zeros((rows, *mine.shape[1:]))
             padded[: len(mine)] = mine
             gathered.append(mine.new_empty((n * rows, *mine.shape[1:])))
@@ -468,7 +473,7 @@ class _Operators:
 
 
 def _of(x: Tensor) -> Tensor:
-    """For a tensor that is only read."""
+    """Return a contiguous tensor for reading."""
     return x.data.contiguous()
 
 
@@ -488,16 +493,17 @@ def _op(op: Any) -> str:
 
 # ---- torch's operators
 
-# Kept, since the kernels go with it.
+# Kept alive, because the kernels are removed with it.
 _library: Any = None
-# What each process group of this process has on the CPU, None for those of other backends.
+# The CPU backend of each process group in this process; None for groups of other
+# backends.
 _known: "weakref.WeakKeyDictionary[Any, ShmProcessGroup | None]" = (
     weakref.WeakKeyDictionary()
 )
 
 
 def _install() -> None:
-    """Put our kernels before torch's own. Called when the first group is made."""
+    """Register our kernels in front of torch's own, when the first group is created."""
     global _library
     if _library is not None:
         return
@@ -521,8 +527,8 @@ def _kernel(name: str) -> Callable[..., Any]:
         here = keyset.has(_Key.CPU) or (takes_sparse and keyset.has(_Key.SparseCPU))
         group = _group_of(args[at]) if here else None
         if group is None:
-            # Unlike the call of a kernel, this releases the interpreter's lock, which gloo's threads
-            # take while they hold the one that a call waits for.
+            # Unlike calling a kernel directly, this releases the GIL, which gloo's
+            # threads acquire while holding a lock that the call waits for.
             return own.redispatch(keyset & _BELOW, *args)
         passed = (*args[:at], *args[at + 1 : waits])
         work: Any = group.call(name, passed, waits is not None and not args[waits])
@@ -532,7 +538,7 @@ def _kernel(name: str) -> Callable[..., Any]:
 
 
 def _group_of(boxed: Any) -> ShmProcessGroup | None:
-    """The shm group that a process group has for CPU tensors, if it has one."""
+    """Return the shm group that a process group uses for CPU tensors, if any."""
     process_group = _dist.ProcessGroup.unbox(boxed)
     try:
         return _known[process_group]
@@ -548,7 +554,7 @@ def _group_of(boxed: Any) -> ShmProcessGroup | None:
 
 
 def _be_on_one_machine(store: Any, rank: int, size: int) -> None:
-    """Refuse ranks that cannot share memory, on every rank and by name."""
+    """Refuse ranks that cannot share memory, on every rank, and name them."""
     store.set(f"host of {rank}", json.dumps(_host()))
     hosts = [json.loads(store.get(f"host of {i}")) for i in range(size)]
     for what, value in hosts[0].items():
@@ -557,14 +563,14 @@ def _be_on_one_machine(store: Any, rank: int, size: int) -> None:
             i = others[0]
             raise CommMisuse(
                 f"backend shm: rank {', '.join(map(str, others))} "
-                f"{'is' if len(others) == 1 else 'are'} in another {what} than rank 0 "
+                f"{'is' if len(others) == 1 else 'are'} in a different {what} than rank 0 "
                 f"({hosts[i][what]}, and {value} for rank 0). The ranks of a group share memory: "
                 "start them on one machine and in one container, or use gloo."
             )
 
 
 def _host() -> dict[str, str]:
-    """The properties that all ranks that share memory have in common."""
+    """Return the properties that all ranks with shared memory have in common."""
     host = {"machine": "", "pid namespace": "", "container": ""}
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
@@ -573,12 +579,12 @@ def _host() -> dict[str, str]:
         shm = os.stat("/dev/shm")
         host["container"] = f"/dev/shm {shm.st_dev}:{shm.st_ino}"
     except OSError:
-        pass  # no Linux, or no /proc
+        pass  # not Linux, or no /proc
     return host
 
 
 def _make(options: Any, _: Any) -> Any:
-    """Makes the backend that torch registers for a group's device."""
+    """Create the backend that torch registers for a group's device."""
     if _dist.get_debug_level() == _dist.DebugLevel.DETAIL:
         raise CommMisuse(
             "backend shm: TORCH_DISTRIBUTED_DEBUG=DETAIL wraps backends in checks over gloo that "
@@ -587,7 +593,7 @@ def _make(options: Any, _: Any) -> Any:
     _install()
     name = options.group_id
     before = _groups.get(name)
-    # its process group was destroyed and another one has its name
+    # its process group was destroyed, and a new one has the same name
     if before is not None:
         before.leave()
     group = ShmProcessGroup(

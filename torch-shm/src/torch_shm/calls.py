@@ -1,6 +1,7 @@
-"""Calls between the ranks of a group: their arguments, the checks of these, and the errors.
+"""Calls between the ranks of a group: their arguments, checks and errors.
 
-A `Call` is one rank's part in a collective or a message. Its result is defined in `settle.py`.
+A `Call` is one rank's part in a collective or a message. `settle.py` defines its
+result.
 """
 
 from collections.abc import Sequence
@@ -17,18 +18,18 @@ NOTHING = torch.empty(0)  # the tensor of a call that moves none, such as a barr
 
 
 class CommError(RuntimeError):
-    """Something between the ranks went wrong; the text says where and who."""
+    """Raised if communication fails; the text says where and between whom."""
 
 
 class CommMisuse(CommError, ValueError):
-    """A call that cannot be right, refused before anything is sent."""
+    """Raised for an invalid call, before anything is sent."""
 
 
 class Work:
-    """A call under way. This plain one is already complete."""
+    """A pending call. This base class is already complete."""
 
     def wait(self) -> None:
-        """Return when the tensors of the call may be read and written again."""
+        """Wait until the tensors of the call may be read and written again."""
 
     def done(self) -> bool:
         """True if the call has completed."""
@@ -36,10 +37,11 @@ class Work:
 
 
 def signature(kind: str, op: str, at: int, numel: int, dtype: torch.dtype) -> str:
-    """The text of a call that must be equal on every member of its group, readable by people."""
+    """Return the readable text of a call that must be equal on every member of its
+    group."""
     if kind in ("barrier", "split"):
         return f"{kind} {op}".rstrip()
-    # In all-to-all each rank brings its own sizes; they are compared pair by pair.
+    # In an all-to-all each rank has its own sizes; they are compared pair by pair.
     size = "" if kind == "all_to_all" else f"{numel} "
     words = ", ".join(
         word for word in (op, f"root {at}" if kind in ROOTED else "") if word
@@ -48,12 +50,13 @@ def signature(kind: str, op: str, at: int, numel: int, dtype: torch.dtype) -> st
     return f"{name}{f'({words})' if words else ''} of {size}{str(dtype).removeprefix('torch.')}"
 
 
-@dataclass(eq=False, slots=True)  # not frozen: that takes three times as long to make
+# not frozen: creating a frozen one takes three times as long
+@dataclass(eq=False, slots=True)
 class Call:
     """One rank's part in a collective: its kind and this rank's own tensors.
 
-    `x` is the tensor every kind has (for scatter, the one that receives). `parts` are the root's
-    list in gather and scatter. `at` is the root or the peer, as a rank of the group.
+    Every kind has `x` (in scatter, the receiving tensor). `parts` is the root's list in
+    gather and scatter. `at` is the root or the peer, as a rank of the group.
     """
 
     kind: str
@@ -67,11 +70,11 @@ class Call:
     still: bool = False
 
     def signature(self) -> str:
-        """The text that must be equal on every member of the group."""
+        """Return the text that must be equal on every member of the group."""
         return signature(self.kind, self.op, self.at, self.x.numel(), self.x.dtype)
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor of this rank that the call reads or writes."""
+        """Return every tensor of this rank that the call reads or writes."""
         return [
             self.x,
             *((self.out,) if self.out is not None else ()),
@@ -80,17 +83,18 @@ class Call:
 
 
 def split_call(name: str, groups: Sequence[tuple[int, ...]]) -> Call:
-    """The call that a split of a world into groups begins with: all ranks name the same groups."""
+    """Return the call that starts a split of a world into groups; all ranks name the
+    same groups."""
     return Call(
         "split", NOTHING, op=f"{name!r} into {[list(group) for group in groups]}"
     )
 
 
-# ---- what is refused, and how it is said
+# ---- refusals and their messages
 
 
 class Member(Protocol):
-    """One rank's view of a group: what the checks of its calls read."""
+    """One rank's view of a group, as far as the checks of its calls need it."""
 
     name: str
     rank: int
@@ -100,7 +104,8 @@ class Member(Protocol):
 def equal_splits(
     member: Member, x: Tensor, splits: Sequence[int] | None, name: str
 ) -> tuple[int, ...]:
-    """The rows of `x` for each rank in an all-to-all: as given, or in equal parts."""
+    """Return the rows of `x` for each rank in an all-to-all: as given, or in equal
+    parts."""
     rows = x.shape[0] if x.dim() else 0
     if splits is None and rows % member.size:
         raise CommMisuse(
@@ -117,7 +122,7 @@ def equal_splits(
 
 
 def check(member: Member, call: Call) -> None:
-    """Refuse a call that cannot be right on any backend."""
+    """Refuse a call that is invalid on any backend."""
     if reason := _reason_against(member, call):
         raise CommMisuse(f"{call.kind} on {member.name}: {reason}")
 
@@ -125,7 +130,7 @@ def check(member: Member, call: Call) -> None:
 def _reason_against(member: Member, call: Call) -> str:
     x, n = call.x, member.size
     for tensor in (x,) if call.out is None and call.parts is None else call.tensors():
-        # gloo would work on the first numel() elements of the storage without an error.
+        # gloo would silently use the first numel() elements of the storage.
         if not tensor.is_contiguous():
             shape = f"shape {list(tensor.shape)} and strides {list(tensor.stride())}"
             return f"the tensor of {shape} is not contiguous; pass x.contiguous()."
@@ -165,7 +170,7 @@ def _reason_against_sizes(member: Member, call: Call) -> str:
 
 
 def disagreement(number: int, name: str, sides: Sequence[tuple[int, str]]) -> str:
-    """The sentence about calls of two ranks that do not match."""
+    """Describe calls of two ranks that do not match."""
     calls = ", ".join(f"rank {rank} is in {call}" for rank, call in sides)
     return (
         f"the ranks disagree on call {number} of {name}: {calls}. "
@@ -174,7 +179,7 @@ def disagreement(number: int, name: str, sides: Sequence[tuple[int, str]]) -> st
 
 
 def named(ranks: Sequence[int]) -> str:
-    """rank 3 has; ranks 0-2, 5 have."""
+    """Format ranks with a verb: rank 3 has; ranks 0-2, 5 have."""
     runs = [
         [rank for _, rank in run]
         for _, run in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0])

@@ -1,7 +1,7 @@
-"""A table of torch's collectives over gloo and over shared memory: `python -m torch_shm`.
+"""Compares torch's collectives over gloo and over shared memory: `python -m torch_shm`.
 
-Every call is timed on both backends in turn, in one run of the same processes. A time is that of the
-slowest rank; a cell shows the median of all rounds.
+Both backends are timed in turn, call by call, in one run of the same processes. A time
+is that of the slowest rank; a cell shows the median of all rounds.
 """
 
 import argparse
@@ -26,9 +26,9 @@ SIZES = {
     "16 MB": 1 << 24,
     "64 MB": 1 << 26,
 }
-# the call, its size, seconds over gloo and over shm
+# call, size, seconds over gloo, seconds over shm
 Timing = tuple[str, str, float, float]
-# The stubs of torch.distributed lack some of what is used here.
+# torch's stubs of distributed lack some of what is used here.
 _dist: Any = dist
 _torch: Any = torch
 
@@ -36,7 +36,8 @@ _torch: Any = torch
 def calls(
     whole: Tensor, part: Tensor, other: Tensor, group: Any
 ) -> dict[str, Callable[[], Any]]:
-    """One call of each kind. `whole` and `other` have the size; `part` is one rank's part of it."""
+    """Return one call of each kind. `whole` and `other` have the full size; `part` is
+    one rank's share."""
     rank, size = dist.get_rank(), dist.get_world_size()
 
     def ring() -> None:
@@ -55,7 +56,7 @@ def calls(
 
 
 def seconds(call: Callable[[], Any]) -> float:
-    """The slowest rank's time of a call that all ranks start together."""
+    """Return the slowest rank's time of a call that all ranks start together."""
     dist.barrier()
     start = time.perf_counter()
     call()
@@ -65,7 +66,7 @@ def seconds(call: Callable[[], Any]) -> float:
 
 
 def measure(rank: int, size: int, store: str, rounds: int) -> list[Timing]:
-    """All timings; every rank returns the same."""
+    """Measure all calls; every rank returns the same timings."""
     torch.set_num_threads(1)
     # torch 2.13 has new names for two of these calls; 2.11 has only the old ones.
     warnings.simplefilter("ignore", FutureWarning)
@@ -85,7 +86,7 @@ def measure(rank: int, size: int, store: str, rounds: int) -> list[Timing]:
         }
         for kind in ways[NAME]:
             times: dict[str, list[float]] = {name: [] for name in ways}
-            for _ in range(rounds + 1):  # the first one warms up
+            for _ in range(rounds + 1):  # the first round warms up
                 for name, way in ways.items():
                     times[name].append(seconds(way[kind]))
                     whole.fill_(1.0)
@@ -96,7 +97,8 @@ def measure(rank: int, size: int, store: str, rounds: int) -> list[Timing]:
 
 
 def table(timings: list[Timing]) -> str:
-    """Rows of calls and columns of sizes, in microseconds: gloo, then shared memory."""
+    """Format a row for each call and a column for each size, in microseconds: gloo /
+    shared memory."""
     kinds = list(dict.fromkeys(kind for kind, _, _, _ in timings))
     cells = {(kind, size): (gloo, shm) for kind, size, gloo, shm in timings}
     lines = [
@@ -122,7 +124,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
     if args.ranks < 2 or args.rounds < 1:
-        parser.error("two ranks and one round are the least")
+        parser.error("at least two ranks and one round are needed")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as folder:
         _torch.multiprocessing.spawn(

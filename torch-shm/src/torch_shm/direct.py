@@ -1,7 +1,8 @@
-"""Reading tensors in the memory of other processes of this machine, without a copy in between.
+"""Reads tensors directly from the memory of other processes on this machine.
 
-Linux lets a process read another's memory where it could debug it (`process_vm_readv`). Not every
-machine allows that, so ranks try it once when they meet, and copy through the arena where one fails.
+Linux lets a process read another's memory if it may debug it (`process_vm_readv`). Not
+every machine allows that, so ranks try it once when they meet, and copy through the
+arena if any fails.
 """
 
 import ctypes
@@ -24,18 +25,18 @@ def _libc() -> Any:
 
 
 def allow() -> None:
-    """Let the processes that were started beside this one read it. Linux with Yama wants to be asked."""
+    """Allow sibling processes to read this one. Linux with Yama requires permission."""
     if hasattr(_libc(), "process_vm_readv"):
         _libc().prctl(_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
 
 
 def read(pid: int, at: int, into: Tensor) -> None:
-    """Fill a contiguous tensor with what lies at an address of a process."""
+    """Fill a contiguous tensor from an address in another process."""
     done, size = 0, into.numel() * into.itemsize
     while done < size:
         here = _Iovec(into.data_ptr() + done, size - done)
         there = _Iovec(at + done, size - done)
-        # This call does not hold the interpreter's lock. It may read less than it was asked for.
+        # This call releases the GIL. It may read less than requested.
         got = _libc().process_vm_readv(
             pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0
         )

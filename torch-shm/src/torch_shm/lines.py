@@ -1,4 +1,5 @@
-"""Calls of one group in shared memory, in their order: its collectives, and messages between pairs.
+"""Calls of one group in shared memory, in order: its collectives, and messages between
+pairs.
 
 For each group a rank owns a segment of its area that only it writes to:
 
@@ -7,10 +8,11 @@ For each group a rank owns a segment of its area that only it writes to:
     queues   one for each peer: where the first message to it lies
     buffers  two, for rounds in turn: what the others may read
 
-Coming to round k means that buffer and header k are written and that those of round k - 1 are read.
-So once everyone has come to round k, buffer and header k + 1 (which are those of k - 1) are free, and
-one flag a member is all the signalling there is. Flags only rise, also when a segment is used again
-for another group: who still looks at an old flag sees more than it waits for.
+Reaching round k means that buffer and header k have been written and those of round k -
+1 have been read. So once all ranks have reached round k, buffer and header k + 1 (the
+same memory as k - 1) are free, and one flag per member is all the signalling needed.
+Flags only increase, even when a segment is reused for another group: a rank that still
+looks at an old flag sees a larger value than it waits for.
 """
 
 from __future__ import annotations
@@ -32,22 +34,24 @@ from .arena import LINE, NOWHERE, PAGE, Arena, whole
 from .calls import Call, CommError, Work, disagreement, signature
 from .settle import HALVES, STEPS, reduce_into
 
-# Words of a header: the length of its text comes first; then the text begins after the counts. Texts
-# are compared by their digest, and read when it differs.
+# Words of a header: the length of its text is first; the text begins after the counts.
+# Digests of texts are compared, and texts are read only if they differ.
 PLACE, DIGEST = 1, 2
 COUNTS = 3
-# Words of a message: where the next one lies, how far its receiver is with it, its tag; then a text.
+# Words of a message: the place of the next message, the receiver's progress, the tag;
+# then a text.
 NEXT, STATE, TAG = 0, 1, 2
 SENT, SEEN, READ = 0, 1, 2
 PAYLOAD = 512
 
-# On x86 stores are seen in their order. Elsewhere a lock given back and taken keeps them apart.
+# x86 keeps the order of stores. Elsewhere releasing and acquiring a lock acts as a
+# barrier.
 _ordered = platform.machine() in ("x86_64", "AMD64", "i686")
 _fence = threading.Lock()
 
 
 def keep_order() -> None:
-    """A fence: other ranks see earlier writes before later ones."""
+    """Make earlier writes visible to other ranks before later ones (a memory fence)."""
     for _ in () if _ordered else (1, 2):
         with _fence:
             pass
@@ -64,19 +68,20 @@ class LineWork(Work):
 
 
 class Line(ABC):
-    """Calls that progress one after another; `advance` moves the first as far as it goes."""
+    """Calls that progress one after another; `advance` moves the first as far as
+    possible."""
 
     collective = True
-    any_of_them = False  # whether one of the absent ranks is enough
+    any_of_them = False  # True if one of the absent ranks is enough
 
     def __init__(self, name: str, number: int) -> None:
         self.name, self.number = name, number
         self.works: deque[LineWork] = deque()
-        # What ended this line: its calls do not go on.
+        # the error that ended this line
         self.error: CommError | None = None
 
     def add(self, work: LineWork) -> None:
-        """Put a call at the end."""
+        """Append a call."""
         self.works.append(work)
 
     @abstractmethod
@@ -85,24 +90,25 @@ class Line(ABC):
 
     @abstractmethod
     def advance(self) -> bool:
-        """Go on with the first call if it can; True if something moved."""
+        """Advance the first call if possible; return True if something moved."""
 
     @abstractmethod
     def absent(self) -> list[int]:
-        """The ranks that the first call waits for."""
+        """List the ranks that the first call waits for."""
 
 
 class SmallSum(NamedTuple):
-    """The memory and the signature of a small all-reduce, in one of the two turns."""
+    """The buffers and signature of a small all-reduce, for one of the two turns."""
 
     signature: tuple[bytes, int]
     mine: Tensor
     parts: list[Tensor]  # of all members, in group order
-    step: Callable[..., Tensor] | None  # two parts into one
+    step: Callable[..., Tensor] | None  # reduces two parts, if there are just two
 
 
 class Collectives(Line):
-    """The collectives of a group, as one member makes them. `segment` is its number in each area."""
+    """The collectives of a group, as one member makes them. `segment` is its number in
+    each area."""
 
     def __init__(
         self, arena: Arena, segment: int, name: str, ranks: tuple[int, ...], number: int
@@ -127,32 +133,35 @@ class Collectives(Line):
         self._flags = [starts[i] >> 3 for i in self.others]
         self.count = (number + 1) << 40
         self._rounds: Iterator[bool] | None = None
-        # The last round of a call was come to and not waited for: the next call has to.
+        # The last round of the previous call was reached but not waited for: the next
+        # call has to wait.
         self.owed = False
         self._first = False
-        # What stands in this rank's headers, so that calls that repeat write little.
+        # The contents of this rank's headers, so that repeated calls write little.
         self._written: list[tuple[bytes, int] | None] = [None, None]
         self._digest = 0
-        # Without `self`: a cycle would keep the memory mapped until the next collection.
+        # Without `self`: a reference cycle would keep the memory mapped until garbage
+        # collection.
         self.view = lru_cache(2000)(partial(_view, arena, self._buffers))
         self._small: dict[tuple[str, torch.Size, torch.dtype, int], SmallSum] = {}
 
-    # ---- what the rounds of a call are written with
+    # ---- memory of a call's rounds
 
     def mine(self, at: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """Memory in the buffer of the round that comes."""
+        """Return memory in this rank's buffer for the next round."""
         return self.view(self.rank, (self.count + 1) & 1, at, numel, dtype)
 
     def theirs(self, i: int, at: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """Memory that rank i wrote in the round that all have reached."""
+        """Return memory that rank i wrote in the round that all have reached."""
         return self.view(i, self.count & 1, at, numel, dtype)
 
     def place(self, i: int) -> int:
-        """The place of rank i's tensor, as `Arena.place` defines it."""
+        """Return the place of rank i's tensor, as `Arena.place` defines it."""
         return int(self._words[self._header(i) + PLACE])
 
     def fetch(self, i: int, place: int, into: Tensor, skip: int = 0) -> None:
-        """Fill a tensor with what lies at a place of rank i, without its first `skip` bytes."""
+        """Copy into a tensor from a place of rank i, without the first `skip` bytes
+        there."""
         try:
             self.arena.fetch(self.ranks[i], place, into, skip)
         except OSError as error:
@@ -161,12 +170,14 @@ class Collectives(Line):
             ) from error
 
     def splits(self, i: int) -> list[int]:
-        """The rows that rank i sends to each rank in an all-to-all, then the rows that it receives."""
+        """Return the rows that rank i sends to each rank in an all-to-all, then those
+        that it receives."""
         start = self._header(i) + COUNTS
         return list(self._words[start : start + 2 * self.size])
 
     def _header(self, i: int, ahead: int = 0) -> int:
-        """The first word of rank i's header for this round, or for the one `ahead`."""
+        """Return the first word of rank i's header for this round, or for the one
+        `ahead`."""
         return self._headers[i][(self.count + ahead) & 1] >> 3
 
     # ---- calls
@@ -204,7 +215,8 @@ class Collectives(Line):
         return True
 
     def clear(self) -> None:
-        """Empty this rank's queues, once all have left: the next group may not find messages there."""
+        """Empty this rank's queues once all have left: the next group must not find
+        messages there."""
         for i in range(self.size):
             self._words[(self.queues[self.rank] + LINE * i) >> 3] = 0
 
@@ -216,7 +228,7 @@ class Collectives(Line):
 
     def _start(self) -> None:
         if self.owed and not self.ready():
-            return  # `advance` comes here again
+            return  # `advance` calls this again
         self.owed = False
         call = self.works[0].call
         if call.kind == "all_to_all":
@@ -232,7 +244,8 @@ class Collectives(Line):
         self._step(self._rounds)
 
     def _step(self, steps: Iterator[bool]) -> bool:
-        """Write what the next round needs and come to it; True when there is none to wait for."""
+        """Write what the next round needs and enter it; return True if there is nothing
+        to wait for."""
         with torch.no_grad():
             for last in steps:
                 self._come()
@@ -241,16 +254,17 @@ class Collectives(Line):
         return True
 
     def _come(self) -> None:
-        """Come to the next round: what it needs has been written."""
+        """Enter the next round; its buffers have been written."""
         self.count += 1
         keep_order()
         self._words[self._flag] = self.count
 
     def small_all_reduce(self, x: Tensor, op: str, wait: Callable[[], None]) -> bool:
-        """A small all-reduce that is waited for at once, as tensor parallelism of small models makes
-        them: the one round of `rounds.py`, in as few steps as Python allows. False, and nothing is
-        done, if it has to go the other way; others may go either. `wait` is called when they are not
-        there soon.
+        """Make a small all-reduce in one round, with as little Python as possible.
+
+        It is waited for at once, as tensor parallelism of small models does. Returns
+        False, having done nothing, if it has to go the general way; other ranks may
+        choose either. `wait` is called if the others do not arrive soon.
         """
         if self.works or self.owed or x.requires_grad or not x.is_contiguous():
             return False
@@ -280,7 +294,7 @@ class Collectives(Line):
         self, x: Tensor, op: str, key: tuple[str, torch.Size, torch.dtype, int]
     ) -> SmallSum | None:
         n, exact = x.numel(), not x.dtype.is_floating_point
-        # What is refused is refused on the other way.
+        # Invalid calls are refused in the general way.
         refused = op not in STEPS or (
             exact and (op == "average" or x.dtype == torch.bool)
         )
@@ -299,10 +313,10 @@ class Collectives(Line):
         self._small[key] = plan
         return plan
 
-    # ---- what all members have to make alike
+    # ---- comparison of calls between members
 
     def _write_header(self, signature: tuple[bytes, int], place: int) -> None:
-        """For the round that comes: which call this is, and where its tensor lies."""
+        """Write the header of the next round: the call, and the place of its tensor."""
         turn, word = (self.count + 1) & 1, self._header(self.rank, 1)
         if self._written[turn] is not signature:
             text, self._words[word + DIGEST] = signature
@@ -340,12 +354,12 @@ class Collectives(Line):
 def _view(
     arena: Arena, buffers: list[tuple[int, int]], i: int, turn: int, at: int, *kind: Any
 ) -> Tensor:
-    """Memory in one of the two buffers of rank i."""
+    """Return memory in one of the two buffers of rank i."""
     return arena.at(buffers[i][turn] + at, *kind)
 
 
 def _signature(call: Call) -> tuple[bytes, int]:
-    """The text that has to be equal on all members, and its digest."""
+    """Return the text that must be equal on all members, and its digest."""
     return _digested(call.kind, call.op, call.at, call.x.numel(), call.x.dtype)
 
 
@@ -358,7 +372,8 @@ def _digested(*key: Any) -> tuple[bytes, int]:
 
 
 class Inbox:
-    """The messages from one member to this one. A message lies in its sender's heap until it is read."""
+    """The messages from one member to this one. A message lies in its sender's heap
+    until it is read."""
 
     def __init__(self, group: Collectives, source: int) -> None:
         self.source, self.rank = source, group.ranks[source]
@@ -368,7 +383,8 @@ class Inbox:
         self._unread: dict[int, deque[int]] = {}
 
     def first(self, tag: int) -> int:
-        """The offset of the first unread message with a tag; 0 if there is none."""
+        """Return the offset of the first unread message with a tag; 0 if there is
+        none."""
         while message := self._words[(self._last >> 3) + NEXT]:
             keep_order()
             self._unread.setdefault(self._words[(message >> 3) + TAG], deque()).append(
@@ -383,7 +399,7 @@ class Inbox:
         return self._arena.read_text(message + LINE)
 
     def take(self, message: int, tag: int, x: Tensor) -> None:
-        """Copy a message to x. From then on its memory is the sender's again."""
+        """Copy a message to x. Afterwards its memory belongs to the sender again."""
         with torch.no_grad():
             x.view(-1).copy_(self._arena.at(message + PAYLOAD, x.numel(), x.dtype))
         keep_order()
@@ -395,7 +411,7 @@ class Inbox:
 
 
 class Receives(Line):
-    """Receives of one tag from one source, or from any of several, in the order of the messages."""
+    """Receives of one tag from one source, or from any of several, in message order."""
 
     collective = False
 
@@ -438,7 +454,8 @@ class Outbox:
 
     def send(self, call: Call, tag: int = 0) -> None:
         """Write a message and append it to the queue."""
-        # The receiver looks for the next message in the one that it saw last: that one stays.
+        # The receiver finds the next message through the last one that it saw, which
+        # must stay.
         while len(self._sent) > 1 and self._state(0) == READ and self._state(1) >= SEEN:
             self._arena.heap.give(*self._sent.popleft())
         x = call.x.detach().view(-1)
@@ -447,7 +464,7 @@ class Outbox:
         if message is None:
             raise CommError(
                 f"there is no room for a message of {size} bytes in shared memory; its receiver is "
-                "far behind, or the machine has no memory that can grow: use backend gloo."
+                "far behind, or the machine has no growable memory: use backend gloo."
             )
         word = message >> 3
         self._words[word + NEXT], self._words[word + STATE], self._words[word + TAG] = (
@@ -467,6 +484,6 @@ class Outbox:
         return int(self._words[(self._sent[i][0] >> 3) + STATE])
 
     def drop(self) -> None:
-        """Give everything back: the receiver has closed its side, too."""
+        """Free all messages, after the receiver has closed its side."""
         while self._sent:
             self._arena.heap.give(*self._sent.popleft())

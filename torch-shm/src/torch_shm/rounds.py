@@ -1,12 +1,17 @@
-"""Each collective as rounds: write to one's own buffer, yield, read what the others have written.
+"""Each collective as a sequence of rounds: write to one's own buffer, yield, read what
+others wrote.
 
-A round ends when everyone has come to its `yield`. Calls that fit a chunk take one round (a large
-all-reduce two); longer ones go chunk by chunk, which also keeps what is passed on in the caches. If
-everyone's tensor lies in shared memory already, the others read it there and nothing is copied, and
-what is only moved is read in the memory of its process where that is allowed (see `direct.py`). That
-ends with one more round, since it may not change before all have read it. Who has promised to leave
-it alone, in shared memory, yields True there and does not wait.
-Reductions are in rank order, as in `settle.py`, and equal to its bit for bit.
+A round ends when all ranks have reached its `yield`. Calls that fit into a chunk take
+one round (a large all-reduce two). Longer ones proceed chunk by chunk, which also keeps
+the data in the caches.
+
+If all tensors are in shared memory already, the other ranks read them in place and
+nothing is copied. Data that is only moved is read directly from the other process,
+where that is allowed (see `direct.py`). Either way needs one more round at the end, as
+the tensor may not change before all have read it. A rank that promised not to change
+its tensor in shared memory yields True there and does not wait.
+
+Reductions run in rank order, bit-equal to those of `settle.py`.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -22,15 +27,19 @@ from .settle import reduce_into
 if TYPE_CHECKING:
     from .lines import Collectives
 
-# Up to here everyone sums everything: reading it all is cheaper than a second round.
+# Up to this size every rank reduces everything: reading it all is cheaper than a second
+# round.
 SMALL = 1 << 15
 
 
 def _places(
     t: "Collectives", x: Tensor, sources: Iterable[int]
 ) -> Generator[bool, None, dict[int, int] | None]:
-    """The places of the sources' tensors, once all have come; None if `x` is not longer than a
-    chunk, which takes no round, or one of them cannot be read there."""
+    """Return the places of the sources' tensors, once all ranks have arrived.
+
+    Returns None if `x` fits into a chunk, without taking a round, or if one of them
+    cannot be read in place.
+    """
     if x.numel() * x.itemsize <= t.chunk:
         return None
     yield False
@@ -39,7 +48,7 @@ def _places(
 
 
 def _shared(t: "Collectives", x: Tensor) -> Generator[bool, None, list[Tensor] | None]:
-    """Everyone's tensor, if `_places` finds all of them in shared memory."""
+    """Return all ranks' tensors, if `_places` finds all of them in shared memory."""
     places = yield from _places(t, x, range(t.size))
     if places is None or min(places.values()) < 0:
         return None
@@ -64,7 +73,7 @@ def _all_reduce(t: "Collectives", call: Call) -> Iterator[bool]:
 
 
 def _reduce_in_place(xs: list[Tensor], me: int, op: str) -> None:
-    """This rank's part of everyone's tensor becomes the reduction, written to all of them."""
+    """Reduce this rank's part of all tensors, and write the result to all of them."""
     parts = [_cut(x, len(xs))[me] for x in xs]
     for pieces in zip(*(_runs(part, 1 << 16) for part in parts), strict=True):
         total = torch.empty_like(pieces[0])
@@ -74,7 +83,8 @@ def _reduce_in_place(xs: list[Tensor], me: int, op: str) -> None:
 
 
 def _reduce_chunks(t: "Collectives", x: Tensor, op: str) -> Iterator[bool]:
-    """Everyone reduces a part of each chunk; the parts are passed on with the next chunk."""
+    """Reduce a part of each chunk on every rank; results are passed on with the next
+    chunk."""
     me, dtype, byte = t.rank, x.dtype, x.itemsize
     chunks = [_cut(chunk, t.size) for chunk in _runs(x, t.chunk // byte)]
     starts = [[_start(parts, i) for i in range(t.size)] for parts in chunks]
@@ -89,7 +99,7 @@ def _reduce_chunks(t: "Collectives", x: Tensor, op: str) -> Iterator[bool]:
         if now:
             own = chunks[k][me]
             at, n = starts[k][me] * byte, own.numel()
-            # Written where the others will take it from in the next round, then to x.
+            # Written where the others read it in the next round, then to x.
             total = t.mine(t.chunk, n, dtype)
             came = [
                 own if i == me else t.theirs(i, at, n, dtype) for i in range(t.size)
@@ -170,10 +180,11 @@ def _collect(
     rows: dict[int, Tensor],
     still: bool = False,
 ) -> Iterator[bool]:
-    """The sources show x; who has rows, by source, fills them."""
+    """Show the sources' x to all ranks; those with `rows`, by source, fill them."""
     own = rows.get(t.rank, x)
     if own.data_ptr() != x.data_ptr():
-        # x may be another part of what is filled, and chunks of it are read after some are filled.
+        # x may be another part of the filled tensor, whose chunks are read after some
+        # are filled.
         x = x.clone() if any(overlap(x, row) for row in rows.values()) else x
         own.copy_(x)
     others = [i for i in t.others if i in rows]
@@ -209,7 +220,7 @@ def _scatter(t: "Collectives", call: Call) -> Iterator[bool]:
 
 
 def _all_to_all(t: "Collectives", call: Call) -> Iterator[bool]:
-    """Everyone writes a run of each stretch of x, from where its receiver takes it."""
+    """Exchange slices of x: in each round every rank writes a run for each receiver."""
     assert call.out is not None
     x, out, dtype, byte = (
         call.x.view(-1),
@@ -221,7 +232,7 @@ def _all_to_all(t: "Collectives", call: Call) -> Iterator[bool]:
     stretches = torch.split(x, [n * row for n in call.in_splits])
     taken = torch.split(out, [n * row for n in call.out_splits])
     width = max(1, t.chunk // byte // t.size)
-    longest = width  # until the first round has shown what the others send
+    longest = width  # until the first round has shown the sizes of the others
     k = 0
     while k * width < longest:
         for i in t.others:
@@ -252,12 +263,13 @@ def _barrier(t: "Collectives", call: Call) -> Iterator[bool]:
 
 
 def _runs(x: Tensor, width: int) -> tuple[Tensor, ...]:
-    """Runs of at most `width` elements; one of none when x is empty."""
+    """Split into runs of at most `width` elements; an empty x gives one empty run."""
     return torch.split(x, width)
 
 
 def _cut(x: Tensor, n: int) -> list[Tensor]:
-    """n parts, the first ones longer; whole cache lines of them where x is long."""
+    """Split into n parts, the first ones longer; into whole cache lines if x is
+    long."""
     width = -(-x.numel() // n)
     width = -(-width // 64) * 64 if x.numel() >= 64 * n else width
     return [x[min(i * width, x.numel()) : (i + 1) * width] for i in range(n)]
@@ -280,13 +292,13 @@ def readable(call: Call, me: int) -> bool:
         return True
     if call.kind == "all_to_all":
         return False
-    # In place is fine: nobody but this rank needs that part of `out`, or of `x`.
+    # An in-place call is fine: only this rank needs that part of `out`, or of `x`.
     if call.kind == "all_gather":
         return x.data_ptr() == out.data_ptr() + me * x.numel() * x.itemsize
     return out.data_ptr() == x.data_ptr() + me * out.numel() * x.itemsize
 
 
-# The rounds of each kind of call.
+# the rounds of each kind of call
 ROUNDS: dict[str, Callable[["Collectives", Call], Iterator[bool]]] = {
     "all_reduce": _all_reduce,
     "reduce_scatter": _reduce_scatter,

@@ -1,8 +1,8 @@
-"""The result of each collective, given the calls of all members at once.
+"""The result of each collective, computed from the calls of all members at once.
 
-Groups that hold everyone's tensors in one process settle their calls here, and the other transports
-are tested against this definition. Reductions run in rank order; 16-bit values are reduced in float32
-and rounded once.
+Groups that have all tensors in one process execute their calls here, and the other
+transports are tested against this definition. Reductions run in rank order; 16-bit
+values are reduced in float32 and rounded once.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from .calls import Call
 
 HALVES = (torch.bfloat16, torch.float16)
 
-# Two tensors into one, a NaN handed on; most libraries' max and min drop it.
+# Reductions of two tensors that propagate NaN; max and min of most libraries drop it.
 STEPS: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
     "average": torch.add,
@@ -25,8 +25,11 @@ STEPS: dict[str, Callable[..., Tensor]] = {
 
 
 def reduce_into(total: Tensor, parts: Sequence[Tensor], op: str) -> None:
-    """`total` becomes the parts reduced in their order, the way one process would. It may be one of
-    them; halves are reduced in float32 and rounded once."""
+    """Reduce the parts in order into `total`, as one process would.
+
+    `total` may be one of the parts. 16-bit values are reduced in float32 and rounded
+    once.
+    """
     if not total.numel():
         return
     first, *others = (part.to(total.device).view_as(total) for part in parts)
@@ -49,7 +52,8 @@ def reduce_into(total: Tensor, parts: Sequence[Tensor], op: str) -> None:
 
 @torch.no_grad()
 def settle(calls: Sequence[Call]) -> None:
-    """Carry out one collective: `calls[i]` is that of the group's rank i, all of one kind."""
+    """Execute one collective: `calls[i]` is the call of the group's rank i, all of one
+    kind."""
     first, n = calls[0], len(calls)
     xs = [call.x for call in calls]
     outs = [call.out for call in calls if call.out is not None]

@@ -1,9 +1,10 @@
-"""Waiting for other ranks of this machine, and noticing that one of them is lost.
+"""Waiting for other ranks of this machine, and detection of lost ranks.
 
-A rank that waits spins for some microseconds, then hands its core on, then sleeps for a tenth of
-the time it has waited so far, at most some milliseconds: waiting costs next to nothing when ranks
-outnumber cores, and little is added to what takes long anyway. While it sleeps it looks now and then
-whether a rank has written down a failure, and whether the processes of all others are still there.
+A waiting rank spins for some microseconds, then yields its core, then sleeps for a
+tenth of the time waited so far, at most some milliseconds. So waiting costs almost
+nothing when ranks outnumber cores, and adds little to long waits. While it sleeps it
+regularly checks for failures recorded by other ranks, and that their processes still
+exist.
 """
 
 import os
@@ -17,10 +18,10 @@ from .arena import Arena
 from .calls import CommError, named
 from .lines import Line
 
-# Words of a rank's page, and where the text of its failure begins.
+# Words of a rank's page, and the offset of its failure text.
 STATE, PID, DOING, BROKEN, BASE, READS = 0, 1, 2, 3, 4, 5
 ABSENT, HERE, LEFT = 0, 1, 2
-# What is broken after a failure: nothing that others wait for, its collectives, or all of its calls.
+# The extent of a failure: nothing that others wait for, collectives, or all calls.
 NOTHING, COLLECTIVES, EVERYTHING = 0, 1, 2
 TEXT, ROOM = 64, 3000
 
@@ -28,7 +29,7 @@ YIELD_AFTER = 40e-6
 SLEEP_AFTER = 400e-6
 LONGEST_SLEEP = 0.005
 LOOK_EVERY = 0.1
-# Seconds that a process may stand still (as after SIGSTOP) until it is given up.
+# Seconds that a process may be stopped (as by SIGSTOP) until it is given up.
 STANDSTILL = 0.5
 _KINDS = """nothing all_reduce reduce broadcast all_gather reduce_scatter all_to_all gather scatter
     barrier send receive split"""
@@ -36,28 +37,28 @@ KINDS = tuple(_KINDS.split())
 
 
 def cores() -> int:
-    """The number of cores that this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 class CommTimeout(CommError):
-    """A wait with a time limit gave up; the call goes on."""
+    """Raised when a wait exceeds its time limit; the call continues."""
 
 
 class Watch:
     """The waiting of one rank, and its view of what the others are doing."""
 
-    watched = False  # by a process outside, which knows more of ranks that stand still
+    watched = False  # by an external process, which knows more about stopped ranks
 
     def __init__(self, arena: Arena, size: int, timeout: float) -> None:
         self._arena, self._size, self._timeout = arena, size, timeout
         self._words = arena.words
         self._page = arena.page(arena.rank) >> 3
-        # Groups by number: every rank splits the same ones in the same order.
+        # group names by number: every rank splits the same ones in the same order
         self.names = ["the world"]
-        # Where ranks outnumber cores, spinning keeps away whom one waits for.
+        # If ranks outnumber cores, spinning blocks the rank that one waits for.
         self._spin = 20 if size <= cores() else 2
         self._standing: dict[int, float] = {}
         direct.allow()
@@ -66,7 +67,7 @@ class Watch:
         self._words[self._page + STATE] = HERE
 
     def try_reading(self) -> None:
-        """Note whether this process can read the memory of all others: the page of each."""
+        """Record whether this process can read the memory of all others."""
         self._words[self._page + READS] = all(map(self._reads, range(self._size)))
 
     def _reads(self, rank: int) -> bool:
@@ -75,7 +76,7 @@ class Watch:
         return direct.readable(pid, base + page + 8 * PID, seen) and int(seen) == pid
 
     def processes(self) -> list[int]:
-        """The processes of all ranks, if everyone has noted that it can read the others."""
+        """Return the process ids of all ranks if all can read each other, else []."""
         pages = [self._arena.page(rank) >> 3 for rank in range(self._size)]
         if not all(self._words[page + READS] for page in pages):
             return []
@@ -88,14 +89,15 @@ class Watch:
         line: Line,
         limit: float | None = None,
     ) -> None:
-        """Return once `go_on` is True; raise one sentence when that cannot be any more.
+        """Wait until `go_on` returns True; raise when that has become impossible.
 
-        `limit`: give up after so many seconds, which breaks nothing: the call may be waited for again.
+        `limit`: seconds after which to give up. Nothing breaks then: the call may be
+        waited for again.
         """
         for _ in range(self._spin):
             if go_on():
                 return
-        # After a failure it stays, for the sentences of the others.
+        # Kept after a failure, for the messages of the others.
         self._words[self._page + DOING] = line.number << 8 | KINDS.index(kind)
         start = time.perf_counter()
         look = start + LOOK_EVERY / 10
@@ -110,7 +112,8 @@ class Watch:
                 os.sched_yield() if hasattr(os, "sched_yield") else time.sleep(0)
             if now > look:
                 look = now + LOOK_EVERY
-                # What it waits for may have come before its sender went: look again at what it left.
+                # The message may have arrived before its sender ended: check again what
+                # it left behind.
                 if self.why_stuck(line, waited) is not None and not go_on():
                     reason = self.why_stuck(line, waited)
                     if reason is not None:
@@ -120,27 +123,29 @@ class Watch:
     # ---- failures
 
     def fail(self, text: str, line: Line) -> None:
-        """Raise a failure, which also ends the calls of those who wait for this rank there."""
+        """Record a failure and raise it. It also ends the calls of ranks that wait for
+        this one."""
         self._break(text, COLLECTIVES if line.collective else NOTHING)
         raise CommError(text)
 
     def tell(self, failure: str) -> None:
-        """Break all calls that others wait for this rank in."""
+        """Break all calls in which others wait for this rank."""
         self._break(f"{failure} {self._doings()}", EVERYTHING)
 
     def _break(self, text: str, how_much: int) -> None:
         page = self._page
-        # The first failure is the cause of those that follow.
+        # The first failure is the cause of later ones.
         if self._words[page + (TEXT >> 3)] == 0:
             self._arena.write_text(page << 3 | TEXT, text, ROOM)
         self._words[page + BROKEN] = max(how_much, self._words[page + BROKEN])
 
     def leave(self) -> None:
-        """Tell the others that this rank makes no further call."""
+        """Tell the others that this rank makes no further calls."""
         self._words[self._page + STATE] = LEFT
 
     def why_stuck(self, line: Line, waited: float) -> str | None:
-        """Explains why a line cannot progress: what happened to the ranks that it waits for."""
+        """Explain why a line cannot progress, from the state of the ranks that it waits
+        for."""
         absent = line.absent()
         reasons = [
             text for rank in absent if (text := self._end_of(rank, line)) is not None
@@ -176,7 +181,7 @@ class Watch:
         return f"{named(line.absent())} not arrived {limit}; {self._doings()}"
 
     def _doings(self) -> str:
-        """The call of every rank, as the end of a sentence."""
+        """Describe the call of every rank, as the end of a sentence."""
         calls = []
         for rank in range(self._size):
             doing = self._words[(self._arena.page(rank) >> 3) + DOING]
@@ -189,10 +194,11 @@ class Watch:
 
 
 def process_state(pid: int) -> str:
-    """R and S for a process that lives, T for one that was stopped, Z or X for one that has ended."""
+    """Return R or S for a live process, T for a stopped one, Z or X for one that has
+    ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # The name before it is in brackets and may contain anything.
+            # the preceding name is in parentheses and may contain anything
             return chr(file.read().rpartition(b")")[2].split()[0][0])
     except (FileNotFoundError, ProcessLookupError):
         if os.path.exists("/proc/self/stat"):

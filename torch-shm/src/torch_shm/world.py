@@ -1,8 +1,9 @@
-"""A world of processes of one machine that communicate through shared memory, and its groups.
+"""A world of processes on one machine that communicate through shared memory, and its
+groups.
 
-Every rank moves its own calls: when it makes one, and while it waits for any of them, so that ranks
-may wait for their calls in any order. A send is complete at once. Nothing of it runs in a thread of
-its own, and a rank that computes does not move the calls of others.
+Every rank advances its own calls: when it makes one, and while it waits for any of
+them, so that ranks may wait for their calls in any order. A send completes at once. No
+threads are involved, and a rank that computes does not advance the calls of others.
 """
 
 import threading
@@ -22,14 +23,15 @@ _BARRIER = Call("barrier", NOTHING)
 
 
 class SharedWork(LineWork):
-    """A call that a line carries out."""
+    """A call that a line executes."""
 
     def __init__(self, world: "SharedWorld", line: Line, call: Call) -> None:
         super().__init__(call)
         self.world, self.line = world, line
 
     def wait(self, limit: float | None = None) -> None:
-        """`limit`: seconds after which to raise `CommTimeout`; the call goes on."""
+        """Wait for the call. After `limit` seconds this raises `CommTimeout`; the call
+        continues."""
         if not self.ended:
             self.world.wait_for(self, limit)
 
@@ -40,7 +42,8 @@ class SharedWork(LineWork):
 
 
 class SharedGroup:
-    """A group of ranks that share memory, as one of them sees it. `calls.check` comes before."""
+    """A group of ranks that share memory, as one of them sees it. Calls must have
+    passed `calls.check`."""
 
     def __init__(self, world: "SharedWorld", collectives: Collectives) -> None:
         self.name = collectives.name
@@ -49,13 +52,14 @@ class SharedGroup:
         self.size = collectives.size
         self._world, self._collectives = world, collectives
         self._inboxes: dict[int, Inbox] = {}
-        # By source, -1 for any, and tag.
+        # by source (-1 for any) and tag
         self._receives: dict[tuple[int, int], Receives] = {}
         self._outboxes: dict[int, Outbox] = {}
         self.closed = False
 
     def begin(self, call: Call, tag: int = 0) -> Work:
-        """Start a call. A send or receive goes by its tag; a receive from -1 takes any source."""
+        """Start a call. Sends and receives match by tag; a receive from -1 accepts any
+        source."""
         if call.kind == "send":
             return self._send(call, tag)
         if call.kind == "receive":
@@ -66,18 +70,20 @@ class SharedGroup:
         return self._world.begin(self._collectives, call)
 
     def small_all_reduce(self, x: Tensor, op: str) -> bool:
-        """Make a small all-reduce and wait for it; False, and nothing is done, if it is not one."""
+        """Make a small all-reduce and wait for it; return False, having done nothing,
+        if it is not one."""
         return self.size > 1 and self._world.small_all_reduce(self._collectives, x, op)
 
     def _send(self, call: Call, tag: int) -> Work:
-        """`call.x` goes to a rank, in order with what was sent there before with the same tag."""
+        """Send `call.x` to a rank, in order with earlier messages of the same tag."""
         if call.at not in self._outboxes:
             self._outboxes[call.at] = Outbox(self._collectives, call.at)
         self._outboxes[call.at].send(call, tag)
         return _COMPLETE
 
     def _receives_of(self, source: int, tag: int) -> Receives:
-        """The receives of a tag from a rank, or from any of them if the source is -1."""
+        """Return the receives of a tag from a rank, or from any rank if the source is
+        -1."""
         key = source, tag
         if key not in self._receives:
             sources = [source] if source >= 0 else self._collectives.others
@@ -89,13 +95,14 @@ class SharedGroup:
         return self._receives[key]
 
     def close(self) -> None:
-        """Every member closes: nobody is past it while another still reads what was written."""
+        """Close the group. Collective: nobody continues while another rank still
+        reads."""
         if not self.closed:
             self.begin(_BARRIER).wait()
             self.release()
 
     def release(self) -> None:
-        """Give the group's memory back, after a barrier of all members."""
+        """Free the group's memory, after a barrier of all members."""
         self.closed = True
         for outbox in self._outboxes.values():
             outbox.drop()
@@ -104,9 +111,10 @@ class SharedGroup:
 
 
 class SharedWorld:
-    """This process as one rank of an arena. `path` is where to open it, once.
+    """This process as one rank of an arena, which is opened once at `path`.
 
-    Worlds that share `lines` move each other's calls. Whoever moves calls has the `lock`.
+    Worlds that share `lines` advance each other's calls. Whoever advances calls holds
+    the `lock`.
     """
 
     def __init__(
@@ -125,23 +133,26 @@ class SharedWorld:
         self._everyone = Collectives(
             self.arena, 0, "the world", tuple(range(self.size)), 0
         )
-        self._lines = {} if lines is None else lines  # those with calls
+        self._lines = {} if lines is None else lines  # lines with pending calls
         self._lock = lock or threading.RLock()
-        # Segments by the number of the split, alike on every rank, since all split and close in the
-        # same order.
+        # Segments by number of the split: equal on every rank, since all split and
+        # close in the same order.
         self._segments: dict[int, int] = {}
         self._splits = 0
         self._meet(_BARRIER)
         if rank == 0:
-            # All have mapped it: a file loses its name here, so that a kill leaves nothing.
+            # All have mapped the file. It loses its name here, so that a kill leaves
+            # nothing behind.
             forget(path)
         self.watch.try_reading()
         self._meet(_BARRIER)
         self.arena.processes = self.watch.processes()
 
     def split(self, name: str, groups: Sequence[tuple[int, ...]]) -> SharedGroup:
-        """This rank's group. Every rank calls it with the same groups, in the same order."""
-        # Nobody is past this before all have closed what used these segments before.
+        """Return this rank's group. Every rank calls this with the same groups in the
+        same order."""
+        # Nobody passes this before all have closed the previous users of these
+        # segments.
         self._meet(split_call(name, groups))
         self._splits += 1
         self.watch.names.append(name)
@@ -149,7 +160,7 @@ class SharedWorld:
         segment = next(i for i in range(1, len(taken) + 2) if i not in taken)
         if segment >= self.arena.extent.segments:
             raise CommError(
-                f"group {name!r}: there is shared memory for {segment} open groups and all are in use."
+                f"group {name!r}: there is shared memory for {segment} open groups, all of which are in use."
             )
         self._segments[self._splits] = segment
         ranks = next(group for group in groups if self.rank in group)
@@ -158,17 +169,17 @@ class SharedWorld:
         )
 
     def free(self, number: int) -> None:
-        """A group is closed; another may have its segment."""
+        """Release a closed group's segment for reuse."""
         del self._segments[number]
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor in shared memory, which all ranks read where it is."""
+        """Return a flat tensor in shared memory, which all ranks can read in place."""
         return self.arena.empty(numel, dtype)
 
     # ---- calls
 
     def begin(self, line: Line, call: Call) -> SharedWork:
-        """Put a call in its line and move it as far as it goes."""
+        """Append a call to its line and advance it as far as possible."""
         work = SharedWork(self, line, call)
         with self._lock:
             if line.error is not None:
@@ -179,8 +190,9 @@ class SharedWorld:
         return work
 
     def move(self, line: Line) -> bool:
-        """Move a line. If that fails, those who wait for its calls raise it, and nobody else."""
-        # Without the lock, since who waits looks often; `ready` of messages reads them already.
+        """Advance a line. An error is raised only by those who wait for its calls."""
+        # Without the lock, since waiting ranks check often; `ready` of messages already
+        # reads them.
         if line.collective and not line.ready():
             return False
         with self._lock:
@@ -194,15 +206,17 @@ class SharedWorld:
             return moved
 
     def advance(self) -> bool:
-        """Move every line once; True if something moved."""
+        """Advance every line once; return True if something moved."""
         return sum(world.move(line) for line, world in tuple(self._lines.items())) > 0
 
     def wait_for(self, work: SharedWork, limit: float | None = None) -> None:
-        """Return when a call has ended. Meanwhile all others of this rank go on, too."""
+        """Wait until a call has ended. Meanwhile all other calls of this rank progress,
+        too."""
         line = work.line
 
         def go_on() -> bool:
-            # Not only this line: a peer may have to get past another call to come to this one.
+            # Not only this line: a peer may have to complete another call before it
+            # reaches this one.
             while self.move(line):
                 if work.ended:
                     return True
@@ -215,9 +229,10 @@ class SharedWorld:
         self.watch.until(work.call.kind, go_on, line, limit)
 
     def examine(self, line: Line, waited: float) -> None:
-        """End a line that cannot go on, on behalf of nobody in particular."""
+        """End a line that cannot progress, on behalf of no particular caller."""
         with self._lock:
-            # A message may have come before its sender went: look again at what it left behind.
+            # The message may have arrived before its sender ended: check again what it
+            # left behind.
             if self.watch.why_stuck(line, waited) and not self.move(line):
                 reason = self.watch.why_stuck(line, waited)
                 try:
@@ -228,7 +243,8 @@ class SharedWorld:
                     self._lines.pop(line, None)
 
     def small_all_reduce(self, group: Collectives, x: Tensor, op: str) -> bool:
-        """Make a small all-reduce and wait for it; False, and nothing is done, if it is not one."""
+        """Make a small all-reduce and wait for it; return False, having done nothing,
+        if it is not one."""
         with self._lock:  # another thread may be about to end the last call
             if group.error is not None:
                 raise group.error
@@ -255,17 +271,18 @@ class SharedWorld:
     # ---- ends
 
     def fail(self, failure: str) -> None:
-        """Tell the others why this rank goes; they raise it wherever they wait."""
+        """Tell the other ranks why this one fails; they raise it wherever they wait."""
         self.watch.tell(failure)
 
     def leave(self) -> None:
-        """Make no further call. The others may be gone already, so nobody is waited for."""
+        """Make no further calls. Waits for nobody, as the other ranks may be gone
+        already."""
         with self._lock:
             for line in [line for line, world in self._lines.items() if world is self]:
                 del self._lines[line]
         self.watch.leave()
 
     def close(self) -> None:
-        """Leave together: nobody takes a rank that has left for one that is lost."""
+        """Leave together, so that nobody takes a rank that has left for a lost one."""
         self._meet(_BARRIER)
         self.leave()

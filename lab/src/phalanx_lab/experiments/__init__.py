@@ -1,1 +1,2 @@
-"""The experiments: a function each, whose docstring is its story. `catalogue.py` lists them."""
+"""The experiments: one function each, whose docstring is its story. `catalogue.py`
+lists them."""

@@ -1,5 +1,5 @@
-"""Attention over a sequence of which every rank has a part: keys and values go round, or heads are
-exchanged for tokens."""
+"""Attention over a sequence that is sharded over ranks: keys and values travel round a
+ring, or heads are exchanged for tokens."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -47,7 +47,8 @@ def attend(
 
 
 def masked(s: Tensor, first: int = 0) -> Tensor:
-    """Scores (heads, tokens, keys) without those of later keys; the first query is at `first`."""
+    """Mask scores (heads, tokens, keys) of later keys; the first query is at position
+    `first`."""
     return s.masked_fill(torch.ones(s.shape[1:]).triu(1 + first).bool(), -torch.inf)
 
 
@@ -75,7 +76,7 @@ def block(
 
 
 def normed(x: Tensor, weight: Tensor) -> Tensor:
-    """RMSNorm: each token by itself."""
+    """RMSNorm of each token."""
     return x * x.square().mean(1, keepdim=True).add(1e-6).rsqrt() * weight
 
 
@@ -218,12 +219,14 @@ class RingAttention(torch.autograd.Function):
 
 
 def scores(lab: Lab, q: Tensor, k: Tensor, source: int) -> Tensor:
-    """q k' / sqrt(d) of own queries and the keys of `source`: (heads, own tokens, its tokens)."""
+    """Return q k' / sqrt(d) of this rank's queries and the keys of `source`: (heads,
+    own tokens, its tokens)."""
     return masked(q @ k.mT / q.shape[-1] ** 0.5, (lab.rank - source) * q.shape[1])
 
 
 def pass_on(group: Group, *tensors: Tensor) -> tuple[Sequence[Tensor], list[Work]]:
-    """Send to the next rank; what the previous rank sends, and what to wait for before using it."""
+    """Send to the next rank. Return the tensors arriving from the previous one, and the
+    pending receives."""
     n, rank = group.size, group.rank
     arriving = [torch.empty_like(x) for x in tensors]
     for x in tensors:

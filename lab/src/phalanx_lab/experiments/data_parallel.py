@@ -1,5 +1,5 @@
-"""Every rank has other rows. Data parallel, how samples are divided and weights saved, and how
-weights, gradients and the optimizer's state are sharded over ranks or swapped to the host."""
+"""Each rank has different rows: data parallel, samplers, saving weights, and sharding
+or swapping of weights, gradients and optimizer state."""
 
 import os
 import tempfile
@@ -27,7 +27,7 @@ from phalanx_lab.mlp import (
     update,
 )
 
-# of a step: the loss, and the gradients that a rank has
+# results of a step: the loss, and the gradients that this rank has
 Result = tuple[Tensor, list[Tensor]]
 
 
@@ -149,7 +149,8 @@ def threads_data_parallel(lab: Lab) -> None:
 def replicated(
     lab: Lab, weights: list[Tensor], x: Tensor
 ) -> tuple[float, list[Tensor], int, float]:
-    """Loss, gradients, the bytes that left or entered the first device, and seconds on it alone."""
+    """Return loss, gradients, bytes moved to or from the first device, and the seconds
+    that it worked alone."""
     gpus, begin = torch.cuda.device_count(), time.perf_counter()
     devices = [
         torch.device("cuda", i % gpus) if gpus > 1 else "cpu" for i in range(lab.n)
@@ -240,7 +241,7 @@ def sampler(lab: Lab) -> None:
 
 
 def batches(size: Size, epoch: int) -> tuple[Tensor, ...]:
-    """The samples of two batches and a smaller one, shuffled for this epoch."""
+    """Return the samples of two batches and a smaller one, shuffled for this epoch."""
     generator = torch.Generator().manual_seed(7 + epoch)
     order = torch.randperm(2 * size.batch + size.batch // 2 + 1, generator=generator)
     return torch.split(order, size.batch)
@@ -347,13 +348,14 @@ def zero_1(lab: Lab) -> None:
 
 
 def padded(parts: list[Tensor], n: int) -> Tensor:
-    """All numbers in one vector whose length divides by n."""
+    """Join all elements in one vector whose length is a multiple of n."""
     flat = torch.cat([part.reshape(-1) for part in parts])
     return torch.nn.functional.pad(flat, (0, -len(flat) % n))
 
 
 def owned(lab: Lab) -> tuple[list[int], list[int]]:
-    """The owner of each layer, in ranges as equal as possible, and the layers of this rank."""
+    """Return the owner of each layer, in ranges as equal as possible, and the layers of
+    this rank."""
     owners = [layer * lab.n // lab.size.layers for layer in range(lab.size.layers)]
     return owners, [layer for layer, rank in enumerate(owners) if rank == lab.rank]
 

@@ -1,4 +1,5 @@
-"""Every rank has some of the experts, and tokens travel to those that a router chooses for them."""
+"""Expert parallel: each rank has some experts, and tokens travel to those that a router
+chooses."""
 
 import torch
 from torch import Tensor
@@ -78,7 +79,8 @@ def experts(lab: Lab) -> None:
 
 
 def routed(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """The experts of each token, and their weights, which add up to one: (rows, 2) each."""
+    """Return the experts of each token, and their weights, which add up to one: (rows,
+    2) each."""
     router = draw(400, x.shape[1], len(bias)) / x.shape[1] ** 0.5
     skewed = x @ router + torch.linspace(1, -1, len(bias), dtype=x.dtype)
     scores = skewed.sigmoid()
@@ -88,7 +90,7 @@ def routed(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def alone(x: Tensor, every: list[Tensor]) -> Tensor:
-    """All experts on all rows, each weighted by its gate or by zero."""
+    """Apply all experts to all rows, each weighted by its gate or by zero."""
     chosen, gates = routed(x, torch.zeros(len(every), dtype=x.dtype))
     weights = torch.zeros(len(x), len(every), dtype=x.dtype).scatter(1, chosen, gates)
     outputs = torch.stack([F.gelu(x @ w) for w in every], 1)

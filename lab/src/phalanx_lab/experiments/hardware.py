@@ -1,4 +1,5 @@
-"""The parts of a device, and the reason why moving data costs more than computing with it."""
+"""The parts of a device, and the reason why moving data costs more than computing with
+it."""
 
 import time
 
@@ -9,7 +10,7 @@ from phalanx.plan import device, hierarchy
 from phalanx_lab.lab import Lab
 from phalanx_lab.mlp import draw, start
 
-WEIGHTS = 16e9  # bytes: 8 billion of 2
+WEIGHTS = 16e9  # bytes: 8 billion values of 2 bytes
 
 
 def hardware(lab: Lab) -> None:

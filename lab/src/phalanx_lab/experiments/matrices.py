@@ -1,4 +1,4 @@
-"""An optimizer that updates whole matrices, where every rank has a part of each."""
+"""An optimizer that updates whole matrices, each sharded over all ranks."""
 
 import torch
 from torch import Tensor
@@ -62,12 +62,14 @@ def muon(lab: Lab) -> None:
 
 
 def moved(lab: Lab) -> float:
-    """Bytes: of a reduce-scatter and an all-gather of everything, and of two ways of 1/n of it."""
+    """Bytes of a reduce-scatter and an all-gather of everything, and of two exchanges
+    of 1/n of it."""
     return (2 + 2 / lab.n) * (lab.n - 1) / lab.n * lab.size.bytes
 
 
 def orthogonal(x: Tensor) -> Tensor:
-    """Five steps of Newton-Schulz: the singular values of x come near one."""
+    """Run five steps of Newton-Schulz, which bring the singular values of x near
+    one."""
     x = x.T if (tall := x.shape[0] > x.shape[1]) else x
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(5):

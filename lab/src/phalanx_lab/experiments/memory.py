@@ -1,4 +1,5 @@
-"""Memory: activations kept or recomputed, low-precision formats, and bytes counted by hand."""
+"""Memory: activations kept or recomputed, low-precision formats, and bytes counted by
+hand."""
 
 import time
 from collections.abc import Sequence
@@ -42,7 +43,8 @@ def segments(way: str, depth: int) -> int:
 
 
 def by_hand(way: str, depth: int) -> tuple[int, int]:
-    """Forwards, and activations kept. A layer keeps two for its backward: x and x @ w."""
+    """Return the number of forwards and of activations kept. A layer keeps two for its
+    backward: x and x @ w."""
     c = segments(way, depth)
     s = depth // c
     if way == "everything":
@@ -53,7 +55,7 @@ def by_hand(way: str, depth: int) -> tuple[int, int]:
 
 
 class Chain:
-    """A chain of layers that counts the forwards."""
+    """A chain of layers that counts its forwards."""
 
     def __init__(self, depth: int) -> None:
         self.weights = [
@@ -65,7 +67,8 @@ class Chain:
     def forward(
         self, x: Tensor, first: int, last: int, *, keep: bool = True
     ) -> tuple[Tensor, list[Kept]]:
-        """Layers first to last, and what their backward needs if it is to be kept."""
+        """Run layers first to last; return the output, and what their backward needs if
+        `keep`."""
         kept = []
         for i in range(first, last):
             x, saved = forward(x, self.weights[i])
@@ -75,7 +78,7 @@ class Chain:
         return x, kept
 
     def step(self, x: Tensor, way: str) -> None:
-        """Forward and backward once."""
+        """Run forward and backward once."""
         depth = len(self.weights)
         length = depth // segments(way, depth)
         checkpoints, kept = [], list[Kept]()
@@ -171,7 +174,7 @@ def recompute(lab: Lab) -> None:
 
 
 def seconds(way: str, depth: int) -> float:
-    """The shortest of three, not recorded."""
+    """Return the shortest of three timings, not recorded."""
     times = []
     chain, x = Chain(depth), draw(1, ROWS, FEATURES)
     with _disable_current_modes():
@@ -182,7 +185,7 @@ def seconds(way: str, depth: int) -> float:
     return min(times)
 
 
-# dtype, (sign, exponent, fraction) bits, where it breaks
+# dtype, (sign, exponent, fraction) bits, where it breaks down
 FORMATS = {
     "fp64": (torch.float64, (1, 11, 52), "nowhere here; it is the reference"),
     "fp32": (torch.float32, (1, 8, 23), "1 + 2^-24 is 1"),
@@ -190,14 +193,16 @@ FORMATS = {
     "fp16": (torch.float16, (1, 5, 10), "70,000 is infinite, 1e-8 is 0"),
     "bf16": (torch.bfloat16, (1, 8, 7), "1 + 2^-8 is 1: a small update is lost"),
 }
-# A mean over as many numbers as a real batch has makes gradients this much smaller.
+# A mean over as many elements as a real batch has makes gradients smaller by this
+# factor.
 SMALL = 2.0**-16
 
 
 def gradients_in(
     dtype: torch.dtype, weights: Sequence[Tensor], x: Tensor, scale: float = 1.0
 ) -> list[Tensor]:
-    """Gradients of SMALL x loss, computed in `dtype` with the loss scaled, and widened to float64."""
+    """Return gradients of SMALL x loss, computed in `dtype` with a scaled loss and
+    widened to float64."""
 
     def scaled(y: Tensor) -> tuple[Tensor, Tensor]:
         return y, (2 * y.double() / y.numel() * SMALL * scale).to(dtype)
@@ -280,10 +285,10 @@ def mixed_precision(lab: Lab) -> None:
 
 
 def formats(lab: Lab) -> None:
-    """Range and resolution by hand, and what they mean."""
+    """Compute range and resolution by hand, and check their consequences."""
     rows = []
     for name, (dtype, (sign, exponent, fraction), breaks) in FORMATS.items():
-        # All exponents but the last, all ones in the fraction.
+        # all exponents but the last, and all ones in the fraction
         largest = float((2 - 2.0**-fraction) * 2.0 ** (2 ** (exponent - 1) - 1))
         smallest, step = float(2.0 ** (2 - 2 ** (exponent - 1))), 2.0**-fraction
         numbers = [f"{x:.3g}" for x in (largest, smallest, step)]
@@ -318,7 +323,8 @@ def formats(lab: Lab) -> None:
 
 
 def to_tf32(x: Tensor) -> Tensor:
-    """fp32 with the last 13 bits of its fraction rounded away, as a GPU's matmul reads it."""
+    """Round away the last 13 bits of fp32's fraction, as a GPU's matmul does on
+    reading."""
     bits = x.float().view(torch.int32)
     return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
 
@@ -329,21 +335,24 @@ HALF, WIDE = torch.bfloat16, torch.float32
 
 
 def nbytes(count: int, *dtypes: torch.dtype) -> int:
-    """The bytes of a tensor of each dtype with that many numbers; nothing is allocated."""
+    """Return the bytes of one tensor of `count` elements for each dtype, without
+    allocating them."""
     return sum(
         torch.empty(count, dtype=dtype, device="meta").nbytes for dtype in dtypes
     )
 
 
 def ffn_hidden(ffn: int) -> int:
-    """The bytes of the output of one layer's first matmul, times layers."""
+    """Return the bytes of the output of one layer's first matmul, times the number of
+    layers."""
     x = torch.empty(TOKENS, WIDTH, dtype=HALF, device="meta")
     w = torch.empty(WIDTH, ffn, dtype=HALF, device="meta")
     return LAYERS * (x @ w).nbytes
 
 
 def adam_in_torch(weights: list[Tensor]) -> float:
-    """Bytes for every weight that torch's own Adam and its tensors take, counted after a step."""
+    """Return the bytes per weight of torch's own Adam with its tensors, measured after
+    a step."""
     leaves = [w.float().requires_grad_() for w in weights]
     adam = torch.optim.Adam(leaves)
     for w in leaves:

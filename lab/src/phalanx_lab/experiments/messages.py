@@ -1,5 +1,5 @@
-"""Messages between ranks: collectives, send and receive, how ranks meet, how they are numbered, and
-how to follow one of them."""
+"""Messages between ranks: collectives, send and receive, rendezvous, the numbering of
+ranks, and how to debug one of them."""
 
 import sys
 import tempfile
@@ -272,7 +272,8 @@ def process_groups(lab: Lab) -> None:
 
 
 def all_reduced(x: Tensor, store: Any, rank: int, n: int) -> Tensor:
-    """The sum over ranks through a gloo group that exists only here, on loopback."""
+    """Return the sum over ranks, through a temporary gloo group on the loopback
+    interface."""
     gloo = dist.ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname="127.0.0.1")]
@@ -329,7 +330,7 @@ def one_process(lab: Lab) -> None:
 def rank_code(
     world: World, size: Size, group: Group | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The code of every rank: the gradient before and after it is averaged."""
+    """The code of every rank: return the gradient before and after it is averaged."""
     group = group or world.split("inner", [range(world.size)])
     rows = batch(size, 0)[size.part("batch", group.rank, group.size)]
     gradient = gradients_of(start(size), rows)[1][0]
@@ -380,7 +381,8 @@ def grid(lab: Lab) -> None:
 
 
 def shape_of(n: int) -> list[int]:
-    """Four sizes whose product is n: its prime factors in turn, the last axis first."""
+    """Return four sizes whose product is n: its prime factors in turn, the last axis
+    first."""
     sizes, axis = [1] * len(AXES), -1
     for factor in range(2, n + 1):
         while n % factor == 0:
@@ -390,12 +392,13 @@ def shape_of(n: int) -> list[int]:
 
 
 def coordinates(rank: int, sizes: Sequence[int]) -> list[int]:
-    """The digits of a rank."""
+    """Return the digits of a rank."""
     return [rank // prod(sizes[i + 1 :]) % size for i, size in enumerate(sizes)]
 
 
 def groups_along(axis: int, sizes: Sequence[int]) -> list[list[int]]:
-    """The ranks that differ in one digit only, in order of that digit."""
+    """Return the groups of ranks that differ in one digit only, in order of that
+    digit."""
     stride = prod(sizes[axis + 1 :])
     firsts = [
         rank for rank in range(prod(sizes)) if coordinates(rank, sizes)[axis] == 0

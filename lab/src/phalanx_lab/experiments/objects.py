@@ -1,5 +1,5 @@
-"""Objects as messages. The object forms are shown on gloo only; this is the one file of phalanx that
-uses pickle."""
+"""Objects as messages. The object forms are shown on gloo only; this is the only file
+of phalanx that uses pickle."""
 
 import json
 import os
@@ -15,14 +15,16 @@ from phalanx_lab.mlp import gradients_of, start
 
 
 class Surprise:
-    """Not an object but a command: whoever unpickles it calls os.getpid and gets the answer."""
+    """A command in the form of an object: unpickling it calls os.getpid and returns the
+    answer."""
 
     def __reduce__(self) -> tuple[Callable[[], int], tuple[()]]:
         return os.getpid, ()
 
 
 def all_gather_text(group: Group, value: Any) -> list[Any]:
-    """Everyone's object as JSON: lengths first, then bytes padded to the longest."""
+    """Gather every rank's object as JSON: lengths first, then bytes padded to the
+    longest."""
     text = json.dumps(value).encode()
     lengths = gathered(group, torch.tensor([len(text)]))
     mine = torch.zeros(int(lengths.max()), dtype=torch.uint8)

@@ -1,5 +1,5 @@
-"""Every rank has a range of layers: one after another, as a pipeline of microbatches in two orders, and
-with messages in flight."""
+"""Each rank has a range of layers: one after another, as a pipeline of microbatches in
+two orders, and with messages in flight."""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -23,7 +23,7 @@ class Send(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group, ctx.like = group, torch.empty_like(x)
         group.send(x.contiguous(), to=group.rank + 1)
-        return x.new_zeros(())  # something to call backward on
+        return x.new_zeros(())  # a value on which backward can be called
 
     @staticmethod
     def backward(ctx: Any, *unused: Any) -> Any:
@@ -100,7 +100,8 @@ def model_sharding(lab: Lab) -> None:
 
 
 def gradients_of(weights: list[Tensor]) -> list[Tensor]:
-    """The gradients that `backward` accumulated. Unlike `grad`, it runs through the boundary to the left."""
+    """Return and clear the gradients that `backward` accumulated. Unlike `grad`,
+    `backward` also runs through the boundary to the previous rank."""
     gradients = [w.grad for w in weights if w.grad is not None]
     for w in weights:
         w.grad = None
@@ -108,7 +109,8 @@ def gradients_of(weights: list[Tensor]) -> list[Tensor]:
 
 
 class PipelineStage:
-    """A range of layers: forward and backward of one microbatch; autograd adds gradients up."""
+    """A range of layers: forward and backward of one microbatch; autograd accumulates
+    gradients."""
 
     def __init__(self, lab: Lab) -> None:
         self.lab, self.group, self.size = lab, lab.group, lab.size
@@ -118,17 +120,19 @@ class PipelineStage:
 
     def begin(self, step: int) -> None:
         self.step = step
-        self.kept: dict[int, tuple[Tensor, Tensor]] = {}  # what came in, what went out
+        # input and output of each microbatch
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
         self.loss = torch.zeros((), dtype=torch.float64)
 
     def post(self, source: int) -> tuple[Tensor, Work]:
-        """Space for a neighbour's message, an activation or its gradient, and what to wait for."""
+        """Post a receive from a neighbour, of an activation or a gradient; return its
+        buffer and the work."""
         rows = self.size.part("batch", 0, MICROBATCHES).stop
         x = torch.empty(rows, self.size.width, dtype=torch.float64)
         return x, self.group.receive(x, source, wait=False)
 
     def receive(self, source: int) -> Tensor:
-        """The next message from a neighbour."""
+        """Receive the next message from a neighbour."""
         x, work = self.post(source)
         work.wait()
         return x
@@ -137,7 +141,8 @@ class PipelineStage:
         self.group.send(x, to)
 
     def forward(self, micro: int) -> None:
-        """The forward of the batch's rows, or of the activations that the previous stage sends."""
+        """Run the forward of the batch's rows, or of the activations that the previous
+        stage sends."""
         if self.first:
             x = batch(self.size, self.step)[
                 self.size.part("batch", micro, MICROBATCHES)
@@ -154,7 +159,8 @@ class PipelineStage:
             self.send(y.detach(), self.lab.rank + 1)
 
     def backward(self, micro: int) -> None:
-        """From the own loss, or from the gradient that the next stage sends."""
+        """Run the backward from this stage's loss, or from the gradient that the next
+        stage sends."""
         x, y = self.kept.pop(micro)
         if self.last:
             loss, g = loss_of(y.detach(), rows=self.size.batch)
@@ -170,7 +176,8 @@ class PipelineStage:
     def train(
         self, order: Sequence[tuple[str, int]], most: int, extra: int = 0
     ) -> None:
-        """All steps, each with these operations in this order; and how much it kept and sent."""
+        """Run all steps with these operations in this order; check how much was kept
+        and sent."""
 
         def train_step(step: int) -> tuple[Tensor | None, list[Tensor]]:
             self.begin(step)
@@ -202,7 +209,8 @@ def pipeline(lab: Lab) -> None:
 
 
 class PostedStage(PipelineStage):
-    """A stage whose receives are all posted at the start of the step, and taken in order."""
+    """A stage that posts all receives at the start of the step, and uses them in
+    order."""
 
     def __init__(self, lab: Lab) -> None:
         super().__init__(lab)
@@ -325,7 +333,8 @@ def one_f_one_b(lab: Lab) -> None:
 
 
 def order(rank: int, ranks: int, microbatches: int) -> list[tuple[str, int]]:
-    """One stage's operations: warm up, one forward and one backward in turn, drain."""
+    """Return one stage's operations: warm-up, alternating forward and backward,
+    drain."""
     warm = min(ranks - rank, microbatches)
     ops = [("F", i) for i in range(warm)]
     for i in range(microbatches):

@@ -1,4 +1,5 @@
-"""Every rank has all rows and a part of every layer: by columns, or by columns and rows in turn."""
+"""Each rank has all rows and a part of every layer: by columns, or alternately by
+columns and rows."""
 
 import torch
 from torch import Tensor
@@ -66,7 +67,8 @@ def tensor_parallel_pair(lab: Lab) -> None:
     size, group, n, part = lab.size, lab.group, lab.n, lab.part("width")
 
     def shards(layers: list[Tensor]) -> list[Tensor]:
-        """Columns of even layers, rows of odd ones, all of a last even one."""
+        """Return columns of even layers and rows of odd ones; a last even layer is
+        whole."""
         cut = [w[part] if i % 2 else w[:, part] for i, w in enumerate(layers)]
         return cut if size.layers % 2 == 0 else [*cut[:-1], layers[-1]]
 

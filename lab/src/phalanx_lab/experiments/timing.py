@@ -179,7 +179,8 @@ def overlap(lab: Lab) -> None:
 
 
 def _beside(lab: Lab) -> int:
-    """The number of this step's messages that were in flight while a layer was computed."""
+    """Return the number of this step's messages that were in flight while a layer was
+    computed."""
     layers, messages = (
         [span for span in lab.now.spans if span.lane == lane]
         for lane in ("compute", "messages")
@@ -190,7 +191,8 @@ def _beside(lab: Lab) -> int:
 
 
 def on_streams(lab: Lab) -> None:
-    """On a GPU: a product on one stream, a copy to the host on another, and an event between them."""
+    """Run a matmul on one GPU stream and a copy to the host on another, with an event
+    between them."""
     x = torch.randn(lab.size.width, lab.size.width, device="cuda")
     host = torch.empty(x.shape, pin_memory=True)  # or the copy would hold the host
     aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
