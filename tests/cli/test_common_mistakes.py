@@ -241,10 +241,10 @@ ROWS: list[tuple[list[str], tuple[str, ...]]] = [
     (["launch", "k8s", "good.toml", "--volume=--"], ("--volume is '--'", "write a value")),
     # Of other systems.
     (["launch", "k8s", "good.toml", "--time", "1:00:00"], ("--time is not an option of k8s", "for slurm")),
-    (["launch", "slurm", "good.toml", "--image=a"], ("--image does not go", "for k8s, kubeflow")),
-    (["launch", "kubeflow", "good.toml", "--master", "a"], ("--master does not go", "for torchrun")),
-    (["launch", "torchrun", "good.toml", "--volume", "a"], ("--volume does not go", "k8s, kubeflow")),
-    (["launch", "ray", "good.toml", "--accelerator", "a"], ("--accelerator does not go", "for sky")),
+    (["launch", "slurm", "good.toml", "--image=a"], ("--image is not an option of", "for k8s, kubeflow")),
+    (["launch", "kubeflow", "good.toml", "--master", "a"], ("--master is not an option of", "for torchrun")),
+    (["launch", "torchrun", "good.toml", "--volume", "a"], ("--volume is not an option of", "k8s, kubeflow")),
+    (["launch", "ray", "good.toml", "--accelerator", "a"], ("--accelerator is not an option of", "for sky")),
     (["verify", "--axes", ""], ("--axes names nothing", "dp pp cp tp")),
     (["verify", "--dtype", ESC], ("--dtype", r"\x1b", "float64")),
     (["verify", "--optimizer", "lion"], ("--optimizer", "adamw")),
@@ -255,7 +255,7 @@ ROWS: list[tuple[list[str], tuple[str, ...]]] = [
     (["verify", "--layouts", "dp2 tp3"], ("tp=3", "Nearest")),
     (["bench", "collectives", "--backend", "zz"], ("--backend", "'zz'", "gloo")),
     (["bench", "collectives", "--ops", "zz"], ("--ops: zz", "all_reduce")),
-    (["bench", "collectives", "--groups", "2x9", "--ranks", "2"], ("--groups '2x9'", "fits the 2")),
+    (["bench", "collectives", "--groups", "2x9", "--ranks", "2"], ("--groups '2x9'", "fits into the 2")),
     (["bench", "matmul", "--device", "tpu"], ("--device", "'tpu'", "cuda")),
     (["bench", "matmul", "--dtype", "fp32,zz"], ("--dtype", "'zz'", "bf16")),
     (["bench", "matmul", "--model", "zz"], ("'zz'", "Shapes are")),
@@ -319,14 +319,14 @@ ROWS: list[tuple[list[str], tuple[str, ...]]] = [
     (["bench", "matmul", "--threads", "999999"], ("--threads is 999,999", "1 to 4,096")),
     (
         ["bench", "mfu", "--width", "1048576", "--layers", "1000"],
-        ("1,000 layers", "this machine has", "Write less"),
+        ("1,000 layers", "this machine has", "Write a smaller"),
     ),
-    (["bench", "mfu", "--batch", "16777216"], ("a batch of 16,777,216", "Write less")),
+    (["bench", "mfu", "--batch", "16777216"], ("a batch of 16,777,216", "Write a smaller")),
     (["bench", "overlap", "--size", "999999"], ("--size 999999", "this machine has")),
     (["bench", "overlap", "--copy", "99999G"], ("--copy", "this machine has", "as 32M")),
     (["lab", "--ranks", "99999"], ("--ranks is 99,999", "1 to 256")),
     (["lab", "zero-3", "--ranks", "99999"], ("--ranks is 99,999", "1 to 256")),
-    (["lab", "zero-3", "--width", "999999"], ("this machine has", "Write less --width")),
+    (["lab", "zero-3", "--width", "999999"], ("this machine has", "Write a smaller --width")),
     (["doctor", "--ranks", "99999"], ("--ranks is 99,999", "2 to 256")),
     (["train", "layout=dp300", "batch=300"], ("300 ranks", "one machine starts 256", "torchrun")),
     (["plan", "cost", "--tokens", "9" * 21, "--price", "1"], ("--tokens is '999", "such as 4M")),
@@ -596,7 +596,7 @@ def test_what_a_manifest_names_cannot_steer_the_terminal(
 def test_a_tensor_of_nine_dims_is_refused(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "manifest.json").write_text(_manifest(1, 2, dims=9))
     assert main(["checkpoint", "show", str(tmp_path)]) == 2
-    assert "9 dims; at most 8" in capsys.readouterr().err
+    assert "has 9 dims; the maximum is 8" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "socket"])
@@ -747,7 +747,9 @@ def test_a_loss_scale_that_is_none_is_refused_with_its_manifest(scale: object) -
     from phalanx.train.checkpoint_format import CheckpointError, Manifest
 
     text = str(Manifest(1, state={"loss_scale": scale}))
-    with pytest.raises(CheckpointError, match=r"body: 'loss_scale' is .*belong there"):
+    with pytest.raises(
+        CheckpointError, match=r"body: 'loss_scale' is .*expected a scale"
+    ):
         Manifest.parse(text, Path("here"))
     good = str(Manifest(1, state={"loss_scale": [65536.0, 3]}))
     assert Manifest.parse(good, Path("here")).state == {"loss_scale": [65536.0, 3]}

@@ -251,7 +251,7 @@ def test_what_is_submitted_is_what_is_printed(
 
 def test_a_layout_for_other_ranks_is_refused(printed: Any) -> None:
     with pytest.raises(
-        UsageError, match=r"is for 4 ranks; --nodes 2 with --gpus 8 are 16"
+        UsageError, match=r"is for 4 ranks; --nodes 2 with --gpus 8 make 16"
     ):
         printed("slurm")
 

@@ -149,10 +149,10 @@ def test_what_cannot_be_compared_is_refused_in_a_sentence(
     gpu = str(run_of(tmp_path / "gpu", device="NVIDIA H200"))
     missing = _refused(capsys, run, "--machine", "nowhere.toml")
     assert "there is no machine file nowhere.toml" in missing
-    assert "was on CPU, and h100x8 is h100-sxm" in _refused(
+    assert "the run used CPU, but h100x8 is h100-sxm" in _refused(
         capsys, run, "--cluster", "h100x8"
     )
-    assert "was on NVIDIA H200" in _refused(capsys, gpu, "--machine", machine)
+    assert "the run used NVIDIA H200" in _refused(capsys, gpu, "--machine", machine)
     assert "needs --machine or --cluster" in _refused(
         capsys, run, "--profile", "phalanx"
     )
@@ -162,7 +162,7 @@ def test_what_cannot_be_compared_is_refused_in_a_sentence(
     assert "16 ranks" in _refused(capsys, wide, "--cluster", "h100x8")
     for other in ("nowhere", str(tmp_path)):  # it would only be missing on the page
         beside = _refused(capsys, run, "--beside", wide, other)
-        assert f"{other} holds no run" in beside
+        assert f"{other} is not the folder of a run" in beside
 
 
 @pytest.mark.parametrize(

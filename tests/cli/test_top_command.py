@@ -105,4 +105,4 @@ def test_hosts_that_share_the_folder_answer(tmp_path: Path, capsys: Capture) -> 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: Capture) -> None:
     assert main(["top", str(tmp_path)]) == 2
-    assert "holds no run" in capsys.readouterr().err
+    assert "is not the folder of a run" in capsys.readouterr().err

@@ -196,9 +196,9 @@ def test_another_model_or_optimizer_is_refused_and_nothing_is_touched(
         ({"shape": replace(SHAPE, layers=3)}, "has no weight layers.2"),
         (
             {"optimizer": Sgd(momentum=0.9)},
-            "state of AdamW, the run's optimizer is SGD",
+            "state of AdamW, but the run's optimizer is SGD",
         ),
-        ({"optimizer": Muon()}, "state of AdamW, the run's optimizer is Muon"),
+        ({"optimizer": Muon()}, "state of AdamW, but the run's optimizer is Muon"),
     ):
         said = run("dp2 zero3", work, **options)
         assert said[0] == said[1]

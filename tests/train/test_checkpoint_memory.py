@@ -220,7 +220,9 @@ def test_where_there_is_no_room_nothing_is_written(
 
     for errors in launch(refused, 2, backend="threads"):
         (error,) = errors
-        assert re.search(r"rank 0: .* are needed in .*host0, 1000 B are free", error)
+        assert re.search(
+            r"rank 0: .* are needed in .*host0, but only 1000 B are free", error
+        )
     assert not list((tmp_path / "host0").iterdir())
 
 

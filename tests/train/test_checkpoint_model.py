@@ -225,7 +225,7 @@ def test_a_changed_source_is_a_notice_and_another_structure_a_refusal(
         CheckpointError, match=r"counts: .* in the checkpoint, .* in the run"
     ) as no:
         trained(own(out, "steps=4", model=model), "")
-    assert f"Undo the change of {model}" in str(no.value)
+    assert f"Undo the change to {model}" in str(no.value)
 
 
 def test_another_class_of_the_same_sizes_is_a_notice(tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ def test_weights_in_mxfp4_are_what_transformers_makes_of_them(tmp_path: Path) ->
     del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(
-        CheckpointError, match=r"are no mxfp4, which has \(experts, rows, n, 16\)"
+        CheckpointError, match=r"are not mxfp4, which has \(experts, rows, n, 16\)"
     ):
         HubReader(folder)
 

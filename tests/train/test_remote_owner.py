@@ -712,6 +712,6 @@ def test_a_start_that_is_refused_leaves_no_one_waiting(
     wrong = replace(
         small(tmp_path / "run", f"checkpoint.remote={url}", "steps=4"), model=other
     )
-    with pytest.raises(CheckpointError, match="belongs to another model"):
+    with pytest.raises(CheckpointError, match="belongs to a different model"):
         trained(wrong, "")
     assert written(url).ended

@@ -301,7 +301,8 @@ def _refuse_large(run: Run, trial: RunTrial) -> None:
     if need.total > (limit := available_memory()):
         raise UsageError(
             f"verify of {run.own} in its own sizes needs {need}, but only {limit / GIB:,.1f} GiB are"
-            " available. Name a smaller one of the same file: a function that returns it, as model=FILE.py:small."
+            " available. Name a smaller one of the same file: a function that returns it, such as"
+            " model=FILE.py:small."
         )
 
 

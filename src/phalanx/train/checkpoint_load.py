@@ -488,7 +488,7 @@ def _differing(
     there: Mapping[str, Any], here: Mapping[str, Any], keys: Iterable[str]
 ) -> list[str]:
     return [
-        f"{key}: {_short(there[key])} in the checkpoint, but {_short(here[key])} in the run"
+        f"{key}: {_short(there[key])} in the checkpoint, {_short(here[key])} in the run"
         for key in keys
         if key in there and there[key] != here[key]
     ]

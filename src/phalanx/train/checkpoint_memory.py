@@ -170,7 +170,7 @@ class MemoryCheckpoints:
         stat = os.statvfs(self.folder)
         if (free := min(stat.f_bavail * stat.f_frsize, available_memory())) < needed:
             raise CheckpointError(
-                f"{binary_text(needed)}are needed in {self.folder}, but only {binary_text(free)} are free"
+                f"{binary_text(needed)} are needed in {self.folder}, but only {binary_text(free)} are free"
             )
         checkpoint.make_hidden(hidden)
 
