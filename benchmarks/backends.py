@@ -1,15 +1,17 @@
-"""The collectives of ranks of one machine: gloo beside shared memory beside a plain copy.
+"""Speed of collectives on one machine: gloo, shared memory, and a plain copy.
 
     python benchmarks/backends.py --ranks 2 4 --sizes 1K 32K 1M 16M 64M 256M
 
-Five ways, interleaved in one run: torch's own functions over gloo, our group over gloo (which trades
-parts for most collectives), our group over shared memory with ordinary tensors and with buffers that
-lie in shared memory, and a copy of as many bytes within each rank, as the limit. One thread a rank.
+Compares five ways, interleaved in one run: torch's own functions over gloo; our group
+over gloo, which sends parts for most collectives; our group over shared memory with
+ordinary tensors, and with buffers allocated in shared memory; and, as the limit, a copy
+of the same number of bytes within each rank. Each rank uses one thread.
 
-A size is the whole buffer that a call is about, on one rank: for all-gather what comes out, for
-reduce-scatter what goes in. A time is the slowest rank's; a cell has the median, the least and the
-most of all runs, and the bus bandwidth of the median: bytes that cross between ranks, by the
-convention of nccl-tests, so that it compares with the copy's.
+A size is that of the whole buffer of a call on one rank: the output of an all-gather,
+the input of a reduce-scatter. A time is that of the slowest rank. A cell shows the
+median, minimum and maximum of all runs, and the bus bandwidth of the median: the bytes
+exchanged between ranks by the convention of nccl-tests, so that it compares with the
+copy's.
 """
 
 import argparse
@@ -44,7 +46,8 @@ WAYS = {
 def calls(
     group: Group, kind: str, how: str, x: Tensor, part: Tensor, y: Tensor
 ) -> Callable[[], object]:
-    """What is measured; x and y are whole buffers, part is one rank's part."""
+    """Return the call to measure; x and y are whole buffers, part is one rank's
+    part."""
     before, after = (group.rank - 1) % group.size, (group.rank + 1) % group.size
     if how == "copy":
         return lambda: y.copy_(x)
@@ -79,7 +82,7 @@ def own_ring(x: Tensor, y: Tensor, before: int, after: int) -> None:
 
 
 def measure(world: World, kind: str, how: str, size: int, repeats: int) -> list[float]:
-    """Seconds of each call on this rank, after one that warms up."""
+    """Return the seconds of each call on this rank, after a warm-up call."""
     group = world.split("all", [range(world.size)])
     numel = size // 4
     make = world.empty if how == "buffers" else torch.empty
@@ -88,7 +91,7 @@ def measure(world: World, kind: str, how: str, size: int, repeats: int) -> list[
         for n in (numel, numel, numel // world.size)
     )
     call = calls(group, kind, how, x, part, y)
-    # Several calls make one time where a call is short, so that coming together is not measured.
+    # Time several short calls together, so that waiting at the barrier is not measured.
     many = max(1, min(50, (1 << 18) // size))
     seconds = []
     for turn in range(repeats + 1):
@@ -103,7 +106,7 @@ def measure(world: World, kind: str, how: str, size: int, repeats: int) -> list[
 
 
 def crossing(kind: str, ranks: int) -> float:
-    """Bytes that cross to or from a rank, for each byte of the buffer."""
+    """Return the bytes sent to or from a rank for each byte of the buffer."""
     if kind in ("broadcast", "send/receive"):
         return 1.0
     return (2.0 if kind == "all_reduce" else 1.0) * (ranks - 1) / ranks

@@ -1,8 +1,10 @@
-"""Measured bubbles beside the formula: pipelines whose layers sleep instead of computing.
+"""Measured pipeline bubbles against the formula, with layers that sleep instead of
+computing.
 
     OMP_NUM_THREADS=1 python benchmarks/bubbles.py
 
-4 ranks of real work share 2 cores and cannot show a bubble; ranks that sleep can.
+Four ranks that compute would compete for two cores and could not show a bubble; ranks
+that sleep can.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class Sleeper(nn.Module):
-    """A layer whose forward takes a fixed time and whose backward takes twice that."""
+    """Layer whose forward takes a fixed time and whose backward takes twice as long."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()

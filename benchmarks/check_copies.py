@@ -2,8 +2,9 @@
 
     OMP_NUM_THREADS=1 python benchmarks/check_copies.py [--size small] [--layouts "dp2; tp2 seq bf16"]
 
-Steps and comparisons take turns on the same ranks within one run, so only their ratio means anything.
-A share is what `train.check_copies = N` takes of a run: one comparison to N steps.
+Steps and comparisons alternate on the same ranks within one run, so only their ratio is
+meaningful. A share is the part of a run that `train.check_copies = N` takes: one
+comparison every N steps.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ EVERY = 100  # the default of train.check_copies
 def times(
     world: World, layout: str, model: str, batch: int, rounds: int
 ) -> list[list[float]]:
-    """By round: seconds of a step and of a comparison."""
+    """Return the seconds of a step and of a comparison, for each round."""
     run = Run.parse("", "run", (model, f"batch={batch}"))
     rank = Rank(world, run, Layout.parse(layout))
     copies = Copies(rank.part.local, rank.part.updates, rank.part.names)
@@ -43,7 +44,7 @@ def times(
         assert copies.differences() == ""
         everyone.barrier()
         found.append([stepped - begun, time.perf_counter() - stepped])
-    return found[2:]  # the first ones make buffers and tables
+    return found[2:]  # the first rounds allocate buffers and tables
 
 
 def main() -> None:

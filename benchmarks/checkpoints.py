@@ -1,11 +1,12 @@
-"""Seconds of a save and a load of one rank, beside torch.save and torch.load of the same tensors.
+"""Time to save and load a checkpoint on one rank, against torch.save and torch.load.
 
     OMP_NUM_THREADS=1 python benchmarks/checkpoints.py [--rounds 8] [--beside OTHER/src]
 
-Everything takes turns within one run. `--beside` times another checkout of phalanx in the same turns.
-Both saves end with an fsync. Loads are from the page cache. torch's have no checksums. Ten steps are timed
-alone, and with a save in the background that begins before the first. Seconds of CPU are of all threads,
-and depend less on what else the machine does.
+All save and load the same tensors and alternate within one run; `--beside` includes
+another checkout of phalanx. Every save ends with an fsync. Loads read from the page
+cache; torch's have no checksums. Ten steps are timed alone, and with a background save
+that begins before the first. CPU seconds are the sum over threads and depend less on
+the machine's other load.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ MODEL = "model={layers=6,hidden=512,heads=8,ffn=1376,vocab=8192,sequence=256}"
 
 
 def work(out: Path) -> None:
-    """One contender: does what its standard input says, and prints the seconds."""
+    """Run one contender: execute the commands on standard input and print the seconds
+    of each."""
     import torch
 
     from phalanx.comm import AloneWorld
@@ -41,7 +43,7 @@ def work(out: Path) -> None:
     behind = Saver(
         out / "behind", rank.part.local, rank.part.updates, keep=1, asynchronous=True
     )
-    # of another checkout, perhaps
+    # possibly from another checkout
     updates: list[Any] = list(rank.part.updates.values())
     state = [
         list(s.values()) for u in updates for s in getattr(u, "torch", u).state.values()

@@ -1,11 +1,11 @@
-"""Attention over several ranks: a ring against Ulysses against one rank, forward and backward.
+"""Attention over several ranks: ring, Ulysses and a single rank, forward and backward.
 
     python benchmarks/context.py --ranks 2 --sequence 1024 2048 4096 8192 16384
 
-Every rank has one thread, the runs of a sequence length are interleaved, and times are medians with
-the smallest and the largest. Memory is of live storages on one rank: what is kept between forward and
-backward, the result among it, and the peak, with what is in flight. What a kernel takes for
-itself inside is not seen.
+Each rank uses one thread, and the runs of a sequence length are interleaved. Times are
+medians with minimum and maximum. Memory is that of live storages on one rank: kept
+between forward and backward, including the result, and the peak, including messages in
+flight. Memory that a kernel allocates internally is not counted.
 """
 
 import argparse
@@ -31,8 +31,8 @@ HEADS, KV_HEADS, SIZE = 8, 2, 64
 def attention(
     world: World, text: str, length: int, documents: int, measured: bool
 ) -> tuple[float, float]:
-    """Seconds of one forward and backward on this rank; or, `measured`, bytes that it keeps between
-    the two and has at its peak."""
+    """Return the seconds of a forward and backward pass on this rank or, if `measured`,
+    the bytes kept between the two and the peak."""
     layout = Layout.parse(text)
     core, own = _core(world, layout), held_times(length, *_grid(layout), world.rank)
     ids = (own * documents // length).unsqueeze(0) if documents else None
@@ -41,7 +41,8 @@ def attention(
     leaf = torch.zeros((), requires_grad=True)
 
     def forward() -> torch.Tensor:
-        # Made from something, as by products: a leaf's own tensor would stay for its gradient.
+        # Computed, like the output of a matmul: a leaf tensor would be kept for its
+        # gradient.
         made = (
             torch.randn(1, len(own), n, SIZE) + leaf
             for n in (HEADS, KV_HEADS, KV_HEADS)
@@ -116,7 +117,7 @@ def table(
 def _measure(run, ways: dict[str, str], length: int, repeats: int, documents: int):
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     bytes = {}
-    # The first round warms up, the last one measures memory.
+    # The first round warms up; the last measures memory.
     for turn in range(repeats + 2):
         for way, text in ways.items():
             asked = (text, length, documents, turn > repeats)

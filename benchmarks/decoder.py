@@ -1,9 +1,10 @@
-"""`Decoder` beside a model written by hand, piece by piece, in one process.
+"""`Decoder` against a hand-written model, piece by piece, in one process.
 
     OMP_NUM_THREADS=1 python benchmarks/decoder.py --size 5m --rounds 40
 
-Both have the same weights and take turns, forward and backward. Times are processor time, which other
-programs on the machine change little; a ratio is the median of the rounds' (quartiles).
+Both have the same weights and alternate, forward and backward. Times are CPU time,
+which depends little on the machine's other load; a ratio is the median over rounds,
+with quartiles.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ Call = Callable[[], Tensor]
 
 
 def pairs(size: str) -> dict[str, tuple[Call, Call]]:
-    """For each piece two calls that give a number to go backward from: ours, and the hand-written."""
+    """Return two calls for each piece, ours and the hand-written one; each returns a
+    scalar to call backward on."""
     sizes: dict[str, Any] = SIZES[size]
     torch.manual_seed(0)
     ours = Decoder(**sizes)
@@ -54,7 +56,7 @@ def pairs(size: str) -> dict[str, tuple[Call, Call]]:
         return lambda: (model.layers[0].mlp(x) * ones).sum()
 
     def loss(of: Callable[[Tensor, Tensor], Tensor]) -> Call:
-        # A copy stands for the product that makes the logits: ours writes over them.
+        # The copy stands for the matmul that computes the logits: ours overwrites them.
         return lambda: of((logits * 1.0).requires_grad_(), targets.flatten())
 
     def cross_entropy(given: Tensor, wanted: Tensor) -> Tensor:
@@ -83,7 +85,7 @@ def pairs(size: str) -> dict[str, tuple[Call, Call]]:
 
 
 def taken(call: Call, times: int) -> float:
-    """Milliseconds of processor time of one forward and backward."""
+    """Return the CPU time of a forward and backward pass in milliseconds."""
     begun = time.process_time()
     for _ in range(times):
         call().backward()

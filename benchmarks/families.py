@@ -1,10 +1,10 @@
-"""The tables of docs/families.md on models in transformers' own code: what of each plan is left whole,
-which layouts were verified, and which families are refused.
+"""Tables of docs/families.md about models in transformers' own code.
 
     python benchmarks/families.py            # verifies all of them, and writes the tables
     python benchmarks/families.py granite    # a family alone, printed
 
-Models are small, with random weights.
+They list what of each model is not sharded, the verified layouts, and the refused
+families. Models are small and have random weights.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from phalanx.parallel import Model, fitting, load_model
 from phalanx.verify import verify
 
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
-# Of these the fewest of all layouts on four ranks in which every two choices meet, of others a few.
+# These families verify the fewest layouts of four ranks that cover every pair of
+# choices; others verify a few.
 COVERED = ("granite", "gpt_neox")
 FEW = (
     "dp3 zero3; tp2; tp4; pp2 1f1b:3; tp2 seq; cp2; cp2:ulysses; dp2 recompute:all;"
@@ -69,7 +70,8 @@ FAMILIES: Mapping[str, dict[str, Any]] = {
 
 
 def config_of(name: str) -> dict[str, Any]:
-    """The config.json of a small model of a family, with transformers' own defaults for the rest."""
+    """Return the config.json of a small model of a family, with transformers' defaults
+    for other keys."""
     import transformers
 
     given = _PLAIN | FAMILIES[name]
@@ -78,7 +80,7 @@ def config_of(name: str) -> dict[str, Any]:
 
 
 def load(name: str) -> Model:
-    """The small model; a LayoutError says why it is refused."""
+    """Return the small model. A LayoutError explains a refusal."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config_of(name)))
         try:
@@ -91,7 +93,7 @@ def load(name: str) -> Model:
 
 
 def layouts_of(name: str, model: Model) -> tuple[Layout, ...]:
-    """Of the layouts to compare those that compute the model rightly."""
+    """Return the layouts to compare that fit the model."""
     assert model.shape is not None
     if name not in COVERED:
         few = fitting(model, Layout.parse_many(FEW))
@@ -104,8 +106,8 @@ def _sized(shape: Shape) -> Shape:
 
 
 def verified(name: str) -> tuple[int, int]:
-    """How many of the layouts agree with one process, whose loss is that of transformers' own forward;
-    of how many."""
+    """Count the layouts that agree with one process, whose loss is checked against
+    transformers' own forward, and all layouts."""
     model = load(name)
     assert model.shape is not None
     agree = count = 0
@@ -119,7 +121,8 @@ def verified(name: str) -> tuple[int, int]:
 
 
 def described(name: str) -> tuple[bool, str]:
-    """Whether a family can be trained, and what of its plan is left whole, or why not."""
+    """Return whether a family can be trained, and the parts that are not sharded, or
+    the reason."""
     try:
         model = load(name)
     except LayoutError as error:
@@ -129,12 +132,14 @@ def described(name: str) -> tuple[bool, str]:
 
 
 def row(name: str, text: str) -> str:
-    """How a table's line begins, whatever was verified."""
+    """Return the beginning of a table row, which does not depend on the
+    verification."""
     return f"| `{name}` | {text.replace('|', '/')} |"
 
 
 def written(page: str, trained: Mapping[str, str]) -> str:
-    """The page with new tables; `trained` says what was verified of each family that can be."""
+    """Return the page with new tables; `trained` maps each trainable family to its
+    verified layouts."""
     known = {name: described(name) for name in FAMILIES}
     lines = {
         "verified": [

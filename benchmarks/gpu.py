@@ -1,16 +1,18 @@
-"""All that only a GPU can show, in one command: `make gpu`, or `python benchmarks/gpu.py`.
+"""All tests and measurements that need a GPU, in one command: `make gpu`.
 
-Each case is one command of phalanx in a process of its own, with a time limit; together the limits are
-540 seconds, and the most valuable cases come first. A case that fails or is stopped is reported with
-its last lines, and the others run. Nothing is installed, saved or fetched: this needs Python >= 3.11
-and a torch >= 2.11 with CUDA, and names the other modules that are missing.
+Each case is one phalanx command in its own process, with a time limit. The limits add
+up to 540 seconds, and the most valuable cases come first. A case that fails or is
+stopped is reported with its last lines, and the others still run. Nothing is installed,
+saved or downloaded: this needs Python >= 3.11 and torch >= 2.11 with CUDA, and lists
+other missing modules.
 
-It writes a table (`benchmarks/gpu.md`), the same results with each case's whole output
-(`benchmarks/gpu.json`), and a machine file for `phalanx plan`, after each case.
+After each case it writes a table (`benchmarks/gpu.md`), the same results with the full
+output of each case (`benchmarks/gpu.json`), and a machine file for `phalanx plan`.
 
-With one GPU, NCCL runs with several ranks on it, which talk over sockets. With more, each rank has its
-own. `--device cpu` runs the same list on sizes for a laptop, over gloo, which shows that it still works;
-`tests/gpu/test_emulated.py` runs it with the code for CUDA and NCCL, on a device that the tests emulate.
+With one GPU, NCCL runs with several ranks on it, which communicate over sockets. With
+more, each rank has its own. `--device cpu` runs the same cases over gloo in sizes for a
+laptop, to show that they still work; `tests/gpu/test_emulated.py` runs them with the
+code for CUDA and NCCL on an emulated device.
 """
 
 from __future__ import annotations
@@ -36,11 +38,11 @@ from typing import Any, NamedTuple
 TREE = Path(__file__).parent.parent
 LIMIT = 540.0  # seconds for all cases
 THREADED = "dp2 zero3; tp2 seq; cp2; pp2 zb-v:4; dp2 zero1 offload:optimizer"
-# Documents have a kernel for each dtype, and a ring another for the blocks that visit.
+# Documents need a kernel for each dtype, and a ring another for visiting blocks.
 PACKED = "cp2; dp2 zero3; tp2 seq recompute:selective"
 TWO_RANKS = "dp2; dp2 zero3; tp2 seq; cp2; pp2 1f1b:4"
 FOUR_RANKS = "pp4 1f1b:4; dp2x2 zero3; dp2 pp2 zb-v:4; cp2 tp2"
-# A decoder with the blocks of an 8B model, and only so many that AdamW's state fits one GPU.
+# Decoder blocks of an 8B model, only as many as fit one GPU with AdamW's state.
 WIDE = (
     '{name="8b-width", layers=4, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=32768,'
     " sequence=4096, batch=4}"
@@ -50,7 +52,7 @@ _KEPT = 100_000  # characters of each case's output
 
 
 class Finding(NamedTuple):
-    """What a case showed: a sentence for the table, and whether its goal is met."""
+    """Result of a case: a sentence for the table, and whether its goal is met."""
 
     text: str
     met: bool
@@ -58,19 +60,20 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """A command, and how its output is read. `goal` is what the table puts beside the result."""
+    """One command and a function that reads its output; `goal` is shown beside the
+    result."""
 
     name: str
     words: Sequence[str]
     read: Callable[[str], Finding]
     goal: str = ""
     limit: float = 30.0  # seconds
-    needs: Sequence[str] = ()  # modules without which it is not run
+    needs: Sequence[str] = ()  # modules that it requires
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
 class Row(NamedTuple):
-    """A line of the table, and all that the case printed."""
+    """One row of the table, with the output of its case."""
 
     case: Case
     result: str
@@ -99,7 +102,8 @@ class Row(NamedTuple):
 
 
 def _json(output: str) -> Any:
-    """The JSON object in a command's output; lines of standard error may stand around it."""
+    """Return the JSON object in a command's output, which may include lines of standard
+    error."""
     for start in re.finditer("^{", output, re.MULTILINE):
         try:
             return json.JSONDecoder().raw_decode(output, start.start())[0]
@@ -130,7 +134,8 @@ def agreement(output: str) -> Finding:
 
 
 def products(goal: float) -> Callable[[str], Finding]:
-    """The fastest square product of each dtype, as part of what the maker states."""
+    """Report the fastest square matmul of each dtype, as a share of the maker's
+    peak."""
 
     def read(output: str) -> Finding:
         best: dict[str, dict[str, Any]] = {}
@@ -155,7 +160,8 @@ def overlaps(output: str) -> Finding:
 
 
 def run(folder: Path, goal: float) -> Callable[[str], Finding]:
-    """Of a run: the loss, MFU of the last steps, the most memory, state promised and held."""
+    """Report the loss, the MFU of the last steps, peak memory, and planned and measured
+    state."""
 
     def read(output: str) -> Finding:
         lines = [
@@ -192,7 +198,8 @@ def ran(output: str) -> Finding:
 
 
 def cases(device: str, gpus: int, folder: Path, *, small: bool = False) -> list[Case]:
-    """The list for this device, the most valuable first; `small` sizes are what a CPU manages."""
+    """Return the cases for this device, the most valuable first, in sizes for a CPU if
+    `small`."""
     made = _Cases(device, folder, small)
     if gpus > 1:
         ranks = max(n for n in (2, 4, 8) if n <= gpus)
@@ -204,7 +211,8 @@ def cases(device: str, gpus: int, folder: Path, *, small: bool = False) -> list[
         made.device_tests(),
         made.training("1b, bf16", "1b", "bf16", 0.35, limit=40.0),
         first,
-        # torchtitan's 8B on eight H100 reaches 33 % eager and 39 % compiled (arXiv 2410.06511).
+        # torchtitan's 8B on eight H100 reaches an MFU of 33 % eager and 39 % compiled
+        # (arXiv 2410.06511).
         made.training("four blocks of 8b, bf16", WIDE, "bf16", 0.40, limit=35.0),
         made.training(
             "four blocks of 8b, compiled", WIDE, "bf16 compile", 0.45, limit=70.0
@@ -227,7 +235,7 @@ def cases(device: str, gpus: int, folder: Path, *, small: bool = False) -> list[
 
 
 class _Cases:
-    """Makes the cases for one device."""
+    """Builds the cases for one device."""
 
     def __init__(self, device: str, folder: Path, small: bool) -> None:
         self.device, self.folder, self.small = device, folder, small
@@ -267,7 +275,8 @@ class _Cases:
         return Case(name, self._phalanx(*words, "--json"), agreement, goal, limit)
 
     def shared_gpu(self) -> list[Case]:
-        """NCCL with several ranks on one GPU: slow, and it shows that the calls fit each other."""
+        """NCCL with several ranks on one GPU: slow, but it shows that their calls
+        match."""
         listed = [
             self.verify("float64", TWO_RANKS, backend="nccl", limit=45.0),
             self.verify(
@@ -279,9 +288,9 @@ class _Cases:
         return [replace(case, environment=shared) for case in listed]
 
     def several_gpus(self, ranks: int) -> list[Case]:
-        """NCCL with a GPU for each rank."""
+        """NCCL with one GPU per rank."""
         n, half = ranks, ranks // 2
-        few = min(n, 4)  # what the heads, blocks and tokens of the small model allow
+        few = min(n, 4)  # limited by the heads, layers and tokens of the small model
         over = f"dp{n}; dp{n} zero3; tp{few} seq; cp{few}; pp{few} 1f1b:{2 * few}"
         both = f"dp{half} pp2 1f1b:4; dp{half}x2 zero3" if n > 2 else "dp2 zero1"
         return [
@@ -326,7 +335,7 @@ class _Cases:
             self.device,
             "--json",
         )
-        # An H100's fastest bf16 product that others found is 80 % of what its maker states
+        # The best published bf16 matmul on an H100 reaches 80 % of the maker's peak
         # (github.com/stas00/ml-engineering, compute/accelerator).
         least = 0.0 if self.small else 0.70
         goal = f"bf16 HFU at least {least:.0%}"
@@ -335,7 +344,7 @@ class _Cases:
         )
 
     def machine_file(self) -> Case:
-        """What is left of the time goes into measuring the machine."""
+        """Measuring the machine gets the remaining time."""
         file = str(self.folder / "machine.toml")
         words = ("doctor", "--out", file, "--device", self.device, "--limit", "3")
         return Case("machine file", self._phalanx(*words), ran, limit=40.0)
@@ -345,7 +354,7 @@ class _Cases:
 
 
 def perform(case: Case, environment: Mapping[str, str], left: float = LIMIT) -> Row:
-    """Run a case within its limit and within what is left for all cases."""
+    """Run a case within its limit and the time left for all cases."""
     limit = min(case.limit, left)
     if limit < 1.0:
         return Row(case, "not run: the time of all cases is over", False, 0.0)
@@ -353,7 +362,7 @@ def perform(case: Case, environment: Mapping[str, str], left: float = LIMIT) -> 
     if missing:
         return Row(case, f"not run: no module {', '.join(missing)}", False, 0.0)
     start = time.monotonic()
-    # Into a file, so that a case that is stopped has shown what it printed until then.
+    # To a file, so that a stopped case still shows its output.
     with tempfile.TemporaryFile("w+", errors="replace") as out:
         process = subprocess.Popen(
             case.words,
@@ -387,7 +396,7 @@ def perform(case: Case, environment: Mapping[str, str], left: float = LIMIT) -> 
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a case with the ranks that it has started."""
+    """Kill a case and the ranks that it has started."""
     if process.poll() is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -424,7 +433,7 @@ def table(rows: Sequence[Row], about: Sequence[str]) -> str:
 
 
 def environment_of(device: str) -> tuple[list[str], int]:
-    """What the report says about the machine, and its number of GPUs."""
+    """Return the report's lines about the machine, and its number of GPUs."""
     import torch
 
     about = [
@@ -499,7 +508,7 @@ def main() -> int:
                 f"{case.name}: {row.result} ({'met' if row.met else 'NOT MET'})",
                 flush=True,
             )
-            # After each case, so that whoever stops this has what was found so far.
+            # After each case, so that an interrupted run keeps its results so far.
             out.write_text(table(rows, about))
             found = {"about": about, "cases": [row.to_json() for row in rows]}
             out.with_suffix(".json").write_text(json.dumps(found, indent=1))

@@ -1,6 +1,7 @@
-"""A Llama-style decoder as one would write it by hand, in plain torch and nothing of phalanx.
+"""Hand-written Llama-style decoder in plain torch, without phalanx.
 
-It has `Decoder`'s parameter names, so that weights may be copied, and computes the same loss.
+It has the parameter names of `Decoder`, so that weights can be copied, and computes the
+same loss.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ class Head(nn.Module):
 
 
 class HandModel(nn.Module):
-    """The summed loss of tokens and targets (batch, time), whose positions count from 0."""
+    """Returns the summed loss of tokens and targets (batch, time); positions count from
+    0."""
 
     cos: Tensor
     sin: Tensor

@@ -1,11 +1,11 @@
-"""Runs that hang, and runs that are only slow: what is noticed of the first, and when, and that the
-second are left alone.
+"""Detection of hangs: time to a correct report, and no false alarm for slow runs.
 
     python benchmarks/hangs.py --hangs 32 --healthy 16 --seed 0
 
-A hang is drawn: its kind, its rank, the layout, the backend, the step and the operation. It counts as
-named if the screen has the rank, the operation and the cause, as in time if that came within the limit
-that the screen shows (`hang.timeout` and the longest operation so far) and 2 seconds.
+The kind, rank, layout, backend, step and operation of each hang are drawn. A hang
+counts as named if the screen shows the rank, the operation and the cause, and as in
+time if the report comes within 2 seconds after the limit on the screen (`hang.timeout`
+and the longest operation so far).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ BACKENDS = ["gloo", "shm"]
 
 def stopped(folder: Path) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(0.01)  # where it is when it goes on
+    time.sleep(0.01)  # where it is when it continues
 
 
 def sleeps(folder: Path) -> None:
@@ -62,7 +62,8 @@ def computes_for_ever(folder: Path) -> None:
 
 
 def holds_the_lock(folder: Path) -> None:
-    re.match(r"(a+)+$", "a" * 80 + "b")  # exponential, in C, and it releases nothing
+    # exponential time, in C, without releasing the lock
+    re.match(r"(a+)+$", "a" * 80 + "b")
 
 
 def reads_a_pipe(folder: Path) -> None:
@@ -76,8 +77,9 @@ def reads_an_open_pipe(folder: Path) -> None:
 
 
 def blocked_in_the_kernel(folder: Path) -> None:
-    # The parent of a vfork whose child opens a pipe that nobody writes: it takes no signal but SIGKILL,
-    # as one that waits for a disk, and it holds the interpreter's lock.
+    # The parent of a vfork whose child opens a pipe without a writer: like a process
+    # waiting for a disk, it handles no signal but SIGKILL and holds the interpreter's
+    # lock.
     opens = (os.POSIX_SPAWN_OPEN, 9, str(folder / "pipe"), os.O_RDONLY, 0)
     os.posix_spawn("/bin/true", ["true"], {}, file_actions=[opens])
 
@@ -124,7 +126,7 @@ HEALTHY = (
 
 
 def train_with(world: Any, run: Any, layout: str, fault: dict[str, Any]) -> Any:
-    """`train`, with something wrong on one rank."""
+    """Run `train` with a fault on one rank."""
     from phalanx.program import ops
     from phalanx.train import checkpoint, executor, loop, rank, validation
 
@@ -207,7 +209,7 @@ def train_with(world: Any, run: Any, layout: str, fault: dict[str, Any]) -> Any:
 
 
 def one(fault: dict[str, Any]) -> int:
-    """The process of a run: its ranks, with the fault on one of them."""
+    """Run the ranks of one run, with the fault on one of them."""
     from phalanx.comm import RankFailed, launch
     from phalanx.layout import Layout
     from phalanx.layout.run import Run
@@ -242,7 +244,8 @@ def children(pid: int) -> list[int]:
 
 
 def carried_out(fault: dict[str, Any]) -> tuple[int, str, float, int]:
-    """The exit code, what was printed, the moment of the screen, and how many processes were left."""
+    """Run one fault; return the exit code, the output, the time of the screen, and the
+    number of processes left."""
     command = [sys.executable, __file__, "--one", json.dumps(fault)]
     process = subprocess.Popen(
         command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
@@ -263,7 +266,8 @@ def carried_out(fault: dict[str, Any]) -> tuple[int, str, float, int]:
         known |= set(children(process.pid))
         time.sleep(0.5)
     process.kill()
-    # The child of a vfork, which stands for a disk, is no rank: it ends when its pipe is opened.
+    # The child of the vfork, which stands for a disk, is not a rank: it ends when its
+    # pipe is opened.
     pipe = os.open(Path(fault["folder"], "pipe"), os.O_RDWR | os.O_NONBLOCK)
     time.sleep(1.0)
     os.close(pipe)
@@ -282,7 +286,8 @@ def carried_out(fault: dict[str, Any]) -> tuple[int, str, float, int]:
 def judged(
     fault: dict[str, Any], text: str, seen: float, folder: Path
 ) -> tuple[str, float, float]:
-    """What is missing in the screen, and the seconds from the fault to it, and beyond the limit."""
+    """Return what the screen does not name, the seconds from the fault to the screen,
+    and the seconds beyond the limit."""
     if not (folder / "begun").is_file():
         return "the fault never came", 0.0, 0.0
     begun, op = json.loads((folder / "begun").read_text())
@@ -309,7 +314,7 @@ def drawn(
     ]
     layout = draw.choice(LAYOUTS)
     if kind == "mismatch" and "dp" not in layout:
-        layout = LAYOUTS[0]  # nothing that is skipped there is a call to another rank
+        layout = LAYOUTS[0]  # every skipped operation there is a call to another rank
     ranks = (
         4
         if layout.count("2") > 1

@@ -1,17 +1,18 @@
-"""Runs that are killed again and again, and one that meets faults for an hour.
+"""Runs that are killed repeatedly, and one that meets faults for an hour.
 
     python benchmarks/kills.py --kills 300 --seed 0
     python benchmarks/kills.py --soak 3600 --between 60
 
-A kill is SIGKILL at a moment that is drawn, for one rank, the command or torchrun's agent, or all of
-them; a third of the kills meet a save that has begun. After each every checkpoint is verified, and no
-process and no shared memory may be left. After ten kills the run goes on to an end, whose losses and
-weights must be those of a run that nobody disturbed, to the bit. `tests/train/kill_worlds.py` has
-what is checked.
+A kill is SIGKILL at a drawn moment, to one rank, to the command or torchrun's agent, or
+to all of them; a third of the kills hit a save. After each kill every checkpoint is
+verified, and no process or shared memory may be left. After ten kills the run continues
+to its end; its losses and weights must equal those of an undisturbed run, bit for bit.
+The checks are in `tests/train/kill_worlds.py`.
 
-The soak is one run with `train.restarts`. Faults come at moments that are drawn, `--between` seconds
-apart on average: a rank or all of them killed, a rank stopped (SIGSTOP), the command killed, which is
-then typed again. Effective is the time of steps that count, each once, over all time.
+The soak is one run with `train.restarts`. Faults come at drawn moments, `--between`
+seconds apart on average: one rank or all are killed, a rank is stopped (SIGSTOP), or
+the command is killed and started again. Effective time is the share of the total spent
+in steps that count, each counted once.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class UnderAgent(Campaign):
 
 
 def course(number: int, kills: int, counts: Counter[str]) -> None:
-    """Some kills of one run, and its end."""
+    """Kill one run several times, and check its end."""
     layout, asynchronous, agent = COURSES[number % len(COURSES)]
     who = f"{layout}{', saves in the background' if asynchronous else ''}{agent and ', ' + agent}"
     with tempfile.TemporaryDirectory(prefix="kills-") as name:

@@ -1,9 +1,10 @@
-"""Bytes that the loss of a large vocabulary holds: torch's in float32, torch's in 16 bits, and ours.
+"""Memory of the loss over a large vocabulary: torch's in float32 and 16 bits, and ours.
 
     python benchmarks/loss_memory.py --tokens 8192 --words 131072
 
-A product makes the logits, the loss is taken and goes back, on fake tensors: every operation runs and
-every storage that it makes is counted, and none has memory. What kernels take inside is not seen.
+A matmul computes the logits, then the loss runs forward and backward on fake tensors:
+each operation runs and each storage counts, but no memory is allocated. Memory that
+kernels allocate internally is not counted.
 """
 
 from __future__ import annotations

@@ -1,21 +1,24 @@
-"""What Python costs an operation of a step, beside the work that torch is given.
+"""Python's overhead per operation of a step, beside the work given to torch.
 
     OMP_NUM_THREADS=1 python benchmarks/operations.py [--layout recompute:all] [--profile]
 
-The tiny model with rows of 16 tokens, one rank, in one process. Contenders take turns of some steps, by
-processor time; of all turns the 10th percentile, as others use the machine too:
+Runs the tiny model with rows of 16 tokens on one rank, in one process. Contenders alternate every few
+steps and are compared by CPU time; of all turns the table shows the 10th percentile, because others
+use the machine too:
 
-- loop: forward, backward, clip and fused AdamW of plain torch, reading the loss;
-- pieces: the same pieces, units and updates as a step, called one after the other without a program;
+- loop: forward, backward, clipping and fused AdamW in plain torch, including reading the loss;
+- pieces: the pieces, units and updates of a step, called one after the other without a program;
 - step: `Executor.step` on the same batches;
-- list: a step whose pieces, units and updates give back at once what is ready. What is left is to go
-  through the list, wait, note moments, watch for what is not finite, agree and read;
-- block, its module: the forward of one block that keeps what backward needs, as a piece and as plain
-  torch calls it. On a GPU a host that takes longer than the device's kernels is what a step waits for.
+- list: a step whose pieces, units and updates return ready values at once. What remains is the work
+  of the executor: walking the list, waiting, recording times, checking for non-finite values,
+  agreeing and reading the loss;
+- block, its module: the forward of one block that keeps activations for backward, as a piece and in
+  plain torch. On a GPU, a host slower than the device's kernels determines the time of a step.
 
-What an operation costs is what a step takes more than the loop, by operation: the executor's part is
-what it takes more than the pieces, the rest is what cutting a model into pieces costs: an edge of
-autograd's graph and a backward for each, and updates by unit. `--profile` prints a profile of steps.
+The cost of an operation is the time by which a step exceeds the loop, divided by the number of
+operations. The executor's part is the excess over the pieces. The rest is the cost of cutting a model
+into pieces: an edge of autograd's graph and a backward call for each, and updates by unit.
+`--profile` prints a profile of steps.
 """
 
 from __future__ import annotations
@@ -49,7 +52,8 @@ TOKENS = 16
 
 @contextmanager
 def nothing_computed(rank: Rank, own: Any) -> Iterator[None]:
-    """Pieces, units and updates do no work, and give what they gave in a step just before."""
+    """Replace pieces, units and updates by ones that do no work and return the values
+    of the step just before."""
     outputs: dict[tuple[str, int], Any] = {}
 
     def noted(name: str) -> Callable[..., Any]:
@@ -181,7 +185,7 @@ def main() -> None:
             with nothing_computed(rank, own):
                 times["list"].append(turn(step))
     low = {name: statistics.quantiles(each, n=10)[0] for name, each in times.items()}
-    # Differences of turns that stood beside each other.
+    # Differences between neighbouring turns.
     pairs = {"step, more than loop": "loop", "of it the executor": "pieces"}
     low |= {
         what: statistics.median(

@@ -1,9 +1,10 @@
-"""The numbers of every profile, fitted on tables of published runs, as they stand in profiles.toml.
+"""Numbers of every software profile, fitted on tables of published runs, as in
+profiles.toml.
 
     python benchmarks/planner_fit.py TABLE.csv...
 
-`default` is one set for all families of sources; a profile's own begin there, and are held there the
-more the fewer runs it has.
+`default` is one set for all families of sources. A profile's own numbers start there
+and are held there the more strongly the fewer runs it has.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""The widths of the planner's ranges, fitted on published runs, and how often they hold runs left out.
+"""Widths of the planner's ranges, fitted on published runs, and their coverage of
+held-out runs.
 
     python benchmarks/planner_intervals.py               # fits, leaves each family out, prints
     python benchmarks/planner_intervals.py --write       # and writes src/phalanx/plan/intervals.toml
     python benchmarks/planner_intervals.py TABLE.csv...  # predicts tables anew: published/intervals.csv
 
-A run of `intervals.csv` has what was measured, what was predicted, and how strongly each cause of
-uncertainty applies to it. Predictions of families that numbers were fitted on are those with the family
-held out (`scored.csv`). The runs of each family are predicted once more as if nobody knew their software.
+A row of `intervals.csv` has the measured and predicted time of a run, and how strongly
+each cause of uncertainty applies to it. Families used in the fit of the planner's
+numbers are predicted with the family held out (`scored.csv`). Each family's runs are
+also predicted as if their software were unknown.
 """
 
 from __future__ import annotations
@@ -36,23 +38,23 @@ from phalanx.plan.table import read_table
 RUNS = Path(__file__).parent / "published" / "intervals.csv"
 SCORED = Path(__file__).parent / "published" / "scored.csv"
 WIDTHS = Path(__file__).parents[1] / "src" / "phalanx" / "plan" / "intervals.toml"
-UNKNOWN = "unknown"  # software, as a group names it
-_ROWS = 40  # of a group
-OLD = (0.86, 1.14)  # the range that was printed before
+UNKNOWN = "unknown"  # stands for the software in a group's name
+_ROWS = 40  # per group
+OLD = (0.86, 1.14)  # the fixed range of earlier versions
 
-# Where a width is held, the more the fewer families tell it: below and above. These were chosen with the
-# tables in sight.
+# Prior width below and above the prediction, held the more strongly the fewer families
+# inform it. Chosen after looking at the tables.
 _USUAL: Mapping[str, tuple[float, float]] = {
     "base": (0.11, 0.13), "software": (0.10, 0.18), "device": (0.25, 0.15), "attention": (0.3, 0.3),
     "matmul": (0.15, 0.15), "narrow": (0.08, 0.08), "experts": (0.15, 0.3), "scale": (0.008, 0.012),
     "tensor": (0.1, 0.25), "messages": (0.3, 0.4), "offload": (0.3, 0.3), "machine": (0.12, 0.12),
 }  # fmt: skip
-_HELD = 0.02  # how strongly
-# Widths that hold 80 % of the runs that they were fitted on hold fewer of families left out. So a fit aims at
-# 88 %, which was chosen by what the families left out show.
+_HELD = 0.02  # strength of the prior
+# Widths that cover 80 % of the runs they were fitted on cover fewer of a held-out
+# family. The fit therefore aims at 88 %, chosen by the coverage of held-out families.
 _MISSED = 0.12
-_UNKNOWN_WEIGHT = 0.3  # of a group whose software is known, and is taken as unknown
-_FAR = 0.3  # a run that is further outside, as a logarithm, pulls no more
+_UNKNOWN_WEIGHT = 0.3  # of a group whose software is known but treated as unknown
+_FAR = 0.3  # a run further outside, as a logarithm, pulls no harder
 _SMOOTH = 0.01
 _MOVES, _STEP = 900, 0.02
 
@@ -61,14 +63,14 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Run:
-    """A published run with its prediction."""
+    """Published run with its prediction."""
 
     family: str
     group: str
     name: str
     measured: float
     predicted: float
-    amounts: tuple[float, ...]  # by CAUSES
+    amounts: tuple[float, ...]  # in the order of CAUSES
 
     @property
     def unknown(self) -> bool:
@@ -83,7 +85,7 @@ class Run:
 
 
 def collected(tables: Sequence[str]) -> Iterator[Run]:
-    """The runs of tables, as their software is named, and as if it were unknown."""
+    """Yield the runs of tables, with their software as named and with it unknown."""
     with open(SCORED, newline="", encoding="utf-8") as file:
         held = {(x["family"], x["run"]): float(x["held"]) for x in csv.DictReader(file)}
     for path in tables:
@@ -111,7 +113,8 @@ def collected(tables: Sequence[str]) -> Iterator[Run]:
 
 
 def _group(run: PublishedRun, chosen: SoftwareProfile | None) -> str:
-    """What is judged together: one source, device and software, with experts or without."""
+    """Return the group of a run: its source, device, software, and whether it has
+    experts."""
     row, experts = run.row, run.run.case.shape.experts > 0
     software = UNKNOWN if chosen else row.software or "not named"
     kind = f"{row.device}{', experts' * experts}"
@@ -158,8 +161,11 @@ def read_runs() -> list[Run]:
 
 
 def fitted(runs: Sequence[Run]) -> Floats:
-    """Widths of every cause, (below and above, causes): the least of Winkler's interval score, in which a
-    run outside costs 2 / 0.12 times its distance, with every width held near what is usual."""
+    """Fit the widths of every cause, (below and above, causes).
+
+    They minimize Winkler's interval score, in which a run outside costs 2 / 0.12 times
+    its distance; a prior holds every width near its usual value.
+    """
     squares = np.array([run.amounts for run in runs]) ** 2  # (runs, causes)
     off, weight = np.array([run.off for run in runs]), _weights(runs)
     start = np.log(np.array([_USUAL[cause] for cause in CAUSES]).T)  # (2, causes)
@@ -173,7 +179,7 @@ def fitted(runs: Sequence[Run]) -> Floats:
             misses = np.where(far < _FAR, _sigmoid(far / _SMOOTH), 0.0)
             pull = weight * (1 - 2 / _MISSED * misses) / reach
             slope[side] += (pull @ squares) * width[side] ** 2
-        # Adam (Kingma and Ba 2014): the score has corners.
+        # Adam (Kingma and Ba 2014), because the score is not smooth.
         mean = 0.9 * mean + 0.1 * slope
         spread = 0.999 * spread + 0.001 * slope**2
         step = _STEP * (1.0 if move < 0.7 * _MOVES else 0.2)
@@ -190,7 +196,8 @@ def _sigmoid(x: Floats) -> Floats:
 
 
 def _weights(runs: Sequence[Run]) -> Floats:
-    """Every group counts alike, but small ones and the many of one family less."""
+    """Return the weights of runs: groups count equally, but small groups and groups of
+    a large family count less."""
     sizes = Counter(run.group for run in runs)
     family = {run.group: (run.family, run.unknown) for run in runs}
     groups = Counter(family.values())
@@ -206,13 +213,15 @@ def _weights(runs: Sequence[Run]) -> Floats:
 
 
 def reaches(runs: Sequence[Run], width: Floats) -> tuple[Floats, Floats]:
-    """How far the range of each run reaches below and above its prediction, as logarithms."""
+    """Return the extent of each run's range below and above its prediction, as
+    logarithms."""
     squares = np.array([run.amounts for run in runs]) ** 2
     return np.sqrt(squares @ width[0] ** 2), np.sqrt(squares @ width[1] ** 2)
 
 
 def covered(runs: Sequence[Run], width: Floats) -> tuple[float, float, float]:
-    """The part of the runs inside their range, and the mean ends of it as factors."""
+    """Return the share of runs inside their range, and the mean ends of the ranges as
+    factors."""
     off = np.array([run.off for run in runs])
     below, above = reaches(runs, width)
     inside = np.mean((off >= -below) & (off <= above))
@@ -220,13 +229,14 @@ def covered(runs: Sequence[Run], width: Floats) -> tuple[float, float, float]:
 
 
 def old_covered(runs: Sequence[Run]) -> float:
-    """The part of the runs inside the one range that was printed before."""
+    """Return the share of runs inside the fixed range of earlier versions."""
     return fmean(OLD[0] <= run.measured / run.predicted <= OLD[1] for run in runs)
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """How often the range holds a group's runs: before, fitted on all, and with its family left out."""
+    """Share of a group's runs inside their range: the former fixed range, widths fitted
+    on all families, and on all but its own."""
 
     group: str
     runs: int
@@ -238,7 +248,7 @@ class Coverage:
 
 
 def coverage(runs: Sequence[Run]) -> list[Coverage]:
-    """Every group, with its family left out of the fit of the widths."""
+    """Return the coverage of every group, with its family held out of the fit."""
     everything, found = fitted(runs), list[Coverage]()
     for family in dict.fromkeys(run.family for run in runs):
         without = fitted([run for run in runs if run.family != family])
@@ -257,7 +267,7 @@ def coverage(runs: Sequence[Run]) -> list[Coverage]:
 
 
 def toml_text(width: Floats, found: Sequence[Coverage]) -> str:
-    """The text of `intervals.toml`."""
+    """Return the text of `intervals.toml`."""
     named, unknown = (
         [x.held for x in found if x.group.endswith(UNKNOWN) == u] for u in (False, True)
     )
@@ -282,7 +292,7 @@ def toml_text(width: Floats, found: Sequence[Coverage]) -> str:
 
 
 def coverage_text(found: Sequence[Coverage]) -> str:
-    """A table of groups, those whose software is named first, with means."""
+    """Return a table of groups with means, first those whose software is named."""
     parts = []
     for unknown, title in (
         (False, "Software as named"),

@@ -1,14 +1,15 @@
-"""The planner against this machine: layouts predicted, then measured, all in one campaign.
+"""Planner against this machine: layouts are predicted, then measured in one campaign.
 
     OMP_NUM_THREADS=1 python benchmarks/planner_local.py --machine machine.toml --calibrate
 
-Without --machine the machine is measured first, in about a minute. One world of gloo ranks serves
-all layouts of its size; each is set up, warmed by two steps and timed, and the rounds go over all
-layouts again, so that what disturbs the machine disturbs all of them. A step counts from a barrier
-to the end of the slowest rank; a layout's time is the least of its steps.
+Without --machine the machine is measured first, which takes about a minute. One world
+of gloo ranks runs all layouts of its size. Each layout is built, warmed up with two
+steps and timed; further rounds repeat all layouts, so that a disturbance of the machine
+affects all of them. A step lasts from a barrier to the end of the slowest rank; a
+layout's time is that of its fastest step.
 
-With --calibrate half of the layouts, chosen by a hash of their text, fit the numbers of the
-profile; the other half scores.
+With --calibrate half of the layouts, chosen by a hash of their text, fit the numbers of
+the profile; the other half is scored.
 """
 
 from __future__ import annotations
@@ -70,13 +71,14 @@ MODELS = {
         batch=8,
     ),
 }
-# layouts of one world size; beyond it every second one is left out, pairs still covered
+# Layouts of one world size. With more, every second one is skipped; each pair of
+# choices is still covered.
 MOST = 60
-WARM = 2  # steps of a layout before those that count
+WARM = 2  # untimed steps of a layout
 
 
 def meshes(ranks: int) -> Iterator[str]:
-    """Every way to write `ranks` as dp x pp x cp x tp."""
+    """Yield every way to write `ranks` as dp x pp x cp x tp."""
     sizes = [d for d in range(1, ranks + 1) if ranks % d == 0]
     for four in itertools.product(sizes, repeat=4):
         if four[0] * four[1] * four[2] * four[3] == ranks:
@@ -85,7 +87,8 @@ def meshes(ranks: int) -> Iterator[str]:
 
 
 def layouts(shape: Shape, ranks: int) -> list[Layout]:
-    """All legal ones; if they are too many, those that still cover each pair of choices."""
+    """Return all legal layouts or, if there are too many, a subset that still covers
+    each pair of choices."""
     found = []
     for mesh in meshes(ranks):
         split = "dp" in mesh or "cp" in mesh
@@ -114,7 +117,8 @@ def layouts(shape: Shape, ranks: int) -> list[Layout]:
 def steps_of(
     world: World, shape: Shape, text: str, number: int, count: int
 ) -> list[float]:
-    """Seconds of `count` steps of one layout after those that warm up, in which memory is taken."""
+    """Return the seconds of `count` steps of one layout, after warm-up steps that
+    allocate memory."""
     layout = Layout.parse(text)
     model = build_model(shape)
     program = program_of(model, layout, StepOptions(agree=False))
@@ -138,7 +142,8 @@ def steps_of(
         dist.all_reduce(mine, dist.ReduceOp.MAX)
         if step >= WARM:
             times.append(float(mine))
-    # Else the groups of every layout so far stay open, and their threads slow down all that follow.
+    # Otherwise the groups of all layouts so far stay open, and their threads slow down
+    # later ones.
     world.clear()
     return times
 
@@ -160,7 +165,7 @@ def campaign(
 
 
 def tau(predicted: Sequence[float], measured: Sequence[float]) -> float:
-    """Kendall's, without the pairs that tie."""
+    """Return Kendall's tau without ties."""
     agree = total = 0
     for a, b in itertools.combinations(range(len(measured)), 2):
         sign = (predicted[a] - predicted[b]) * (measured[a] - measured[b])
@@ -251,7 +256,7 @@ def main() -> None:
         asked = layouts(shape, ranks)
         hardware = hardware_of_machine(machine, ranks, "gloo")
         runs = [Measured(str(x), case_of(shape, x)) for x in asked]
-        # Predicted before anything runs: what follows only writes the measured times beside it.
+        # Predicted before anything runs; later only the measured times are added.
         priced = costed(
             runs, hardware, partial(cached_costs, target="cpu"), local_profile("fp32")
         )
@@ -259,7 +264,7 @@ def main() -> None:
             known[key] = campaign(shape, ranks, asked, said.rounds, said.steps)
             if said.times:
                 said.times.write_text(json.dumps(known))
-        # The least of a layout's steps: other work only ever makes one longer.
+        # The minimum over steps: other load can only make a step longer.
         groups[key] = timed(
             priced, {name: min(times) for name, times in known[key].items()}
         )
@@ -268,13 +273,14 @@ def main() -> None:
 
 
 def rounds_agree(times: Sequence[Sequence[float]]) -> float:
-    """How the first half of each layout's steps orders the layouts beside the second: tau."""
+    """Return tau between the layouts' order in the first half of their steps and in the
+    second."""
     half = len(times[0]) // 2
     return tau([min(x[:half]) for x in times], [min(x[half:]) for x in times])
 
 
 def timed(runs: Sequence[CostedRun], seconds: dict[str, float]) -> list[CostedRun]:
-    """The runs with these measured times."""
+    """Return the runs with these measured times."""
     return [replace(x, run=replace(x.run, seconds=seconds[x.run.name])) for x in runs]
 
 

@@ -1,8 +1,10 @@
-"""Predictions against tables of published runs, family by family of sources, each held out of the fit.
+"""Predictions against tables of published runs, with each family of sources held out of
+the fit.
 
     python benchmarks/planner_score.py TABLE.csv...
 
-Prints what `phalanx plan score` prints, with the numbers of each family fitted on all others.
+Prints the same table as `phalanx plan score`, with numbers fitted on all other
+families.
 """
 
 from __future__ import annotations
@@ -21,11 +23,12 @@ from phalanx.plan.score import FamilyScore, score
 from phalanx.plan.table import read_table
 from published.held_out import hold_out
 
-_CHUNK = 8  # rows that a process takes at once: those of one program stand together
+_CHUNK = 8  # rows given to a process at once: rows of one program are adjacent
 
 
 def run(argv: Sequence[str]) -> int:
-    """Read the tables, fit without each family, predict every row, print and write how far off."""
+    """Read the tables, fit without each family, predict every row, and print and write
+    the errors."""
     parser = ArgumentParser("planner_score.py")
     parser.add_argument("tables", nargs="+", metavar="TABLE.csv")
     parser.add_argument(
@@ -52,7 +55,7 @@ def run(argv: Sequence[str]) -> int:
             runs = [run for run in published if run.row.family == family]
             why = {mine.index(n): why for n, why in refused.items() if n in mine}
             scores += score(runs, why, [rows[n] for n in mine], held=held, each=each)
-            if args.out:  # after each: this takes long
+            if args.out:  # after each family, because this takes long
                 _write(args.out, scores)
     print(score_text(scores))
     return 0

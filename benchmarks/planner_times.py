@@ -1,9 +1,9 @@
-"""Processor seconds of `phalanx plan` and `phalanx check`, start-up included, cold and warm.
+"""CPU time of `phalanx plan` and `phalanx check`, including start-up, cold and warm.
 
     python benchmarks/planner_times.py [--rounds 3] [--beside OTHER/src] [--only "plan 8b"]
 
-Cold is a run with an empty folder of costs, warm the next one with the same folder. With `--beside`
-another checkout of phalanx runs the same commands in turn.
+A cold run has an empty cost cache; a warm run follows with the same cache. With
+`--beside`, another checkout of phalanx alternates with this one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OURS = Path(__file__).parents[1] / "src"
 
 
 def commands() -> dict[str, list[str]]:
-    """The arguments of every command that is timed, by its name."""
+    """Return the arguments of every timed command, by name."""
     found = {
         f"plan {name}": ["plan", *words.split(), "--json"]
         for name, words in PLANS.items()
@@ -42,7 +42,7 @@ def commands() -> dict[str, list[str]]:
 
 
 def processor_seconds(source: Path, words: list[str], cache: str) -> float:
-    """Seconds of user and system time of one command."""
+    """Return the user and system time of one command in seconds."""
     environment = os.environ | {
         "PYTHONPATH": str(source),
         "OMP_NUM_THREADS": "1",

@@ -1,10 +1,12 @@
-"""Speed of `phalanx data prepare`: bytes beside an earlier commit, a tokenizer beside tokenizers alone.
+"""Speed of `phalanx data prepare`: bytes against an earlier commit, a tokenizer against
+tokenizers.
 
     python benchmarks/prepare.py bytes --before cd537ad
     python benchmarks/prepare.py tokenizer
 
-The text is the Python library's. Contenders take turns in one run; only ratios within a table mean
-anything. Both compare processor seconds of one process, in which tokenizers has a thread for each core.
+The text is that of Python's standard library. Contenders alternate in one run; only
+ratios within a table are meaningful. Both compare the CPU time of one process, in which
+tokenizers uses one thread per core.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# Run by a process of its own for each measurement: the first preparation warms up, the others count.
+# Runs in its own process for each measurement; the first preparation warms up.
 TIMED = """
 import sys, time
 from pathlib import Path
@@ -36,7 +38,7 @@ print((time.process_time() - begun) / 5)
 
 
 def written(folder: Path, size: int) -> dict[str, Path]:
-    """The same text, in documents of 2,500 characters, as each kind of file."""
+    """Write the same text, in documents of 2,500 characters, in each file format."""
     import pyarrow
     from pyarrow import parquet
 

@@ -1,8 +1,10 @@
-"""Training loops of plain PyTorch, each as its documentation says and with its best settings.
+"""Training loops of plain PyTorch, each written as its documentation says, with its
+best settings.
 
-All train a `Decoder` of phalanx, or by hand a model without it, on its batches, clip the norm at 1,
-update with a fused AdamW and read the loss once a step. The C library keeps freed memory, as in
-`phalanx train`. A loop is made once and then called for each step.
+All train phalanx's `Decoder`, or a hand-written model without it, on phalanx's batches,
+clip the norm at 1, update with a fused AdamW, and read the loss once a step. The C
+library keeps freed memory, as in `phalanx train`. A loop is created once and then
+called for each step.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ __all__ = ["LOOPS", "Plain"]
 
 
 class Plain:
-    """One process, or several that never talk: what sharing the machine costs."""
+    """One process, or several that do not communicate, which shows the cost of sharing
+    the machine."""
 
     whole_batch = False  # every rank takes all rows
 
@@ -92,7 +95,7 @@ class Plain:
         return loss
 
     def around(self, *, last: bool) -> AbstractContextManager[Any]:
-        """What a microbatch's forward and backward run in."""
+        """Return the context of a microbatch's forward and backward."""
         return nullcontext()
 
     def step(self) -> float:
@@ -106,7 +109,7 @@ class Plain:
         return float(total)
 
     def gradients(self, mine: dict[str, Tensor], valid: Tensor) -> Tensor:
-        """Add up the microbatches' gradients; gives the loss."""
+        """Accumulate the microbatches' gradients; return the loss."""
         total = torch.zeros(())
         for part in range(self.accum):
             with self.around(last=part == self.accum - 1):
@@ -123,11 +126,12 @@ class Plain:
 
 
 class Apart(Plain):
-    """Processes without a message."""
+    """Processes that do not communicate."""
 
 
 class Hand(Plain):
-    """A model written by hand, with torch's own norm, rotation by a table, and loss; compiled whole."""
+    """Hand-written model with torch's own norm, rotary table and loss, compiled as a
+    whole."""
 
     def made(self, sizes: dict[str, int], sequence: int) -> Any:
         model = HandModel(**sizes, sequence=sequence)
@@ -143,7 +147,7 @@ class Hand(Plain):
 
 
 class Ddp(Plain):
-    """DistributedDataParallel; all but the last microbatch under no_sync."""
+    """DistributedDataParallel with no_sync for all but the last microbatch."""
 
     def wrap(self) -> None:
         dist.init_process_group("gloo")
@@ -160,7 +164,8 @@ class Ddp(Plain):
 
 
 class Fsdp(Plain):
-    """FSDP2: each block, then the whole. Gradients are summed with the last microbatch."""
+    """FSDP2 for each block, then the whole model. Gradients are reduced with the last
+    microbatch."""
 
     reshard = True
 
@@ -180,14 +185,17 @@ class Fsdp(Plain):
 
 
 class FsdpKept(Fsdp):
-    """Weights stay gathered from forward to backward."""
+    """Keeps weights gathered between forward and backward."""
 
     reshard = False
 
 
 class FsdpAccum(FsdpKept):
-    """FSDP2's best form for accumulation: weights stay gathered over a step's microbatches, and
-    gradients whole until the last."""
+    """FSDP2's best form of gradient accumulation.
+
+    Weights stay gathered over a step's microbatches, and gradients unsharded until the
+    last.
+    """
 
     def around(self, *, last: bool) -> AbstractContextManager[Any]:
         whole: Any = self.model
@@ -198,7 +206,8 @@ class FsdpAccum(FsdpKept):
 
 
 class Dtensor(Plain):
-    """parallelize_module: every product, the embedding and the head cut; loss_parallel."""
+    """parallelize_module, with every linear layer, the embedding and the head sharded;
+    loss_parallel."""
 
     whole_batch = True
 
@@ -239,7 +248,8 @@ class Dtensor(Plain):
         return whole
 
     def clip(self) -> None:
-        # Matrices are DTensors and the norms' weights are not, which clip_grad_norm_ does not mix.
+        # Matrices are DTensors and the weights of norms are not; clip_grad_norm_
+        # rejects a mix.
         both = [group["params"] for group in self.groups]
         cut: Any = get_total_norm([w.grad for w in both[0]])
         norm = torch.stack(
@@ -259,7 +269,7 @@ class DtensorShm(Dtensor):
 
 
 class Stage(nn.Module):
-    """A run of blocks, with the embedding or the head where they belong."""
+    """Consecutive blocks, with the embedding or the head on the first or last stage."""
 
     def __init__(self, model: Decoder, index: int, stages: int) -> None:
         super().__init__()
@@ -278,7 +288,7 @@ class Stage(nn.Module):
 
 
 class GPipe(Plain):
-    """torch.distributed.pipelining, with `accum` microbatches."""
+    """torch.distributed.pipelining with `accum` microbatches."""
 
     whole_batch = True
     schedule, chunks = "ScheduleGPipe", 1

@@ -1,4 +1,5 @@
-"""Steps of `phalanx train` beside loops of plain PyTorch: one rank, data and tensor parallel, pipelines.
+"""Steps of `phalanx train` against loops of plain PyTorch: one rank, data and tensor
+parallelism, pipelines.
 
     python benchmarks/train_steps.py one --size 27m --accum 4 [--beside OTHER/src]
     python benchmarks/train_steps.py data --size 5m --only DDP "phalanx dp2,"
@@ -7,17 +8,19 @@
     python benchmarks/train_steps.py pipeline --accum 8
     python benchmarks/train_steps.py one --memory
 
-Every contender is processes of its own, one thread each. All are alive at once and take some steps in
-turn, woken through a socket; a step lasts until its slowest rank is done. A ratio is of medians within
-a round. phalanx is the command `phalanx train` with nothing but its step held back until it is woken;
-`torch_loops.py` has the others. Everybody has the same model and batches, 512 tokens a rank and
-microbatch, a norm clipped at 1, a fused AdamW, and reads the loss once a step.
+Each contender runs in its own processes with one thread each. All are alive at once and
+take steps in turn, woken through a socket; a step lasts until its slowest rank is done.
+A ratio compares medians within a round. phalanx is the unchanged command `phalanx
+train`, whose steps wait until they are woken; `torch_loops.py` has the others. All have
+the same model and batches, with 512 tokens per rank and microbatch, clip the norm at 1,
+use a fused AdamW, and read the loss once a step.
 
-The base is a plain loop with one rank's share of the batch; for tensor parallel and pipelines, with the
-whole; with experts FSDP2, over the same decoder. "hand" is a model of torch's own modules, compiled
-whole; "FSDP2, accum" keeps weights and gradients over a step's microbatches.
-"two plain loops" never talk: what sharing the machine costs. With `--memory` each trains two steps by
-itself, and live storages are counted from before the model is made.
+The base is a plain loop with one rank's share of the batch; for tensor parallelism and
+pipelines, with the whole batch; with experts, FSDP2 over the same decoder. "hand" is a
+model of torch's own modules, compiled as a whole; "FSDP2, accum" keeps weights and
+gradients over a step's microbatches. "two plain loops" do not communicate, which shows
+the cost of sharing the machine. With `--memory` each contender trains two steps alone,
+and live storages are counted from before the model is created.
 """
 
 from __future__ import annotations
@@ -49,9 +52,9 @@ SIZES = {
     "fine": {"layers": 4, "hidden": 192, "heads": 6, "kv_heads": 2, "ffn": 544, "vocab": 1024,
              "experts": 64, "top_k": 6, "expert_ffn": 128},
 }  # fmt: skip
-ROWS, SEQUENCE = 2, 256  # of a rank's microbatch
+ROWS, SEQUENCE = 2, 256  # of a microbatch on one rank
 OTHER = "the other checkout"
-ALONE = ("plain", "hand")  # loops of one process
+ALONE = ("plain", "hand")  # loops in one process
 
 
 def over(
@@ -93,14 +96,15 @@ SETS: dict[str, dict[str, str]] = {
 # ---- in a contender's process
 
 
-# Of this rank's last step: for how long tokens were on their way to experts or back, and for how
-# much of that the rank computed nothing.
+# Times of this rank's last step: tokens in flight to or from experts, and the part
+# during which the rank computed nothing.
 TRAVELS = [0.0, 0.0]
 MESSAGE = 128
 
 
 def look_at_travels() -> None:
-    """Note what a step's measured timeline says of its exchanges; a span ends when it is waited for."""
+    """Record the exchange times of each step's measured timeline; a span ends when it
+    is waited for."""
     from phalanx.program import Timeline, ops
     from phalanx.train.executor import Executor
 
@@ -111,7 +115,7 @@ def look_at_travels() -> None:
         kinds = (*ops.EXCHANGES, *ops.COMPUTES)
         spans = tuple(span for span in result.timeline.spans if span.op.kind in kinds)
         ways = tuple(span for span in spans if span.op.kind in ops.EXCHANGES)
-        # Beside nothing all that they cover is exposed.
+        # Without any computation, all of their time is exposed.
         TRAVELS[:] = (
             (Timeline(each).exposed(self.rank) for each in (ways, spans))
             if ways
@@ -123,7 +127,7 @@ def look_at_travels() -> None:
 
 
 class Gate:
-    """Where a rank waits to be woken for a step, and says how long it took."""
+    """Place where a rank waits to be woken for a step; it reports the step's time."""
 
     def __init__(self, rank: int) -> None:
         self.line = socket.socket(socket.AF_UNIX)
@@ -141,7 +145,8 @@ class Gate:
 
 
 class Counted:
-    """In its place: two steps and an end, while the bytes of live storages are counted."""
+    """Replaces the gate: runs two steps, counts the bytes of live storages, and
+    exits."""
 
     def __init__(self, rank: int) -> None:
         from phalanx.cost.live import Live
@@ -151,7 +156,8 @@ class Counted:
 
     def begin(self) -> None:
         if self.steps == 2:
-            # Not by `print`: in `phalanx train` a thread writes what is printed, and ends with the process.
+            # Not `print`: in `phalanx train` a thread writes its output, and it ends
+            # with the process.
             os.write(1, f"most {self.live.most}\n".encode())
             os._exit(0)
         self.steps += 1
@@ -161,8 +167,10 @@ class Counted:
 
 
 def phalanx(words: list[str], gate_of: Callable[[int], Any]) -> None:
-    """`phalanx train` with these words, whose steps wait at a gate: each lasts from its batch to its
-    line of the log."""
+    """Run `phalanx train` with these words, with steps that wait at a gate.
+
+    A step is timed from its batch to its log line.
+    """
     from phalanx.cli.main import main
     from phalanx.train.log import RunLog
     from phalanx.train.rank import Rank
@@ -171,7 +179,7 @@ def phalanx(words: list[str], gate_of: Callable[[int], Any]) -> None:
     made, batch, line = Rank.__init__, Rank.batch, RunLog.step
 
     def making(self: Any, world: Any, *args: Any, **options: Any) -> None:
-        # here, as ranks are forked after this function
+        # created here, because ranks are forked after this function
         gates.append(gate_of(world.rank))
         made(self, world, *args, **options)
 
@@ -190,7 +198,7 @@ def phalanx(words: list[str], gate_of: Callable[[int], Any]) -> None:
 
 
 def run_contender(kind: str, args: argparse.Namespace) -> None:
-    """What a contender's process does."""
+    """Run the process of a contender."""
     name, *words = shlex.split(kind)
     gate_of = Counted if args.memory else Gate
     whole = args.set_ in ("tensor", "pipeline")
@@ -202,7 +210,7 @@ def run_contender(kind: str, args: argparse.Namespace) -> None:
     if name == "phalanx":
         keys.append(
             "hang.timeout=0"
-        )  # a rank stands still at its gate while the others take their turn
+        )  # other contenders take their turn while a rank waits at its gate
         options = (
             [*words[: words.index("--backend") + 2]]
             if "--backend" in words
@@ -237,7 +245,7 @@ def run_contender(kind: str, args: argparse.Namespace) -> None:
 
 
 class Contender:
-    """The processes of one contender."""
+    """Processes of one contender."""
 
     def __init__(self, name: str, kind: str, args: argparse.Namespace) -> None:
         self.name = name
@@ -297,7 +305,8 @@ class Contender:
                 self.lines.append(line)
 
     def step(self) -> tuple[float, float]:
-        """Seconds of the slowest rank, and of processor time of all ranks together."""
+        """Return the seconds of the slowest rank, and the CPU time of all ranks
+        together."""
         for line in self.lines:
             line.sendall(b"1")
         took = [json.loads(line.recv(MESSAGE)) for line in self.lines]
@@ -335,7 +344,7 @@ def contenders(
 
 
 def measured(kinds: dict[str, str], args: argparse.Namespace) -> None:
-    """Bytes, one contender after the other."""
+    """Print the peak bytes of each contender, one after the other."""
     print("| | most MB of live storages on a rank |\n|---|--:|")
     for name, kind in kinds.items():
         with contenders({name: kind}, args) as (one,):
@@ -355,7 +364,7 @@ def measured(kinds: dict[str, str], args: argparse.Namespace) -> None:
 
 
 def timed(kinds: dict[str, str], args: argparse.Namespace) -> None:
-    """Seconds, in turn."""
+    """Print the seconds of all contenders, which take turns."""
     rounds: dict[str, list[float]] = {name: [] for name in kinds}
     worked: dict[str, list[float]] = {name: [] for name in kinds}
     with contenders(kinds, args) as every:

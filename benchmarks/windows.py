@@ -1,4 +1,4 @@
-"""Processor time of attention in windows, beside torch's kernel with a mask of all pairs.
+"""CPU time of attention with a window, against torch's kernel with a mask of all pairs.
 
 OMP_NUM_THREADS=1 python benchmarks/windows.py
 """

@@ -1,10 +1,11 @@
-"""Builds a folder of static files: the playground, the documentation, the lab as a lecture and the
+"""Builder of the static site: playground, documentation, the lab as a lecture, and
 verification wall.
 
     python site/build.py OUT [--costs COSTS.json]
 
-Nothing in it needs a server or a network. Pyodide, which runs Python in a browser, comes from npm at
-the version below and is checked; formulas of costs are found by `formulas.py` and kept in OUT.
+The site needs no server and no network. Pyodide, which runs Python in a browser, comes
+from npm in the version below and is verified; `formulas.py` computes the cost formulas,
+which are cached beside OUT.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ RUNTIME = (
     "python_stdlib.zip",
     "pyodide-lock.json",
 )
-# The packages that need neither torch nor numpy, and what pages ask of `cost`.
+# Packages that need neither torch nor numpy, and the parts of `cost` that pages use.
 PACKAGES = ("layout", "program", "draw", "plan", "cost", "api")
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'self' file: 'unsafe-inline' blob:"
@@ -82,7 +83,7 @@ def main() -> None:
 
 
 def formulas(out: Path) -> Path:
-    """The costs, found again when what they depend on has changed."""
+    """Return the cost formulas, computed again if their sources have changed."""
     sources = [HERE / "formulas.py", HERE / "formula.py"]
     for package in ("models", "parallel", "cost", "layout", "program"):
         sources += sorted((SOURCE / package).glob("*.py"))
@@ -97,7 +98,7 @@ def formulas(out: Path) -> Path:
 
 
 def playground(out: Path, costs: Path) -> None:
-    """The page, and beside it every file that it needs, packed into scripts."""
+    """Write the page and, packed into scripts, every file that it needs."""
     files = runtime() | {
         "phalanx.zip": package(),
         "costs.json": costs.read_bytes(),
@@ -125,7 +126,8 @@ def playground(out: Path, costs: Path) -> None:
 
 
 def package() -> bytes:
-    """The part of phalanx that needs no torch, and what answers the page."""
+    """Return the part of phalanx that needs no torch, and the code that answers the
+    page, as a zip file."""
     paths = {SOURCE / "__init__.py": "phalanx/__init__.py"}
     for name in PACKAGES:
         for path in sorted((SOURCE / name).rglob("*")):
@@ -146,7 +148,7 @@ def package() -> bytes:
 
 
 def runtime() -> dict[str, bytes]:
-    """Pyodide's files from npm, of which the digest is known."""
+    """Return Pyodide's files from npm, after checking their digest."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(
             ["npm", "pack", "--silent", f"pyodide@{PYODIDE}"], cwd=folder, check=True,
@@ -178,7 +180,7 @@ def navigation(up: str = "") -> Html:
 
 
 def documents(out: Path) -> None:
-    """README and every page of docs, from their Markdown."""
+    """Convert README and every page of docs from Markdown."""
     render = MarkdownIt("commonmark", {"html": False}).enable("table")
     pages = {TREE / "README.md": "index.html"}
     pages |= {
@@ -217,7 +219,7 @@ def documents(out: Path) -> None:
 
 
 def _name_headings(tokens: list[Token]) -> None:
-    """Give headings the ids that links to them have on GitHub."""
+    """Give headings the ids that they have on GitHub."""
     known: Counter[str] = Counter()
     for heading, words in pairwise(tokens):
         if heading.type == "heading_open":
@@ -227,7 +229,8 @@ def _name_headings(tokens: list[Token]) -> None:
 
 
 def _linked(html: str, path: Path, pages: Mapping[Path, str]) -> str:
-    """Links to Markdown as links to pages; those to other files of the tree as their names."""
+    """Replace links to Markdown files by links to pages, and links to other files by
+    their names."""
     here = Path(pages[path]).parent
 
     def link(match: re.Match[str]) -> str:
@@ -238,7 +241,7 @@ def _linked(html: str, path: Path, pages: Mapping[Path, str]) -> str:
         return f'href="{os.path.relpath(pages[target], here)}{hash_}{anchor}"'
 
     html = re.sub(r'href="([^"]*)"', link, html)
-    # What has no page here is named and not linked.
+    # A file without a page is named but not linked.
     return re.sub(r"<a <code>(.*?)</code>>(.*?)</a>", r"\2 (<code>\1</code>)", html)
 
 
@@ -254,7 +257,8 @@ def lecture(path: Path) -> None:
 
 
 def verification_wall(out: Path) -> None:
-    """The page of what `wall.py` measured, with its age on the day that the page is built."""
+    """Write the page of `wall.py`'s measurements, with their age on the day of the
+    build."""
     today = datetime.now(UTC).date()
     parts = wall.page(json.loads(wall.FILE.read_text()), today)
     page = frame("Verification wall", _STYLE, navigation(), *parts, narrow=False)

@@ -1,6 +1,7 @@
-"""What a piece costs, from formulas in the sizes of its model. No torch and no numpy: a browser runs it.
+"""Cost of a piece, from formulas in the sizes of its model. It runs in a browser,
+without torch and numpy.
 
-`formulas.py` finds the formulas. A number is a sum of products of sizes that one rank has.
+`formulas.py` computes the formulas. A number is a sum of products of a rank's sizes.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ from phalanx.cost import cost_of_row
 from phalanx.layout import Layout, Shape, piece_layout
 from phalanx.program import CostedPiece, PieceCost, PieceKinds, at_rows
 
-# What decides which operations a decoder runs; all else of a shape are sizes.
+# Settings that decide which operations a decoder runs; the rest of a shape are sizes.
 STRUCTURE = (
     "norm", "norms", "positions", "gated", "activation", "tied", "bias", "qk_norm", "qk_norm_wide",
 )  # fmt: skip
 
 
 def structure(shape: Shape) -> str:
-    """A name for all shapes that run the same operations; empty for one that no formula knows."""
+    """Return a key for all shapes that run the same operations, or "" without a
+    formula."""
     caps = shape.softcap or shape.logit_softcap
     if shape.kind != "decoder" or shape.experts or shape.windows or shape.sinks or caps:
         return ""
@@ -28,7 +30,8 @@ def structure(shape: Shape) -> str:
 
 
 def cut_key(shape: Shape, cut: Layout) -> str:
-    """A name for all cuts that run the same operations: only the number of ranks of tp is a size."""
+    """Return a key for all cuts that run the same operations; only tp's number of ranks
+    is a size."""
     few = "one head" if cut.cp > 1 and shape.heads == cut.tp else ""
     tensor = "seq" if cut.seq else "tp" if cut.tp > 1 else ""
     context = ".".join(
@@ -41,7 +44,8 @@ def cut_key(shape: Shape, cut: Layout) -> str:
 def local(
     shape: Shape, cut: Layout, rows: float, sequence: int, numbers: int
 ) -> dict[str, float]:
-    """The sizes that a rank has. The loss takes its logits in chunks of so many numbers."""
+    """Return the sizes on one rank. `numbers` is the size of a chunk of logits in the
+    loss."""
     tp, multiple = cut.tp, cut.cp * 2 * (cut.tp if cut.seq else 1)
     whole = -(-sequence // multiple) * multiple if cut.cp > 1 or cut.seq else sequence
     s, d = whole / cut.cp, shape.head_dim
@@ -60,7 +64,7 @@ def local(
 
 
 def features(x: Mapping[str, float], *, seq: bool) -> list[float]:
-    """The products of sizes that a formula may have."""
+    """Return the products of sizes that a formula may use."""
     wide = [1.0, *(x[n] for n in "hfqkvagd")]
     tokens = [x["b"] * x[n] for n in ("su" if seq else "s")]
     weights = [x["h"] * x[n] for n in "fqkv"]
@@ -69,7 +73,8 @@ def features(x: Mapping[str, float], *, seq: bool) -> list[float]:
     return [*(t * w for t in tokens for w in wide), *weights, *once, 1.0]
 
 
-# A value is a number, a word, a list of values, or {"f": [[feature, factor], ...]}, {"max": [...]}.
+# A value is a number, a string, a list of values, {"f": [[feature, factor], ...]}, or
+# {"max": [...]}.
 def _value(form: Any, at: Sequence[float]) -> Any:
     if isinstance(form, list):
         return [_value(each, at) for each in form]
@@ -81,7 +86,7 @@ def _value(form: Any, at: Sequence[float]) -> Any:
 
 
 class NoFormula(ValueError):
-    """A model or a cut that the page has no formulas for."""
+    """Raised for a model or cut without formulas."""
 
 
 def costs_from(
@@ -91,7 +96,8 @@ def costs_from(
     *,
     sequence: int = 0,
 ) -> dict[Layout, PieceKinds]:
-    """What `phalanx.cost.cached_costs` gives, from a table of formulas."""
+    """Return the same costs as `phalanx.cost.cached_costs`, from a table of
+    formulas."""
     assert isinstance(model, Shape)
     found, kind = {}, structure(model)
     for cut in dict.fromkeys(map(piece_layout, layouts)):
@@ -102,7 +108,8 @@ def costs_from(
             )
 
         def at(form: Any, rows: float, cut: Layout) -> PieceCost:
-            if not rows:  # what does not grow with them, as of a model that is costed
+            # the part that is independent of rows, as for a model that is costed
+            if not rows:
                 return at_rows(at(form, 1.0, cut), at(form, 2.0, cut))(rows)
             sizes = local(model, cut, rows, sequence or model.sequence, table["chunk"])
             return cost_of_row(_value(form, features(sizes, seq=cut.seq)))

@@ -1,9 +1,11 @@
-"""Costs of pieces as formulas, so that a browser without torch prices any model of a known kind.
+"""Cost formulas of pieces, with which a browser without torch prices any model of a
+known kind.
 
-A piece is costed for random small sizes, as `phalanx plan` costs it. Every number of a cost is a sum
-of a few products of sizes, found by least squares, rounded to fractions and compared with costings
-that were not fitted. One number is not: the temporary bytes, the highest of many moments. Each moment
-is fitted, and those that are ever the highest are kept.
+A piece is costed for random small sizes, like in `phalanx plan`. Each number of a cost
+is a sum of a few products of sizes, found by least squares, rounded to fractions, and
+checked against held-out costings. The exception is the temporary bytes, a maximum over
+many moments: each moment is fitted, and those that are the maximum for some sizes are
+kept.
 
     python site/formulas.py OUT.json [FAMILY ...]
 """
@@ -33,7 +35,7 @@ from phalanx.program import PieceCost
 sys.path.insert(0, str(Path(__file__).parent))
 from formula import cut_key, features, local, structure
 
-# What a family's shapes have in common, beside a llama's: sizes are random.
+# Settings shared by a family's shapes that differ from a llama's; sizes are random.
 _GPT = {
     "norm": "layer", "positions": "learned", "gated": False, "bias": "all", "activation": "gelu",
 }  # fmt: skip
@@ -48,13 +50,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": _GPT | {"tied": True},
     "gpt": _GPT,
 }
-CONTEXTS = ("cp2", "cp4", "cp8")  # of llamas alone
+CONTEXTS = ("cp2", "cp4", "cp8")  # for llamas only
 HELD_OUT, MOST = 8, 400
 TEMPORARY = [each.name for each in fields(PieceCost)].index("temporary")
 
 
 def cuts(family: str) -> Iterator[Layout]:
-    """Every way to cut a piece that a page knows."""
+    """Yield every cut of a piece that the page supports."""
     for schedule in ("accum:1", "pp2 zb-h1:2"):
         for part in ("", "recompute:selective"):
             for context in ("", *(CONTEXTS if family == "llama" else ())):
@@ -66,7 +68,7 @@ def cuts(family: str) -> Iterator[Layout]:
 def sample(
     facts: Mapping[str, Any], cut: Layout, rng: random.Random
 ) -> tuple[Shape, Layout, int]:
-    """A random shape and cut, and how many rows."""
+    """Return a random shape, cut and number of rows."""
     tp = rng.choice((2, 3, 4)) if cut.tp > 1 else 1
     if tp > 1:
         axes = tuple(
@@ -84,7 +86,7 @@ def sample(
 
 
 class Moments:
-    """What is alive whenever something is made, in the order of a piece's run."""
+    """Records the live bytes at each allocation, in the order of a piece's run."""
 
     def __init__(self) -> None:
         self.now: list[tuple[str, float]] = []
@@ -114,7 +116,7 @@ class Moments:
 
 
 def flat(value: Any, out: list[float]) -> Any:
-    """A cost with a mark for every number, which goes to `out`."""
+    """Return a cost with None for every number; the numbers are appended to `out`."""
     if isinstance(value, str):
         return value
     if isinstance(value, float | int):
@@ -132,12 +134,13 @@ def filled(template: Any, values: Iterator[Any]) -> Any:
 
 
 def fitted(job: tuple[str, Layout]) -> tuple[str, str, list[Any]]:
-    """The formulas of the three pieces of a family under a cut."""
+    """Return the formulas of the three pieces of a family under a cut."""
     family, cut = job
     facts, rng = FAMILIES[family], random.Random(f"{family} {cut}")
     rows, numbers, temporaries = [], [[], [], []], [[], [], []]
     templates: list[Any] = [None] * 3
-    # Half as many models again as there are factors: of some there are no moments.
+    # Half as many models again as factors, because some moments do not occur in all of
+    # them.
     count = len(features(dict.fromkeys("bsuhfagqkvdpc", 1.0), seq=cut.seq))
     for _ in range(3 * count // 2 + HELD_OUT):
         shape, one, batch = sample(facts, cut, rng)
@@ -174,13 +177,14 @@ def fitted(job: tuple[str, Layout]) -> tuple[str, str, list[Any]]:
 
 
 def _chunk(shape: Shape, cut: Layout, rows: int, rng: random.Random) -> int:
-    """How many numbers of logits the loss takes at a time: those of some tokens, or of all."""
+    """Return the chunk of logits that the loss takes at a time: that of some tokens, or
+    of all."""
     words, tokens = shape.vocab // cut.tp, rows * shape.sequence // cut.cp
     return rng.randint(1, tokens) * words
 
 
 def _solve(at: np.ndarray, wanted: np.ndarray) -> list[dict[str, Any]]:
-    """A formula for each column, exact on rows that it was not fitted to."""
+    """Return a formula for each column that is exact on held-out rows."""
     fit = len(at) - HELD_OUT
     scale = np.maximum(np.abs(at[:fit]).max(axis=0), 1.0)
     found, *_ = np.linalg.lstsq(at[:fit] / scale, wanted[:fit], rcond=1e-11)
@@ -196,7 +200,7 @@ def _solve(at: np.ndarray, wanted: np.ndarray) -> list[dict[str, Any]]:
 def _many(
     facts: Mapping[str, Any], cut: Layout, rng: random.Random
 ) -> Iterator[list[float]]:
-    """Sizes of many models, small and large."""
+    """Yield the sizes of many models, small and large."""
     for _ in range(MOST):
         x = {"b": float(rng.choice((1, 2, 4, 8)))}
         x["s"] = float(2 ** rng.randint(7, 17))
@@ -219,7 +223,7 @@ def _many(
 def _highest(
     moments: Sequence[dict[str, Any]], many: np.ndarray
 ) -> list[dict[str, Any]]:
-    """The moments that are the highest for any of these sizes."""
+    """Return the moments that are the maximum for any of these sizes."""
     factors = np.zeros((many.shape[1], len(moments)))
     for column, moment in enumerate(moments):
         for n, factor in moment["f"]:

@@ -1,7 +1,8 @@
-"""What the playground page asks: a layout, a model and a device in; pictures and numbers out.
+"""Requests of the playground page: a layout, a model and a device in, pictures and
+numbers out.
 
-It runs in a browser, in the page's worker, on the package as it is. Nothing here draws or plans by
-itself.
+It runs in the page's worker, in a browser, on the unchanged package, which does all
+drawing and planning.
 """
 
 from __future__ import annotations
@@ -32,45 +33,49 @@ from phalanx.plan.local import profile_for
 from phalanx.plan.step import Choice, Pricer, Request
 from phalanx.program import Program, build, faults, simulate
 
-_MOST = 20_000  # operations of a step that is drawn
-_TRIED, _SHOWN, _MESHES = 80, 3, 6  # layouts that are looked at to find some that fit
+_MOST = 20_000  # most operations of a step that is drawn
+# candidate layouts tried, and shown, to find some that fit
+_TRIED, _SHOWN, _MESHES = 80, 3, 6
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What stands in the page's fields."""
+    """Contents of the page's fields."""
 
     layout: str
     model: str  # a shape's name, or the text of a config.json
     device: str = "h100"
     batch: int = 0
     sequence: int = 0
-    operations: str = ""  # a program's text that was edited by hand
+    operations: str = ""  # the text of a program edited by hand
 
 
 class Playground:
-    """What the page's worker holds: the costs, and the search that the last answer left open."""
+    """State of the page's worker: the costs, and the unfinished search of the last
+    answer."""
 
     def __init__(self, costs: str) -> None:
         self.costs: Mapping[str, Any] = json.loads(Path(costs).read_text())
         self.rest: Iterator[dict[str, str]] = iter(())
 
     def choices(self) -> str:
-        """What the page's lists offer."""
+        """Return the entries of the page's lists."""
         machines = [name for name, each in clusters().items() if not each.size]
         return json.dumps({"shapes": Shape.names(), "devices": [*machines, *devices()]})
 
     def answer(self, text: str) -> str:
-        """JSON to JSON: either `error` with its sentences, or everything that is shown."""
+        """Answer a JSON request with JSON: either `error`, or everything that is
+        shown."""
         self.rest = iter(())
         try:
             shown = self._answer(Asked(**json.loads(text)))
-        except ValueError as error:  # of a layout, a shape, a device, a program
+        except ValueError as error:  # of a layout, shape, device or program
             shown = {"error": str(error)}
         return json.dumps(shown)
 
     def more(self) -> str:
-        """What is known a little later: the verdict of `check`, layouts that fit. "" is the end."""
+        """Return the next later result, the verdict of `check` or a layout that fits;
+        "" at the end."""
         return json.dumps(found) if (found := next(self.rest, None)) is not None else ""
 
     def _answer(self, asked: Asked) -> dict[str, Any]:
@@ -113,7 +118,8 @@ def _page(picture: Picture) -> str:
 def _unpriced(
     layout: Layout, shape: Shape, program: Program, why: NoFormula
 ) -> dict[str, str]:
-    """A step as `phalanx draw` shows it without a cluster: in the time of a mean stage's forward."""
+    """Draw a step like `phalanx draw` without a cluster, in units of a mean stage's
+    forward."""
     picture = replace(step_of(layout, shape, {}), program=program).picture()
     words = [
         f"{shape.name}: {count_text(shape.total)} parameters. {why}",
@@ -240,7 +246,8 @@ def _later(
 
 
 def _changed(x: Layout, shape: Shape) -> Iterator[Layout]:
-    """The layout with more recomputation, smaller microbatches, more sharding; then on other meshes."""
+    """Yield variants with more recomputation, smaller microbatches and more sharding;
+    then on other meshes."""
     seen, modes = {x}, ["none", "selective", "all"]
     modes = modes[modes.index(x.recompute) :] if x.recompute in modes else [x.recompute]
     for base in (x, *nearest(x, shape, most=_MESHES)):

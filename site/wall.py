@@ -1,12 +1,13 @@
-"""The verification wall: which layouts of which models agree with one process, over which backends and
-how closely; and mistakes put in on purpose, with what finds them.
+"""Verification wall: agreement of layouts with one process, and detection of seeded
+faults.
 
     python site/wall.py            # measures everything into site/wall.json: an hour on two cores
     python site/wall.py shm        # one part of it: threads, bfloat16, transformers, shm, gloo, faults
                                    # or programs
 
-`build.py` makes a page of wall.json. Every number in it comes from a run; each part has its date, its
-commit and the sizes of its models. The command ends with 1 if something on the wall is red.
+It shows which layouts of which models agree, over which backends and how closely.
+`build.py` makes a page of wall.json. Every number in it comes from a run; each part has
+its date, commit and model sizes. The exit code is 1 if something on the wall is red.
 """
 
 from __future__ import annotations
@@ -42,16 +43,17 @@ LAYOUTS = Layout.parse_many(
     " dp2 tp2 seq zero3; pp2 cp2 1f1b:3 recompute:all; pp2 ep2 1f1b:3; dp2 pp2 tp2 seq zero1 1f1b:3;"
     " dp2 cp2 tp2 zero3"
 )
-# The small models of `phalanx verify`, by the family in whose style they are: none has its size.
+# The small models of `phalanx verify`, by the family whose style they have; none has
+# its size.
 MODELS = {
     "gqa": "Llama style", "gpt": "GPT-2 style", "qwen": "Qwen style", "gemma": "Gemma style",
     "olmo": "OLMo style", "experts": "with experts", "latent": "DeepSeek style",
     "sinks": "gpt-oss style", "odd": "odd widths", "mlp": "MLP",
 }  # fmt: skip
-# over processes, which take seconds to start
+# with processes, which take seconds to start
 _FOUR = ("gqa", "gpt", "experts", "latent")
 _BF16 = "bfloat16"
-# Parts of the wall that compare layouts: their backend, dtype and models.
+# Parts of the wall that compare layouts, with their backend, dtype and models.
 COMPARISONS: dict[str, tuple[str, str, Iterable[str]]] = {
     THREADS: (THREADS, DTYPES[FP64].torch, MODELS),
     _BF16: (THREADS, _BF16, MODELS),
@@ -67,7 +69,7 @@ MISTAKES = tomllib.loads((HERE / "mistakes.toml").read_text(encoding="utf-8"))
 
 
 def compared(part: str) -> Data:
-    """Every layout that fits against one process, over a backend."""
+    """Compare every layout that fits with one process, over a backend."""
     from phalanx.verify import verify
 
     backend, dtype, models = COMPARISONS[part]
@@ -95,7 +97,7 @@ def compared(part: str) -> Data:
 
 
 def sizes_of(shape: Shape) -> str:
-    """The sizes of a model in words."""
+    """Describe the sizes of a model."""
     words = [f"{shape.layers} layers of width {shape.hidden}"]
     if shape.kind == "decoder":
         words += [
@@ -113,7 +115,7 @@ def sizes_of(shape: Shape) -> str:
 
 
 def own_code() -> Data:
-    """Decoders in transformers' own code, over threads."""
+    """Compare decoders in transformers' own code, over threads."""
     import families
     from phalanx.parallel import fitting
     from phalanx.verify import verify
@@ -154,7 +156,8 @@ def _cell(verdict: Any) -> Data:
 
 
 def seeded_faults() -> Data:
-    """Each mistake in the engine: what `verify` says, what `check --sums` says, how far losses are off."""
+    """Record, for each seeded fault, the findings of `verify` and `check --sums`, and
+    the error of the loss."""
     from phalanx.parallel import build_model
     from phalanx.verify.placement import placement_faults
     from seeded import FAULTS, catch, refusal_of
@@ -167,7 +170,7 @@ def seeded_faults() -> Data:
                 sums = placement_faults(
                     partial(build_model, SHAPES[fault.shape]), fault.layout
                 )
-            # of code that cannot run without numbers: nothing is found
+            # raised by code that needs real numbers: counts as no finding
             except Exception as error:
                 sums = (refusal_of(error),)
         rows.append(
@@ -184,7 +187,7 @@ def seeded_faults() -> Data:
 
 
 def changed_programs() -> Data:
-    """Each mistake in a step's list: what `check` says."""
+    """Record the finding of `check` for each fault in a program's text."""
     rows = []
     for mistake in MISTAKES["program"]:
         text = program_text(mistake["model"], mistake["layout"])
@@ -203,7 +206,7 @@ def program_text(model: str, layout: str) -> str:
 
 
 def _made() -> dict[str, Any]:
-    """The date, the commit and the machine of a measurement."""
+    """Return the date, commit and machine of a measurement."""
     import time
 
     import torch
@@ -225,7 +228,8 @@ def _git(*words: str) -> str:
 
 
 def commits_since(commit: str) -> int | None:
-    """The commits that have changed the source since; None where git does not know that commit."""
+    """Count the commits that have changed the source since, or return None for an
+    unknown commit."""
     try:
         return int(
             _git("rev-list", "--count", f"{commit.split()[0]}..HEAD", "--", str(SOURCE))
@@ -245,11 +249,11 @@ TITLES = {
     GLOO: "Ranks are processes over gloo, float64",
     OWN_CODE: "Small decoders of Hugging Face in transformers' own code, float64",
 }
-Since = Callable[[str], int | None]  # from a commit to the number of later ones
+Since = Callable[[str], int | None]  # returns the number of commits after this one
 
 
 def page(data: Data, today: date, since: Since = commits_since) -> list[Html]:
-    """The parts of the wall's page, as it is read on a day."""
+    """Return the parts of the wall's page, as seen on `today`."""
     parts = [_verdict(data), paragraphs(_ABOUT)]
     for part, title in TITLES.items():
         shown = (
@@ -281,7 +285,7 @@ _ABOUT = (
 
 
 def _verdict(data: Data) -> Html:
-    """How many cells and rows are red, in words."""
+    """Describe the red cells and rows."""
     wrong = red(data)
     if not wrong:
         return tag("p", "Nothing on this wall is red.", cls="good")
@@ -290,7 +294,7 @@ def _verdict(data: Data) -> Html:
 
 
 def red(data: Data) -> list[str]:
-    """The names of all that is wrong or missing on the wall."""
+    """Return the names of everything wrong or missing on the wall."""
     wrong = []
     for part in TITLES:
         if part not in data:
@@ -312,14 +316,14 @@ def red(data: Data) -> list[str]:
 
 
 def is_red(cell: Data | None) -> bool:
-    """True of a layout that differs from one process, and of one that was not measured."""
+    """Return whether a layout differs from one process or was not measured."""
     return cell is None or (
         "none" not in cell and ("differs" in cell or cell["allowed"] > 1)
     )
 
 
 def _age(data: Data, today: date, since: Since) -> Html:
-    """When and of what a part was measured, and how long ago that is."""
+    """Describe the time, commit and age of a part's measurement."""
     days = (today - date.fromisoformat(data["date"])).days
     later = since(data["commit"])
     ago = "today" if days == 0 else "a day ago" if days == 1 else f"{days} days ago"
@@ -329,7 +333,7 @@ def _age(data: Data, today: date, since: Since) -> Html:
 
 
 def command(part: str, data: Data, model: str, layouts: Iterable[str]) -> str:
-    """What reproduces some cells of a column."""
+    """Return the command that reproduces some cells of a column."""
     if part == OWN_CODE:
         return f"python benchmarks/families.py {model}"
     dtype = f" --dtype {data['dtype']}" if part == _BF16 else ""
@@ -422,7 +426,7 @@ _MISSING = tag("b", "not measured", cls="bad")
 
 
 def _found(says: Iterable[str]) -> Html | str:
-    """What was found first, or a red word if nothing was."""
+    """Return the first finding, or a red word without one."""
     return next((_first(text) for text in says if text), _NOTHING)
 
 
@@ -458,11 +462,11 @@ def _faults(data: Data, age: Html) -> Iterable[Html]:
 
 
 def _first(text: str) -> str:
-    """The quantity that is wrong and where, without the numbers."""
+    """Return the quantity that is wrong and its place, without the numbers."""
     return text.split(" is ")[0] if text.startswith("step ") else text
 
 
-# Everything that is measured, by the name of its part.
+# Everything measured, by the name of its part.
 PARTS: dict[str, Callable[[], Data]] = {
     **{name: partial(compared, name) for name in COMPARISONS},
     OWN_CODE: own_code,

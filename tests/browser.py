@@ -30,7 +30,8 @@ _FLAGS = _QUIET + " --enable-logging=stderr --dump-dom --virtual-time-budget=300
 
 
 def opened(written: str, folder: Path) -> tuple[str, list[str]]:
-    """The page's elements after its scripts ran, and what it wrote on the console."""
+    """Return the page's elements after its scripts have run, and its console
+    messages."""
     page = folder / "page.html"
     page.write_text(written)
     done = subprocess.run(
@@ -49,7 +50,7 @@ def opened(written: str, folder: Path) -> tuple[str, list[str]]:
 
 
 class Tab:
-    """One page that is open, driven over the pipe of Chromium's developer tools."""
+    """One open page, driven over the pipe of Chromium's developer tools."""
 
     def __init__(self, said: Any, heard: Any) -> None:
         self._said, self._heard, self._numbers = said, heard, itertools.count(1)
@@ -81,7 +82,8 @@ class Tab:
         return number
 
     def _listen(self, session: str) -> None:
-        """Hear of a page's, a frame's or a worker's requests, and of the workers that it starts."""
+        """Record the requests of a page, frame or worker, and attach to the workers
+        that it starts."""
         self._send(session, "Network.enable", {})
         started = {"autoAttach": True, "waitForDebuggerOnStart": True, "flatten": True}
         self._send(session, "Target.setAutoAttach", started)
@@ -127,7 +129,7 @@ class Tab:
         return found["result"].get("value")
 
     def wait(self, expression: str, seconds: float = 60.0) -> Any:
-        """Until it is true."""
+        """Wait until an expression is true; return its value."""
         end = time.monotonic() + seconds
         while not (value := self.js(expression)):
             assert time.monotonic() < end, f"never true: {expression}; {self.console}"
@@ -135,7 +137,7 @@ class Tab:
         return value
 
     def key(self, name: str) -> None:
-        """A key that is pressed, as by a person."""
+        """Press a key, as a person would."""
         codes = {"Tab": 9, "Enter": 13}
         for kind in ("rawKeyDown", "keyUp"):
             self.call(
@@ -144,17 +146,18 @@ class Tab:
             )  # fmt: skip
 
     def picture(self, path: Path) -> None:
-        """A screenshot of the whole page."""
+        """Save a screenshot of the whole page."""
         found = self.call("Page.captureScreenshot", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(found["data"]))
 
 
 @contextmanager
 def browser(folder: Path) -> Iterator[Tab]:
-    """A tab of a Chromium of its own, which finds no host."""
+    """Start a Chromium of its own that resolves no host; yield a tab."""
     (take, said), (heard, give) = os.pipe(), os.pipe()
 
-    def ends() -> None:  # what the browser reads is its descriptor 3, what it writes 4
+    # the browser reads from descriptor 3 and writes to descriptor 4
+    def ends() -> None:
         kept = os.dup(take), os.dup(give)
         os.dup2(kept[0], 3)
         os.dup2(kept[1], 4)
@@ -183,7 +186,7 @@ AXE = "4.14.1"
 
 
 def axe_source(folder: Path) -> str:
-    """The script of axe-core, which looks for what people with disabilities cannot use; from npm."""
+    """Return the script of axe-core, an accessibility checker, from npm."""
     words = ["npm", "pack", "--silent", f"axe-core@{AXE}"]
     done = subprocess.run(
         words, cwd=folder, capture_output=True, text=True, check=False
@@ -199,7 +202,8 @@ def axe_source(folder: Path) -> str:
 
 
 def barriers(tab: Tab, axe: str) -> list[str]:
-    """What axe-core finds in the page that is open: WCAG 2.2 A and AA, and good practice."""
+    """Return axe-core's findings in the open page: WCAG 2.2 A and AA, and good
+    practice."""
     tags = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
     tab.js(f"{axe}\n;true")
     found: list[str] = tab.js(

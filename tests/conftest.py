@@ -1,4 +1,5 @@
-"""The order of the tests, when garbage is looked for, and what ranks that are processes start with."""
+"""Order of the tests, garbage collection, and modules preloaded for ranks that are
+processes."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from multiprocessing import forkserver
 
 import pytest
 
-# What every rank of a test would load again, up to a second for each: the process from which they are
-# forked has it beside what it loads itself.
+# Modules that every rank of a test would load, up to a second each. The process from
+# which ranks are forked loads them once.
 LOADED = (
     "phalanx.verify",
     "phalanx.train.loop",
@@ -23,9 +24,13 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A worker begins with a stretch of the list, and takes from the ends of others' when it is done.
-    Each stretch has its share of the longest tests, and then of the rest, file by file, as tests of
-    one file share what is made once: the first has the other long files, and the others take its end."""
+    """Reorder the tests for workers.
+
+    A worker starts with a contiguous stretch of the list, and takes tests from the ends
+    of others' stretches when it is done. Each stretch has its share of the longest
+    tests, followed by the rest file by file, because tests of one file share fixtures.
+    The first stretch has the other long files, and the others take tests from its end.
+    """
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     longest = [item for item in items if item.get_closest_marker("long_tests")]
     rest = [item for item in items if not item.get_closest_marker("long_tests")]
@@ -38,8 +43,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What torch and the test modules have made stays. Looking through it for garbage again and again
-    took a sixth of the time of tests that build programs."""
+    """Exempt the objects of torch and the test modules from garbage collection.
+
+    Scanning them repeatedly took a sixth of the time of tests that build programs.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)

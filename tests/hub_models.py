@@ -1,4 +1,4 @@
-"""Small random models of Hugging Face's families, as transformers computes them."""
+"""Small random models of Hugging Face's families, computed by transformers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LATENTS = {
     "v_head_dim": 8, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
     "topk_group": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1,
 }  # fmt: skip
-# By name: their model type, and what of its configuration is not as in `PLAIN`.
+# By name: model type, and the settings that differ from `PLAIN`.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"tie_word_embeddings": True, "head_dim": 16}),
     "smollm": ("llama", {"num_attention_heads": 4, "tie_word_embeddings": True, "rope_theta": 1e5}),
@@ -63,7 +63,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
         "norm_topk_prob": True, "mlp_only_layers": [0],
     }),
-    # Latent queries, keys and values; values narrower than keys; experts in groups.
+    # Latent queries, keys and values; values narrower than keys; grouped experts.
     "deepseek_v3": ("deepseek_v3", _LATENTS | {"q_lora_rank": 10, "rope_parameters": _LONG | {
         "rope_type": "yarn", "original_max_position_embeddings": 128, "mscale": 1.0,
         "mscale_all_dim": 1.0,
@@ -71,7 +71,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_wide": ("deepseek_v3", _LATENTS | {
         "q_lora_rank": None, "v_head_dim": 20, "rope_interleave": False, "norm_topk_prob": False,
     }),
-    # Sinks, biases everywhere, windows in every second block, experts that are clamped.
+    # Sinks, biases everywhere, windows in every second block, clamped experts.
     "gpt_oss": ("gpt_oss", {
         "head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 5,
         "rope_parameters": _LONG | {
@@ -84,14 +84,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
     }),
 }  # fmt: skip
-# The same of families that our decoder is not: what it computes is theirs, piece by piece.
+# The same for families that our decoder does not cover; their own code computes each
+# piece.
 CODE: dict[str, tuple[str, dict[str, Any]]] = {
-    # Scales of vectors, residuals, scores and logits; padded vocabulary rows; tied.
+    # Scaled embeddings, residuals, scores and logits; padded vocabulary rows; tied.
     "granite": ("granite", {
         "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.4,
         "logits_scaling": 2.0, "pad_token_id": 0, "tie_word_embeddings": True,
     }),
-    # Fused projections with biases, rope on a part of each head, attention beside the MLP.
+    # Fused projections with biases, rope on part of each head, attention parallel to
+    # the MLP.
     "gpt_neox": ("gpt_neox", {"rope_parameters": {
         "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5,
     }}),
@@ -114,7 +116,8 @@ MORE_CODE: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def theirs(name: str, **more: Any) -> Any:
-    """A small random model of theirs, every weight of it moved off its start."""
+    """Return a small random model of transformers, with every weight moved off its
+    initial value."""
     kind, changed = (FAMILIES | CODE | MORE_CODE)[name]
     plain = {} if kind == "gpt2" else PLAIN
     config = transformers.AutoConfig.for_model(kind, **plain | changed | more)
@@ -130,7 +133,7 @@ def theirs(name: str, **more: Any) -> Any:
 
 
 def biases(model: Any) -> dict[str, Tensor]:
-    """What is added to scores of experts for the choice alone, which are buffers of theirs."""
+    """Return the buffers that are added to experts' scores for routing only."""
     return {
         name: x for name, x in model.named_buffers() if name.endswith("correction_bias")
     }
@@ -144,8 +147,10 @@ def saved(model: Any, folder: Path) -> Path:
 
 @contextmanager
 def widened() -> Iterator[None]:
-    """What theirs computes in float32 whatever the model's dtype, it computes in float64."""
-    before = torch.get_default_dtype()  # as a value: inside, torch.float is another
+    """Compute in float64 whatever transformers computes in float32 regardless of the
+    dtype."""
+    # as a value: inside, torch.float means something else
+    before = torch.get_default_dtype()
     with pytest.MonkeyPatch.context() as patch:
         for name in ("float32", "float"):
             patch.setattr(torch, name, torch.float64)
@@ -158,7 +163,7 @@ def widened() -> Iterator[None]:
 
 
 def in_float64(model: Any) -> Any:
-    """The same model in float64; made and called within `widened`."""
+    """Return the same model in float64; create and call it within `widened`."""
     wide: Any = transformers.AutoModelForCausalLM.from_config(
         model.config, attn_implementation="eager", experts_implementation="eager"
     )

@@ -16,7 +16,7 @@ LAYOUTS = (
 
 
 def _sorted(pieces: StagedPieces) -> StagedPieces:
-    """The same with each piece's weights in the order of their names."""
+    """Sort each piece's weights by name."""
 
     def in_order(row: PieceRow) -> PieceRow:
         return replace(row, weights=tuple(sorted(row.weights, key=lambda w: w.name)))
@@ -27,7 +27,8 @@ def _sorted(pieces: StagedPieces) -> StagedPieces:
 def same_rows(
     shape: Shape, texts: Iterable[str] = LAYOUTS, model: Model | None = None
 ) -> int:
-    """Asserts that a shape and its model have equal rows; returns in how many of the layouts."""
+    """Assert that a shape and its model have equal rows; return the number of layouts
+    compared."""
     model = model or build_model(shape)
     compared = 0
     for layout in map(Layout.parse, texts):

@@ -1,4 +1,4 @@
-"""Bounds of rounding: how far a result may be from the exact one, by how often it is rounded."""
+"""Rounding bounds: how far a result may be from the exact one, given its roundings."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ SINGLE = torch.finfo(torch.float32).eps / 2
 def assert_rounded_once(
     result: Tensor, exact: Tensor, slack: Tensor | float = 0.0
 ) -> None:
-    """Asserts that a 16-bit result is the exact one, in float64, rounded once to the result's dtype.
+    """Assert that a 16-bit result is the exact value, in float64, rounded once to its
+    dtype.
 
-    `slack` bounds the error of the float32 arithmetic before that rounding. It is to be much smaller than
-    a rounding to 16 bits, else the comparison would accept a second one.
+    `slack` bounds the error of the float32 arithmetic before that rounding. It must be
+    much smaller than a 16-bit rounding; otherwise the comparison would accept a second
+    one.
     """
     once = torch.finfo(result.dtype).eps / 2
     allowed = once * exact.abs() + (1 + once) * torch.as_tensor(slack)

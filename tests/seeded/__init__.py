@@ -1,10 +1,11 @@
-"""Seeded faults: mistakes put into the engine on purpose. `make faults` lists what `verify` says."""
+"""Seeded faults: bugs planted in the engine on purpose. `make faults` lists the
+findings of `verify`."""
 
 from . import eight_bits, engine, late, matrices, narrow, order, routed, steps, wide
 from .catch import Catch, catch, refusal_of, setting_of, trained, truth, verdict_of
 from .fault import FAULTS, HALVES, Fault, swapped
 
-# Importing each enters its faults into the list.
+# importing a module registers its faults
 LISTED = (engine, order, narrow, routed, matrices, eight_bits, steps, late, wide)
 
 __all__ = [

@@ -1,6 +1,6 @@
-"""The table of `docs/verified.md`: each fault put into the code, and what `verify` says of it.
+"""Table of `docs/verified.md`: each seeded fault with the finding of `verify`.
 
-Words after the command choose the faults whose names have them all.
+Arguments select the faults whose names contain all of these words.
 """
 
 from __future__ import annotations

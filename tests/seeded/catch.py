@@ -1,4 +1,5 @@
-"""A layout trained as `verify` does it, with or without a fault in it, and what is said of it."""
+"""Training of a layout as in `verify`, with or without a seeded fault, and the
+verdict."""
 
 from __future__ import annotations
 
@@ -34,10 +35,10 @@ from .fault import Fault
 
 @dataclass(frozen=True)
 class Catch:
-    """What became of a fault: what verify says, and how far the losses alone are off.
+    """Outcome of a fault: the finding of verify, and the errors of the losses.
 
-    A fault is caught by a difference or by a refusal of ours. An accident of the patched code, as a
-    NameError, catches nothing.
+    A fault is caught by a difference or by one of our refusals. An accident of the
+    patched code, such as a NameError, does not count.
     """
 
     fault: str
@@ -58,7 +59,8 @@ def setting_of(
     packed: bool = False,
     noisy: bool = False,
 ) -> Setting:
-    """What `verify` trains with in this dtype. `noisy` batches have what dropout draws from."""
+    """Return the settings with which `verify` trains in this dtype. `noisy` batches
+    include dropout noise."""
     precision = precision_named(dtype)
     setting = Setting(
         partial(trial_batch, shape, dtype=precision.compute, packed=packed, noisy=noisy),
@@ -78,7 +80,7 @@ def truth(
     cuts: Layout | None = None,
     z_loss: float = 0.0,
 ) -> Truth:
-    """What one process does with one of `verify`'s shapes; trained once."""
+    """Return the reference run of one process on a shape of `verify`, trained once."""
     shape = SHAPES[name]
     setting = setting_of(
         shape, dtype, optimizer=optimizer, packed=packed, noisy=dropout > 0
@@ -99,7 +101,7 @@ def trained(
     dropout: float = 0.0,
     z_loss: float = 0.0,
 ) -> Trace:
-    """What a layout does, on ranks that are threads."""
+    """Train a layout on ranks that are threads."""
     make = _maker(shape, dropout, z_loss)
     program = program_in(layout, make, setting)
     with worlds_over("threads")(layout.ranks) as run:
@@ -112,7 +114,7 @@ def verdict_of(layout: str, shape: Shape, setting: Setting, known: Truth) -> Ver
 
 
 def catch(fault: Fault, dtype: str) -> Catch:
-    """Run the fault's layout with the fault in it, and compare."""
+    """Train the fault's layout with the fault in place, and compare."""
     shape, dropout = SHAPES[fault.shape], fault.dropout
     layout = replace(fault.layout, precision=COMPARED[dtype])
     noisy, by = dropout > 0, fault.optimizer
@@ -153,8 +155,12 @@ def catch(fault: Fault, dtype: str) -> Catch:
 
 
 def refusal_of(error: Exception) -> str:
-    """The text of an error that phalanx raises because it has seen something wrong; "" for an accident,
-    as a NameError or a shape that does not fit: these say nothing about what `verify` can see."""
+    """Return the text of an error that phalanx raises after detecting something wrong,
+    else "".
+
+    An accident, such as a NameError or mismatched shapes, says nothing about the faults
+    that `verify` can detect.
+    """
     text = _first_error(error)
     kind = text.partition(":")[0]
     packages = ("phalanx.", "torch_shm.")
@@ -167,14 +173,15 @@ def refusal_of(error: Exception) -> str:
 
 
 def _below(error: type[Exception]) -> Iterator[type[Exception]]:
-    """All subclasses of an error."""
+    """Yield all subclasses of an error."""
     for each in error.__subclasses__():
         yield each
         yield from _below(each)
 
 
 def _first_error(error: Exception) -> str:
-    """An error in one line that begins with its type; of ranks that failed, the first rank's."""
+    """Return an error as one line that begins with its type; for failed ranks, that of
+    the first."""
     if isinstance(error, RankFailed):
         return error.reports[0].error.partition("\n")[0]
     return f"{type(error).__name__}: {error}".partition("\n")[0]

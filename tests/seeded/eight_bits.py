@@ -1,4 +1,4 @@
-"""Seeded faults of products in 8 bits: scales and formats."""
+"""Seeded faults of 8-bit matmuls: scales and formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seeded faults of tensor and data parallelism, of the loss, the norm and the update."""
+"""Seeded faults of tensor and data parallelism, the loss, the norm and the update."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _() -> AbstractContextManager[None]:
     return swapped(RowLinear, "forward", forward)
 
 
-# ---- who adds what
+# ---- sums over tp
 
 
 def _adds(wrong: Callable[[str, tuple[str, ...]], str]) -> AbstractContextManager[None]:
@@ -136,14 +136,15 @@ def _() -> AbstractContextManager[None]:
     right = Unit.contribute
 
     def wrong(unit: Any, name: str, *product: Any) -> None:
-        # The lookup's part comes from autograd; only the head multiplies by this weight.
+        # Autograd computes the lookup's gradient; only the head multiplies by this
+        # weight.
         if name != "embed.tokens.weight":
             right(unit, name, *product)
 
     return swapped(Unit, "contribute", wrong)
 
 
-# ---- where a part stands
+# ---- positions of shards
 
 
 @fault(

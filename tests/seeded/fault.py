@@ -1,7 +1,8 @@
-"""The list of seeded faults: mistakes put into the engine on purpose, to see `verify` name them.
+"""List of seeded faults: bugs planted in the engine on purpose, to see `verify` name
+them.
 
-Each replaces one function or method of the engine by one that is wrong in a way people have been
-wrong in. They act on ranks that are threads of this process.
+Each replaces one function or method of the engine by a wrong one, modelled on bugs that
+have occurred. They apply to ranks that are threads of this process.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ HALVES = ("bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault, where it shows, and the words that the first difference must contain."""
+    """A fault, its layout and model, and words that the first difference must
+    contain."""
 
     name: str
     shape: str
@@ -32,7 +34,7 @@ class Fault:
     names: str
     packed: bool = False
     dropout: float = 0.0
-    dtypes: tuple[str, ...] = ("float64",)  # in which it is a mistake that shows
+    dtypes: tuple[str, ...] = ("float64",)  # dtypes in which the fault shows
     optimizer: str = "adamw"
     z_loss: float = 0.0
 
@@ -42,10 +44,11 @@ FAULTS: list[Fault] = []
 
 @contextmanager
 def swapped(owner: Any, name: str, new: Any) -> Iterator[None]:
-    """`owner.name` is `new` for a while; entered before the ranks start, left after they ended.
+    """Replace `owner.name` by `new` temporarily; enter before the ranks start, leave
+    after they end.
 
-    Ranks that each swapped the same name would restore one another's replacement, and leave it for
-    good.
+    If each rank swapped the same name, they would restore one another's replacement and
+    leave it in place.
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError(
@@ -71,7 +74,8 @@ def fault(
     optimizer: str = "adamw",
     z_loss: float = 0.0,
 ) -> Callable[[Patch], Patch]:
-    """Enter a patch into the list. The layout is in words without a precision."""
+    """Return a decorator that adds a patch to the list. The layout is written without a
+    precision."""
 
     def enter(patch: Patch) -> Patch:
         where = Layout.parse(layout)
@@ -96,9 +100,9 @@ def fault(
 
 @contextmanager
 def counted_by(count: Callable[[Mapping[str, Tensor]], Tensor]) -> Iterator[None]:
-    """A rank counts what its loss is divided by with this function for a while."""
+    """Count the loss's divisor with this function temporarily."""
     right = BY_TARGETS.count
-    object.__setattr__(BY_TARGETS, "count", count)  # a value that all executors have
+    object.__setattr__(BY_TARGETS, "count", count)  # a value shared by all executors
     try:
         yield
     finally:

@@ -1,7 +1,9 @@
-"""Faults of waiting: results used before they are there, tensors used anew before they were read.
+"""Seeded faults of synchronization: results used before they are ready, tensors reused
+before they are read.
 
-Over plain threads nearly all of these agree with one process, as a result is in place by the time that
-it is used. `verify` trains over groups that give it as late as they may.
+Over plain threads nearly all of these agree with one process, because a result is in
+place before it is used. `verify` trains over groups that deliver results as late as
+allowed.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from .fault import fault, swapped
 
 
 def without_waits(before: set[str], awaited: set[str]) -> AbstractContextManager[None]:
-    """Operations of one kind go on without what they need of another."""
+    """Let operations of some kinds run without waiting for those of others."""
     right = Executor._perform
 
     def perform(self: Executor, op: Any) -> None:
@@ -36,7 +38,8 @@ def without_waits(before: set[str], awaited: set[str]) -> AbstractContextManager
 
 @fault("the norm does not wait for a tied sum", "gpt", "pp2 1f1b:3", "norm")
 def _norm_without_tie() -> AbstractContextManager[None]:
-    # It was seen over gloo only: threads and shared memory had the sum by then.
+    # It was seen over gloo only: with threads and shared memory the sum was ready in
+    # time.
     return without_waits({ops.AGREE}, {ops.TIE})
 
 
@@ -76,7 +79,7 @@ def _cleared_after_sending() -> AbstractContextManager[None]:
 
 @fault("a message is sent without a copy", "gqa", "pp2 1f1b:3", "not a number")
 def _sent_without_copy() -> AbstractContextManager[None]:
-    """A transport keeps the sender's own tensor until the peer comes."""
+    """Keep the sender's own tensor until the peer arrives."""
     right = ThreadGroup._begin
 
     def begin(self: ThreadGroup, call: Any) -> Work:
@@ -95,7 +98,8 @@ def _sent_without_copy() -> AbstractContextManager[None]:
     "a tensor that the call reads",
 )
 def _updated_while_gathered() -> AbstractContextManager[None]:
-    """The own part, which others read where it lies, is written to once this rank has all."""
+    """Write to this rank's shard, which others read in place, as soon as this rank has
+    all shards."""
     right = Unit.gather
 
     def gather(self: Unit) -> Work:
@@ -110,7 +114,7 @@ def _updated_while_gathered() -> AbstractContextManager[None]:
 
 
 def used_at_once(name: str) -> AbstractContextManager[None]:
-    """What a call gives is copied before its wait, as if shared memory held it already."""
+    """Copy a call's result before its wait, as if shared memory already held it."""
     right: Callable[..., Work] = getattr(Group, name)
 
     def call(self: Group, out: Any, *args: Any, **kwargs: Any) -> Work:

@@ -19,7 +19,7 @@ UPDATE = "step 0: the weight of layers."
 def in_parts(
     parts: Callable[[Weight], Iterable[tuple[slice, ...]]],
 ) -> AbstractContextManager[None]:
-    """What is made orthogonal is not each matrix but each of these parts of a weight."""
+    """Orthogonalize these parts of a weight instead of each matrix."""
     right = MuonUpdate._wholes
 
     def wholes(self: MuonUpdate) -> dict[int, Tensor]:

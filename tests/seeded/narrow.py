@@ -1,4 +1,4 @@
-"""Seeded faults of mixed precision: what is computed in 16 bits and kept in 32."""
+"""Seeded faults of mixed precision: computation in 16 bits, master weights in 32."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ for where in ("dp2", "pp2 1f1b:3"):
     fault(STALE, "gqa", where, "step 2: the output of embed", dtypes=("bfloat16",))(
         _stale_copy
     )
-    # The only update before step 2 is that of step 0, too small for 16 bits: step 1 is skipped.
+    # The only update before step 2 is that of step 0, too small for 16 bits; step 1 is
+    # skipped.
     fault(STALE, "gqa", where, "the validation loss", dtypes=("float16",))(_stale_copy)
 
 
@@ -134,7 +135,8 @@ def _too_large_by_a_twentieth() -> AbstractContextManager[None]:
     return swapped(Unit, "reduce", reduce)
 
 
-# Bounds by perturbation let these pass: the replay of a layout's own roundings does not.
+# Perturbation bounds miss these faults; the replay of a layout's own roundings finds
+# them.
 TWENTIETH = "the gradient of one weight is 5 % too large"
 for where in ("dp2 zero1", "pp2 1f1b:3", "dp2 zero3 accum:2"):
     fault(TWENTIETH, "gqa", where, "layers.2.attn.wq.weight", dtypes=("bfloat16",))(

@@ -65,7 +65,7 @@ def _() -> AbstractContextManager[None]:
         kept = self.batches, self.completed
         if self.local.pieces[op.piece].last:
             first, second, third = self.batches
-            self.batches, self.completed = [first, third, second], {}  # of one size
+            self.batches, self.completed = [first, third, second], {}  # equal in size
         right(self, op)
         self.batches, self.completed = kept
 

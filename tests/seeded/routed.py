@@ -1,4 +1,4 @@
-"""Seeded faults of experts: who goes where, what is counted, and whose gradient is whose."""
+"""Seeded faults of experts: routing, counts and gradients."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def _() -> AbstractContextManager[None]:
 
 
 def _weights(**wrong: Any) -> AbstractContextManager[None]:
-    """Weights of experts and routers that are not as they should be."""
+    """Change attributes of the weights of experts and routers."""
     right = local.cut_weights
 
     def cut(*args: Any) -> Mapping[str, Weight]:
@@ -209,7 +209,7 @@ def _() -> AbstractContextManager[None]:
 
 
 def _own_choices() -> AbstractContextManager[None]:
-    """Losses count the choices of this rank's tokens alone."""
+    """Let losses count the routing of this rank's tokens only."""
     return swapped(Choices, "sum", lambda self, groups: Work())
 
 
@@ -248,7 +248,7 @@ def _() -> AbstractContextManager[None]:
 
 
 def _axes(wrong: tuple[str, ...]) -> AbstractContextManager[None]:
-    """A unit of experts has the groups of the other weights, or of something else."""
+    """Give units of experts wrong groups, such as those of the other weights."""
     right = groups.unit_axes
 
     def axes(model: Any, layout: Any, unit: int) -> UnitAxes:
@@ -314,7 +314,7 @@ def _() -> AbstractContextManager[None]:
     return swapped(local, "open_groups", opened)
 
 
-# ---- experts shared over tp or cp too
+# ---- experts sharded over tp or cp too
 
 
 @fault(

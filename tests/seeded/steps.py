@@ -1,5 +1,7 @@
-"""Seeded faults of what differs from step to step: clipping that is not at work, steps without targets,
-steps that float16 skips; and of numbers that every rank must know."""
+"""Seeded faults that depend on the step, or on numbers that every rank must know.
+
+Clipping that does not apply, steps without targets, and steps that float16 skips.
+"""
 
 from __future__ import annotations
 
@@ -172,7 +174,7 @@ def _() -> AbstractContextManager[None]:
     right = Executor._agree
 
     class Anywhere(dict[int, int]):
-        """Where each piece is hosted: always here."""
+        """Mapping that hosts every piece here."""
 
         def __init__(self, stage: int) -> None:
             self.stage = stage
@@ -207,7 +209,7 @@ def _() -> AbstractContextManager[None]:
     return swapped(tensor, "token_loss", token_loss)
 
 
-# ---- memory that nobody has written
+# ---- uninitialized memory
 
 
 @fault(
@@ -217,7 +219,10 @@ def _() -> AbstractContextManager[None]:
     " is nan, one process has",
 )
 def _() -> AbstractContextManager[None]:
-    """Fresh pages are zeros, so that without poison it shows in no first step."""
+    """Reuse memory without zeroing it.
+
+    Fresh pages are zeros, so without poison the first step does not show the fault.
+    """
     right = BufferPool.take
 
     class Unwritten(Tensor):

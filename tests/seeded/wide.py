@@ -1,5 +1,8 @@
-"""Seeded faults of mixed precision that change less than the roundings beside them: what has 16 bits and
-should have 32, and weights that are cut off where they should be rounded."""
+"""Seeded faults of mixed precision smaller than the roundings around them.
+
+Intermediate results in 16 bits that should have 32, and weights truncated instead of
+rounded.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from .fault import fault, swapped
 def _rewritten(
     owner: Any, name: str, old: str, new: str
 ) -> AbstractContextManager[None]:
-    """`owner.name` with one expression of its source replaced by another."""
+    """Replace one expression in the source of `owner.name`."""
     right = inspect.unwrap(getattr(owner, name))
     lines = textwrap.dedent(inspect.getsource(right)).splitlines()
     source = "\n".join(line for line in lines if not line.startswith("@"))
