@@ -1,4 +1,5 @@
-"""The batches on which layouts are compared: ordinary ones, and some with few targets or none."""
+"""The batches on which layouts are compared: ordinary ones, and some with few or no
+targets."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from ..layout import Shape
 from ..models import IGNORED, token_noise
 
-VARIED = 3  # the steps whose batches differ in kind; all later ones are ordinary
+VARIED = 3  # steps whose batches differ in kind; all later ones are ordinary
 
 
 def trial_batch(
@@ -22,12 +23,14 @@ def trial_batch(
     packed: bool = False,
     noisy: bool = False,
 ) -> Mapping[str, Tensor]:
-    """The batch of a step of a comparison. It differs from `batch_of` in two steps.
+    """Return the batch of a step of a comparison. It differs from `batch_of` in two
+    steps.
 
-    Step 1 has targets in the last quarter of its rows, so that most ranks and microbatches have none.
-    In float16 it has a single target, whose gradient overflows on the ranks that compute it.
-    Step 2 has no targets at all. After a step that float16 skips it is an ordinary one instead, so
-    that the update shows what the skipped step has left behind.
+    Step 1 has targets only in the last quarter of its rows, so that most ranks and
+    microbatches have none. In float16 it has a single target, whose gradient overflows
+    on the ranks that compute it. Step 2 has no targets at all. After a step that
+    float16 skips it is an ordinary one instead, so that the update shows any trace of
+    the skipped step.
     """
     batch = batch_of(shape, step, seed=seed, dtype=dtype, packed=packed, noisy=noisy)
     half = dtype == torch.float16
@@ -57,8 +60,12 @@ def batch_of(
     packed: bool = False,
     noisy: bool = False,
 ) -> Mapping[str, Tensor]:
-    """The batch of a step: the same in every layout, with ignored targets spread unevenly. Every
-    token of a small vocabulary is among the inputs: some model treats one of them apart."""
+    """Return the batch of a step, equal in every layout, with ignored targets spread
+    unevenly.
+
+    It contains every token of a small vocabulary, as some models treat one token
+    specially.
+    """
     draw = torch.Generator().manual_seed(1_000_003 * seed + step)
     if shape.kind == "mlp":
         rows = torch.randn(
@@ -78,14 +85,15 @@ def batch_of(
     batch = {"tokens": inputs.contiguous(), "targets": targets, "positions": time}
     if packed:
         batch |= _documents(batch, draw)
-    if noisy:  # what dropout draws from: a key for every token of the step
+    if noisy:  # dropout's source of randomness: a key for every token of the step
         token = torch.arange(time.numel()).view(time.shape)
         batch["noise"] = token_noise(seed, step, token)
     return batch
 
 
 def _documents(batch: Mapping[str, Tensor], draw: torch.Generator) -> dict[str, Tensor]:
-    """Cuts at random places: each token's document, and its position from that one's start."""
+    """Cut sequences at random places; return each token's document, and its position in
+    the document."""
     size = batch["tokens"].shape
     starts = torch.rand(size, generator=draw) < 0.25
     starts[:, 0] = True

@@ -1,4 +1,4 @@
-"""Two accounts of the same training laid side by side, number by number."""
+"""Compares two traces of the same training, value by value."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from torch import Tensor
 
 from .reference import Trace, TracedStep
 
-EXACT = 1e-10  # the largest relative error in float64
-FACTOR = 2.0  # in less: so many times the change that a unit in the last place makes
-# scores of experts so near each other may be ranked otherwise by another layout
+EXACT = 1e-10  # largest allowed relative error in float64
+# in narrower precisions: multiple of the change caused by a unit in the last place
+FACTOR = 2.0
+# experts with scores this close may be ranked differently by another layout
 TIE = 1e-9
-# A gradient below this share of the model's largest is compared against that floor: some true
-# gradients are zero (a key's bias without rotation), and what is left of them is rounding.
+# Gradients smaller than this share of the model's largest are compared on that scale:
+# some true gradients are zero (a key's bias without rotation), and their values are
+# only rounding.
 FLOOR = 1e-6
 
 Key = tuple[int, str, str]  # step, what, name
@@ -26,19 +28,21 @@ Bounds = Mapping[Key, float]
 
 @dataclass(frozen=True)
 class Difference:
-    """One quantity of one step: how far it is off, where most, and how far it may be."""
+    """One quantity of one step: its error, the element where it is largest, and the
+    allowed error."""
 
     step: int
     # start, routing, output, loss, gradient, norm, loss scale, logged loss, weight, update, validation loss
     what: str
-    name: str  # the parameter or the piece; empty for what is one number
+    name: str  # the parameter or the piece; "" for a scalar
     element: tuple[int, ...]
     got: float
     want: float
     error: float
     allowed: float = EXACT
     hint: str = ""
-    ranks: tuple[int, ...] = ()  # two whose copies differ: `got` and `want` are theirs
+    # two ranks whose copies differ: `got` and `want` are their values
+    ranks: tuple[int, ...] = ()
 
     @property
     def agrees(self) -> bool:
@@ -81,7 +85,7 @@ class _Measure:
     def number(
         self, step: int, what: str, got: float, want: float
     ) -> Iterator[Difference]:
-        """Compares a number that is the same on all ranks."""
+        """Compare a scalar that is equal on all ranks."""
         error = abs(got - want) / max(abs(want), 1e-30)
         if not math.isfinite(got) and not math.isfinite(want):
             error = 0.0  # a step that float16 skips
@@ -109,8 +113,8 @@ class _Measure:
             )
 
     def _mismatches(self, step: int, what: str, name: str) -> Iterator[Difference]:
-        """Ranks that have different numbers where they must have the same."""
-        # what comes after the last step is among its mismatches
+        """Yield values that differ between ranks that must have equal copies."""
+        # differences after the last step are among the last step's mismatches
         last = len(self.got.steps) - 1
         for apart in self.got.steps[min(step, last)].mismatches:
             if (apart.what, apart.name) == (what, name):
@@ -122,8 +126,10 @@ class _Measure:
     def routes(
         self, step: int, name: str, got: TracedStep, want: TracedStep
     ) -> Iterator[Difference]:
-        """The first token for which a piece chooses other experts, as whole numbers. In a narrow
-        precision rounding decides, and they are not compared."""
+        """Yield the first token for which a piece chooses other experts.
+
+        In a narrow precision rounding decides the choice, so it is not compared.
+        """
         if name not in want.routes or self.bounds is not None:
             return
         whole = want.routes[name]
@@ -138,12 +144,15 @@ class _Measure:
             yield Difference(step, "routing", name, element, a, b, math.inf, 0.0, hint)
 
     def floor(self, gradients: Iterable[Tensor]) -> float:
-        """The magnitude with which a zero gradient is compared."""
+        """Return the scale on which zero gradients are compared."""
         return FLOOR * max(map(self._size, gradients))
 
     def _size(self, x: Tensor) -> float:
-        """In float64 the largest number counts; in less the root of the squares' sum, in which
-        single numbers that are rounded badly do not decide."""
+        """Return the size of a tensor: the largest value in float64, the 2-norm in
+        narrower precisions.
+
+        The norm keeps single badly rounded values from deciding.
+        """
         x = x.double()
         if not bool(x.isfinite().all()):
             return math.inf
@@ -158,7 +167,8 @@ class _Measure:
         want: Tensor,
         scale: float,
     ) -> Difference:
-        """The size of the difference over `scale`, and the element where it is largest."""
+        """Return the size of the difference relative to `scale`, and the element where
+        it is largest."""
         if got is None or got.shape != want.shape:
             why = "no rank has it"
             return Difference(
@@ -176,18 +186,20 @@ class _Measure:
 
     def _bounded(self, x: Difference) -> Difference:
         if x.what in ("start", "loss scale"):
-            return replace(x, allowed=0.0)  # computed in no dtype: the same bits
+            # not computed in any dtype, so it must be bit-equal
+            return replace(x, allowed=0.0)
         return x if self.bounds is None else replace(x, allowed=self.bounds[x.key])
 
 
 def compare(
     got: Trace, want: Trace, rate: Callable[[int], float], bounds: Bounds | None = None
 ) -> list[Difference]:
-    """Every quantity with its error, in the order in which a training makes them.
+    """Return every quantity with its error, in the order in which training computes
+    them.
 
-    Without bounds everything may be off by a relative 1e-10. A weight is compared on the scale of
-    the learning rate at least: Adam moves a weight by about so much in a step. With bounds it is
-    compared how far a weight has come from its start.
+    Without bounds the allowed relative error is 1e-10. Weights are compared at least on
+    the scale of the learning rate, since Adam moves a weight by about that much in a
+    step. With bounds, the distances of weights from their start are compared.
     """
     measure = _Measure(got, want, rate, bounds)
     differences = list(measure.tensors(0, "start", got.start, want.start))
@@ -207,11 +219,11 @@ def bounds_of(
     rate: Callable[[int], float],
     compute: torch.dtype,
 ) -> Bounds:
-    """Bounds of each quantity: a multiple of its change under perturbations of a unit in the last
-    place.
+    """Return the bounds of each quantity: a multiple of its change under perturbations
+    of one unit in the last place.
 
-    `nudged` are trainings like `want` with such perturbations. A value close to zero, or one that
-    they leave unchanged by chance, may be off by a rounding.
+    `nudged` are trainings like `want` with such perturbations. A value close to zero,
+    or unchanged by them by chance, may be off by one rounding.
     """
     eps, single = torch.finfo(compute).eps, torch.finfo(torch.float32).eps
     least = eps / 16 + 4 * single
@@ -228,7 +240,8 @@ def bounds_of(
 def bounds_in_places(
     want: Trace, rate: Callable[[int], float], compute: torch.dtype, places: float
 ) -> Bounds:
-    """So many units in the last place of the dtype that is computed in, for every quantity."""
+    """Return bounds of `places` units in the last place of the compute dtype, for every
+    quantity."""
     most = places * torch.finfo(compute).eps
     bounds = dict.fromkeys(
         (d.key for d in compare(want, want, rate, _Anything())), most
@@ -239,7 +252,10 @@ def bounds_in_places(
 
 
 def _roundings_of_updates(want: Trace) -> Iterator[tuple[Key, float]]:
-    """A weight is kept in float32. Beside a small update its own rounding is large."""
+    """Yield the rounding errors of weights relative to their updates.
+
+    Weights are stored in float32, whose rounding is large beside a small update.
+    """
     single = torch.finfo(torch.float32).eps
     for number, step in enumerate(want.steps):
         for name, moved in _moved(step.weights, want.start).items():
@@ -250,15 +266,18 @@ def _roundings_of_updates(want: Trace) -> Iterator[tuple[Key, float]]:
 
 
 class _Anything(dict[Key, float]):
-    """No bound."""
+    """Bounds without limits."""
 
     def __missing__(self, key: Key) -> float:
         return math.inf
 
 
 def _step(measure: _Measure, number: int) -> Iterator[Difference]:
-    """In the order in which a fault would show: forward, loss, backward from the last weight to the
-    first, norm, update. The first difference is then the nearest to its cause."""
+    """Compare a step in the order in which a fault would appear.
+
+    The order is forward, loss, backward from the last weight to the first, norm,
+    update. The first difference is then the closest to its cause.
+    """
     got, want = measure.got.steps[number], measure.want.steps[number]
     for name, output in want.outputs.items():  # which piece after piece have made
         yield from measure.routes(number, name, got, want)
@@ -301,8 +320,8 @@ def _or_infinite(error: float) -> float:
 
 
 def _hint(ratio: float) -> str:
-    """Explains a wrong factor: a whole number or its inverse means an axis summed once too often,
-    or not at all."""
+    """Explain a wrong factor: an integer or its inverse suggests an axis summed once
+    too often, or not at all."""
     if math.isnan(ratio):
         return "not a number: no rank has it, or it was used before its wait or after its end"
     for k in range(2, 17):

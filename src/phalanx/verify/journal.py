@@ -1,8 +1,8 @@
-"""The numbers of a run's journal beside the same numbers counted otherwise.
+"""Compares the values in a run's journal with independently computed ones.
 
-Loss and norm must be those that the ranks had, which are compared with one process. Tokens are counted by
-hand. FLOPs are those that torch's own counter sees in the plain form of the model (`plain.py`), which has
-every score of a sequence and every expert.
+Loss and norm must be those of the ranks, which are compared with one process. Tokens
+are counted by hand. FLOPs are those that torch's counter finds in the plain form of the
+model (`plain.py`), which computes every score of a sequence and every expert.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ..layout.journal import Record
 from ..parallel import build_model
 from . import plain
 
-_CLOSE = 1e-9  # relative: numbers that come of divisions by a time
+_CLOSE = 1e-9  # relative tolerance of values that involve a division by a time
 
 
 @dataclass(frozen=True)
 class LoggedStep:
-    """The numbers of a step that its line must have."""
+    """The values that the journal must have for a step."""
 
     loss: float
     norm: float
@@ -34,7 +34,8 @@ class LoggedStep:
 
 @dataclass(frozen=True)
 class CountedFlops:
-    """FLOPs of a step: `full` with every score, `causal` with those that a token may see."""
+    """FLOPs of a step: `full` with all attention scores, `causal` with the visible
+    ones."""
 
     full: float
     causal: float
@@ -47,7 +48,8 @@ def journal_faults(
     flops: CountedFlops | None,
     validation: float | None,
 ) -> Iterator[str]:
-    """Mistakes in the journal of a trial, one sentence each. Without `flops` none are compared."""
+    """Describe mistakes in a trial's journal, one sentence each. Without `flops`, none
+    are compared."""
     lines = [record for record in records if record["event"] == "step"]
     numbers = [line["step"] for line in lines]
     if numbers != [*range(1, len(steps) + 1)]:
@@ -99,7 +101,7 @@ def _fault(line: Record, name: str, said: float, wanted: float) -> str:
 
 
 def _number(value: Any) -> float:
-    """A number of the journal, which writes as text what is not finite."""
+    """Convert a number of the journal, which writes non-finite values as text."""
     return float(value)
 
 
@@ -107,14 +109,18 @@ def _number(value: Any) -> float:
 
 
 def counted_flops(shape: Shape, batch: int, sequence: int) -> CountedFlops | None:
-    """FLOPs of a step of a built-in decoder, as torch counts the products of its plain form; None for
-    a frozen embedding that is also the head, whose products the plain form cannot leave out."""
+    """Count the FLOPs of a step of a built-in decoder, as torch counts the matmuls of
+    its plain form.
+
+    Returns None for a frozen embedding that is also the head, whose matmuls the plain
+    form cannot omit.
+    """
     frozen = build_model(shape).frozen
     if shape.tied and "embed.tokens.weight" in frozen:
         return None
     every = _products(shape, batch, sequence)
     products, scores = every["products"], every["scores"]
-    # Each block has as many heads, and a score of each pair of tokens.
+    # all blocks have the same number of heads, and a score for each pair of tokens
     of_block = scores / shape.layers
     causal = products
     for number in range(shape.layers):
@@ -125,8 +131,11 @@ def counted_flops(shape: Shape, batch: int, sequence: int) -> CountedFlops | Non
 
 
 def _products(shape: Shape, batch: int, sequence: int) -> dict[str, float]:
-    """FLOPs of products with weights and of scores, forward and backward. A model of as few experts as a
-    token chooses has each token meet all; what the routers of the others take is added."""
+    """Count FLOPs of matmuls with weights and of scores, forward and backward.
+
+    The counted model has only as many experts as a token chooses, so that each token
+    uses all; the router FLOPs of the other experts are added.
+    """
     counted = shape
     if shape.experts:
         few = {"experts": shape.top_k, "expert_groups": 1, "top_groups": 1}
@@ -138,7 +147,7 @@ def _products(shape: Shape, batch: int, sequence: int) -> dict[str, float]:
         if name.endswith("router.weight"):
             passes = 2.0 if name in model.frozen else 3.0
             beside += passes * 2.0 * batch * sequence * shape.hidden * more
-    # As each block gives a gradient to the one before, the embedding has one too.
+    # Each block passes a gradient to the previous one, so the embedding gets one too.
     weights = {
         name: torch.zeros(x.shape, dtype=torch.float64).requires_grad_(
             name not in model.frozen or name.startswith("embed.")

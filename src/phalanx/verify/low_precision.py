@@ -1,12 +1,14 @@
-"""Products in 8 bits as one process computes them, for `verify`: linears of blocks in plain torch.
+"""fp8 matmuls as one process computes them, for `verify`: linear layers of blocks in
+plain torch.
 
-The formats are rounded to by arithmetic, not by torch's dtypes, and numbers that share a scale are
-taken one slice after the other.
+Values are rounded to the formats by arithmetic, not by torch's dtypes, and values that
+share a scale are handled one slice after the other.
 
-Under tp and cp each rank has the scales of what it sums. One process has these, too, if it cuts the same
-sums at the same places: it runs attention and MLPs once for each rank of tp, with that rank's part of the
-weights, and adds the results; the gradient of a weight is a sum over the ranks of cp, each with its own
-tokens. Of the engine nothing is in it but where these cuts are.
+Under tp and cp each rank has separate scales for its part of a sum. One process
+reproduces them by splitting the same sums at the same places: it runs attention and
+MLPs once for each tp rank, with that rank's part of the weights, and adds the results;
+the gradient of a weight is a sum over cp ranks, each with its own tokens. Only the
+places of these splits come from the engine.
 """
 
 from __future__ import annotations
@@ -32,12 +34,13 @@ from ..parallel import Model
 from ..parallel.batch import DOCUMENTS, VALID, held_times, time_multiple
 from ..parallel.tensor import cut_of
 
-# Of a format: digits behind the point, the exponent of its least normal and of its largest number.
+# Of each format: bits of the fraction, the exponents of its least normal and of its
+# largest number, and that number.
 _FORMS = {"float8_e4m3fn": (3, -6, 8, 448.0), "float8_e5m2": (2, -14, 15, 57344.0)}
 
 
 def sums_of(layout: Layout) -> Layout:
-    """The layout with nothing but what cuts the sums of products."""
+    """Return the layout reduced to what splits the sums of matmuls."""
     axes = tuple(axis for axis in layout.mesh.axes if axis.name in ("cp", "tp"))
     seq, whole = (
         layout.seq and layout.tp > 1,
@@ -47,7 +50,7 @@ def sums_of(layout: Layout) -> Layout:
 
 
 def can_replay(model: Model, cuts: Layout) -> bool:
-    """True if one process can cut the sums of this model as the layout does."""
+    """True if one process can split the sums of this model as the layout does."""
     if model.shape is None or model.shape.kind != "decoder":
         return False
     if cuts.tp == 1:
@@ -64,7 +67,8 @@ def can_replay(model: Model, cuts: Layout) -> bool:
 
 
 def padded(batch: Mapping[str, Tensor], cuts: Layout) -> Mapping[str, Tensor]:
-    """The batch with its time padded as ranks pad it: padding tokens have a part in scales."""
+    """Return the batch padded along time as ranks pad it: padding tokens influence
+    scales."""
     short = -batch["tokens"].shape[1] % time_multiple(cuts)
     if not short:
         return batch
@@ -78,18 +82,20 @@ def padded(batch: Mapping[str, Tensor], cuts: Layout) -> Mapping[str, Tensor]:
 
 @dataclass
 class Rounding:
-    """Rounds a matrix whose last dim is summed over to an 8-bit format and back, in a layout with these
-    `cuts` of sums. With a `generator` it is not known which sums these are: each is whole or cut into
-    equal parts at random."""
+    """Rounds a matrix, whose last dimension is summed over, to an fp8 format and back.
+
+    `cuts` is the layout that splits the sums. With a `generator` the splits are
+    unknown: each sum is whole or split into equal parts at random.
+    """
 
     traits: MatmulTraits
     cuts: Layout = Layout()
     generator: torch.Generator | None = None
 
     def held(self, length: int) -> list[Tensor]:
-        """The tokens of a sequence that each rank of cp has."""
+        """Return the tokens of a sequence that each cp rank holds."""
         if self.generator:
-            return [torch.arange(length)]  # cut at random as other sums are
+            return [torch.arange(length)]  # split at random like other sums
         ring, ulysses = self.cuts.mesh.of("cp.ring"), self.cuts.mesh.of("cp.ulysses")
         return [
             held_times(length, ring, ulysses, rank) for rank in range(ring * ulysses)
@@ -112,13 +118,13 @@ class Rounding:
                 part = wide[row, column]
                 largest = part.abs().amax((0, 1) if rows else 1, keepdim=True)
                 scale = self._scale(largest, last, most).float()
-                # Kernels multiply by the inverse, which is a float32 as well.
+                # Kernels multiply by the inverse, which is also a float32.
                 narrow = _nearest((part * scale).float(), digits, least, most)
                 out[row, column] = narrow * (1 / scale)
         return out
 
     def _runs(self, k: int, run: int) -> Iterator[slice]:
-        """The columns that share scales."""
+        """Yield the columns that share scales."""
         parts = 1
         if self.generator and torch.randint(2, (), generator=self.generator):
             parts = min(k, self.cuts.ranks)
@@ -134,7 +140,8 @@ class Rounding:
 
 
 def _nearest(x: Tensor, digits: int, least: int, most: float) -> Tensor:
-    """The nearest number of a format, the even one of two: whole multiples of its last digit."""
+    """Round to the nearest number of a format, ties to even, as multiples of its last
+    digit."""
     x = x.clamp(-most, most).double()
     step = torch.ldexp(
         torch.ones_like(x), (torch.frexp(x)[1] - 1).clamp(min=least) - digits
@@ -143,8 +150,10 @@ def _nearest(x: Tensor, digits: int, least: int, most: float) -> Tensor:
 
 
 class RoundedLinear(torch.autograd.Function):
-    """A linear of x (B, T, in) with each product's factors rounded; the weight's gradient is that of one
-    sequence after the other, and of one rank's tokens after the other's."""
+    """A linear layer on x (B, T, in) with the factors of each matmul rounded.
+
+    The weight's gradient is summed sequence by sequence, and cp rank by cp rank.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, rounding: Rounding) -> Tensor:
@@ -171,7 +180,8 @@ class RoundedLinear(torch.autograd.Function):
 
 
 class RoundedExpert(torch.autograd.Function):
-    """A product of an expert's tokens x (n, in) with factors rounded, but for the weight's gradient."""
+    """A matmul of an expert's tokens x (n, in) with rounded factors, except for the
+    weight's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, rounding: Rounding) -> Tensor:
@@ -195,7 +205,8 @@ def _out(y: Tensor, like: Tensor) -> Tensor:
 def install(
     model: Model, word: str, cuts: Layout, generator: torch.Generator | None = None
 ) -> None:
-    """From here on the linears of blocks, but for those of adapters, multiply so."""
+    """Make the linear layers of blocks, except adapters, multiply with rounded factors
+    from now on."""
     if not word:
         return
     rounding = Rounding(MATMULS[word], cuts, generator)
@@ -215,7 +226,7 @@ def install(
 
 
 def _owners(block: nn.Module) -> list[tuple[str, Any]]:
-    """The modules that forks and joins of tp stand around."""
+    """Return the modules that tp surrounds with forks and joins."""
     kinds = HeadsAttention, Mlp, ExpertMlps
     return [
         (path, module)
@@ -225,14 +236,18 @@ def _owners(block: nn.Module) -> list[tuple[str, Any]]:
 
 
 class _OverRanks:
-    """A module's forward as ranks of tp compute it together: each with its part of the weights, and the
-    results added up. What is gathered before it and summed behind it is whole on one process."""
+    """A module's forward as computed by all tp ranks: each with its part of the
+    weights, results added.
+
+    What is gathered before the module and summed after it is whole on one process.
+    """
 
     def __init__(self, model: Model, cuts: Layout, prefix: str, module: Any) -> None:
         self.module, self.plain, self.running = module, module.forward, False
         self.rank, self.given = 0, dict[nn.Module, Sequence[Tensor]]()
         named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        # By rank, where its part of each weight and buffer stands; None: a bias that rank 0 adds.
+        # By rank, the box of its part of each weight and buffer; None for a bias that
+        # rank 0 adds.
         self.boxes: list[dict[str, tuple[slice, ...] | None]] = []
         for rank in range(cuts.tp):
             boxes: dict[str, tuple[slice, ...] | None] = {}
@@ -241,7 +256,7 @@ class _OverRanks:
                 boxes[name] = tuple(slice(side.start, side.stop) for side in cut)
                 if rank and _added_once(model, cuts, prefix, name):
                     boxes[name] = None
-            # Where there are fewer units than ranks the last ones have nothing but padding.
+            # If there are fewer units than ranks, the last ranks have only padding.
             if all(
                 side.start < side.stop for box in boxes.values() for side in box or ()
             ):
@@ -279,8 +294,11 @@ class _OverRanks:
     def _normed(
         self, parts: Sequence[Mapping[str, Tensor]], x: Tensor
     ) -> dict[nn.Module, Sequence[Tensor]]:
-        """By module, the outputs by rank of the norms over all heads, and of the linears before them:
-        a rank can go on when all have got so far."""
+        """Return the outputs by rank of norms over all heads and of the linears before
+        them, by module.
+
+        A rank can continue only when all have reached the norm.
+        """
         given: dict[nn.Module, Sequence[Tensor]] = {}
         for names in self.wide:
             linear, norm = (getattr(self.module, name) for name in names)
@@ -309,7 +327,7 @@ def _inside(tensors: Mapping[str, Tensor], child: str) -> dict[str, Tensor]:
 
 
 def _added_once(model: Model, cuts: Layout, prefix: str, name: str) -> bool:
-    """True if it is a bias that is added once, behind the sum of the ranks' results."""
+    """True for a bias that is added once, after the sum of the ranks' results."""
     if PARTIAL in model.rules.dims(f"{prefix}.{name}"):
         return True
     owner, _, kind = name.rpartition(".")

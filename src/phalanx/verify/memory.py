@@ -1,4 +1,4 @@
-"""The memory that a comparison will take, before it starts, and how much there is."""
+"""Estimates the memory that a comparison will take, before it starts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ PROCESS = 0.4 * GIB  # a Python process that has imported torch
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes at the highest point: while one process trains, and while the ranks of the largest
-    layout do, which comes after it."""
+    """Peak bytes while one process trains, and afterwards while the ranks of the
+    largest layout do."""
 
     reference: float
     ranks: float
@@ -42,50 +42,56 @@ def needed(
     processes: bool,
     builtin: bool = True,
 ) -> Need:
-    """An estimate from the numbers of weights and of activations; `processes`: ranks are processes
-    and not threads. `builtin`: the model is built in, and so has a plain form."""
+    """Estimate the memory from the numbers of weights and activations.
+
+    `processes`: ranks are processes instead of threads. `builtin`: the model is built
+    in, and thus has a plain form.
+    """
     exact, compute = COMPARED[dtype] == FP64, DTYPES[COMPARED[dtype]].bytes
     master = max(4, compute)
     # the start; gradients and weights of each step
     kept = (1 + 2 * steps) * master * parameters
     activations = _activations(shape, compute)
     copies = 0 if exact else 2 * compute * parameters
-    # Weights, gradients and Adam's two moments, beside what is kept of the steps.
+    # weights, gradients and Adam's two moments, in addition to the recorded steps
     training = 4 * master * parameters + copies + activations
-    # In less than float64 one training is kept while another is done.
+    # Below float64 one training is kept while another runs.
     reference = kept + training + (0 if exact else kept)
-    if builtin:  # its plain form, on one batch or, in float64, in training
+    if builtin:  # its plain form runs on one batch or, in float64, in training
         of_form = _plain_activations(shape)
         once = 3 * 8 * parameters + of_form
         trained = kept + training - activations + of_form if exact else 0.0
         reference = max(reference, once, trained)
 
     def together(layout: Layout) -> float:
-        """All ranks of a layout, with what they write down and what that is joined to."""
-        wholes = layout.copies  # so many ranks have each number, if none is sharded
+        """Return the bytes of all ranks of a layout, with their records and the joined
+        trace."""
+        # number of ranks that hold each value, if nothing is sharded
+        wholes = layout.copies
         shards = layout.shards if layout.zero else 1
         at_home = (4 if layout.zero else 3) * master * parameters * wholes / shards
         gathered = (compute + master) * parameters * wholes
         written = kept * wholes / shards * (2 if processes else 1)
         repeated = 1 if layout.seq else (1 + layout.tp) / 2
         each = layout.ranks * PROCESS if processes else 0.0
-        # beside each number, in two bytes, the rank that has it
+        # in two bytes beside each value, the rank that holds it
         joined = kept * (1 + 2 / master)
         return at_home + gathered + written + joined + activations * repeated + each
 
     largest = max(layouts, key=together)
-    # When the ranks run, the one process has only its record left.
+    # While the ranks run, only the record of the one process is left.
     return Need(reference + PROCESS, kept + together(largest) + PROCESS, largest)
 
 
 def _activations(shape: Shape, itemsize: int) -> float:
-    """Bytes that autograd keeps of the whole batch, with the logits in float32 or wider."""
+    """Return the bytes that autograd keeps for the whole batch, with logits in at least
+    float32."""
     if shape.kind == "mlp":
         return float(3 * shape.batch * shape.hidden * shape.layers * itemsize)
     tokens = shape.batch * shape.sequence
     wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     block = 8 * shape.hidden + 6 * wide + 6 * narrow + 5 * shape.ffn
-    # inputs, outputs and what is between, for each of a token's experts
+    # inputs, outputs and intermediate values, for each of a token's experts
     if shape.experts:
         block += (
             shape.top_k * (6 * shape.hidden + 5 * shape.expert_ffn) + 6 * shape.experts
@@ -95,13 +101,13 @@ def _activations(shape: Shape, itemsize: int) -> float:
 
 
 def _plain_activations(shape: Shape) -> float:
-    """The same of a model's plain form, in float64: with all scores of attention, before and after the
-    softmax, and with every expert on every token."""
+    """Return the bytes for a model's plain form in float64: all attention scores before
+    and after the softmax, and every expert on every token."""
     plain = _activations(shape, 8)
     if shape.kind == "mlp":
         return plain
     tokens = shape.batch * shape.sequence
-    # Of each block, and four more in the block that is computed.
+    # of each block, and four more in the block being computed
     scores = (2 * shape.layers + 4) * shape.heads * shape.sequence
     experts = shape.layers * shape.experts * (2 * shape.hidden + 5 * shape.expert_ffn)
     return plain + 8.0 * tokens * (scores + experts)

@@ -1,4 +1,5 @@
-"""The one process that computes a user's model by the forward of its own class, not by the pieces."""
+"""Computes a user's model on one process with its class's own forward instead of the
+pieces."""
 
 from __future__ import annotations
 
@@ -15,10 +16,11 @@ from .reference import Batch, Passed, Pieces, Weights, project
 
 
 class OwnForward:
-    """The forward of a class that its description has been found to agree with.
+    """The forward of a class that was found to agree with its description.
 
-    A batch with entries that this forward does not take, such as documents, goes through the pieces.
-    Their outputs are compared where the class calls them as modules.
+    A batch with entries that this forward does not accept, such as documents, goes
+    through the pieces. The pieces' outputs are compared where the class calls them as
+    modules.
     """
 
     def __init__(self, whole: Whole, model: Model) -> None:
@@ -33,16 +35,17 @@ class OwnForward:
         return self.whole.name
 
     def takes(self, batch: Batch) -> bool:
-        """True if nothing in a batch would be lost on this forward."""
+        """True if this forward would use everything in the batch."""
         if self.model.as_it_is:
-            return True  # its pieces too are given what this forward names
+            return True  # its pieces, too, get only what this forward names
         if self.whole.unread(self.entries & batch.keys()):
             return False
         positions = batch.get("positions")
         if positions is None or "positions" in self.whole.arguments.values():
             return True
         counted = torch.arange(positions.shape[1]).expand_as(positions)
-        return torch.equal(positions, counted)  # as the forward counts them itself
+        # the positions that the forward computes itself
+        return torch.equal(positions, counted)
 
     def __call__(self, weights: Weights, batch: Batch) -> Passed:
         if self.bound is not weights:

@@ -1,16 +1,17 @@
-"""Checks that every sum over ranks is made, once and over the right axes, without running a step.
+"""Checks that every sum over ranks is made, once and over the right axes, without
+running a step.
 
-One rank of each kind runs its row of the program on meta tensors, with the operations and regions
-that train. Nothing is computed or sent. For every value and each axis of the mesh, only its
-`Placement` is known: how the values of the ranks along that axis relate. The rule table gives it
-for weights and batches; from there each operation derives its output's placement from its inputs,
-and each group call applies its meaning. If a value must be equal on all ranks and is not, a sum is
-missing.
+One rank of each kind runs its row of the program on meta tensors, with the operations
+and regions that train. Nothing is computed or sent. For every value and each axis of
+the mesh, only its `Placement` is known: how the values of the ranks along that axis
+relate. The rule table gives it for weights and batches; from there each operation
+derives its output's placement from its inputs, and each group call changes it
+accordingly. If a value must be equal on all ranks and is not, a sum is missing.
 
-The length of an axis does not matter. Axes are cut to the shortest length with the same groups, and
-one of several equal pieces is examined, so a layout of thousands of ranks takes as long as one of
-eight. A right sum of wrong values, such as a wrong factor or an extra row, is not found: `verify`
-finds those.
+The length of an axis does not matter. Axes are shortened to the smallest length with
+the same groups, and one of several equal pieces is examined, so a layout of thousands
+of ranks takes as long as one of eight. A correct sum of wrong values, such as a wrong
+factor or an extra row, is not found: `verify` finds those.
 """
 
 from __future__ import annotations
@@ -54,23 +55,23 @@ from ..train.executor import Executor
 class Placement(IntEnum):
     """Relation between the values of the ranks along an axis."""
 
-    ZERO = 0  # nothing but zeros
-    REPLICATED = 1  # the same
-    SHARDED = 2  # parts of one whole, each of them finished
-    VARYING = 3  # something else on each; perhaps a sum is still to be made
-    # that, plus something that all have alike: a sum would count it once for each rank
+    ZERO = 0  # all zero
+    REPLICATED = 1  # equal
+    SHARDED = 2  # parts of one whole, each of them complete
+    VARYING = 3  # different on each rank; a sum may still be missing
+    # VARYING plus a common value, which a sum would count once for each rank
     MIXED = 4
 
 
 Places = tuple[Placement, ...]  # one for each axis
-Run = tuple[int, int]  # from byte to byte
+Run = tuple[int, int]  # start and end in bytes
 ZERO, REPLICATED, SHARDED, VARYING, MIXED = Placement
 COPIES = "tp, among ranks that share a head of k and v"
 AXES = ("dp.replicate", "dp.shard", "pp", "cp.ring", "cp.ulysses", "ep", "tp", COPIES)
 NOWHERE: Places = (REPLICATED,) * len(AXES)
 
 _ADDS = {"add", "sub", "add_", "sub_"}
-# Number by number, or each by one.
+# elementwise, with at most one varying input
 _ALONE = {"neg", "clone", "_to_copy", "mul", "mul_", "div", "div_"}
 _LINEAR = {"sum", "mean", "cat", "stack", "mm", "bmm"}
 _PRODUCTS = {"mm", "bmm", "addmm", "addmm_", "baddbmm"}
@@ -99,7 +100,8 @@ def placement_faults(
             axis for axis in AXES if axis != "pp" and not f"{axis}.".startswith(parts)
         )
         if any(at[axis] for axis in apart):
-            continue  # as one that is looked at, or with parts of the same weights
+            # equivalent to an examined rank, or with parts of the same weights
+            continue
         few = cut_blocks(_few(make(), small), small)
         stages = _stages([name for name, _ in few.pieces], small.pp * small.chunks)
         program = build(small, StagedPieces(model_rows(few, small), stages), options)
@@ -109,24 +111,25 @@ def placement_faults(
 
 
 def _shortened(layout: Layout) -> Layout:
-    """The layout over the fewest ranks that are groups of the same kinds."""
+    """Return the layout with the fewest ranks that has the same kinds of groups."""
 
     def short(axis: Axis) -> Axis:
         if axis.name == "tp":
-            return axis  # which heads of k and v are shared hangs on its length
+            return axis  # which KV heads are shared depends on its length
         least = (next((f for f in range(2, n) if n % f == 0), n) for n in axis.parts)
         return replace(axis, parts=tuple(least))
 
     mesh = Mesh(tuple(map(short, layout.mesh.axes)))
     few = min(layout.microbatches, 2 * mesh.of("pp"))
     plain: dict[str, Any] = {"offload": (), "compile": "", "precision": FP32}
-    if layout.recompute in ("fit", "selective"):  # nothing is sent again
+    if layout.recompute in ("fit", "selective"):  # these modes send nothing again
         plain["recompute"] = "none"
     return replace(layout, mesh=mesh, microbatches=few, **plain)
 
 
 def _few(model: Model, layout: Layout) -> Model:
-    """A model with the first piece of every kind, and as many more as there are stages to fill."""
+    """Return a model with the first piece of every kind, and more if there are stages
+    to fill."""
     kinds, most = alike(model), len(model.pieces)
     chosen = {kinds.index(kind) for kind in kinds}
     for piece in range(most):
@@ -138,29 +141,31 @@ def _few(model: Model, layout: Layout) -> Model:
 
 
 def _stages(names: Sequence[str], stages: int) -> tuple[range, ...]:
-    """Pieces over stages; those of one block, which have its name, are together."""
+    """Divide pieces among stages; pieces of one block, which share its name, stay
+    together."""
     starts = [n for n, name in enumerate(names) if not n or name != names[n - 1]]
     ends = [*(starts[len(starts) * i // stages] for i in range(stages)), len(names)]
     return tuple(range(a, b) for a, b in pairwise(ends))
 
 
-# ---- what is known of values
+# ---- placements of values
 
 
 class _Known(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's stubs
-    """The places of every number, by storage; kept up as operations run."""
+    """The placements of every value, by storage; updated as operations run."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        # (from byte, to byte, places)
+        # (start byte, end byte, placements)
         self.runs: dict[int, list[tuple[int, int, Places]]] = {}
 
     def of(self, x: Tensor) -> Places:
-        """The placement of a whole value."""
+        """Return the placement of a whole value."""
         return _joined([places for _, _, places in self.within(x)])
 
     def within(self, x: Tensor) -> list[tuple[int, int, Places]]:
-        """The runs of a value's storage that it lies in, from its start."""
+        """Return the runs of a value's storage that overlap it, relative to its
+        start."""
         start, stop = _span(x)
         runs = self.runs.get(storage_of(x), [])
         return [
@@ -216,7 +221,8 @@ class _Known(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's stu
     def _by_run(
         self, name: str, inputs: Sequence[Tensor], joins: bool
     ) -> list[tuple[Run | None, Places]]:
-        """The placement of an operation's output. In flat buffers every run is a separate weight."""
+        """Return the placement of an operation's output. In flat buffers every run is a
+        separate weight."""
         alike = len({(x.shape, x.dtype) for x in inputs}) == 1 and inputs[0].dim() == 1
         if not (
             alike
@@ -243,7 +249,7 @@ class _Known(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's stu
 
 
 def _span(x: Tensor) -> tuple[int, int]:
-    """The bytes of its storage between which a value lies."""
+    """Return the first and last byte that a value spans in its storage."""
     size, start = x.element_size(), int(x.storage_offset())
     last = sum(
         (int(n) - 1) * int(step) for n, step in zip(x.shape, x.stride(), strict=True)
@@ -252,13 +258,16 @@ def _span(x: Tensor) -> tuple[int, int]:
 
 
 def _joined(many: Sequence[Places]) -> Places:
-    """Numbers of several kinds side by side."""
+    """Combine the placements of adjacent values."""
     return tuple(map(max, *many)) if len(many) > 1 else many[0] if many else NOWHERE
 
 
 def _joins_tokens(name: str, args: Sequence[Any]) -> bool:
-    """True if an operation sums over tokens, which lie along all dims but the last; with four dims
-    (a token's experts), along the first two."""
+    """True if an operation sums over tokens.
+
+    Tokens are along all dimensions except the last, or along the first two of four (a
+    token's experts).
+    """
     if "backward" in name or name in _SCATTERS:
         return True
     if name not in ("sum", "mean"):
@@ -268,21 +277,23 @@ def _joins_tokens(name: str, args: Sequence[Any]) -> bool:
 
 
 def _after(name: str, known: Sequence[tuple[int, Places]], joins: bool) -> Places:
-    """The placement of an operation's output; each input comes with its number of dims. `joins`:
-    see `_joins_tokens`."""
+    """Return the placement of an operation's output from those of its inputs.
+
+    `known` has each input's number of dimensions. `joins`: see `_joins_tokens`.
+    """
     if name.startswith(_MAKES) or name == "zero_":
         return (ZERO,) * len(AXES) if "zero" in name else NOWHERE
     if not known:
         return NOWHERE
     dims, inputs = zip(*known, strict=True)
-    along = zip(*inputs, strict=True)  # an axis after the other
+    along = zip(*inputs, strict=True)  # one axis after the other
     return tuple(
         _along(name, list(zip(dims, places, strict=True)), joins) for places in along
     )
 
 
 def _along(name: str, known: Sequence[tuple[int, Placement]], joins: bool) -> Placement:
-    """The placement of an operation's output along one axis."""
+    """Return the placement of an operation's output along one axis."""
     places = [place for _, place in known]
     most = max(places)
     if (
@@ -294,7 +305,7 @@ def _along(name: str, known: Sequence[tuple[int, Placement]], joins: bool) -> Pl
     if name in _ADDS | _OVERWRITES or most <= REPLICATED or most == VARYING:
         return most
     linear = sum(p > REPLICATED for p in places) == 1
-    if most == SHARDED:  # tokens with `seq`, or a finished gradient
+    if most == SHARDED:  # tokens with `seq`, or a complete gradient
         product = name in _PRODUCTS and sum(p == SHARDED for p in places) > 1
         return VARYING if joins or product else SHARDED
     if most == MIXED and linear and name in _ALONE | _LINEAR:
@@ -302,23 +313,24 @@ def _along(name: str, known: Sequence[tuple[int, Placement]], joins: bool) -> Pl
     return VARYING
 
 
-# ---- what groups make of values
+# ---- effects of group calls
 
 
 class _PlacedGroup(Tally):
-    """A group that changes what is known of what would be sent over it."""
+    """A group whose calls update the placements of the values that would be sent."""
 
     known: _Known
     axes: tuple[int, ...]  # along which its ranks lie
     walk: _Walk
 
     def _begin(self, call: Call) -> Work:
-        if self.size > 1 or call.kind == "all_gather":  # which places weights
+        # an all-gather also places weights
+        if self.size > 1 or call.kind == "all_gather":
             self._place(call)
         return super()._begin(call)
 
     def _place(self, call: Call) -> None:
-        """Updates the placements after a group call; a barrier changes nothing."""
+        """Update the placements after a group call; a barrier changes nothing."""
         known, walk, x = self.known, self.walk, call.x
         out = x if call.out is None else call.out
         match call.kind:
@@ -350,8 +362,9 @@ class _PlacedGroup(Tally):
             case "receive":
                 known.set(x, _along_axes(walk.sent[self.name], self.axes, VARYING))
 
-    # Facts that no call shows: a rank's slice or share of a common value is its own, and the gradient of a
-    # common sum is whole only if all ranks used it in the same way.
+    # Two facts that no call shows: a rank's slice or share of a common value is its
+    # own, and the gradient of a common sum is complete only if all ranks used the sum
+    # alike.
 
     def part(self, x: Tensor, dim: int) -> Tensor:
         y, places = super().part(x, dim), self.known.of(x)
@@ -373,7 +386,7 @@ class _PlacedGroup(Tally):
         y = super().share(x, ranks)
         if ranks > 1:
             set_apart(y)
-            if x.requires_grad:  # its gradient is a share as well
+            if x.requires_grad:  # its gradient is a share, too
                 x.register_hook(set_apart)  # type: ignore[no-untyped-call]
         return y
 
@@ -386,7 +399,7 @@ class _PlacedGroup(Tally):
                 )
 
     def summed(self, places: Places, op: str, to: Placement) -> Places:
-        """The placement of a value after a sum over the group."""
+        """Return the placement of a value after a sum over the group."""
         for axis in self.axes if op in ("sum", "average") and self.walk.strict else ():
             if places[axis] in (REPLICATED, SHARDED):
                 what = "the same" if places[axis] == REPLICATED else "finished"
@@ -427,7 +440,7 @@ class _PlacedWorld(TallyWorld):
 
 
 class _Placing(Executor):
-    """Carries out a row; what it computes with has no numbers."""
+    """Executes a row on tensors without values."""
 
     walk: _Walk
 
@@ -441,20 +454,22 @@ class _Placing(Executor):
         super()._pass_on(way, p, to, m, bundle)
 
     def _count(self, op: Op) -> Any:
-        self.walk.strict = False  # as many rows on each rank are no less different rows
+        # equal numbers of rows on each rank are still different rows
+        self.walk.strict = False
         work = super()._count(op)
         self.walk.strict = True
         return self.walk.whole(self, "the count of tokens", "count", work)
 
     def _agree(self, op: Op) -> Any:
-        self.walk.strict = False  # who counts which weight is looked at apart
+        self.walk.strict = False  # which rank counts which weight is checked separately
         self._agree_elsewhere(op)
         work = super()._agree(op)
         self.walk.strict = True
         return self.walk.whole(self, "the norm", "norm", work)
 
     def _agree_elsewhere(self, op: Op) -> None:
-        """Makes the same call as another replica, whose weights this rank's replica counts already."""
+        """Make the same call as another replica, whose weights this rank's replica
+        already counts."""
         units = self.local.units.values()
         replicas = [
             unit.groups.replica for unit in units if unit.groups.replica.size > 1
@@ -483,7 +498,7 @@ class _Placing(Executor):
         super()._add_loss(y)
 
     def _sum_choices(self, op: Op) -> Work:
-        self.walk.strict = False  # other tokens may well choose as often
+        self.walk.strict = False  # other tokens may well choose equally often
         work = super()._sum_choices(op)
         self.walk.strict = True
         return work
@@ -495,7 +510,7 @@ class _Placing(Executor):
     def _exchange(self, op: Op) -> Work:
         exchange, group = self.local.exchange, self.local.exchange.tokens
         key = op.piece if op.piece in exchange.experts else op.piece - 1, op.index
-        # nobody knows who goes where: as many to each rank
+        # routes are unknown: assume equal numbers of tokens for each rank
         if exchange.pending_counts.pop(key, None):
             tokens, size = len(self.inputs[op.piece, op.index][SENT]), group.size
             even = [tokens // size + (rank < tokens % size) for rank in range(size)]
@@ -509,7 +524,8 @@ class _Placing(Executor):
             return work
 
         def home() -> None:
-            # Finished by one of the ranks that share the experts, it is for each what it has sent.
+            # Computed by one of the ranks that share the experts, the result belongs to
+            # the sender.
             places, sent = (
                 list(self.walk.known.of(bundle[SENT])),
                 self.walk.sent[str(key)],
@@ -536,7 +552,7 @@ class _Placing(Executor):
 
 
 class _Walk:
-    """One rank of a layout, and what is wrong with its step."""
+    """Runs one rank of a layout and collects the faults of its step."""
 
     def __init__(
         self, model: Model, layout: Layout, program: Program, rank: int
@@ -552,7 +568,7 @@ class _Walk:
         size["tp"], size[COPIES] = layout.tp // self.copies, self.copies
         data = ("dp.replicate", "dp.shard", "cp.ring", "cp.ulysses", "ep")
         self.batch = self.varying(*data)
-        # What passes between pieces: with `seq` ranks of tp have parts of its time.
+        # Between pieces; with `seq`, tp ranks have parts of the sequence.
         cut = [
             AXES.index(axis) for axis in ("tp", COPIES) if layout.seq and size[axis] > 1
         ]
@@ -592,7 +608,8 @@ class _Walk:
         executor.step(self._batches(), 1e-3)
 
     def whole_choices(self, router: Router, choices: Choices) -> None:
-        """Checks that a router's losses use counts of whole sequences, or of the whole batch."""
+        """Check that a router's losses use counts of whole sequences, or of the whole
+        batch."""
         parts = ("cp.ring", "cp.ulysses", *(("tp", COPIES) if self.layout.seq else ()))
         data = (*parts, "dp.replicate", "dp.shard", "ep")
         if router.sequence_loss:
@@ -632,7 +649,8 @@ class _Walk:
     # ---- weights
 
     def places_of(self, weight: Weight) -> Places:
-        """Along which axes a weight is cut, by the rule table."""
+        """Return the placement of a weight: the axes that shard it, by the rule
+        table."""
         dims = self.model.rules.dims(weight.name, len(weight.shape))
         cut = {axis for axes in self.layout.axes_of(dims) for axis in axes}
         if "tp" in cut and not ("kv" in dims and self.copies > 1):
@@ -642,7 +660,7 @@ class _Walk:
         )
 
     def place_weights(self, unit: Unit) -> None:
-        """The unit's whole weights are there."""
+        """Mark the unit's gathered weights with their placements."""
         assert unit.buffer is not None
         size = unit.buffer.element_size()
         for weight, offset in zip(unit.order, unit.offsets, strict=True):
@@ -650,7 +668,8 @@ class _Walk:
             self.known.set(unit.buffer, self.places_of(weight), run)
 
     def _sums(self, unit: Unit) -> None:
-        """A gradient is about to be summed: never over an axis that cuts its weight."""
+        """Check that a gradient is not about to be summed over an axis that shards its
+        weight."""
         for weight in unit.order:
             own, groups = (
                 self.places_of(weight),
@@ -666,7 +685,8 @@ class _Walk:
                     )
 
     def tied(self, op: Op) -> None:
-        """Stages that share a weight have different parts of its gradient."""
+        """Mark a tied gradient: stages that share a weight have different parts of
+        it."""
         for unit in self.local.of_piece(op.piece, trained=True):
             self._sums(unit)
             if unit.groups.tie.size > 1 and unit.full is not None:
@@ -677,7 +697,8 @@ class _Walk:
                     )
 
     def updates(self, unit: Unit) -> None:
-        """The gradient of every weight must be what the weight is, and where shards are, finished."""
+        """Check that every gradient is placed like its weight, and complete where it is
+        sharded."""
         shards = _axes_of(unit.groups.reduce)
         for weight, start, stop, offset in unit.entries():
             (part,) = unit.gradients([slice(offset, offset + stop - start)])
@@ -697,7 +718,8 @@ class _Walk:
                     )
 
     def _counts_once(self) -> None:
-        """Every number of a weight is in the norm once: its copies along tp are counted by one rank."""
+        """Check that every element of a weight is in the norm once: one rank counts
+        copies along tp."""
         others = [
             tensor.cut_weights(
                 self.model, self.layout, {**self.local.coordinates, "tp": tp}
@@ -727,10 +749,11 @@ class _Walk:
         what = "the output" if way == ops.FORWARD else "the gradient of the input"
         name = self.model.pieces[p][0]
         for value, x in bundle.items():
-            # summed where they merge
+            # these are summed where they merge
             places, apart = self.known.of(x), value in (SENT, "gates")
             for axis, axis_name in enumerate(AXES):
-                # Numbers of norms are added up in a backward: parts are no longer known as such.
+                # Backward passes of norms sum over elements, so parts are no longer
+                # recognised as such.
                 allowed = MIXED if apart or self.edge[axis] > REPLICATED else REPLICATED
                 if self.edge[axis] == SHARDED and way == ops.FORWARD and value == "x":
                     allowed = SHARDED
@@ -740,7 +763,7 @@ class _Walk:
     def whole(
         self, executor: Executor, what: str, name: str, work: Work | None
     ) -> Work | None:
-        """A call after which this number must be the same on all ranks."""
+        """Check after a call that a value is equal on all ranks."""
 
         def look() -> None:
             for axis, place in zip(
@@ -761,7 +784,7 @@ def _axes_of(group: Group) -> tuple[int, ...]:
 
 @contextmanager
 def _as_rank(rank: int, groups: Sequence[Group]) -> Iterator[None]:
-    """Takes this rank for another one of some groups: what it does there differs by its number alone."""
+    """Pretend to be another rank of some groups; only the rank number differs."""
     before = [(group, group.rank) for group in groups]
     for group in groups:
         group.rank = rank

@@ -1,12 +1,14 @@
-"""The built-in models once more, as plainly as they can be written: the reference of `verify`.
+"""The built-in models again, written as plainly as possible: the reference of `verify`.
 
-The models that train are written for speed, with fused kernels and backward passes by hand. Here each part
-is its formula, in float64, and autograd does the rest. No code is shared with `phalanx.models`, so a mistake
-there is a difference between the two. Read from the end for a transformer from the outside in.
+The models that train are written for speed, with fused kernels and manual backward
+passes. Here each part is its formula, in float64, and autograd does the rest. No code
+is shared with `phalanx.models`, so a mistake there is a difference between the two.
+Read the file from the end for a transformer from the outside in.
 
-Letters in the comments: B sequences, T tokens of each, C the width of the residual stream, H query heads,
-G key and value heads, D features of a head, E experts, K experts of a token, V words of the vocabulary.
-Weights come by their names in a checkpoint; a matrix is (features out, features in).
+Letters in comments: B sequences, T tokens in each, C the width of the residual stream,
+H query heads, G KV heads, D head dimension, E experts, K experts of a token, V
+vocabulary size. Weights have their names in a checkpoint; a matrix is (features out,
+features in).
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from ..layout import Shape
 
 Weights = Mapping[str, Tensor]
 Bits = npt.NDArray[np.uint32]
-IGNORED = -100  # a target that counts nothing
-LATENT_EPS = 1e-6  # DeepSeek's norms of latents have this eps, whatever the others have
+IGNORED = -100  # targets with this value are ignored
+LATENT_EPS = 1e-6  # DeepSeek's norms of latents use this eps, whatever the others use
 
 
 # ---- linears and norms
@@ -47,19 +49,20 @@ def linear(
 
 
 def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
-    """x over its root mean square (Zhang and Sennrich 2019, equation 4)."""
+    """x divided by its root mean square (Zhang and Sennrich 2019, equation 4)."""
     return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * scale
 
 
 def layer_norm(x: Tensor, scale: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """x without its mean, over its standard deviation (Ba et al. 2016, section 3)."""
+    """x minus its mean, divided by its standard deviation (Ba et al. 2016, section
+    3)."""
     centred = x - x.mean(-1, keepdim=True)
     variance = centred.pow(2).mean(-1, keepdim=True)
     return centred / (variance + eps).sqrt() * scale + bias
 
 
 def norm(shape: Shape, w: Weights, name: str, x: Tensor) -> Tensor:
-    """The norm of the residual stream. Gemma's weights are stored as their distance from one."""
+    """The norm of the residual stream. Gemma stores weights minus one."""
     scale = w[f"{name}.weight"]
     if shape.norm == "layer":
         return layer_norm(x, scale, w[f"{name}.bias"], shape.eps)
@@ -67,7 +70,7 @@ def norm(shape: Shape, w: Weights, name: str, x: Tensor) -> Tensor:
 
 
 def head_norm(shape: Shape, w: Weights, name: str, x: Tensor) -> Tensor:
-    """The norm of queries or keys, always by the root mean square (Henry et al. 2020)."""
+    """The norm of queries or keys, always an RMS norm (Henry et al. 2020)."""
     scale = w[f"{name}.weight"]
     return rms_norm(x, 1 + scale if shape.norm == "rms1" else scale, shape.eps)
 
@@ -76,25 +79,32 @@ def head_norm(shape: Shape, w: Weights, name: str, x: Tensor) -> Tensor:
 
 
 def rotate(shape: Shape, x: Tensor, positions: Tensor, window: int) -> Tensor:
-    """Queries or keys x (B, T, heads, D): pairs of features are complex numbers, each turned by the
-    position times a frequency of its own. A score then depends on distances alone (section 3.2.2)."""
+    """Rotate queries or keys x (B, T, heads, D).
+
+    Pairs of features are complex numbers, each turned by the position times its own
+    frequency. A score then depends on distances alone (section 3.2.2).
+    """
     # (B, T, D / 2)
     angle = positions.unsqueeze(-1) * frequencies(shape, window, x.shape[-1])
     length = torch.full_like(angle, stretch_of_length(shape, window))
-    turn = torch.polar(length, angle).unsqueeze(2)  # one for all heads
+    turn = torch.polar(length, angle).unsqueeze(2)  # equal for all heads
     if shape.rope_pairs == "neighbours":
         pairs = torch.complex(x[..., 0::2], x[..., 1::2])
     else:
         first, second = x.chunk(2, dim=-1)
         pairs = torch.complex(first, second)
     turned = pairs * turn
-    # Queries and keys have one order of features, and a dot product does not see which.
+    # Queries and keys have the same order of features, which does not affect the dot
+    # product.
     return torch.cat((turned.real, turned.imag), dim=-1)
 
 
 def frequencies(shape: Shape, window: int, size: int) -> Tensor:
-    """theta^(-2i/D) for each pair i of a head's D features, stretched where the context is longer than
-    the one of the first training. Blocks with a window may have another theta, not stretched (Gemma 3)."""
+    """Return theta^(-2i/D) for each pair i of a head's D features, scaled for longer
+    contexts.
+
+    Blocks with a window may have another theta without scaling (Gemma 3).
+    """
     exponent = torch.arange(0, size, 2, dtype=torch.float64) / size
     if window and shape.rope_local_theta:
         return shape.rope_local_theta**-exponent
@@ -114,8 +124,9 @@ def frequencies(shape: Shape, window: int, size: int) -> Tensor:
 
 
 def kept_by_llama(shape: Shape, frequency: Tensor) -> Tensor:
-    """The share of each frequency that Llama 3.1 keeps (Dubey et al. 2024; `apply_scaling` in
-    meta-llama/llama-models): waves shorter than L / high stay, those longer than L / low are slowed."""
+    """The share of each frequency that Llama 3.1 keeps (Dubey et al. 2024;
+    `apply_scaling` in meta-llama/llama-models): waves shorter than L / high are kept,
+    those longer than L / low are slowed down."""
     wavelength = 2 * math.pi / frequency
     turns = shape.rope_original / wavelength
     between = (turns - shape.rope_low) / (shape.rope_high - shape.rope_low)
@@ -125,8 +136,9 @@ def kept_by_llama(shape: Shape, frequency: Tensor) -> Tensor:
 
 
 def kept_by_yarn(shape: Shape, size: int) -> Tensor:
-    """The share of each frequency that YaRN keeps (Peng et al. 2023, section 3.2, as in their code): a
-    ramp over the pairs' indices, between those that turn `high` and `low` times in L tokens."""
+    """The share of each frequency that YaRN keeps (Peng et al. 2023, section 3.2, as in
+    their code): a ramp over the pairs' indices, between those that turn `high` and
+    `low` times in L tokens."""
 
     def index_of(turns: float) -> float:
         length = shape.rope_original / (2 * math.pi * turns)
@@ -143,7 +155,8 @@ def kept_by_yarn(shape: Shape, size: int) -> Tensor:
 
 
 def dynamic_theta(shape: Shape, size: int) -> float:
-    """NTK-aware scaling (Peng et al. 2023, section 3.4) for the longest sequence that is trained."""
+    """NTK-aware scaling (Peng et al. 2023, section 3.4) for the longest training
+    sequence."""
     longest = max(shape.sequence, shape.rope_original)
     grown = shape.rope_factor * longest / shape.rope_original - (shape.rope_factor - 1)
     power: float = grown ** (size / (size - 2))
@@ -151,7 +164,8 @@ def dynamic_theta(shape: Shape, size: int) -> float:
 
 
 def stretch_of_length(shape: Shape, window: int) -> float:
-    """YaRN also makes queries and keys longer (Peng et al. 2023, equation 21)."""
+    """The factor by which YaRN lengthens queries and keys (Peng et al. 2023, equation
+    21)."""
     own_theta = window and shape.rope_local_theta
     return 1.0 if own_theta or shape.rope_factor == 1 else shape.rope_attention
 
@@ -160,10 +174,13 @@ def stretch_of_length(shape: Shape, window: int) -> float:
 
 
 def visible(length: int, window: int, documents: Tensor | None) -> Tensor:
-    """True where a query (rows) sees a key (columns): (B or 1, 1, T, T). None is later; with a window
-    none is `window` or more tokens before; all are in the query's own document."""
+    """A mask, true where a query (rows) sees a key (columns): (B or 1, 1, T, T).
+
+    Keys are not later than the query, fewer than `window` tokens before it, and in the
+    same document.
+    """
     time = torch.arange(length)
-    before = time.unsqueeze(1) - time  # how many tokens a key stands before a query
+    before = time.unsqueeze(1) - time  # distance from a key to a query
     seen = before >= 0
     if window:
         seen = seen & (before < window)
@@ -181,16 +198,17 @@ def attend(
     seen: Tensor,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """softmax(q k' / sqrt(D)) v (Vaswani et al. 2017, equation 1) for q (B, T, H, D) and k, v (B, T, G, D),
-    of which each serves H / G heads (Ainslie et al. 2023)."""
+    """softmax(q k' / sqrt(D)) v (Vaswani et al. 2017, equation 1) for q (B, T, H, D)
+    and k, v (B, T, G, D); each KV head serves H / G query heads (Ainslie et al. 2023).
+    """
     shared = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(shared, dim=2), v.repeat_interleave(shared, dim=2)
-    scores = torch.einsum("bihd,bjhd->bhij", q, k)  # of query i and key j
+    scores = torch.einsum("bihd,bjhd->bhij", q, k)  # query i, key j
     scores = scores / math.sqrt(shape.query_scalar or shape.head_dim)
     if shape.softcap:  # Gemma 2, section 2
         scores = shape.softcap * torch.tanh(scores / shape.softcap)
     scores = scores.masked_fill(~seen, -math.inf)
-    # gpt-oss: one more key for each head, with a learned score and no value
+    # gpt-oss: one more key for each head, with a learned score and without a value
     if sinks is not None:
         column = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, column), dim=-1)
@@ -199,7 +217,7 @@ def attend(
 
 
 def in_heads(x: Tensor, heads: int) -> Tensor:
-    """x (B, T, heads * D) as (B, T, heads, D)."""
+    """Reshape x (B, T, heads * D) to (B, T, heads, D)."""
     return x.view(*x.shape[:2], heads, -1)
 
 
@@ -218,7 +236,7 @@ def projected(
     q = in_heads(q, shape.heads)
     k = in_heads(k, shape.kv_heads)
     v = in_heads(v, shape.kv_heads)
-    # of each head by itself: Qwen 3, Gemma 3
+    # over each head separately: Qwen 3, Gemma 3
     if shape.qk_norm and not shape.qk_norm_wide:
         q = head_norm(shape, w, "attn.q_norm", q)
         k = head_norm(shape, w, "attn.k_norm", k)
@@ -231,8 +249,12 @@ def projected(
 def from_latents(
     shape: Shape, w: Weights, x: Tensor, positions: Tensor, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of latent attention (DeepSeek-V2 2024, equations 37 to 45): keys and values are made of
-    one narrow vector; the features that carry the position are one key for all heads."""
+    """Queries, keys and values of latent attention (DeepSeek-V2 2024, equations 37 to
+    45).
+
+    Keys and values are projected from one narrow vector; the rotated features are one
+    key shared by all heads.
+    """
     turned = shape.rope_dim or shape.head_dim
     plain = shape.head_dim - turned
     if shape.q_latent:
@@ -257,7 +279,7 @@ def from_latents(
 def attention(
     shape: Shape, w: Weights, x: Tensor, batch: Weights, block: BlockOptions
 ) -> Tensor:
-    """Every head's mixture of values, put together by one more matrix."""
+    """All heads' mixtures of values, combined by the output projection."""
     make = from_latents if shape.kv_latent else projected
     q, k, v = make(shape, w, x, batch["positions"], block.window)
     seen = visible(x.shape[1], block.window, batch.get("documents"))
@@ -275,13 +297,14 @@ def silu(x: Tensor) -> Tensor:
 
 
 def gelu(x: Tensor) -> Tensor:
-    """In its tanh form (Hendrycks and Gimpel 2016, section 2)."""
+    """GELU in its tanh form (Hendrycks and Gimpel 2016, section 2)."""
     inside = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
     return 0.5 * x * (1 + torch.tanh(inside))
 
 
 def gated(shape: Shape, gate: Tensor, up: Tensor) -> Tensor:
-    """The middle of a gated MLP (Shazeer 2020), or in gpt-oss's clamped form (OpenAI 2025)."""
+    """The middle of a gated MLP (Shazeer 2020), or gpt-oss's clamped form (OpenAI
+    2025)."""
     if shape.activation == "clamped":
         gate, up = gate.clamp(max=7), up.clamp(-7, 7)
         return gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)
@@ -300,9 +323,12 @@ def mlp(shape: Shape, w: Weights, name: str, x: Tensor) -> Tensor:
 
 @dataclass
 class RouterResult:
-    """The choices of a router: `chosen` experts (B, T, K); `scores` (B, T, E) by which it ranked them,
-    minus infinity where a group was out; the router's own `loss`; and for its balancing bias the
-    `excess` (E) of tokens of each expert, E times what is above the mean."""
+    """The result of a router.
+
+    `chosen`: experts (B, T, K). `scores` (B, T, E): those used for ranking, minus
+    infinity for excluded groups. `loss`: the router's own loss. `excess` (E): tokens
+    above the mean for each expert, times E, for the balancing bias.
+    """
 
     chosen: Tensor
     scores: Tensor
@@ -311,7 +337,8 @@ class RouterResult:
 
 
 def route(shape: Shape, w: Weights, x: Tensor) -> tuple[Tensor, RouterResult]:
-    """Gates (B, T, E), zero where an expert is not chosen (Shazeer et al. 2017, section 2.1)."""
+    """Gates (B, T, E), zero for experts that are not chosen (Shazeer et al. 2017,
+    section 2.1)."""
     logits = x @ w["mlp.router.weight"].T
     if shape.bias == "all":
         logits = logits + w["mlp.router.logit_bias"]
@@ -330,23 +357,28 @@ def route(shape: Shape, w: Weights, x: Tensor) -> tuple[Tensor, RouterResult]:
 
 
 def ranking(shape: Shape, w: Weights, scores: Tensor) -> Tensor:
-    """The scores that decide, with the bias that balances (Wang et al. 2024, section 3). Of groups of
-    experts only those with the highest sums of their two best remain (DeepSeek-V3 2024, section 2.1.2)."""
+    """The scores used for choosing, with the balancing bias (Wang et al. 2024, section
+    3).
+
+    Of groups of experts only those with the highest sums of their two best scores
+    remain (DeepSeek-V3 2024, section 2.1.2).
+    """
     if shape.balance == "bias":
         scores = scores + w["mlp.router.bias"].detach()
     if shape.expert_groups == 1:
         return scores
     grouped = in_heads(scores, shape.expert_groups)  # (B, T, groups, experts of one)
     best_two = grouped.sort(-1, descending=True).values[..., :2].sum(-1)
-    # of each group, the best has 0
+    # rank of each group; the best has 0
     place = best_two.argsort(-1, descending=True).argsort(-1)
     out = place >= shape.top_groups
     return grouped.masked_fill(out.unsqueeze(-1), -math.inf).view_as(scores)
 
 
 def router_loss(shape: Shape, logits: Tensor, scores: Tensor, taken: Tensor) -> Tensor:
-    """E sum f p for f the share of tokens that chose an expert and p its mean score (Fedus et al. 2021,
-    equation 4), of each sequence or of the batch; and the z-loss (Zoph et al. 2022, equation 5)."""
+    """E sum f p, with f the share of tokens that chose an expert and p its mean score
+    (Fedus et al. 2021, equation 4), over each sequence or the batch; and the z-loss
+    (Zoph et al. 2022, equation 5)."""
     p = scores / scores.sum(-1, keepdim=True)
     of_sequences = shape.experts * (taken.mean(1) * p.mean(1)).sum(-1).mean()
     of_batch = shape.experts * (taken.mean((0, 1)) * p.mean((0, 1))).sum()
@@ -359,8 +391,8 @@ def router_loss(shape: Shape, logits: Tensor, scores: Tensor, taken: Tensor) -> 
 
 
 def experts(shape: Shape, w: Weights, x: Tensor) -> tuple[Tensor, RouterResult]:
-    """Every expert on every token, times its gate: most gates are zero. Beside them an expert that all
-    tokens go through (DeepSeekMoE 2024, section 3.2)."""
+    """Every expert on every token, times its gate, mostly zero; plus a shared expert
+    for all tokens (DeepSeekMoE 2024, section 3.2)."""
     gates, routing = route(shape, w, x)
     y = torch.zeros_like(x)
     for e in range(shape.experts):
@@ -382,20 +414,24 @@ def experts(shape: Shape, w: Weights, x: Tensor) -> tuple[Tensor, RouterResult]:
 
 
 def mixed_bits(x: Bits) -> Bits:
-    """A hash of 32 bits (C. Wellons' hash prospector). Products of uint32 wrap around, as they must."""
+    """A 32-bit hash (C. Wellons' hash prospector). Products of uint32 wrap around, as
+    intended."""
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x21F0AAAD)
     x = (x ^ (x >> np.uint32(15))) * np.uint32(0x735A2D97)
     return x ^ (x >> np.uint32(15))
 
 
 def keyed_bits(key: Bits, number: npt.ArrayLike) -> Bits:
-    """A new key of an old one and a number."""
+    """Derive a new key from a key and a number."""
     return mixed_bits(key + np.uint32(0x9E3779B1) * np.asarray(number, np.uint32))
 
 
 def dropped(x: Tensor, batch: Weights, block: BlockOptions, place: int) -> Tensor:
-    """x (B, T, features) with a share of its features zero, the others larger by as much. Which ones
-    is a hash of a token's noise, the block, the place in the block and the feature."""
+    """x (B, T, features) with a share of its features zeroed, the others scaled up.
+
+    Which ones is decided by a hash of the token's noise, the block, the place in the
+    block and the feature.
+    """
     if "noise" not in batch or not block.dropout:
         return x
     noise = batch["noise"].numpy().astype(np.uint64)  # (B, T)
@@ -412,7 +448,7 @@ def dropped(x: Tensor, batch: Weights, block: BlockOptions, place: int) -> Tenso
 
 @dataclass(frozen=True)
 class BlockOptions:
-    """A block's number, its window (0: none), and the rate of dropout."""
+    """A block's number, its window (0: none), and its dropout rate."""
 
     number: int
     window: int
@@ -421,8 +457,11 @@ class BlockOptions:
 
 @dataclass
 class ForwardResult:
-    """The result for a batch: the `loss` summed over all tokens that have a target, the output of every
-    piece but the head, and the routing of every block with experts, by the pieces' names."""
+    """The result for a batch.
+
+    `loss` is summed over all tokens with a target; `outputs` are those of every piece
+    except the head, and `routings` those of blocks with experts, by piece name.
+    """
 
     loss: Tensor
     outputs: dict[str, Tensor] = field(default_factory=dict)
@@ -430,7 +469,8 @@ class ForwardResult:
 
 
 def embed(shape: Shape, w: Weights, batch: Weights) -> Tensor:
-    """(B, T, C): a row of the embedding for each token, in GPT-2 with one for its position."""
+    """A row of the embedding for each token, plus one for its position in GPT-2: (B, T,
+    C)."""
     x = shape.embed_scale * w["embed.tokens.weight"][batch["tokens"]]
     if shape.positions == "learned":
         x = x + w["embed.positions.weight"][batch["positions"]]
@@ -440,7 +480,8 @@ def embed(shape: Shape, w: Weights, batch: Weights) -> Tensor:
 def transformer_block(
     shape: Shape, w: Weights, x: Tensor, batch: Weights, block: BlockOptions
 ) -> tuple[Tensor, RouterResult | None]:
-    """x + attention(norm(x)), then x + mlp(norm(x)). Norms stand before, behind, or on both sides."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); norms are before, after, or on
+    both sides."""
     before, behind = shape.norms != "post", shape.norms != "pre"
     routing = None
     y = norm(shape, w, "attn_norm", x) if before else x
@@ -457,8 +498,9 @@ def transformer_block(
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, z_loss: float) -> Tensor:
-    """The sum of -log softmax(logits)[target], plus z_loss log(Z)^2 (PaLM: Chowdhery et al. 2022,
-    section 5), over all tokens that have a target. Logits (B, T, V), targets (B, T)."""
+    """The sum of -log softmax(logits)[target], plus z_loss log(Z)^2 (PaLM: Chowdhery et
+    al. 2022, section 5), over all tokens with a target. Logits (B, T, V), targets (B,
+    T)."""
     counted = targets != IGNORED
     logits, targets = logits[counted], targets[counted]  # (tokens, V) and (tokens)
     log_z = logits.logsumexp(-1)
@@ -484,8 +526,8 @@ def decoder(
     dropout: float = 0.0,
     z_loss: float = 0.0,
 ) -> ForwardResult:
-    """A decoder-only transformer on a batch of tokens, positions and targets, each (B, T), and if need
-    be documents and noise."""
+    """A decoder-only transformer on a batch of tokens, positions and targets, each (B,
+    T), and optionally documents and noise."""
     x = embed(shape, weights, batch)
     outputs, routings = {"embed": x}, {}
     for number in range(shape.layers):
@@ -501,7 +543,7 @@ def decoder(
 
 
 def within(weights: Weights, name: str) -> Weights:
-    """The weights whose names begin with `name`, by the rest of their names."""
+    """The weights whose names start with `name`, by the rest of their names."""
     prefix = name + "."
     return {
         n.removeprefix(prefix): x for n, x in weights.items() if n.startswith(prefix)
@@ -509,7 +551,8 @@ def within(weights: Weights, name: str) -> Weights:
 
 
 def deep_mlp(shape: Shape, weights: Weights, batch: Weights) -> ForwardResult:
-    """The MLP of teaching examples: layers of gelu(x W), and the mean square of each row as its loss."""
+    """The MLP of teaching examples: layers of gelu(x W); the loss is the mean square of
+    each row."""
     x = batch["inputs"]  # (B, C)
     outputs = {"embed": x}
     for number in range(shape.layers):

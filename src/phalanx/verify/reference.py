@@ -1,10 +1,11 @@
-"""The reference training on one process: ordinary autograd, torch's optimizers and torch's loss scaler.
-It uses nothing of the engine, not even its initialization.
+"""The reference training on one process: ordinary autograd, torch's optimizers and loss
+scaler.
 
-In float64 a built-in model is computed by `plain.py`, which shares no code with it. In a narrow precision
-its own modules are, as roundings depend on the order of operations; how they are used then follows
-PyTorch's documentation of mixed precision: weights and their updates in float32, a copy to compute with,
-gradients accumulated in float32.
+It uses nothing of the engine, not even its initialization. In float64 a built-in model
+is computed by `plain.py`, which shares no code with it. In a narrow precision its own
+modules are used, as roundings depend on the order of operations; the training then
+follows PyTorch's documentation of mixed precision: weights and updates in float32, a
+copy for computing, gradients accumulated in float32.
 """
 
 from __future__ import annotations
@@ -35,15 +36,16 @@ from .cases import VARIED
 
 Batch = Mapping[str, Tensor]
 Batches = Callable[[int], Batch]
-Cut = Callable[[int], Sequence[Tensor]]  # the rows of each microbatch, by their count
+# argument: the number of rows; result: the rows of each microbatch
+Cut = Callable[[int], Sequence[Tensor]]
 VALIDATIONS = 2  # batches of the validation after the last step
 
 
 class Mismatch(NamedTuple):
-    """A number of which two ranks have copies with different bits."""
+    """An element whose copies on two ranks differ in their bits."""
 
-    what: str  # start, gradient, weight, or what is one number: norm, logged loss, ...
-    name: str  # of the parameter; empty for what is one number
+    what: str  # start, gradient, weight, or a scalar: norm, logged loss, ...
+    name: str  # of the parameter; "" for a scalar
     element: tuple[int, ...]
     ranks: tuple[int, int]
     values: tuple[float, float]
@@ -51,10 +53,13 @@ class Mismatch(NamedTuple):
 
 @dataclass(frozen=True)
 class TracedStep:
-    """One training step: loss per valid token, gradient norm, the gradient and the new value of
-    every weight, the output of every piece (a number for each token), and the loss scale.
-    `mismatches` has the first number of each tensor whose copies differ. `logged` is the mean loss
-    that a run would write to its log."""
+    """One training step: loss per valid token, gradient norm, gradients, new weights,
+    and outputs.
+
+    `outputs` has one number for each token of every piece's output. `mismatches` has
+    the first element of each tensor whose copies differ. `logged` is the mean loss that
+    a run would log.
+    """
 
     loss: float
     norm: float
@@ -63,17 +68,21 @@ class TracedStep:
     outputs: dict[str, Tensor]
     scale: float = 1.0
     mismatches: tuple[Mismatch, ...] = ()
-    # by piece: each token's experts
+    # each token's experts, by piece
     routes: Mapping[str, Tensor] = field(default_factory=dict)
-    # between those and the next best
+    # between the chosen scores and the next best
     gaps: Mapping[str, Tensor] = field(default_factory=dict)
     logged: float = 0.0
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A whole training: the weights before the first step, the steps, the validation loss. Copies
-    that differ before the first step are among its mismatches. `breaches` name what has too few bits."""
+    """A whole training: the weights before the first step, the steps, the validation
+    loss.
+
+    Copies that differ before the first step are mismatches of the first step.
+    `breaches` name values with too few bits.
+    """
 
     start: dict[str, Tensor]
     steps: list[TracedStep]
@@ -83,7 +92,8 @@ class Trace:
 
 @dataclass
 class Nudge:
-    """Moves every number by one unit in the last place of its dtype, up or down at random."""
+    """Moves every value by one unit in the last place of its dtype, up or down at
+    random."""
 
     generator: torch.Generator = field(default_factory=torch.Generator)
 
@@ -97,17 +107,20 @@ class Nudge:
         return torch.where((x == 0) | ~x.isfinite() | ~moved.isfinite(), x, moved)
 
     def apart(self) -> Nudge:
-        """One with random numbers of its own."""
+        """Return a nudge with independent random numbers."""
         seed = self.generator.initial_seed() + 1000
         return Nudge(torch.Generator().manual_seed(seed))
 
 
 @dataclass
 class Passed:
-    """A forward of one microbatch: the loss summed over its tokens, other losses summed over its sequences,
-    and by piece what is compared of it: one number for each token of the output, each token's experts and
-    the gap between their scores and the next best. `gradients` are those that no loss has: of biases that
-    balance experts."""
+    """A forward of one microbatch.
+
+    `loss` is summed over its tokens; `beside` are other losses, summed over its
+    sequences. By piece: one number for each token of the output, each token's experts,
+    and the gap between their scores and the next best. `gradients` are those that no
+    loss has, of biases that balance experts.
+    """
 
     loss: Tensor
     beside: list[Tensor] = field(default_factory=list)
@@ -123,20 +136,23 @@ class Passed:
         weights: dict[str, Tensor],
         scale: float = 1.0,
     ) -> TracedStep:
-        """The training step that this was the forward of, with the mean loss of its tokens."""
+        """Return the training step that this was the forward of, with the mean loss of
+        its tokens."""
         loss, outputs = float(self.loss), self.outputs
         step = TracedStep(loss, norm, gradients, weights, outputs, scale, logged=loss)
         return replace(step, routes=self.routes, gaps=self.gaps)
 
 
-Weights = Mapping[str, nn.Parameter]  # by the model's names for them
+Weights = Mapping[str, nn.Parameter]  # by the model's names
 Forward = Callable[[Weights, Batch], Passed]  # of a microbatch
 
 
 def project(output: Tensor) -> Tensor:
-    """One number for each token (or row) of a piece's output: its product with a fixed vector.
+    """Reduce each token (or row) of a piece's output to its dot product with a fixed
+    vector.
 
-    Any difference in a token's features changes it, also one of sign or of order.
+    Any difference in a token's features changes the result, including one of sign or
+    order.
     """
     width = output.shape[-1]
     vector = torch.randn(
@@ -146,8 +162,12 @@ def project(output: Tensor) -> Tensor:
 
 
 def validation_of(batches: Batches, steps: int) -> list[Batch]:
-    """The batches of a validation: ordinary ones after the last step, without dropout. The second
-    one has targets in half of its rows only, so that a mean of means is not the mean over all tokens."""
+    """Return the batches of a validation: ordinary ones after the last step, without
+    dropout.
+
+    The second one has targets in only half of its rows, so that a mean of means is not
+    the mean over all tokens.
+    """
     chosen: list[Batch] = []
     for index in range(VALIDATIONS):
         step = max(steps, VARIED) + index
@@ -184,13 +204,16 @@ def reference(
 ) -> Trace:
     """Train the model on one process, as PyTorch's own documentation would.
 
-    `forward` computes the model in place of its own pieces; `cut` says which rows make a microbatch, all of
-    them by default. `own_losses`: the pieces keep their losses, in place of torch's. With `nudge` the weights
-    that are computed with, the inputs of every piece, the gradients that come back there, and the gradient of
-    a weight by each microbatch are moved by one unit in the last place: what this changes is rounding.
+    `forward` computes the model instead of its pieces; `cut` divides rows into
+    microbatches, by default one. `own_losses`: the pieces keep their losses instead of
+    torch's.
+
+    With `nudge`, the compute weights, the inputs of every piece, the gradients
+    returning there, and each microbatch's weight gradient are moved by one unit in the
+    last place: the resulting change is rounding.
     """
     train = {name: weight.requires_grad for name, weight in model.weights.items()}
-    # A weight that is never updated needs no digits beyond those that are computed with.
+    # A weight that is never updated needs no more precision than the compute dtype.
     held = {
         name: precision.master if train[name] else precision.compute for name in train
     }
@@ -228,7 +251,8 @@ def reference(
         )
         if scaler:
             scaler.unscale_(update)
-        for name in model.rates:  # not the optimizer's, so the scaler leaves it
+        # not parameters of the optimizer, so the scaler does not unscale them
+        for name in model.rates:
             grad = masters[name].grad
             masters[name].grad = None if grad is None else grad / scale
         gradients = {
@@ -260,8 +284,11 @@ def passes(
     seed: int,
     forwards: Callable[[Weights], Sequence[Forward]],
 ) -> list[Trace]:
-    """One forward and backward of a batch in float64, by each of the forwards. Weights are moved off their
-    start by random numbers, as a bias or a sink of zero would hide what is done with it."""
+    """Run one forward and backward of a batch in float64, by each of the forwards.
+
+    Weights are perturbed from their start: a zero bias or sink would hide how it is
+    used.
+    """
     found = []
     generator = torch.Generator().manual_seed(seed)
     moved = {
@@ -287,12 +314,13 @@ def passes(
     return found
 
 
-# ---- how weights start
+# ---- initial weights
 
 
 def draw(model: Model, name: str, seed: int) -> Tensor:
-    """The start of a weight, from the rule as `docs/verified.md` states it: numbers of a generator
-    whose seed is the first 63 bits of the SHA-256 of `seed:name`, of a matrix one for each tile."""
+    """Return the initial value of a weight, by the rule in `docs/verified.md`: a
+    generator seeded with the first 63 bits of the SHA-256 of `seed:name`; a matrix has
+    one for each tile."""
     if model.own_start is not None:  # the class's own constructor
         return model.own_start(seed)[name].clone()
     size, owner = model.weights[name].shape, getattr(model.draw, "__self__", None)
@@ -313,7 +341,7 @@ def draw(model: Model, name: str, seed: int) -> Tensor:
         for module in piece.modules():
             row = module.padding_idx if isinstance(module, nn.Embedding) else None
             if row is not None and module.weight is model.weights[name]:
-                whole[row] = 0.0  # the default rule starts it as torch does
+                whole[row] = 0.0  # the default rule initializes it as torch does
     return whole.view(size)
 
 
@@ -323,7 +351,7 @@ def _drawn(model: Model, name: str, seed: str, size: torch.Size) -> Tensor:
     owner: Any = getattr(model.draw, "__self__", None)
     if name.endswith(".lora.b.weight"):
         return torch.zeros(size)
-    # as peft: Kaiming's uniform with a slope of root five
+    # as in peft: Kaiming uniform with a slope of sqrt(5)
     if name.endswith(".lora.a.weight"):
         return nn.init.kaiming_uniform_(
             torch.empty(size), a=math.sqrt(5), generator=generator
@@ -335,7 +363,7 @@ def _drawn(model: Model, name: str, seed: str, size: torch.Size) -> Tensor:
         return whole
     if name.endswith("bias"):
         return torch.zeros(size)
-    if name.endswith("norm.weight"):  # where weights count from one, 0 is 1
+    if name.endswith("norm.weight"):  # if weights are stored minus one, 0 means 1
         return torch.full(
             size, float(model.shape is None or model.shape.norm != "rms1")
         )
@@ -347,7 +375,7 @@ def _drawn(model: Model, name: str, seed: str, size: torch.Size) -> Tensor:
 
 
 def _install(model: Model, weights: Mapping[str, nn.Parameter]) -> None:
-    """Real weights in place of the model's meta ones, the tied ones one object still."""
+    """Replace the model's meta weights by real ones; tied weights stay one object."""
     names = {parameter: name for name, parameter in model.weights.items()}
     for _, piece in model.pieces:
         for module in piece.modules():
@@ -363,7 +391,8 @@ def _install(model: Model, weights: Mapping[str, nn.Parameter]) -> None:
 
 
 class _PlainCrossEntropy(nn.Module):
-    """torch's cross-entropy of all logits at once, and PaLM's z-loss by its formula."""
+    """torch's cross-entropy of all logits at once, plus PaLM's z-loss by its
+    formula."""
 
     def __init__(self, z: float) -> None:
         super().__init__()
@@ -384,7 +413,7 @@ class _PlainCrossEntropy(nn.Module):
 
 
 def _install_losses(model: Model) -> None:
-    """Put torch's loss in place of ours, which is written for few bytes and has its own backward."""
+    """Replace our memory-efficient loss, which has its own backward, by torch's."""
     for _, piece in model.pieces:
         for module in piece.modules():
             for name, child in module.named_children():
@@ -407,7 +436,8 @@ def _copy(
 
 
 class Pieces:
-    """The forward of a model's own pieces, chained. They keep the weights that they are given here."""
+    """The chained forward of a model's own pieces, which keep the weights given
+    here."""
 
     def __init__(
         self,
@@ -458,7 +488,7 @@ class Pieces:
         args: tuple[Any, ...],
         out: tuple[Tensor, Tensor],
     ) -> None:
-        """Records a router's choices, their margins, and its losses."""
+        """Record a router's choices, their margins, and its losses."""
         x, chosen = (_without_padding(each, args[1]) for each in (args[0], out[1]))
         if self.model.shape is not None:
             passed.beside.append(_router_loss(self.model.shape, router, x, chosen))
@@ -493,15 +523,16 @@ class PlainForward:
 
 
 def _gap(ranked: Tensor, top_k: int) -> Tensor:
-    """The difference (B, T) between the last chosen score and the next, of scores (B, T, experts)."""
+    """Return the difference (B, T) between the last chosen score and the next, from
+    scores (B, T, experts)."""
     ranked = ranked.detach().sort(-1, descending=True).values
     last = ranked[..., top_k - 1]
     return last - ranked[..., top_k] if top_k < ranked.shape[-1] else last
 
 
 def _router_loss(shape: Shape, router: Router, x: Tensor, chosen: Tensor) -> Tensor:
-    """The router's loss of x (B, T, hidden) and its chosen experts (B, T, top_k): B times the mean over
-    sequences."""
+    """Return the router's loss for x (B, T, hidden) and chosen experts (B, T, top_k): B
+    times the mean over sequences."""
     wide = torch.promote_types(x.dtype, torch.float32)
     logits = x.to(wide) @ router.weight.to(wide).T
     logits = (
@@ -519,7 +550,7 @@ def _router_loss(shape: Shape, router: Router, x: Tensor, chosen: Tensor) -> Ten
 
 
 def routers(pieces: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Router]]:
-    """The routers of these pieces, by the pieces' names."""
+    """Yield the routers of these pieces, with the pieces' names."""
     for name, piece in pieces:
         yield from (
             (name, each) for each in piece.modules() if isinstance(each, Router)
@@ -535,15 +566,19 @@ def _gradients(
     scaled: Callable[[Tensor], Tensor] | None,
     nudge: Nudge | None = None,
 ) -> Passed:
-    """The loss per valid token, and what was seen of every piece; gradients are added up in `masters`. With
-    `nudge` those of each microbatch, and its loss, are moved: they may be rounded to the computing dtype."""
+    """Return the loss per valid token and the records of every piece; accumulate
+    gradients in `masters`.
+
+    With `nudge`, the gradients and loss of each microbatch are moved, as they may be
+    rounded to the compute dtype.
+    """
     count, total = max(1, _valid(batch)), 0.0
     parts = []
     for rows in cut(_rows(batch)):
         passed = forward(copies, {name: x[rows] for name, x in batch.items()})
         loss = passed.loss.detach()
         total += float(nudge.apart()(loss) if nudge else loss)
-        # A loss in float16 times the loss scale would overflow.
+        # In float16 the loss times the loss scale would overflow.
         wide = passed.loss.to(torch.promote_types(passed.loss.dtype, torch.float32))
         whole = wide / count + sum(passed.beside) / _rows(batch)
         share = scaled(whole) if scaled else whole
@@ -578,7 +613,8 @@ def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 def _balance(
     model: Model, masters: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor]
 ) -> None:
-    """Experts with fewer tokens than the mean come nearer to being chosen, those with more less so."""
+    """Make experts with fewer tokens than the mean more likely to be chosen, and the
+    others less."""
     for name, rate in model.rates.items():
         master = masters[name]
         few, many = (
@@ -588,12 +624,14 @@ def _balance(
 
 
 def _without_padding(x: Tensor, valid: Tensor | None) -> Tensor:
-    """x (rows, time, ...) without tokens that are not `valid` (rows, time), the last ones of every row."""
+    """Remove padding: tokens of x (rows, time, ...) that are not `valid` (rows, time),
+    at the end of each row."""
     return x if valid is None else x[:, : int(valid[0].sum())]
 
 
 def _nudged(x: Tensor, nudge: Nudge) -> Tensor:
-    """x moved by one unit in the last place, and so is the gradient that comes back here."""
+    """Move x by one unit in the last place, and likewise the gradient that returns
+    here."""
     moved = x + (nudge(x) - x).detach()
     if moved.requires_grad:
         moved.register_hook(nudge)  # type: ignore[no-untyped-call]
@@ -607,7 +645,7 @@ def _validation(
     batches: Sequence[Batch],
     nudge: Nudge | None = None,
 ) -> float | None:
-    """The mean over all valid tokens of all batches."""
+    """Return the mean loss over all valid tokens of all batches."""
     each = (forward(weights, batch).loss.detach() for batch in batches)
     losses = sum(float(nudge.apart()(loss) if nudge else loss) for loss in each)
     tokens = sum(map(_valid, batches))
@@ -631,7 +669,7 @@ def _optimizer(
     lr: float,
     model: Model,
 ) -> Any:
-    """Matrices decay, norms and biases do not."""
+    """Return torch's optimizer. Matrices decay; norms and biases do not."""
     if isinstance(optimizer, Muon):
         return _MuonBesideAdamW(optimizer, weights, lr, model)
     groups = [
@@ -648,7 +686,8 @@ def _optimizer(
 
 
 class _Unrounded(TorchFunctionMode):
-    """torch's Muon makes orthogonal what it has rounded to bfloat16; while this is on it rounds nothing."""
+    """Disables rounding in torch's Muon, which rounds a matrix to bfloat16 before
+    orthogonalizing it."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -659,8 +698,8 @@ class _Unrounded(TorchFunctionMode):
 
 
 class _MuonBesideAdamW:
-    """torch's Muon for the matrices that the rule table names, each by itself, and its AdamW for the
-    rest, as one optimizer."""
+    """torch's Muon for each matrix that the rule table names, and its AdamW for all
+    other weights."""
 
     def __init__(
         self,
@@ -707,5 +746,5 @@ class _MuonBesideAdamW:
 
 
 def _part(x: Tensor, number: int, box: tuple[slice, slice]) -> Tensor:
-    """A view of one matrix: of an expert, where there are some."""
+    """Return a view of one matrix, or of one expert's."""
     return (x[number] if x.dim() == 3 else x)[box]

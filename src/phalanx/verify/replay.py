@@ -1,9 +1,12 @@
-"""A layout's own roundings on one process: the second comparison in bfloat16 and float16.
+"""Replays a layout's own roundings on one process: the second comparison in bfloat16
+and float16.
 
-Bounds by perturbation (`compare.py`) are as wide as what rounding may do, and let an error of 5 % of a
-gradient pass. Layouts over dp, ZeRO, microbatches and stages cut no product: each microbatch of each rank is
-computed by the model's own modules, and its gradients are added in float32. One process does the same with
-the same rows. Then nothing differs but the order of sums in float32, and what a last bit of a weight does.
+Bounds by perturbation (`compare.py`) are as wide as the effects of rounding, and accept
+an error of 5 % in a gradient. Layouts over dp, ZeRO, microbatches and stages split no
+matmul: each microbatch of each rank is computed by the model's own modules, and its
+gradients are accumulated in float32. One process does the same with the same rows. The
+only differences left are the order of float32 sums, and the effect of a weight's last
+bit.
 """
 
 from __future__ import annotations
@@ -21,13 +24,15 @@ from .compare import Difference, bounds_in_places, compare
 from .reference import Trace, reference
 from .trial import Setting
 
-# Units in the last place of the dtype that is computed in, of a tensor's root of the squares' sum.
+# Allowed units in the last place of the compute dtype, for the 2-norm of a tensor.
 PLACES = 2.0
 
 
 def can_be_replayed(layout: Layout, model: Model, setting: Setting) -> bool:
-    """True if one process can have the layout's roundings: no product is cut, and the loss is a sum over
-    microbatches."""
+    """True if one process can reproduce the layout's roundings.
+
+    No matmul may be split, and the loss must be a sum over microbatches.
+    """
     shape = model.shape
     sums = shape is None or shape.batch_loss == 0
     narrow = setting.precision.compute in (torch.bfloat16, torch.float16)
@@ -36,14 +41,18 @@ def can_be_replayed(layout: Layout, model: Model, setting: Setting) -> bool:
 
 
 def rounding_of(layout: Layout) -> Layout:
-    """The layout with nothing but what decides its roundings: the parts that its rows are cut into."""
+    """Return the layout reduced to what determines its roundings: how its rows are
+    divided."""
     count = Layout.parse(f"dp{layout.data}")
     return replace(count, microbatches=layout.microbatches)
 
 
 def replay(make: Callable[[], Model], setting: Setting, layout: Layout) -> Trace:
-    """The first step on one process, with the rows of each microbatch of each rank by themselves. Later ones
-    would differ by more: a last bit of a weight becomes another number in 16 bits."""
+    """Run the first step on one process, with each rank's microbatches separately.
+
+    Later steps would differ by more: the last bit of a weight may change its 16-bit
+    value.
+    """
     half = setting.precision.compute == torch.float16
     first, patience = setting.scaling
     scaler = torch.amp.GradScaler("cpu", first, growth_interval=patience)
@@ -64,7 +73,7 @@ def replay(make: Callable[[], Model], setting: Setting, layout: Layout) -> Trace
 
 
 def parts_of(rows: int, layout: Layout) -> Iterator[Tensor]:
-    """The rows of each microbatch of each rank that are any."""
+    """Yield the rows of each non-empty microbatch of each rank."""
     for rank in range(layout.data):
         own = torch.arange(rows)[share(rows, layout.data, rank)]
         for number in range(layout.microbatches):
@@ -76,7 +85,7 @@ def parts_of(rows: int, layout: Layout) -> Iterator[Tensor]:
 def replay_differences(
     got: Trace, known: Trace, rate: Callable[[int], float], compute: torch.dtype
 ) -> list[Difference]:
-    """Differences from the replay in the first step and its update."""
+    """Return the differences from the replay in the first step and its update."""
     got = replace(got, steps=got.steps[: len(known.steps)], validation=None)
     bounds = bounds_in_places(known, rate, compute, PLACES)
     return compare(got, known, rate, bounds)

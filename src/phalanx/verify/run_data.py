@@ -1,4 +1,5 @@
-"""Random documents in the form of a run's data, as long beside a sequence as its own, in files."""
+"""Random documents in the format of a run's data, with the same lengths relative to a
+sequence."""
 
 from __future__ import annotations
 
@@ -26,16 +27,20 @@ from ..train.data.token_files import (
 from ..train.folder import Folder
 
 _DOCUMENTS = 40
-# of documents whose own are not known, in sequences
+# lengths in sequences, for data whose documents are unknown
 _LENGTHS = (0.2, 0.5, 1.3, 0.1, 0.8)
-_WORDS = 250  # fewer than any model has
+_WORDS = 250  # below the vocabulary of any model
 
 
 def write_documents(
     path: Path, run: Run, sequence: int, *, batch: int, words: int
 ) -> None:
-    """A prepared folder for batches of so many sequences and a model of so many words. An epoch ends within
-    a trial's steps; what is held out fills a batch and a part of the next."""
+    """Write a prepared folder for batches of `batch` sequences and a vocabulary of
+    `words`.
+
+    An epoch ends within a trial's steps; the held-out part fills one batch and part of
+    the next.
+    """
     path.mkdir(parents=True)
     draw = np.random.default_rng(run.seed)
     lengths, answers = _lengths(run, sequence)
@@ -58,7 +63,7 @@ def write_documents(
 
 
 def _starts(sizes: list[int], most: int) -> NDArray[np.int64]:
-    """First tokens of documents, of which so many are taken that they have at most this number of tokens."""
+    """Return the first tokens of documents, as many as fit into `most` tokens."""
     ends = np.cumsum(sizes * (1 + most // sum(sizes)))
     kept = ends[ends <= most]
     kept = kept if len(kept) else np.array([most])
@@ -79,11 +84,12 @@ def _split(path: Path, name: str, starts: NDArray[np.int64], *, answers: bool) -
 
 
 def _lengths(run: Run, sequence: int) -> tuple[list[float], bool]:
-    """Lengths of documents, in sequences, and if only answers are trained on."""
+    """Return lengths of documents in sequences, and True if only answers are trained
+    on."""
     for path, _ in run.sources:
         try:
             stream = open_corpus(path).train
-        except DataError:  # text that is not tokens yet
+        except DataError:  # text that is not tokenized yet
             continue
         ends = np.minimum(np.diff(stream.starts[: _DOCUMENTS + 1]), 2 * sequence)
         return [float(n) / sequence for n in ends if n > 1], stream.answers is not None

@@ -1,9 +1,11 @@
-"""A run in small, trained by its own ranks and by one process, and compared number by number.
+"""A scaled-down run, trained by its own ranks and by one process, and compared value by
+value.
 
-The ranks call `train`, the run's own loop: its optimizer with all keys, limit of the norm, schedule of the
-rate, precision, adapters, frozen pieces, kind of batches. In the middle the run is stopped and goes on from
-its checkpoint in another layout. The one process has the plain form of the model and torch's optimizers, and
-is never stopped. Its learning rate is computed here from the run's keys.
+The ranks call `train`, the run's own loop, with its optimizer settings, gradient
+clipping, learning rate schedule, precision, adapters, frozen pieces and kind of
+batches. Halfway the run is stopped and resumes from its checkpoint in another layout.
+The one process uses the plain form of the model and torch's optimizers, and is never
+stopped. Its learning rate is computed here from the run's keys.
 """
 
 from __future__ import annotations
@@ -62,13 +64,16 @@ from .verify import (
     wrong_transport,
 )
 
-STOPPED = 3  # steps before the run is stopped and goes on in another layout
+STOPPED = 3  # steps before the run is stopped, to resume in another layout
 
 
 @dataclass(frozen=True)
 class RunTrial:
-    """A run in small: `covered` and `left_out` say which of its traits the comparison has. `resumed` is the
-    layout in which it goes on from its checkpoint."""
+    """A scaled-down run.
+
+    `covered` and `left_out` list its properties that the comparison has or lacks.
+    `resumed` is the layout in which it resumes from its checkpoint.
+    """
 
     run: Run
     layout: Layout
@@ -78,7 +83,7 @@ class RunTrial:
 
 
 class NumberedBatches:
-    """A run's batches, in which each token has its number in the whole batch."""
+    """A run's batches, with the number of each token in the whole batch."""
 
     def __init__(self, batches: Batches) -> None:
         self._batches = batches
@@ -96,7 +101,8 @@ class NumberedBatches:
 
 
 def run_trial(run: Run, shape: Shape, layout: Layout, out: str) -> RunTrial:
-    """The small form of a run, with its data below `out`. A class of the user's own keeps its sizes."""
+    """Return the scaled-down form of a run, with its data below `out`. A user's class
+    keeps its sizes."""
     small = small_run(run, shape, layout, out)
     few = shape_of(small)
     size = few.batch
@@ -135,8 +141,11 @@ def run_trial(run: Run, shape: Shape, layout: Layout, out: str) -> RunTrial:
 
 
 def resumed_layout(layout: Layout) -> Layout:
-    """Another layout than this, with its numbers: two ranks that share the optimizer's state, or one.
-    Products in 8 bits keep the cuts of their sums, which have a part in the scales."""
+    """Return a different layout with the same arithmetic: two ranks that share the
+    optimizer state, or one.
+
+    With fp8 matmuls it splits the same sums, as the splits influence scales.
+    """
     cuts = sums_of(layout) if layout.matmul else Layout()
     two = Layout.parse(f"dp2 {cuts} zero1")
     other = two if two.mesh != layout.mesh else cuts
@@ -144,12 +153,13 @@ def resumed_layout(layout: Layout) -> Layout:
 
 
 def _computing(layout: Layout, precision: str, matmul: str) -> Layout:
-    """The layout in another precision."""
+    """Return the layout in another precision."""
     return replace(layout, precision=precision, matmul=matmul)
 
 
 def verify_run(trial: RunTrial, worlds: Worlds | None = None) -> Iterator[Verdict]:
-    """The verdict in float64, then in the run's own precision. `worlds` opens the worlds of ranks."""
+    """Yield the verdict in float64, then in the run's own precision. `worlds` opens the
+    worlds of ranks."""
     worlds = worlds or worlds_over(THREADS)
     trial = replace(trial, run=_clipping_at_work(trial.run))
     for precision in dict.fromkeys((FP64, trial.layout.precision)):
@@ -157,7 +167,7 @@ def verify_run(trial: RunTrial, worlds: Worlds | None = None) -> Iterator[Verdic
 
 
 def _setting(run: Run, precision: str) -> Setting:
-    """The run's terms for the one process."""
+    """Return the run's settings for the one process."""
     batches = batches_of(run, shape_of(run))
     count = min(run.validation.batches, batches.validations)
     return Setting(
@@ -174,15 +184,18 @@ def _setting(run: Run, precision: str) -> Setting:
 
 
 def _alone(run: Run) -> Forward | None:
-    """The model on one process in float64: its plain form, or its class, whose forward knows no z-loss."""
+    """Return the forward on one process in float64: the plain form, or the class, whose
+    forward has no z-loss."""
     if not run.own:
         return PlainForward(run.shape, 0.0, run.z_loss)
     return None if run.z_loss else own_forward(maker_of(run))
 
 
 def _clipping_at_work(run: Run) -> Run:
-    """The run with a limit between the gradient norms of its small steps, so that clipping is at work in
-    some of them and not in others."""
+    """Return the run with a clipping limit between the gradient norms of its steps.
+
+    So clipping takes effect in some steps and not in others.
+    """
     if not run.optimizer.clip:
         return run
     free = replace(run, optimizer=replace(run.optimizer, clip=0.0))
@@ -192,8 +205,11 @@ def _clipping_at_work(run: Run) -> Run:
 
 
 def real_seconds(run: Run, shape: Shape) -> float:
-    """Seconds that one core takes for a step of the real sizes, by the products of its weights: six
-    operations for each token and active weight, at the rate of a product measured here."""
+    """Estimate the seconds of a step with the real sizes on one core.
+
+    It takes six operations for each token and active weight, at a matmul rate measured
+    here.
+    """
     size = 256
     a = torch.randn(size, size)
     best = math.inf
@@ -206,7 +222,7 @@ def real_seconds(run: Run, shape: Shape) -> float:
 
 
 def _verdict(trial: RunTrial, precision: str, worlds: Worlds) -> Verdict:
-    """The verdict on both starts of the run in this precision."""
+    """Return the verdict on both starts of the run in this precision."""
     matmul = trial.layout.matmul if precision == trial.layout.precision else ""
     first = _computing(trial.layout, precision, matmul)
     second = _computing(trial.resumed, precision, matmul)
@@ -225,7 +241,7 @@ def _verdict(trial: RunTrial, precision: str, worlds: Worlds) -> Verdict:
     try:
         before = join(_start(run, first, worlds), STOPPED)
         after = join(_start(run, second, worlds), STEPS - STOPPED)
-    except Exception as error:  # what the ranks of a run raise is its verdict
+    except Exception as error:  # any error of the ranks is the verdict
         return failed(first, error)
     verdict = judge(first, _one_training(before, after), truth, setting)
     wrong = [*_resume_faults(before, after), *_journal_faults(run, before, after)]
@@ -235,7 +251,8 @@ def _verdict(trial: RunTrial, precision: str, worlds: Worlds) -> Verdict:
 
 
 def _start(run: Run, layout: Layout, worlds: Worlds) -> list[Seen]:
-    """One start of the run: from its checkpoint if there is one, to the stop or the end."""
+    """Run one start of the run: from its checkpoint, if there is one, to the stop or
+    the end."""
     run = replace(run, layout=str(layout))
     with (
         hold_run(Path(run.out), run.checkpoints),
@@ -247,7 +264,7 @@ def _start(run: Run, layout: Layout, worlds: Worlds) -> list[Seen]:
 
 
 def _on_rank(world: World, run: Run, layout: Layout) -> Seen:
-    """The run on one rank, written down."""
+    """Run and record one rank."""
     notes = _Notes(layout)
     outcome = train(world, run, str(layout), quiet=True, held=True, observe=notes.begin)
     notes.observed.seen.validation = outcome.validation
@@ -256,14 +273,15 @@ def _on_rank(world: World, run: Run, layout: Layout) -> Seen:
 
 
 class _Notes:
-    """Notes of one rank of a run, from the step it begins with. A STOP file ends the first start."""
+    """Observes one rank of a run, from its first step. A STOP file ends the first
+    start."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.observed: Observed
 
     def begin(self, rank: Rank, start: int) -> Any:
-        """The listener of the run's steps."""
+        """Return the listener of the run's steps."""
         self.rank, self.batches = rank, rank.batches
         rank.batches = NumberedBatches(rank.batches)  # type: ignore[assignment]
         self.observed = Observed(self.layout, rank.part.model, rank.part.trainer)
@@ -276,17 +294,17 @@ class _Notes:
             return
         self.observed.before_step(self.batches.batch(step.done))
         if step.done + 1 == STOPPED and self.rank.world.rank == 0:
-            Path(self.rank.run.out, STOP).touch()  # it ends the next step
+            Path(self.rank.run.out, STOP).touch()  # takes effect in the next step
 
 
 def _one_training(before: Trace, after: Trace) -> Trace:
-    """The steps of both starts, as those of one training."""
+    """Join the steps of both starts to one training."""
     steps = [*before.steps, *after.steps]
     return Trace(before.start, steps, after.validation)
 
 
 def _resume_faults(before: Trace, after: Trace) -> Iterator[str]:
-    """Weights that are not those that were saved."""
+    """Yield resumed weights that differ from the saved ones."""
     for name, saved in before.steps[-1].weights.items():
         if not torch.equal(after.start[name], saved):
             yield f"step {STOPPED}: the resumed {name} is not the one that was saved"
@@ -310,7 +328,8 @@ def _journal_faults(run: Run, before: Trace, after: Trace) -> Iterator[str]:
 
 
 def plain_rate(choice: OptimizerChoice, steps: int, step: int) -> float:
-    """The learning rate of a step, as docs/training.md says it: a rise, then a level or a fall to min_lr."""
+    """Return the learning rate of a step by docs/training.md: a warm-up, then constant
+    or a decay to min_lr."""
     lowest = choice.lr / 10 if choice.min_lr is None else choice.min_lr
     number, warmup = step + 1, choice.warmup_steps
     if number <= warmup:

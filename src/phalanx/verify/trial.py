@@ -1,4 +1,5 @@
-"""A few steps of one layout on a world of ranks, with every gradient and weight written down."""
+"""Trains a few steps of one layout on a world of ranks, recording every gradient and
+weight."""
 
 from __future__ import annotations
 
@@ -34,28 +35,30 @@ from .reference import Mismatch, Trace, TracedStep, project, routers, validation
 from .wide import looked_at, unrounded
 
 Batch = Mapping[str, Tensor]
-FIT = 0.7  # the share of a layout's bytes that recompute:fit must do with
-# names a tensor of the batch: each token's number in it, from 1; padding has 0
+FIT = 0.7  # share of a layout's bytes that recompute:fit has to fit into
+# batch entry with each token's number in the batch, from 1; padding has 0
 TOKEN = "token"
 
 
 def rate(step: int) -> float:
-    """The learning rate: first too small for a weight that is kept in 16 bits, then large."""
+    """Return the learning rate: first too small for a 16-bit weight, then large."""
     return 1e-2 if step else 1e-5
 
 
 def clip(step: int) -> float:
-    """The largest gradient norm: at work in step 0, too large for that in step 1, and none in step 2."""
+    """Return the clipping limit: effective in step 0, too large in step 1, and none in
+    step 2."""
     return (0.25, 1e3, 0.0)[step % 3]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The settings that every layout of a comparison has in common.
+    """The settings that all layouts of a comparison share.
 
-    Adam's eps is as large as a gradient, so that an update does not hang on the sign of a gradient
-    that is nearly zero. The loss scale, which float16 alone has, is (the first one, after how many
-    steps it doubles): it doubles after step 0, and the one target of step 1 then overflows.
+    Adam's eps is as large as a gradient, so that an update does not depend on the sign
+    of a gradient near zero. `scaling` is the loss scale of float16: its initial value,
+    and the number of steps after which it doubles. It doubles after step 0, and the
+    single target of step 1 then overflows.
     """
 
     batches: Callable[[int], Batch]
@@ -66,13 +69,16 @@ class Setting:
     precision: Precision = Precision()  # frozen
     seed: int = 0
     scaling: tuple[float, int] = (2.0**16, 1)
-    # of the validation after the last step; None: those of `validation_of`
+    # batches of the validation after the last step; None: those of `validation_of`
     validations: tuple[Batch, ...] | None = None
 
 
 class Part(NamedTuple):
-    """Some numbers of a weight, as one rank has them before the first step (-1) or after a step. One
-    that is frozen, as all before the first step, has no gradient."""
+    """A part of a weight as one rank has it, before the first step (-1) or after a
+    step.
+
+    Frozen weights, and all weights before the first step, have no gradient.
+    """
 
     step: int
     entry: Entry
@@ -86,7 +92,7 @@ class Part(NamedTuple):
         return [*gradient, ("weight", self.weight)]
 
 
-# A number (or experts) for each of some tokens of a piece's output: which tokens, and the numbers.
+# tokens of a piece's output, and one number (or the experts) for each of them
 Output = tuple[Tensor, Tensor]
 
 
@@ -98,20 +104,21 @@ class Seen:
     losses: list[float] = field(default_factory=list)
     counts: list[float] = field(default_factory=list)
     norms: list[float | None] = field(default_factory=list)
-    logged: list[float] = field(default_factory=list)  # the mean losses of all ranks
+    logged: list[float] = field(default_factory=list)  # mean losses over all ranks
     scales: list[float] = field(default_factory=list)
     outputs: list[dict[str, list[Output]]] = field(default_factory=list)
     routes: list[dict[str, list[Output]]] = field(default_factory=list)
-    # of the batch in tokens, or rows
+    # of the batch, in tokens or rows
     sizes: list[tuple[int, ...]] = field(default_factory=list)
-    # of what has 16 bits, see `wide.py`
+    # 16-bit results that should be wider, see `wide.py`
     breaches: list[str] = field(default_factory=list)
     validation: float | None = None
     timeline: Timeline = Timeline(())  # of the last step
 
 
 class _Recorder:
-    """Keeps each gradient of an executor, as it is without the loss scale, before it is used or skipped."""
+    """Records each gradient of an executor, without the loss scale, before it is used
+    or skipped."""
 
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
@@ -126,14 +133,16 @@ class _Recorder:
                 runs = [
                     slice(e.offset, e.offset + e.stop - e.start) for e in unit.entries()
                 ]
-                # A piece may have no weights. With offload:optimizer only these lie on the host.
+                # A piece may have no weights. With offload:optimizer only the gradients
+                # are on the host.
                 flat = torch.cat([*unit.gradients(runs)]) if runs else unit.home[:0]
                 self.seen[number] = flat.detach() / executor._loss_scale
         return self.plain(op)
 
 
 class _Tracer:
-    """Records the output of each piece in a step. Recomputation does not count again."""
+    """Records the output of each piece in a step. Recomputation is not recorded
+    again."""
 
     def __init__(self, layout: Layout, local: LocalModel, model: Model) -> None:
         self.outputs: dict[str, list[Output]] = {}
@@ -142,7 +151,8 @@ class _Tracer:
         self.breaches: list[str] = []
         self.parts = layout.tp if layout.seq else 1
         self.tp = local.coordinates["tp"]
-        # Under tp without seq every rank has the same outputs, and the first one keeps them.
+        # Under tp without seq every rank has the same outputs, and the first rank
+        # records them.
         if self.parts > 1 or self.tp == 0:
             for number, piece in local.pieces.items():
                 name = model.pieces[number][0]
@@ -153,10 +163,13 @@ class _Tracer:
                 self._wrap(number, piece, name, last=last)
 
     def _wrap(self, number: int, piece: Piece, name: str, *, last: bool) -> None:
-        """`last`: of a block that is several pieces, what the last one puts out is compared."""
+        """Record the outputs of a piece.
+
+        `last`: it is the last of several pieces of a block, whose output is compared.
+        """
         plain = piece.forward
         chosen: list[Tensor] = []
-        # which says it, also from within a graph
+        # a RoutingPart returns its choices, even from a compiled graph
         if not isinstance(piece.module, RoutingPart):
             for _, router in routers([(name, piece.module)]):
                 router.register_forward_hook(lambda m, args, out: chosen.append(out[1]))
@@ -172,13 +185,13 @@ class _Tracer:
                     out["order"].argsort()
                 ]
                 each = sorted_by.view(out["gates"].shape)
-                # else of the tokens of all ranks of tp
+                # otherwise they are the tokens of all tp ranks
                 own = each.shape[1] == y.shape[1]
                 chosen.append(each if own else each.chunk(self.parts, 1)[self.tp])
             if (number, microbatch) not in self.done and y.dim():
                 self.done.add((number, microbatch))
                 tokens = batch[TOKEN]
-                if tokens.dim() > 1:  # with seq, ranks of tp have parts of the time
+                if tokens.dim() > 1:  # with seq, tp ranks have parts of the sequence
                     tokens = tokens.chunk(self.parts, 1)[self.tp]
                 numbers = project(y)
                 valid = tokens > 0
@@ -203,7 +216,8 @@ class _Tracer:
 
 
 def program_in(layout: Layout, model: Callable[[], Model], setting: Setting) -> Program:
-    """The program of a layout for this model; `recompute:fit` that cannot be met is an error."""
+    """Return the program of a layout for this model; raise if `recompute:fit` cannot be
+    met."""
     options = StepOptions(whole_matrices=setting.optimizer.whole_matrices)
     if layout.recompute != "fit":
         return program_of(model(), layout, options)
@@ -229,8 +243,11 @@ def long_program(
 
 
 class _PoisonedMemory(AbstractContextManager[None]):
-    """Fills new memory with NaN while any rank of this process is inside; torch's switch for it belongs
-    to the whole process. It is for CPUs: on a GPU the switch also changes which kernels run."""
+    """Fills new memory with NaN while any rank of this process is inside.
+
+    torch's switch for it is process-wide. It is used on CPUs only: on a GPU the switch
+    also changes which kernels run.
+    """
 
     def __init__(self) -> None:
         self.lock, self.inside = Lock(), 0
@@ -260,8 +277,10 @@ def train_layout(
     model: Callable[[], Model],
     setting: Setting,
 ) -> Seen:
-    """This rank's view of a few steps in a layout; every rank of the world calls it. Memory that nobody
-    has written is NaN."""
+    """Train a few steps in a layout and return this rank's observations. Collective.
+
+    Uninitialized memory is NaN.
+    """
     with _poisoned_memory if world.device.type == "cpu" else nullcontext():
         return _train_layout(world, layout, program, model, setting)
 
@@ -307,8 +326,10 @@ def _train_layout(
 
 
 class Observed:
-    """An executor whose steps are written down. After each operation what its rank holds must be what the
-    program says."""
+    """Records the steps of an executor.
+
+    After each operation the rank's state is checked against the program.
+    """
 
     def __init__(self, layout: Layout, model: Model, executor: Executor) -> None:
         self.layout, self.executor, self.local = layout, executor, executor.local
@@ -318,7 +339,7 @@ class Observed:
         self.tracer = _Tracer(layout, self.local, model)
 
     def before_step(self, batch: Batch) -> None:
-        """Notes the size of the whole batch, and the loss scale."""
+        """Record the size of the whole batch, and the loss scale."""
         scaling = self.executor.scaling
         self.seen.sizes.append(token_numbers(batch).shape)
         self.seen.scales.append(scaling.scale if scaling else 1.0)
@@ -334,7 +355,7 @@ class Observed:
         seen.timeline = result.timeline
 
     def validate(self, validator: Validator, setting: Setting, world: World) -> None:
-        """The mean loss of two batches that no step has had."""
+        """Record the mean loss of two batches that no step has used."""
         self.seen.validation = validator.mean_loss(
             _own(batch, self.layout, self.local, world)
             for batch in validation_of(setting.batches, setting.steps)
@@ -352,7 +373,7 @@ def _own(
 
 
 def token_numbers(batch: Batch) -> Tensor:
-    """The number of each token in the batch, or of each row where there are no tokens."""
+    """Return the number of each token in the batch, or of each row without tokens."""
     like = batch["tokens"] if "tokens" in batch else next(iter(batch.values()))[..., 0]
     return torch.arange(1, like.numel() + 1).view(like.shape)
 
@@ -369,19 +390,19 @@ def _parts(
 
 
 class _Whole:
-    """One tensor put together from the parts that ranks have; NaN where nobody has it."""
+    """One tensor joined from the parts of all ranks; NaN where no rank has it."""
 
     def __init__(self, what: str, weight: Weight, dtype: torch.dtype) -> None:
         self.what, self.name = what, weight.name
         self.numbers = torch.full(weight.shape, float("nan"), dtype=dtype)
-        # The first rank that has each number.
+        # the first rank that has each element
         self.rank = torch.full(weight.shape, -1, dtype=torch.int16)
         self.mismatch: Mismatch | None = None
 
     def add(self, rank: int, entry: Entry, part: Tensor) -> None:
-        """Add a rank's part, and compare it with the copies that are here already."""
+        """Add a rank's part, comparing it with copies that were added before."""
         weight = entry.weight
-        # Fill a mask of the local part, then look at it as a box of the whole.
+        # Fill a mask of the local part, then view it as a box of the whole.
         local = torch.zeros(weight.local, dtype=part.dtype)
         mask = torch.zeros(weight.local, dtype=torch.bool)
         local.view(-1)[entry.start : entry.stop] = part
@@ -391,7 +412,7 @@ class _Whole:
         numbers, ranks = self.numbers[weight.box], self.rank[weight.box]
         new = mask & (ranks < 0)
         differ = mask & ~new & ~_same_bits(numbers, local)
-        # a third of the time of an index by a mask
+        # takes a third of the time of indexing by a mask
         numbers.copy_(local.where(new, numbers))
         ranks.masked_fill_(new, rank)
         if self.mismatch is None and differ.any():
@@ -407,14 +428,17 @@ class _Whole:
 
 
 def _same_bits(a: Tensor, b: Tensor) -> Tensor:
-    """Zeros of different sign differ; NaN is equal to NaN, whose bits mean nothing."""
+    """Compare bits: zeros of different sign differ; NaN equals NaN, whose bits are
+    arbitrary."""
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.itemsize]
     return (a.view(bits) == b.view(bits)) | (a.isnan() & b.isnan())
 
 
 def join(seen: Sequence[Seen], steps: int) -> Trace:
-    """The whole tensors of every step, from what all ranks have. Ranks that have the same part
-    must have the same bits; where they do not, the step has a mismatch."""
+    """Join the parts of all ranks to the whole tensors of every step.
+
+    Copies of a part must have the same bits; otherwise the step has a mismatch.
+    """
     wholes: dict[tuple[int, str], dict[str, _Whole]] = {
         (step, what): {}
         for step in range(-1, steps)
@@ -467,7 +491,8 @@ def join(seen: Sequence[Seen], steps: int) -> Trace:
 
 
 def _unequal(what: str, values: Sequence[float | None]) -> Mismatch | None:
-    """The first rank whose number is not that of rank 0, though all ranks agree on it."""
+    """Return the first rank whose value differs from rank 0's, for a value that all
+    ranks agree on."""
     numbers = [math.nan if value is None else value for value in values]
     first = numbers[0]
     for rank, number in enumerate(numbers):

@@ -1,11 +1,12 @@
-"""Every layout against one process, gradient by gradient.
+"""Compares every layout with one process, gradient by gradient.
 
-In float64 a layout passes when nothing differs by more than 1e-10. In a narrower precision it is
-compared with plain torch in that precision, and each quantity may be off by some times what a unit
-in the last place changes it by there. The engine has no part in that bound.
+In float64 a layout passes if nothing differs by more than 1e-10. In a narrower
+precision it is compared with plain torch in that precision, and the allowed error of
+each quantity is a multiple of its change by a unit in the last place there. The engine
+does not influence these bounds.
 
-A built-in model has a second, plain form (`plain.py`). In float64 it is the one process. In any precision
-the model's own modules are compared with it first.
+A built-in model has a second, plain form (`plain.py`). In float64 it is the one
+process. In any precision the model's own modules are compared with it first.
 """
 
 from __future__ import annotations
@@ -62,11 +63,11 @@ from .replay import can_be_replayed, replay, replay_differences, rounding_of
 from .transport import transport_fault
 from .trial import Setting, join, long_program, program_in, train_layout
 
-# What opens a world of so many ranks.
+# opens a world of the given number of ranks
 Worlds = Callable[[int], AbstractContextManager[Runner]]
-LOG = 1 << 26  # bytes of a log of verdicts
-NUDGED = 6  # trainings with a unit in the last place changed, to see what that does
-# Unlike the defaults, so that an option that is ignored shows.
+LOG = 1 << 26  # maximum bytes of a log of verdicts
+NUDGED = 6  # trainings with perturbations of a unit in the last place
+# Different from the defaults, so that an ignored option is noticed.
 OPTIMIZERS: dict[str, AdamW | Sgd | Muon] = {
     "adamw": AdamW(beta1=0.8, beta2=0.9, eps=1e-3, decay=0.2),
     "sgd": Sgd(momentum=0.9, decay=0.1),
@@ -80,9 +81,13 @@ OPTIMIZERS: dict[str, AdamW | Sgd | Muon] = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result for one layout. `cannot_fit`: no recomputation meets the limit of its `recompute:fit`,
-    so there was nothing to compare. `of_allowed` is the largest error as a share of what is allowed.
-    `against` is how one process computes a model of the user's own: by its class's forward, or its pieces."""
+    """The result for one layout.
+
+    `cannot_fit`: no recomputation meets the limit of its `recompute:fit`, so nothing
+    was compared. `of_allowed` is the largest error as a share of the allowed one.
+    `against` says how one process computes a user's model: by its class's forward, or
+    by its pieces.
+    """
 
     layout: str
     ranks: int
@@ -96,8 +101,10 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Truth:
-    """The result of one process, and the allowed deviation; in float64 `EXACT`. `replay` is the result of
-    one process with a layout's own roundings, where that can be."""
+    """The result of one process, and the allowed errors (`EXACT` in float64).
+
+    `replay` is the result of one process with a layout's own roundings, if possible.
+    """
 
     trace: Trace
     bounds: Bounds | None = None
@@ -105,7 +112,7 @@ class Truth:
 
 
 def precision_named(dtype: str) -> Precision:
-    """The precision that computes in a dtype of torch's name."""
+    """Return the precision that computes in a dtype with torch's name."""
     if dtype not in COMPARED:
         raise LayoutError(f"unknown dtype {dtype!r}; choose {', '.join(COMPARED)}.")
     return precision_of(COMPARED[dtype])
@@ -128,12 +135,14 @@ def verify(
     make: Callable[[], Model] | None = None,
     worlds: Worlds | None = None,
 ) -> Iterator[Verdict]:
-    """A verdict for each layout, as they come; those that the log has are not run again.
+    """Yield a verdict for each layout as it is made; layouts in the log are not run
+    again.
 
-    One world of ranks serves all layouts of its size; after a layout that raises, new ranks start.
-    `record` is where the last layout's last step is written, for `phalanx draw run`. `make` makes
-    the model, where that is not the built-in one of the shape. `worlds` opens the worlds in place of
-    what `backend` names. `z_loss` adds this times log(Z)^2 to each token's loss.
+    One world of ranks serves all layouts of its size; after a layout that raises, new
+    ranks start. `record` receives the last step of the last layout, for `phalanx draw
+    run`. `make` builds the model, if it is not the built-in one of the shape. `worlds`
+    opens worlds instead of `backend`. `z_loss` adds z_loss * log(Z)^2 to each token's
+    loss.
     """
     worlds = worlds or worlds_over(backend)
     plain = None if make else PlainForward(shape, dropout, z_loss)
@@ -152,16 +161,17 @@ def verify(
         ),
         steps=steps, precision=precision, seed=seed, optimizer=OPTIMIZERS[optimizer],
     )  # fmt: skip
-    # in every layout, so that none needs to run
+    # checked first: a fault here affects every layout
     if wrong := modules_differ(make, setting, plain):
         yield from (Verdict(str(x), x.ranks, False, math.inf, wrong) for x in layouts)
         return
     setting = with_loss_scale(make, setting)
-    alone = plain or (None if z_loss else own)  # the forward of a class knows no z-loss
+    alone = plain or (None if z_loss else own)  # the forward of a class has no z-loss
     known_truth = cache(partial(truth_of, make, setting, forward=alone))
     against = model_alone(model, own if alone is own else None, setting)
 
-    known_replay = cache(partial(replay, make, setting))  # by what cuts rows
+    # keyed by the division of rows
+    known_replay = cache(partial(replay, make, setting))
 
     def terms(layout: Layout) -> tuple[Setting, Truth]:
         cuts = sums_of(layout) if layout.matmul else Layout()
@@ -185,14 +195,17 @@ def verify(
 
 
 def own_forward(make: Callable[[], Model]) -> OwnForward | None:
-    """The forward of the class that a model describes; None if it has none. A description that computes
-    something else is refused."""
+    """Return the forward of the class that a model describes; None if it has none.
+
+    Raises if the description computes something else.
+    """
     whole = described_whole(make())
     return OwnForward(whole, make()) if whole else None
 
 
 def model_alone(model: Model, own: OwnForward | None, setting: Setting) -> str:
-    """The name of what computes a user's model as one process in every step; empty for a built-in one."""
+    """Return the name of what computes a user's model as one process in every step; ""
+    for a built-in one."""
     if model.whole is None:
         return ""
     exact = setting.precision.compute == torch.float64
@@ -206,8 +219,11 @@ def model_alone(model: Model, own: OwnForward | None, setting: Setting) -> str:
 
 
 def worlds_over(backend: str) -> Worlds:
-    """Worlds of a transport. Ranks that are threads on a CPU are given every result as late as is allowed,
-    and are refused what they may not do to a tensor meanwhile."""
+    """Return a function that opens worlds of a transport.
+
+    Ranks that are threads on a CPU receive every result as late as allowed, and are
+    refused forbidden uses of tensors meanwhile.
+    """
     late = backend == THREADS and not Devices().gpus
 
     def world(size: int) -> AbstractContextManager[Runner]:
@@ -219,14 +235,16 @@ def worlds_over(backend: str) -> Worlds:
 
 
 def setting_for(layout: Layout, setting: Setting) -> Setting:
-    """The terms of a comparison for a layout, whose products may be in 8 bits."""
+    """Return the settings for a layout, which may have fp8 matmuls."""
     matmul = matmul_named(layout.matmul)
     return replace(setting, precision=replace(setting.precision, matmul=matmul))
 
 
 def with_loss_scale(make: Callable[[], Model], setting: Setting) -> Setting:
-    """The setting with a first loss scale under which step 0 does not overflow, as of some models it does
-    even with torch's default. Only float16 has one."""
+    """Return the settings with an initial loss scale that does not overflow in step 0.
+
+    Some models overflow even with torch's default. Only float16 has a loss scale.
+    """
     first, patience = setting.scaling
     if setting.precision.compute != torch.float16:
         return setting
@@ -270,7 +288,7 @@ def _world(
                 wrong = false_claim(
                     layout, program, long_program(layout, make, setting)
                 )
-            # a program that is refused is a mistake of ours
+            # a refused program is a mistake of ours
             except ProgramError as error:
                 fits = not isinstance(error, DoesNotFit)
                 yield Verdict(
@@ -287,7 +305,7 @@ def _world(
                 continue
             try:
                 seen = run(train_layout, layout, program, make, setting)
-            # whatever the engine raises is this layout's verdict
+            # any error of the engine is this layout's verdict
             except Exception as error:
                 yield failed(layout, error)
                 continue
@@ -298,35 +316,37 @@ def _world(
 
 
 def wrong_transport(size: int, run: Runner) -> str:
-    """The first call of a world's groups that does not give what it should, or ""."""
+    """Return the first call of a world's groups with a wrong result, or ""."""
     if size == 1:
         return ""
     try:
         return next(filter(None, run(transport_fault)), "")
-    # a call that raises is a wrong one
+    # a call that raises is wrong, too
     except Exception as error:
         return _line(error)
 
 
 def failed(layout: Layout, error: Exception) -> Verdict:
-    """The verdict on a layout whose ranks raised."""
+    """Return the verdict on a layout whose ranks raised."""
     return Verdict(str(layout), layout.ranks, False, math.inf, _line(error))
 
 
 def _line(error: Exception) -> str:
-    """An error in one line, with its kind, and of ranks the one that failed first."""
+    """Format an error on one line with its type; for ranks, that of the first one that
+    failed."""
     text = str(error).strip().partition("\n")[0]
     return text if isinstance(error, RankFailed) else f"{type(error).__name__}: {text}"
 
 
 def judge(layout: Layout, got: Trace, truth: Truth, setting: Setting) -> Verdict:
-    """The verdict on what a layout has done."""
+    """Return the verdict on the trace of a layout."""
     differences = compare(got, truth.trace, setting.rate, truth.bounds)
     if truth.replay:
         compute = setting.precision.compute
         differences += replay_differences(got, truth.replay, setting.rate, compute)
     unequal = [str(d) for d in differences if not d.agrees]
-    # What has too few bits is the likely cause of what differs, and may be all that there is.
+    # Values with too few bits are the likely cause of differences, and may be the only
+    # finding.
     first = "; ".join((*unequal[:1], *got.breaches[:1]))
     worst = max(d.error for d in differences)
     share = max(d.error / d.allowed for d in differences if d.allowed)
@@ -336,7 +356,8 @@ def judge(layout: Layout, got: Trace, truth: Truth, setting: Setting) -> Verdict
 def modules_differ(
     make: Callable[[], Model], setting: Setting, plain: PlainForward | None
 ) -> str:
-    """The first difference between a model's modules and its plain form, in float64 on one batch."""
+    """Describe the first difference between a model's modules and its plain form, in
+    float64 on one batch."""
     if plain is None:
         return ""
     batch = {
@@ -348,7 +369,7 @@ def modules_differ(
         known, found = passes(
             model, batch, setting.seed, lambda weights: (plain, Pieces(model, weights))
         )
-    except RuntimeError as error:  # of torch, on weights of other sizes
+    except RuntimeError as error:  # raised by torch for weights of other sizes
         return f"the model's weights do not fit its formulas (verify/plain.py): {error}"
     differences = compare(found, known, setting.rate)
     first = next((str(each) for each in differences if not each.agrees), "")
@@ -366,16 +387,18 @@ def truth_of(
     cuts: Layout | None = None,
     forward: Forward | None = None,
 ) -> Truth:
-    """The result of one process in this precision, with bounds unless it is float64.
+    """Train on one process in this precision; return the result, with bounds unless it
+    is float64.
 
-    `forward` computes the model in float64: the plain form of a built-in model, or the user's own class.
-    `matmul` is a layout's word for fp8 products, and `cuts` the layout if it cuts their sums and so
-    has scales of its own. If one process cannot cut a model so, the bounds come from other scales.
+    `forward` computes the model in float64: the plain form of a built-in model, or the
+    user's own class. `matmul` is a layout's fp8 format, and `cuts` the layout if it
+    splits sums and so has separate scales. If one process cannot split a model so, the
+    bounds come from other scales.
     """
     precision, cuts = setting.precision, cuts or Layout()
     model = make()
     shape = model.shape
-    # which is no sum over microbatches
+    # which is not a sum over microbatches
     whole = shape is not None and shape.batch_loss > 0
     exact, half = precision.compute == torch.float64, precision.compute == torch.float16
     replayed = not matmul or can_replay(model, cuts)
@@ -412,7 +435,7 @@ def truth_of(
         )
 
     trace = train()
-    # float16 may skip a later step: then there is no finite loss, and nothing wrong.
+    # float16 may skip a later step; its loss is then not finite, which is fine
     for number, step in enumerate(trace.steps[:1] if half else trace.steps):
         if not math.isfinite(step.loss):
             raise LayoutError(
@@ -427,7 +450,7 @@ def truth_of(
 
 
 def logged(log: Path | None) -> dict[str, Verdict]:
-    """The verdicts of a log by their layouts; none where there is no log."""
+    """Return the verdicts in a log by layout; empty without a log."""
     if log is None or not log.exists():
         return {}
     known: dict[str, Verdict] = {}

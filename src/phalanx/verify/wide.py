@@ -1,13 +1,15 @@
-"""The check of what a rank computes in 16 bits, and that its weights are its own ones rounded.
+"""Checks which operations of a rank have 16-bit results, and that its compute weights
+are its own weights rounded.
 
-Mixed precision is a choice of the operations whose results have 16 bits: products, activations, sums of the
-residual stream. Norms, angles, routers, losses, merges of partial results and sums of gradients have 32. A
-mistake in that choice changes a gradient by less than the roundings beside it, so a comparison of results
-cannot show it. Here every operation that a rank carries out is looked at instead.
+In mixed precision, chosen operations have 16-bit results: matmuls, activations, sums of
+the residual stream. Norms, angles, routers, losses, merges of partial results and sums
+of gradients have 32 bits. A mistake in that choice changes a gradient by less than the
+surrounding roundings, so comparing results cannot reveal it. Here every operation that
+a rank executes is examined instead.
 
-Not seen: a wrong number of the right dtype; torch's own backward, where the table has its operation; the
-inside of a fused kernel, or of an operation that torch knows as one; models of the user's own; compiled
-layouts.
+Not detected: a wrong value of the right dtype; torch's own backward, if the table has
+its operation; the inside of a fused kernel, or of a composite operation of torch;
+users' own models; compiled layouts.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ from ..parallel import Model, Precision, Unit
 from ..parallel.narrow import NarrowUnit
 
 HALVES = (torch.bfloat16, torch.float16)
-_PACKAGE = "/phalanx/"  # the last folder of a path to our source
+_PACKAGE = "/phalanx/"  # last folder of a path to our source
 
-# Operations that compute nothing.
+# operations that compute nothing
 _MOVES = """
     _unsafe_view alias as_strided cat clone constant_pad_nd detach embedding empty empty_like empty_strided
     expand fill_ full full_like gather index index_put_ index_select lift_fresh masked_fill masked_fill_
@@ -38,8 +40,9 @@ _MOVES = """
 """
 MOVES = frozenset(_MOVES.split())
 
-# The operations whose results have 16 bits, by the function that calls them: products, activations, sums of
-# the residual stream, and what rounds numbers that were computed in 32 bits (_to_copy, copy_).
+# Operations with 16-bit results, by the function that calls them: matmuls, activations,
+# sums of the residual stream, and rounding of values computed in 32 bits (_to_copy,
+# copy_).
 _FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 NARROW = {
     "models/attention.py:Attention.projected": "mul",
@@ -67,7 +70,7 @@ NARROW = {
     "models/loss.py:_write_gradient": "copy_",
     "models/mlp.py:Layer.forward": "gelu",
     "models/noise.py:Dropout.forward": "mul where",
-    # float16: its statistics have 32 bits
+    # in float16; its statistics have 32 bits
     "models/norm.py:LayerNorm.forward": "native_layer_norm",
     "models/norm.py:_LayerNormalized.backward": "_to_copy",
     "models/norm.py:_LayerNormalized.forward": "native_layer_norm",
@@ -81,9 +84,9 @@ NARROW = {
     "parallel/data.py:Unit.load": "copy_",
     "parallel/data.py:Unit.refresh": "copy_",
     "parallel/products.py:into_input": "mm",
-    # a bias, beside products in 8 bits
+    # a bias, beside fp8 matmuls
     "parallel/products.py:multiply": "add addmm mm",
-    # Weights that travel in 8 bits, and products with them, whose sums have 32.
+    # weights that travel in 8 bits, and matmuls with them, whose sums have 32
     "parallel/low_precision.py:_OfExpert.backward": "mm",
     "parallel/low_precision.py:largest_of": "abs amax",
     "parallel/low_precision.py:of_expert": "add",
@@ -91,7 +94,7 @@ NARROW = {
     "parallel/narrow.py:NarrowUnit._parts": "_to_copy",
     "parallel/narrow.py:NarrowUnit._rows": "copy_",
     "parallel/narrow.py:NarrowUnit.agree_scales": "copy_",
-    # What autograd's own backward of all these computes.
+    # operations of autograd's own backward of all these
     "parallel/pieces.py:Piece._run": (
         f"{_FLASH}_backward _to_copy add add_ div embedding_dense_backward gelu_backward index_add mm mul"
         " native_layer_norm_backward neg sigmoid_backward silu_backward sum tanh_backward where"
@@ -101,17 +104,18 @@ NARROW = {
     "parallel/tensor.py:RowLinear.forward": "add",
     "parallel/tensor.py:VocabularyEmbedding.forward": "mul",
 }
-# Frames between a function and its operation.
+# skipped: frames between a function and its operation
 _BETWEEN = "/parallel/recompute.py"
 
 
 class NarrowArithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Looks at each operation, and notes the first one with a result of 16 bits that is not in the table."""
+    """Examines each operation, and records the first one with a 16-bit result that is
+    not in the table."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found = ""
-        # operations and code that are in the table
+        # operations and code found in the table before
         self.known: set[tuple[Any, Any]] = set()
 
     def __torch_dispatch__(
@@ -133,7 +137,7 @@ def _has_16_bits(result: Any) -> bool:
 
 
 def _own_frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost call of a function of this package."""
+    """Return the innermost frame of a function of this package."""
     while frame is not None:
         file = frame.f_code.co_filename
         if _PACKAGE in file and not file.endswith(_BETWEEN):
@@ -150,7 +154,7 @@ def _breach(func: Any, frame: FrameType | None) -> str:
     code = frame.f_code
     file = code.co_filename.rpartition(_PACKAGE)[2]
     if file.startswith("verify/") or (file.startswith("comm/") and name == "copy_"):
-        return ""  # groups copy what they carry
+        return ""  # groups copy the tensors that they transport
     function = code.co_qualname.partition(".<locals>")[0]
     if name in NARROW.get(f"{file}:{function}", "").split():
         return ""
@@ -163,8 +167,8 @@ def _breach(func: Any, frame: FrameType | None) -> str:
 def looked_at(
     model: Model, precision: Precision, device: torch.device
 ) -> NarrowArithmetic | None:
-    """The mode that looks at a rank's operations, for the modules and kernels that the table is
-    written for."""
+    """Return the mode that examines a rank's operations, for modules and kernels that
+    the table covers."""
     built_in = isinstance(getattr(model.draw, "__self__", None), Decoder | DeepMlp)
     if not built_in or precision.compute not in HALVES or device.type != "cpu":
         return None
@@ -172,7 +176,8 @@ def looked_at(
 
 
 def unrounded(units: Iterable[Unit]) -> Iterator[str]:
-    """The units whose weights, as they are computed with, are not this rank's own ones rounded to nearest."""
+    """Yield units whose compute weights are not this rank's own weights rounded to
+    nearest."""
     for unit in units:
         if unit.buffer is None or isinstance(unit, NarrowUnit):
             continue
