@@ -57,7 +57,7 @@ def test_the_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["a.toml", "b.toml"], "name one run file"),
         (["--rank", "2"], "Did you mean --ranks?"),
         (["--ranks", "0"], "write 1 to"),
-        (["--ranks", "2", "--layout", "dp4"], "is for 4 ranks, and --ranks says 2"),
+        (["--ranks", "2", "--layout", "dp4"], "is for 4 ranks, but --ranks is 2"),
         (["steps=1", "--ranks", "two"], "write a whole number"),
     ],
 )
@@ -376,7 +376,7 @@ def test_ranks_that_fail_at_one_step_three_times_are_not_started_again(
     said = capfd.readouterr().err.splitlines()
     assert said[0] == "rank 1 failed: the process was killed by signal 9"
     assert "with the beginning; restarts left: 8" in said[1]
-    assert ("not started again" in said[-1]) == bool(why)
+    assert ("not restarted" in said[-1]) == bool(why)
     assert why in said[-1]
     assert not list(tmp_path.glob(".run.steps"))
 

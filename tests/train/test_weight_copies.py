@@ -423,6 +423,6 @@ def test_local_ranks_are_started_again_after_their_copies_differed(
     assert train_verb.run([*argv, "--backend", "threads"]) == 0
     told = capfd.readouterr().err
     assert "copies that were equal bit by bit differ" in told
-    assert "The ranks are started again with step-00000002" in told
+    assert "The ranks are restarted from step-00000002" in told
     assert "Traceback" not in told
     assert [r["step"] for r in records(tmp_path / "run", "end")] == [6]

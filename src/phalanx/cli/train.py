@@ -1,15 +1,15 @@
-"""`phalanx train`: trains what a run file says, on one process, on local ranks, or as a rank of torchrun or
-Slurm, and goes on from its newest checkpoint if there is one.
+"""`phalanx train`: trains the model of a run file in one process, on local ranks, or as a rank
+of torchrun or Slurm. It resumes from the newest checkpoint if there is one.
 
-Exit code 0: trained to the end, or saved and ended because of a file STOP in the run's folder; 1: failed;
-2: wrong usage; 75: saved and ended because of SIGTERM, SIGHUP, SIGUSR1 or Ctrl-C. After 0 by STOP and
-after 75 the same command continues from there.
+Exit code 0: trained to the end, or saved and stopped by a file STOP in the run's folder; 1: failed;
+2: wrong usage; 75: saved and stopped by SIGTERM, SIGHUP, SIGUSR1 or Ctrl-C. After a stop the same
+command resumes the run.
 
   phalanx train steps=50
   phalanx train run.toml optimizer.lr=1e-3 --layout "dp2 pp2 zero1 1f1b:4"
   torchrun --nproc-per-node 8 --no-python phalanx train run.toml
-  phalanx train run.toml hang.timeout=300    # seconds that a rank may stand still; 0: for ever
-  phalanx train run.toml hang.straggler=1.5  # report ranks that take so many times their peers' time
+  phalanx train run.toml hang.timeout=300    # seconds without progress that count as a hang; 0: never
+  phalanx train run.toml hang.straggler=1.5  # report ranks slower than their peers by this factor
   phalanx train run.toml --print-config
 """
 
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from ..train.starts import Starts
 
 _INTERRUPTED = "The step is finished and saved. Ctrl-C again ends the run at once."
-_BEGUN = time.time()  # a STOP file older than this process is not meant for it
+_BEGUN = time.time()  # a STOP file older than this process is from an earlier run
 
 
 def run(argv: list[str]) -> int:
@@ -80,7 +80,7 @@ def run(argv: list[str]) -> int:
     add(
         "--ranks",
         type=whole(1, RANKS),
-        help="local processes; default: one for each GPU, or 2",
+        help="number of local processes; default: one for each GPU, or 2",
     )
     add(
         "--layout",
@@ -96,7 +96,7 @@ def run(argv: list[str]) -> int:
     add(
         "--force",
         action="store_true",
-        help="start even if memory is estimated not to suffice",
+        help="start even if the estimated memory does not suffice",
     )
     add("--backend")
     add("--print-config", action="store_true", help="print the whole run file and exit")
@@ -122,7 +122,7 @@ def run(argv: list[str]) -> int:
         layout = config.layout_of()
         if layout is not None and args.ranks not in (None, layout.ranks):
             raise UsageError(
-                f"layout {str(layout)!r} is for {layout.ranks} ranks, and --ranks says {args.ranks}."
+                f"layout {str(layout)!r} is for {layout.ranks} ranks, but --ranks is {args.ranks}."
                 f" Write --ranks {layout.ranks}, or leave it out; or --layout auto."
             )
         config = _prepared(config)
@@ -141,12 +141,12 @@ def run(argv: list[str]) -> int:
             command[0], [*command, "-m", "phalanx", "train", *without_secrets(argv)]
         )
     with output_scope():
-        unblock_output()  # whoever reads may pause: the run does not
+        unblock_output()  # a paused reader of the output must not pause the run
         return _train(config, args, notice)
 
 
 def _run_of(args: argparse.Namespace) -> tuple[Run, str]:
-    """The run, and a line for the screen where its model is that of its newest checkpoint."""
+    """Return the run, and a notice if it takes its model from its newest checkpoint."""
     words = [*args.words]
     if args.layout is not None:
         words.append(f"layout={args.layout}")
@@ -164,8 +164,10 @@ def _run_of(args: argparse.Namespace) -> tuple[Run, str]:
 
 
 def _prepared(run: Run) -> Run:
-    """Text and chats become tokens of the model's own tokenizer, in the run's folder; the run with
-    these."""
+    """Convert text and chats to tokens of the model's own tokenizer, in the run's folder.
+
+    Return the run with these as its data.
+    """
     if not run.hub:
         return run
     made = [_tokens_of(run, path, n) for n, (path, _) in enumerate(run.sources)]
@@ -177,14 +179,14 @@ def _prepared(run: Run) -> Run:
 
 
 def _tokens_of(run: Run, data: str, number: int) -> str:
-    """The folder with the tokens of a source; they are made if they are not there."""
+    """Return the folder with the tokens of a source, after preparing them if missing."""
     from ..train.data.token_files import has_tokens
     from ..train.data.vocabulary import open_vocabulary
     from .data import left_out, prepare_shown
 
     if data == PYTHON:
         raise UsageError(
-            f"data = {PYTHON!r} is bytes, and model = {run.model!r} has a tokenizer. Name text or chats:"
+            f"data = {PYTHON!r} is bytes, but model = {run.model!r} has a tokenizer. Name text or chats:"
             " a text, .jsonl or .parquet file, or a folder of these."
         )
     if has_tokens(Path(data)):
@@ -192,7 +194,7 @@ def _tokens_of(run: Run, data: str, number: int) -> str:
     out = str(Path(run.out, f"tokens-{number}" if number else "tokens"))
     if launched(os.environ) and not has_tokens(Path(out)):
         raise UsageError(
-            f"data = {data!r} is text, and many processes have been started. Prepare it first:"
+            f"data = {data!r} is text, which one process must prepare before many are started:"
             f" phalanx data prepare {data} --tokenizer {run.hub} --out {out}"
         )
     how, words = run.prepare, open_vocabulary(Path(run.hub))
@@ -205,7 +207,7 @@ def _tokens_of(run: Run, data: str, number: int) -> str:
 
 
 def _train(config: Run, args: argparse.Namespace, notice: str) -> int:
-    """Find the ranks and the layout, and train."""
+    """Determine the ranks and the layout, and train."""
     from ..comm import choose
     from ..comm.devices import Devices
     from ..comm.launch import used_gpus
@@ -225,7 +227,7 @@ def _train(config: Run, args: argparse.Namespace, notice: str) -> int:
 
 
 def _joined(config: Run, args: argparse.Namespace, notice: str, at: Rendezvous) -> int:
-    """One rank of those that a launcher has started."""
+    """Train as one of the ranks that a launcher has started."""
     from ..comm import CommError, PeerFailed, RanksDiffer, agreement, join
     from ..comm.base import exit_code_of
     from ..comm.pool import be_killed_with_parent
@@ -234,9 +236,9 @@ def _joined(config: Run, args: argparse.Namespace, notice: str, at: Rendezvous) 
 
     if args.ranks not in (None, at.size):
         started = f"the launcher has started {at.size} ranks"
-        raise UsageError(f"{started}, and --ranks says {args.ranks}.")
+        raise UsageError(f"{started}, but --ranks is {args.ranks}.")
     if at.agent:
-        # torchrun's ranks would go on for ever when their agent is killed
+        # otherwise torchrun's ranks would run on after their agent is killed
         be_killed_with_parent()
     config = config.for_ranks(at.size)
     if at.rank:
@@ -250,12 +252,12 @@ def _joined(config: Run, args: argparse.Namespace, notice: str, at: Rendezvous) 
     )
     gpus = at.size if world.device.type == "cuda" else 0
     try:
-        # What one rank refuses ends the others too, with its words.
+        # A refusal on one rank ends the others too, with the same message.
         with agreement(world):
             layout = _layout_that_fits(config, at.size, gpus, notice)
             if config.verify and not at.rank:
                 refuse_different(config, layout)
-            # how many ranks share a host's memory is not known
+            # the number of ranks that share a host's memory is unknown
             if gpus and not at.rank:
                 _say_memory(config, layout, gpus, force=args.force)
     except Exception as error:
@@ -278,8 +280,10 @@ def _joined(config: Run, args: argparse.Namespace, notice: str, at: Rendezvous) 
 
 
 def _layout_that_fits(config: Run, ranks: int, gpus: int, notice: str) -> Layout:
-    """The run's layout. Whatever can be refused before ranks train is refused here, by each rank of a
-    launcher, or once for local ranks."""
+    """Return the run's layout, after all checks that are possible before training.
+
+    Each rank of a launcher performs them; for local ranks they are performed once.
+    """
     from ..parallel import refuse_mixing, refuse_unfit
     from ..train.checkpoint_load import (
         ModelIdentity,
@@ -298,10 +302,10 @@ def _layout_that_fits(config: Run, ranks: int, gpus: int, notice: str) -> Layout
     if any(path == PYTHON for path, _ in config.sources) and shape.vocab > BYTES:
         progress(
             f"data: text of Python's library as bytes, {BYTES} of the model's {shape.vocab:,} tokens;"
-            " data=PATH names your own"
+            " data=PATH selects your own"
         )
     saved = newest(config.checkpoints)
-    # The ranks look again at what they choose to go on from.
+    # The ranks check the checkpoint that they load once more.
     if saved and not config.checkpoint.adopt:
         refuse_other(*saved, ModelIdentity.of(maker_of(config)(), shape, config.own))
     if saved:
@@ -313,7 +317,9 @@ def _layout_that_fits(config: Run, ranks: int, gpus: int, notice: str) -> Layout
         progress(f"auto: {str(layout) or 'one rank'}, {why}")
     else:
         layout = named
-    if wrong := list(misfits(config, shape, layout)):  # what the file could not know
+    if wrong := list(
+        misfits(config, shape, layout)
+    ):  # checks that need the sizes of the model
         raise RunError(config.own or "run" if named else "layout = auto", wrong)
     if layout.ranks != ranks:
         raise UsageError(
@@ -325,7 +331,7 @@ def _layout_that_fits(config: Run, ranks: int, gpus: int, notice: str) -> Layout
     if config.own:
         own = maker_of(config)()
         refuse_unfit(own, layout)
-        if not launched(os.environ):  # else the first of all ranks tries it
+        if not launched(os.environ):  # otherwise rank 0 tries it
             refuse_mixing(own, layout)
     return layout
 
@@ -338,7 +344,7 @@ def _say_memory(config: Run, layout: Layout, gpus: int, *, force: bool) -> None:
 
 
 def _local(config: Run, layout: Layout, args: argparse.Namespace) -> int:
-    """Ranks of our own, on this machine."""
+    """Train on local ranks started by this process."""
     from ..train.lock import hold_run
     from ..train.program import maker_of
     from ..train.starts import Starts
@@ -364,8 +370,11 @@ def _local(config: Run, layout: Layout, args: argparse.Namespace) -> int:
 def _until_it_ends(
     config: Run, layout: Layout, args: argparse.Namespace, starts: Starts
 ) -> Outcome | None:
-    """Train, and start the ranks again after one has failed, as often as the run says; None if that
-    was in vain. Ranks that fail at one step again and again are not started again."""
+    """Train, restarting the ranks after a failure up to `train.restarts` times.
+
+    Return None if that did not help. Ranks that fail repeatedly at the same step are not
+    restarted.
+    """
     from ..comm import RankFailed, launch
     from ..train.checkpoint import steps
     from ..train.checkpoint_memory import newest_in_memory
@@ -381,7 +390,7 @@ def _until_it_ends(
         begun = time.time()
         starts.begin()
         try:
-            settle_output()  # ranks are forked from a process that has no other thread
+            settle_output()  # ranks must be forked from a process without other threads
             outcomes = launch(
                 _rank, layout.ranks, config, str(layout), args.quiet, **terms
             )
@@ -389,35 +398,33 @@ def _until_it_ends(
             return first
         except RankFailed as error:
             if not error.restart_helps or (error.refusal and not left):
-                raise  # a sentence for the user
+                raise  # an explained refusal
             text = error.reports[0].error
             if f"signal {signal.SIGBUS.value}" in text and (cut := _cut_file(config)):
                 complain(f"rank {error.rank}: {text}: {cut}")
                 break
-            # if its watcher has ended the ranks; it has said why
+            # written if the watcher has ended the ranks; it has printed the reason
             hang = Path(config.out, HANG)
             hung = hang.is_file() and hang.stat().st_mtime >= begun
-            told = (
+            report = (
                 f"the run hung and was ended; the stacks of all its ranks are in {hang}"
             )
-            complain(told if hung else error.refusal or str(error))
+            complain(report if hung else error.refusal or str(error))
             if not left:
                 break
         if why := starts.in_vain():
-            complain(f"The ranks are not started again: {why}.")
+            complain(f"The ranks are not restarted: {why}.")
             break
         saved = max(
             newest_in_memory(config), *(p.name for p in steps(config.checkpoints)), ""
         )
         saved = saved or "the beginning"
-        complain(
-            f"The ranks are started again with {saved}; restarts left: {left - 1}."
-        )
+        complain(f"The ranks are restarted from {saved}; restarts left: {left - 1}.")
     return None
 
 
 def _rank(world: World, config: Run, layout: str, quiet: bool) -> Outcome:
-    """One of our own ranks. Its process may have been forked from this one, or be new."""
+    """Run one local rank. Its process may have been forked from this one, or be new."""
     from ..train.loop import train
 
     with output_scope():
@@ -429,7 +436,10 @@ def _rank(world: World, config: Run, layout: str, quiet: bool) -> Outcome:
 
 
 def _cut_file(config: Run) -> str:
-    """The mapped file of ours that has become shorter, if one has: reading beyond its end kills a process."""
+    """Name the mapped data file that has become shorter, if any, or return "".
+
+    Reading beyond its end kills a process with SIGBUS.
+    """
     from ..train.data.token_files import DataError
     from ..train.program import shape_of
     from ..train.rank import batches_of
@@ -443,11 +453,10 @@ def _cut_file(config: Run) -> str:
 
 @contextmanager
 def _passed_on(file: Path) -> Iterator[None]:
-    """A signal to stop that this process gets reaches its ranks as a STOP file; a second Ctrl-C ends
-    them at once.
+    """Pass stop signals on to the ranks as a STOP file; a second Ctrl-C ends them at once.
 
-    Ranks that are forked have this handler too, until they have their own and when they have failed.
-    They must not write STOP then, which would be for a run that comes after them.
+    Forked ranks inherit this handler until they install their own, and after they have
+    failed. They must not write STOP then: it would stop a later run.
     """
     from ..train.stop import PassedOn, stop_signals
 
@@ -457,7 +466,7 @@ def _passed_on(file: Path) -> Iterator[None]:
         if os.getpid() != own:
             return
         if not passed_on.ask(number):
-            # No file can be made. Ranks that train already take the signal itself.
+            # No file can be created. Ranks that already train handle the signal itself.
             for rank in multiprocessing.active_children():
                 rank.terminate()
         if number == signal.SIGINT:
@@ -492,8 +501,8 @@ def _ended(run: Run, outcome: Outcome, as_json: bool) -> int:
     if outcome.not_uploaded:
         why = outcome.not_uploaded.rstrip(".")
         complain(
-            f"step {outcome.step} is saved in {run.checkpoints}, and is not at"
-            f" {run.checkpoint.remote}: {why}. The same command tries the upload again."
+            f"step {outcome.step} is saved in {run.checkpoints}, but not at"
+            f" {run.checkpoint.remote}: {why}. The same command retries the upload."
         )
         return 1
     if outcome.by == REMOVED:
@@ -502,5 +511,5 @@ def _ended(run: Run, outcome: Outcome, as_json: bool) -> int:
             f" saved in {run.checkpoints}, and the same command continues from there."
         )
         return 1
-    # Launchers start again what ends with another code than 0: a STOP file is to end the run for good.
+    # Launchers restart a command whose exit code is not 0; a STOP file ends the run for good.
     return STOPPED if outcome.stopped and outcome.by != STOP else 0
