@@ -164,12 +164,12 @@ def test_stages_named_wrongly_are_refused_with_the_counts() -> None:
         (
             "ep2 tp2 experts:tp",
             {"experts"},
-            "would send each 2 times to its experts.\n  Add seq, or",
+            "would send each token 2 times to its experts.\n  Add seq, or",
         ),
         (
             "ep2 experts:cp",
             {"experts"},
-            "nobody to share experts with: cp=1.\n  Leave cp out of it",
+            "no ranks to share experts with: cp=1.\n  Leave cp out of it",
         ),
     ],
 )
@@ -195,8 +195,9 @@ def test_a_loss_of_the_batch_needs_it_whole() -> None:
     shape = replace(SHAPES["experts"], batch_loss=0.1)
     assert not legal(Layout.parse("dp2 ep2"), shape)
     (wrong,) = legal(Layout.parse("pp2 1f1b:3"), shape)
-    assert "3 microbatches are not through by then.\n  Use one microbatch, or" in str(
-        wrong
+    assert (
+        "3 microbatches are not all forward by then.\n  Use one microbatch, or"
+        in str(wrong)
     )
 
 

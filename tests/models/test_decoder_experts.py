@@ -303,8 +303,8 @@ def test_sizes_that_do_not_fit_together_are_refused(
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"kv_heads": 2}, "keys of latents are each one head's"),
-        ({"bias": "qkv"}, "keys of latents are each one head's"),
+        ({"kv_heads": 2}, "a key for each head"),
+        ({"bias": "qkv"}, "a key for each head"),
         ({"positions": "learned"}, "rope turns rope_dim = 2 of head_dim = 4"),
         ({"rope_dim": 6}, "rope turns rope_dim = 6 of head_dim = 4"),
     ],

@@ -15,7 +15,7 @@ from phalanx.cli.main import main
 from phalanx.comm import World
 from phalanx.comm.launch import launch
 from phalanx.layout import Layout, Shape, staged_pieces
-from phalanx.layout.matrices import dealt, orthogonal_work
+from phalanx.layout.matrices import assign_owners, orthogonal_work
 from phalanx.parallel import build_model
 from phalanx.parallel.local import build_local
 from phalanx.plan import cluster
@@ -105,14 +105,14 @@ def test_the_bytes_of_a_plan_are_those_that_ranks_take_of_the_owners() -> None:
 
 def test_the_update_of_a_plan_is_the_work_of_the_owner_that_has_most() -> None:
     """At a rate of one, by hand: two ranks, one has the square, the other both halves."""
-    assert dealt(
+    assert assign_owners(
         [orthogonal_work(4, 4), orthogonal_work(4, 2), orthogonal_work(4, 2)], 2
     ) == [
         0,
         1,
         1,
     ]
-    assert dealt([1.0, 1.0], 3, first=2) == [2, 0]
+    assert assign_owners([1.0, 1.0], 3, first=2) == [2, 0]
     shape, hardware = Shape.load("8b"), hardware_of(cluster("h100x64"))
     matrices = _matrices(shape, Layout())[1]
     alone = matrix_times(matrices, Layout.parse("bf16"), hardware)

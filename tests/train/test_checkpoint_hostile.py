@@ -162,7 +162,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a header without end": (
         lambda p: forge(p, len(DEEP).to_bytes(8, "little") + DEEP), "more than 32 deep",
     ),
-    "a key twice": (lambda p: header(p, id, raw=b'{"a":{},"a":{}}'), "a key is there twice"),
+    "a key twice": (lambda p: header(p, id, raw=b'{"a":{},"a":{}}'), "a key occurs twice"),
     "tensors that overlap": (
         lambda p: header(p, lambda s: list(s.values())[1].update(
             data_offsets=[0, list(s.values())[1]["data_offsets"][1]

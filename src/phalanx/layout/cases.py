@@ -1,5 +1,6 @@
-"""Layouts to compare when none is named: small shapes with every awkward trait, and all legal
-layouts up to a number of ranks."""
+"""Layouts to compare if none is named: small shapes with every awkward trait, and all
+legal layouts up to a number of ranks.
+"""
 
 import tomllib
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ SHAPES = {
     name: decode(Shape, {"name": name, **sizes}, name, ShapeError)
     for name, sizes in (_SIZES | {"mlp": _DATA["mlp"]}).items()
 }
-# Beyond thresholds of the code that the others do not reach.
+# These exceed thresholds of the code that the others do not reach.
 LARGER = {
     name: decode(Shape, {"name": name, **_DATA["least"], **more}, name, ShapeError)
     for name, more in _DATA["larger"].items()
@@ -39,9 +40,12 @@ LARGER = {
 def every_layout(
     shape: Shape, ranks: int, *, axes: str = " ".join(AXES), besides: bool = False
 ) -> tuple[Layout, ...]:
-    """All legal layouts of 1 to `ranks` ranks over these axes, each once; over ep where there are
-    experts. With `besides` each has one more option, in turn, where it can have that one: as many
-    layouts, in which every option occurs with every choice."""
+    """All legal layouts of 1 to `ranks` ranks over these axes, each once; over ep if
+    there are experts.
+
+    With `besides`, each has one more option, in turn, if that is legal: the same number
+    of layouts, in which every option occurs with every choice.
+    """
     free = set(axes.split()) - ({"ep"} if not shape.experts else set())
     plain = tuple(
         x for x in dict.fromkeys(_all(shape, ranks, free)) if not legal(x, shape)
@@ -69,7 +73,9 @@ def _all(shape: Shape, ranks: int, axes: set[str]) -> Iterator[Layout]:
 
 
 def _grids(ranks: int, free: list[bool]) -> Iterator[tuple[int, ...]]:
-    """The sizes of the axes whose product is at most `ranks`; an axis that is not free has one."""
+    """The sizes of the axes whose product is at most `ranks`. An axis that is not free
+    has size 1.
+    """
     if not free:
         yield ()
         return
@@ -79,7 +85,9 @@ def _grids(ranks: int, free: list[bool]) -> Iterator[tuple[int, ...]]:
 
 
 def _orders(pp: int) -> list[tuple[str, int, int]]:
-    """(schedule, chunks, microbatches): 3, which no number of stages here divides."""
+    """(schedule, chunks, microbatches). 3 microbatches, which no number of stages here
+    divides.
+    """
     if pp == 1:
         return [(ACCUM, 1, 1), (ACCUM, 1, 3)]
     kinds = [(name, kind) for name, kind in SCHEDULES.items() if kind.pipelined]
@@ -97,9 +105,12 @@ def _features(x: Layout) -> dict[str, object]:
 
 
 def covering(layouts: tuple[Layout, ...], least: int) -> tuple[Layout, ...]:
-    """Few of these layouts in which every two choices that occur together still do; at least so
-    many, filled up evenly."""
-    bits: dict[object, int] = {}  # the pairs of a layout as bits of one number
+    """A small subset of at least `least` layouts in which every two choices that occur
+    together still do.
+
+    It is filled up evenly.
+    """
+    bits: dict[object, int] = {}  # a bit for each pair of choices
     pairs = {
         x: sum(
             1 << bits.setdefault(p, len(bits))

@@ -1,5 +1,7 @@
-"""The names that layouts, run files and flags choose from, with what is known of each before torch is
-loaded. A schedule, a dtype or a backend is spelled out here and nowhere else."""
+"""The names that layouts, run files and flags choose from, with their properties.
+
+Known before torch is loaded. A schedule, a dtype or a backend is spelled out only here.
+"""
 
 import difflib
 import tomllib
@@ -10,17 +12,19 @@ from typing import NamedTuple
 
 
 class ScheduleTraits(NamedTuple):
-    """Traits of a schedule. Its order of operations is a function in program/schedules.py."""
+    """Traits of a schedule. Its order of operations is a function in
+    program/schedules.py.
+    """
 
-    least: int = 1  # chunks of the model on each stage: from so many
-    most: int = 1  # to so many
-    pipelined: bool = True  # over the stages of a pipeline
+    least: int = 1  # fewest chunks of the model on each stage
+    most: int = 1  # most chunks
+    pipelined: bool = True  # runs over the stages of a pipeline
     whole_batch: bool = False  # takes the batch as one microbatch
     splits_backward: bool = False  # input and weight gradients are separate operations
-    # of P ranks, rank r has the stages r and 2P - 1 - r; else r, P + r, ...
+    # Of P ranks, rank r holds the stages r and 2P - 1 - r; otherwise r, P + r, ...
     v_shape: bool = False
-    searched: bool = False  # the order depends on what operations cost
-    # a forward stands before the backward that is computed beside it
+    searched: bool = False  # the order depends on the costs of operations
+    # In a pair computed side by side, the forward comes before the backward.
     forward_first: bool = False
 
 
@@ -33,7 +37,7 @@ ACCUM, NAIVE, GPIPE, ONE_F_ONE_B, INTERLEAVED = (
 )
 ZB_H1, ZB_H2, ZB_V, SEARCHED = "zb-h1", "zb-h2", "zb-v", "searched"
 DUALPIPE_V = "dualpipe-v"
-CHUNKS = 64  # the most of a stage
+CHUNKS = 64  # the most chunks on a stage
 SCHEDULES = {
     ACCUM: ScheduleTraits(pipelined=False),
     NAIVE: ScheduleTraits(whole_batch=True),
@@ -51,17 +55,21 @@ SCHEDULES = {
 
 
 def traits(schedule: str) -> ScheduleTraits:
-    """The traits of a schedule by name. A user's own, FILE.py:NAME, may have any number of chunks."""
+    """The traits of a schedule. A user's own, FILE.py:NAME, may have any number of
+    chunks.
+    """
     return SCHEDULES.get(schedule, ScheduleTraits(1, CHUNKS))
 
 
 class DtypeTraits(NamedTuple):
-    """A number format: as a layout's precision, in torch, and in a safetensors file."""
+    """A number format: a layout's precision, its name in torch, and its name in a
+    safetensors file.
+    """
 
     torch: str
     bytes: int
-    stored: str = ""  # in safetensors; empty for what no checkpoint has
-    computes: bool = True  # a layout may compute in it
+    stored: str = ""  # in safetensors; "" if no checkpoint has it
+    computes: bool = True  # layouts may compute in it
     compared: bool = True  # `verify` compares layouts in it
 
 
@@ -69,33 +77,35 @@ BF16, FP16, TF32, FP32, FP64, FP8 = "bf16", "fp16", "tf32", "fp32", "fp64", "fp8
 DTYPES = {
     BF16: DtypeTraits("bfloat16", 2, "BF16"),
     FP16: DtypeTraits("float16", 2, "F16"),
-    # float32, rounded on its way into a product
+    # float32, rounded on its way into a matmul
     TF32: DtypeTraits("float32", 4, compared=False),
     FP32: DtypeTraits("float32", 4, "F32"),
     FP64: DtypeTraits("float64", 8, "F64"),
-    # in tables of devices
+    # used only in tables of devices
     FP8: DtypeTraits("float8_e4m3fn", 1, computes=False, compared=False),
 }
 PRECISIONS = tuple(name for name, dtype in DTYPES.items() if dtype.computes)
-# By the names that torch and safetensors have for them, widest first.
+# By their names in torch and safetensors, widest first.
 _WIDEST = sorted(DTYPES.items(), key=lambda item: -item[1].bytes)
 COMPARED = {dtype.torch: name for name, dtype in _WIDEST if dtype.compared}
 STORED = {dtype.stored: dtype.torch for _, dtype in _WIDEST if dtype.stored}
 
 
 class MatmulTraits(NamedTuple):
-    """Products in 8 bits with the weights of blocks: which numbers share a scale, and the formats."""
+    """A way of fp8 matmuls with the weights of blocks: the elements that share a scale,
+    and the formats.
+    """
 
-    run: int = 0  # numbers along the sum that share one; 0: all of it
-    square: bool = False  # of a weight, so many rows as well
-    power: bool = False  # a scale is a power of two in 8 bits, and else in float32
+    run: int = 0  # elements along the sum with one scale; 0: all
+    square: bool = False  # a weight's scale covers as many rows as well
+    power: bool = False  # scales are 8-bit powers of two; otherwise float32
     forward: str = "float8_e4m3fn"
     gradient: str = "float8_e4m3fn"
-    experts: bool = False  # those of routed experts as well
+    experts: bool = False  # applies to routed experts too
 
 
 FP8_TILE, MXFP8 = "fp8:tile", "mxfp8"
-_WIDER = "float8_e5m2"  # more exponents, one digit fewer
+_WIDER = "float8_e5m2"  # one exponent bit more, one mantissa bit fewer
 MATMULS = {
     FP8: MatmulTraits(),
     FP8_TILE: MatmulTraits(128, square=True),  # DeepSeek-V3 2024, 3.3.2
@@ -114,21 +124,24 @@ MATMUL_WORDS = {name: name for name in MATMULS} | {
     "fp8:row,e5m2": f"{FP8}:e5m2",
 }
 
-COMPILE, COMPILE_MAX = "default", "max"  # how torch.compile is asked to compile
-COMPILED = ("", COMPILE, COMPILE_MAX)  # if at all
+COMPILE, COMPILE_MAX = "default", "max"  # modes of torch.compile
+COMPILED = ("", COMPILE, COMPILE_MAX)  # "" is not compiled
 
 AUTO, THREADS, SHM, GLOO, NCCL = "auto", "threads", "shm", "gloo", "nccl"
-BACKENDS = (AUTO, THREADS, SHM, GLOO, NCCL)  # what carries messages
-LOCAL_RANKS = 256  # that one command starts on this machine
+BACKENDS = (AUTO, THREADS, SHM, GLOO, NCCL)  # carry messages between ranks
+LOCAL_RANKS = 256  # the most that one command starts on this machine
 DEVICES = (AUTO, "cpu", "cuda")
-PYTHON = "python"  # the built-in data: text of Python's library as bytes
-BYTES = 256  # its vocabulary
+PYTHON = "python"  # the built-in data: texts of Python's library as bytes
+BYTES = 256  # the vocabulary of that data
 
 
 class OptimizerTraits(NamedTuple):
-    """An optimizer: its name in checkpoints, and the tensors that it keeps for each weight, by the names
-    that torch has for them. One with `matrix_moments` updates matrices whole, at an owner, and keeps
-    these for them."""
+    """An optimizer: its name in checkpoints, and torch's names of the tensors it keeps
+    for each weight.
+
+    An optimizer with `matrix_moments` updates matrices whole, at an owner, and keeps
+    these for them.
+    """
 
     stored: str
     moments: tuple[str, ...]
@@ -143,7 +156,7 @@ class OptimizerTraits(NamedTuple):
         return self.moments + self.matrix_moments
 
     def kept(self, *, matrix: bool) -> tuple[str, ...]:
-        """The tensors that are kept for a weight, which may be such a matrix."""
+        """The tensors kept for a weight, or for a matrix that is updated whole."""
         return self.matrix_moments if matrix and self.whole_matrices else self.moments
 
 
@@ -155,20 +168,21 @@ OPTIMIZERS = {
     SGD: OptimizerTraits("SGD", _MOMENTUM),
     MUON: OptimizerTraits("Muon", _AVERAGES, _MOMENTUM),
 }
-# Those that `verify` compares: `muon:original` has optimizer.adjust_lr = original, and no Nesterov.
+# Those that `verify` compares. `muon:original` has optimizer.adjust_lr = original and
+# no Nesterov.
 COMPARED_OPTIMIZERS = (*OPTIMIZERS, "muon:original")
 
 
 @cache
 def elsewhere(section: str) -> dict[str, str]:
-    """Maps other libraries' names to ours; a section of elsewhere.toml."""
+    """Map other libraries' names to ours, from a section of elsewhere.toml."""
     data = Path(__file__).with_name("elsewhere.toml").read_text(encoding="utf-8")
     rows = tomllib.loads(data)[section].items()
     return {other: ours for ours, others in rows for other in others.split()}
 
 
 def near_word(word: str, known: Iterable[str], cutoff: float = 0.4) -> str:
-    """A sentence that proposes what somebody may have meant; empty where nothing is near."""
+    """A sentence that suggests the nearest known word, or ""."""
     near = difflib.get_close_matches(word[:60], list(known), n=1, cutoff=cutoff)
     return f" Did you mean {near[0]!r}?" if near else ""
 

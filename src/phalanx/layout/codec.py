@@ -1,9 +1,11 @@
-"""Frozen dataclasses from TOML and back: run files, shapes, measured machines, profiles.
+"""Frozen dataclasses from TOML and back: run files, shapes, measured machines,
+profiles.
 
-Reading is strict. All mistakes of a file are reported at once, each with its line, the value and a
-way out. The types of a dataclass's fields say what a file may have: numbers, text, nested tables,
-lists of tables, mappings, optional values. `key` adds what a value means and its bounds. Printing
-and the JSON Schema come from the same fields. What a file's keys mean together is for its class.
+Reading is strict. All mistakes in a file are reported at once, each with its line, the
+value and a way out. The field types of a dataclass define what a file may contain:
+numbers, text, nested tables, lists of tables, mappings, optional values. `key` adds a
+value's meaning and bounds. Printing and the JSON Schema use the same fields. Conflicts
+between keys are checked by the file's class.
 """
 
 import difflib
@@ -22,10 +24,10 @@ from .files import DEPTH, parse_toml, read_text, unwritable
 from .numbers import whole_spellings
 from .url import redacted
 
-SHOWN = 20  # mistakes of one file beyond which only their number is reported
+SHOWN = 20  # mistakes listed for one file; of further ones only the number
 T = TypeVar("T")
 
-# what it is called, an example, JSON Schema's name
+# for each type: its name in messages, an example, its name in JSON Schema
 _KINDS: dict[Any, tuple[str, str, str]] = {
     int: ("a whole number", "100", "integer"),
     float: ("a number", "0.1", "number"),
@@ -44,7 +46,7 @@ _LINE = re.compile(rf"\s*(?:(\[\[?)\s*({_PATH})\s*\]|({_PATH})\s*=)")
 
 
 class Mistake(NamedTuple):
-    """One thing that is wrong with a file: where, what, and how to write it."""
+    """One mistake in a file: its place, a description, and how to correct it."""
 
     place: str
     what: str
@@ -56,7 +58,7 @@ class Mistake(NamedTuple):
 
 
 class FileError(ValueError):
-    """A file that cannot be used: every mistake in it, without the secrets of URLs."""
+    """A file that cannot be used, with every mistake in it. Secrets in URLs are hidden."""
 
     def __init__(self, name: str, mistakes: Sequence[Mistake]) -> None:
         self.mistakes = tuple(Mistake(*map(redacted, mistake)) for mistake in mistakes)
@@ -79,8 +81,11 @@ def key(
     choices: tuple[str, ...] = (),
     name: str = "",
 ) -> Any:
-    """A field with its meaning and bounds; numbers are 0 or more where nothing else is said. `name` is
-    its key in a file, if that is another."""
+    """A dataclass field with its meaning and bounds. Numbers must be 0 or more unless
+    stated otherwise.
+
+    `name` is its key in a file, if different.
+    """
     bounds = {
         "minimum": minimum if above is None else None,
         "maximum": maximum,
@@ -98,7 +103,7 @@ class _Key(NamedTuple):
     limits: Mapping[str, Any]
 
 
-@cache  # a manifest has many thousand tables of one class
+@cache  # a manifest has many thousands of tables of one class
 def _keys(cls: Any) -> dict[str, _Key]:
     hints, made = get_type_hints(cls), {}
     for f in fields(cls):
@@ -120,7 +125,7 @@ def every_key(cls: Any, prefix: str = "") -> Iterator[str]:
 
 
 def text_of(path: str | Path, what: str, error: type[FileError], way_out: str) -> str:
-    """The text of a user's file; `what` is how an error names the kind of file."""
+    """The text of a user's file. `what` names the kind of file in an error."""
 
     def refuse(why: str) -> FileError:
         return error(str(path), [Mistake("", why.rstrip("."), way_out)])
@@ -131,7 +136,7 @@ def text_of(path: str | Path, what: str, error: type[FileError], way_out: str) -
 def load(
     cls: type[T], path: str | Path, what: str, error: type[FileError], **given: Any
 ) -> T:
-    """The value of a user's file."""
+    """Read the value from a user's file."""
     text = text_of(path, what, error, "Name a file that can be read")
     return parse(cls, text, str(path), error, **given)
 
@@ -139,7 +144,9 @@ def load(
 def parse(
     cls: type[T], text: str, file: str, error: type[FileError], **given: Any
 ) -> T:
-    """The value of TOML text. `given` are values of keys that the text leaves out."""
+    """Read the value from TOML text. `given` are values for keys that the text leaves
+    out.
+    """
     reader = Reader(cls, text, file)
     value: T = (
         reader.table(cls, given | reader.given) if not reader.mistakes else _WRONG
@@ -152,8 +159,10 @@ def parse(
 def decode(
     cls: type[T], table: Mapping[str, Any], name: str, error: type[ValueError]
 ) -> T:
-    """The value of a table that no text stands behind: from JSON, or from inside another file. An error
-    of another family than `FileError` has all mistakes in its text."""
+    """Read the value from a table without text: from JSON, or from inside another file.
+
+    If `error` is not a `FileError`, all mistakes are in its text.
+    """
     reader = Reader(cls)
     value: T = reader.table(cls, table)
     if reader.mistakes:
@@ -168,14 +177,18 @@ def decode(
     return value
 
 
-_WRONG: Any = object()  # in place of a value with a mistake
+_WRONG: Any = object()  # stands for a value with a mistake
 
 
 class Reader:
-    """A file's text and the `key=value` arguments after it (`given` is the table that they make),
-    read into values of its class; all mistakes are collected. `pointers` are ways out for keys that
-    are not ours, by name: old ones, and those of other libraries. `texts` names keys that are a text or a
-    table; an argument for a key of the table keeps the text under the name given here."""
+    """Reads a file's text, and the `key=value` arguments after it, into values of a
+    class.
+
+    `given` is the table that they make. All mistakes are collected. `pointers` are ways
+    out for unknown keys, by name: old keys, and those of other libraries. `texts` names
+    keys that are a text or a table; an argument for a key of the table keeps the text
+    under the name given here.
+    """
 
     def __init__(
         self,
@@ -238,15 +251,16 @@ class Reader:
         except ValueError as error:
             if re.search("digits|64 bits|deep", str(error)):
                 self._refused("argument", error, "Write less")
-            else:  # text: nobody wants to quote in a shell
+            else:  # plain text: nobody wants to quote in a shell
                 inner[path[-1]] = text.strip()
-        # Secrets are hidden before the text is cut: half a URL is hard to recognise.
+        # Hide secrets before cutting the text: half a URL is hard to recognise.
         shown = _cut(redacted(argument, whole=True), 100)
         self._arguments[".".join(path)] = f"argument {shown!r}"
 
     def place(self, path: str) -> str:
-        """The line or the argument that sets a key, or else the table that the key is in, or the
-        file; the key itself where there is none."""
+        """The line or the argument that sets a key, else that of its table, else the
+        file, else the key itself.
+        """
         whole = path
         while path:
             for name, argument in self._arguments.items():
@@ -260,7 +274,9 @@ class Reader:
 
     @cached_property
     def _lines(self) -> dict[str, int]:
-        """The line of each key and table; `rates[1].m` is a key of the second [[rates]]."""
+        """The line of each key and table. `rates[1].m` is a key of the second
+        [[rates]].
+        """
         lines: dict[str, int] = {}
         lists: dict[str, int] = {}
         current = ""
@@ -285,8 +301,9 @@ class Reader:
         return _WRONG
 
     def table(self, cls: Any, given: Mapping[str, Any], prefix: str = "") -> Any:
-        """The instance, with defaults in place of values with mistakes; if it cannot be made, the
-        mistakes say why."""
+        """The instance of a class, with defaults for values with mistakes; `_WRONG` if
+        it cannot be made.
+        """
         known = _keys(cls)
         values: dict[str, Any] = {}
         before = len(self._mistakes)
@@ -307,7 +324,7 @@ class Reader:
             return _WRONG
         try:
             return cls(**values)
-        # values that are each right, and do not fit together
+        # values that are valid alone but contradict each other
         except FileError as error:
             alone = before == len(self._mistakes)
             for mistake in error.mistakes if alone else ():
@@ -319,7 +336,7 @@ class Reader:
     def _value(
         self, hint: Any, value: Any, path: str, limits: Mapping[str, Any]
     ) -> Any:
-        """The value of a field as its type wants it."""
+        """Convert a value to its field's type."""
         if hint is int and type(value) is int and not limits:
             return value
         parts = _parts(hint)
@@ -365,7 +382,7 @@ class Reader:
             name.rpartition(".")[2]: name for name in reversed([*every_key(self._root)])
         }
         near = [leaves[last]] if last in leaves else []
-        # it is slow, and others are not shown
+        # The search is slow, and further mistakes are not shown.
         if not near and len(self._mistakes) < SHOWN:
             near = difflib.get_close_matches(path, names, 1, 0.6)
             near = near or [
@@ -384,7 +401,7 @@ class Reader:
 
 
 def out_of_bounds(value: Any) -> list[Mistake]:
-    """Mistakes in the fields of an instance made by a program, each field by itself."""
+    """Mistakes in the fields of an instance that a program made, each field on its own."""
     mistakes = []
     for name, one in _keys(value.__class__).items():
         if problem := _problem(getattr(value, one.attribute), name, one.limits):
@@ -395,7 +412,9 @@ def out_of_bounds(value: Any) -> list[Mistake]:
 def _problem(
     value: Any, path: str, limits: Mapping[str, Any]
 ) -> tuple[str, str] | None:
-    """The problem with a value of the right type, and the correct form; None if the value is valid."""
+    """Describe the problem with a value of the right type, and the correct form; None
+    if it is valid.
+    """
     choices = limits.get("choices")
     if choices and value not in choices:
         known, hint = ", ".join(filter(None, choices)), near_word(str(value), choices)
@@ -426,7 +445,7 @@ _parts = cache(get_args)
 
 @cache
 def _plain(hint: Any) -> Any:
-    """The Python type that TOML has for a field's type."""
+    """The Python type in which TOML represents a field's type."""
     plain = get_origin(hint) or hint
     return dict if plain is Mapping or is_dataclass(plain) else plain
 
@@ -449,7 +468,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _way_out(hint: Any, path: str) -> str:
-    """Explains how to write a value of this type."""
+    """Explain how to write a value of this type."""
     if is_dataclass(hint):
         return f"It is a table; write {', '.join(every_key(hint, f'{path}.'))}"
     union = get_args(hint) if isinstance(hint, UnionType) else (hint,)
@@ -482,13 +501,18 @@ def _kind(value: Any) -> str:
 
 
 def dump(value: Any, *, short: bool = False) -> str:
-    """The TOML file that reads back as this value, with what each key means. A short one has no comments
-    and no keys that have their default, and floats have six digits: more than any clock gives."""
+    """The TOML text that reads back as this value, with each key's meaning.
+
+    With `short` there are no comments and no keys at their default, and floats have six
+    digits, more than any clock resolves.
+    """
     return "\n".join(_dumped(value, "", short)).strip() + "\n"
 
 
 def _dumped(value: Any, path: str, short: bool) -> Iterator[str]:
-    """Plain keys first, then tables, then lists of tables: the order that TOML demands."""
+    """Plain keys first, then tables, then lists of tables: the order that TOML
+    requires.
+    """
     tables = []
     keys = {} if isinstance(value, Mapping) else _keys(value.__class__)
     items = (
@@ -502,7 +526,7 @@ def _dumped(value: Any, path: str, short: bool) -> Iterator[str]:
         first = item[0] if isinstance(item, tuple) and item else item
         if is_dataclass(first) or (isinstance(item, Mapping) and item):
             tables.append((_quoted(name), item, comment))
-        else:  # TOML has no word for nothing: the key stands in a comment.
+        else:  # TOML has no null: the key becomes a comment
             unset = "# " if item is None else ""
             yield f"{unset}{_quoted(name)} = {toml_value(item, short)}{comment}"
     for name, item, comment in tables:
@@ -517,7 +541,7 @@ def _quoted(name: str) -> str:
 
 
 def toml_value(value: Any, short: bool = False) -> str:
-    """A value in one line of TOML."""
+    """A value on one line of TOML."""
     if isinstance(value, Mapping):
         pairs = (
             f"{_quoted(name)} = {toml_value(item, short)}"
@@ -526,7 +550,7 @@ def toml_value(value: Any, short: bool = False) -> str:
         return "{" + ", ".join(pairs) + "}"
     if isinstance(value, tuple | list):
         return "[" + ", ".join(toml_value(item, short) for item in value) + "]"
-    if isinstance(value, float):  # JSON's NaN and Infinity are none of TOML's
+    if isinstance(value, float):  # JSON's NaN and Infinity are not TOML's
         return repr(float(f"{value:.6g}") if short else value)
     if value is None:
         return ""
@@ -559,7 +583,7 @@ def schema(cls: Any, title: str = "") -> dict[str, Any]:
 
 
 def _typed(hint: Any, limits: dict[str, Any]) -> dict[str, Any]:
-    """JSON Schema's words for a type."""
+    """A type in JSON Schema's words."""
     parts = get_args(hint)
     if is_dataclass(hint):
         return schema(hint)

@@ -1,23 +1,25 @@
-"""Environment variables that CUDA, torch's allocator and NCCL read once, when they start.
+"""Environment variables that CUDA, torch's allocator and NCCL read once, when they
+start.
 
-Asking torch for the number of GPUs starts the driver, so they are set before that: by the command
-before it imports torch, and by `join` and `workers` before anything else.
+Asking torch for the number of GPUs starts the driver. So they are set before that: by
+the command before it imports torch, and by `join` and `workers` before anything else.
 """
 
 from collections.abc import MutableMapping
 
 SETTINGS = {
-    # With 8, the default, streams of communicators and copies share queues and wait for each other.
+    # With the default of 8, streams of communicators and copies share queues and wait
+    # for each other.
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-    # Buffers of many sizes come and go: segments that grow leave fewer gaps.
+    # Buffers of many sizes come and go: growing segments leave fewer gaps.
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-    # NCCL's last calls are recorded, and written down where one does not end.
+    # NCCL's last calls are recorded, and written to a file if one does not end.
     "TORCH_FR_BUFFER_SIZE": "2000",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
 _OTHER_NAMES = {
     "PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF",
-    # of which torch says that it is deprecated
+    # The old name, which torch calls deprecated.
     "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
 }
 

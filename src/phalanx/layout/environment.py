@@ -1,9 +1,9 @@
-"""This process's rank and the number of ranks, as launchers leave them in the environment.
+"""This process's rank and the number of ranks, from the environment that launchers set.
 
-torchrun, Ray Train and Accelerate set RANK and its companions, Slurm's srun SLURM_PROCID. A
-container of a Kubeflow TrainJob has PET_NNODES, and a SkyPilot task SKYPILOT_NUM_NODES: these start
-one process on each node, and torchrun there starts the ranks (`node_command`). `comm/join.py` then
-connects the ranks.
+torchrun, Ray Train and Accelerate set RANK and its companions, Slurm's srun
+SLURM_PROCID. A container of a Kubeflow TrainJob has PET_NNODES, and a SkyPilot task
+SKYPILOT_NUM_NODES: these start one process on each node, and torchrun there starts the
+ranks (`node_command`). `comm/join.py` then connects the ranks.
 """
 
 import re
@@ -11,11 +11,11 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-PORT = 29500  # torch's own choice, where a launcher names none
+PORT = 29500  # torch's default, if a launcher names none
 
 
 class EnvironmentMistake(ValueError):
-    """An impossible value that a launcher left in the environment: the variable and its value."""
+    """Raised for an impossible value from a launcher, with the variable and its value."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class Rendezvous:
 
     rank: int
     size: int
-    local: int  # the number of this rank on its host
+    local: int  # this rank's number on its host
     host: str
     port: int
     served: bool = False  # the launcher runs the store already
-    attempt: int = 0  # how often the launcher has started the ranks again
-    one_host: bool = False  # known to be all on this host
+    attempt: int = 0  # the number of times the launcher has restarted the ranks
+    one_host: bool = False  # True if all ranks are known to be on this host
     source: str = ""  # the launcher and its variables
     agent: bool = False  # the parent of this process is torchrun's agent
 
@@ -38,11 +38,11 @@ class Rendezvous:
 
 
 def rendezvous(environment: Mapping[str, str]) -> Rendezvous | None:
-    """The rank that the environment gives this process, None if it gives none."""
+    """The rank that the environment gives this process, or None."""
     if any(name in environment for name in ("RANK", "WORLD_SIZE")):
         at = _torchrun(environment)
     elif "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment:
-        # A batch script itself has no SLURM_STEP_ID of a number; only srun's tasks are ranks.
+        # A batch script has no numeric SLURM_STEP_ID; only srun's tasks are ranks.
         at = _slurm(environment)
     else:
         return None
@@ -60,7 +60,7 @@ def rendezvous(environment: Mapping[str, str]) -> Rendezvous | None:
 
 def _torchrun(environment: Mapping[str, str]) -> Rendezvous:
     agent = "TORCHELASTIC_RUN_ID" in environment
-    # a pod of Kubernetes with one rank has none
+    # A Kubernetes pod with one rank does not set it.
     environment = {"LOCAL_RANK": "0", **environment}
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
     rank, size, local, port = (_whole(environment, name, "torchrun") for name in names)
@@ -80,8 +80,11 @@ def _torchrun(environment: Mapping[str, str]) -> Rendezvous:
 
 
 def _slurm(environment: Mapping[str, str]) -> Rendezvous:
-    """The rank of a task of srun. A step may have fewer nodes and tasks than its job, so the variables
-    of the step come first; a Slurm that does not set them has steps as large as the job."""
+    """The rank of a task of srun.
+
+    A step may have fewer nodes and tasks than its job, so the step's variables come
+    first. A Slurm that does not set them has steps as large as the job.
+    """
     tasks = (
         "SLURM_STEP_NUM_TASKS"
         if environment.get("SLURM_STEP_NUM_TASKS")
@@ -102,7 +105,8 @@ def _slurm(environment: Mapping[str, str]) -> Rendezvous:
             raise EnvironmentMistake(
                 f"{name} is {nodes!r}, which is not a list of nodes."
             )
-    # All tasks of a step must guess the same port; two jobs on a node, or two steps, seldom share it.
+    # All tasks of a step must guess the same port. Two jobs or steps on a node seldom
+    # share it.
     step = environment.get("SLURM_STEP_ID", "")
     offset = job + 1009 * (int(step) if re.fullmatch("[0-9]{1,9}", step) else 0)
     port = 20000 + offset % 20000
@@ -118,10 +122,12 @@ _FIRST_NODE = re.compile(rf"((?:{_NODES})+)(?:,|$)")
 
 
 def first_node(nodes: str) -> str:
-    """The first node of a Slurm host list, such as rack1node03 of `rack[1-2]node[03-07,9],io1`.
+    """The first node of a Slurm host list, such as rack1node03 in
+    `rack[1-2]node[03-07,9],io1`.
 
-    A name may have several brackets, with text after them. Each holds numbers and ranges; zeros in
-    front of the first number are part of the name. Returns "" if the text does not begin with a name.
+    A name may have several brackets, with text after them. Each holds numbers and
+    ranges; leading zeros of the first number are part of the name. Returns "" if the
+    text does not begin with a name.
     """
     match = _FIRST_NODE.match(nodes)
     if match is None:
@@ -130,13 +136,16 @@ def first_node(nodes: str) -> str:
 
 
 def node_command(environment: Mapping[str, str], ranks: int | None) -> list[str] | None:
-    """The command that starts this node's ranks, without its own arguments, if a launcher started
-    one process per node; else None. `ranks` is the number the layout needs, if known."""
+    """The command that starts this node's ranks, without its arguments, or None.
+
+    Needed if a launcher started one process per node. `ranks` is the number the layout
+    needs, if known.
+    """
     if "RANK" in environment or "SLURM_PROCID" in environment:
         return None
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
     if "PET_NNODES" in environment:
-        return torchrun  # which reads PET_* itself
+        return torchrun  # it reads PET_* itself
     nodes = _whole(
         {"SKYPILOT_NUM_NODES": "1", **environment}, "SKYPILOT_NUM_NODES", "sky launch"
     )

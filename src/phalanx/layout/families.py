@@ -1,8 +1,9 @@
-"""Models of Hugging Face: the shape that a config.json describes, its text for a shape, and what the
-weights are called there. A family is data, a table of families.toml.
+"""Hugging Face models: shapes from a config.json and back, and the names of their
+weights.
 
-What theirs can express and ours cannot is refused by name and never dropped. Nothing that a folder
-names is run: of a configuration only the keys of `_Config` are read.
+A family is data: a table of families.toml. A feature that they can express and we
+cannot is refused by name and never ignored. Nothing that a folder names is run: from a
+configuration only the keys of `_Config` are read.
 """
 
 import json
@@ -26,7 +27,7 @@ from .source import split_name
 CONFIG = "config.json"
 LIMIT = 64 << 20  # bytes of a configuration or an index
 
-PACKED_4 = "mxfp4"  # numbers of 4 bits: the only quantized weights that are read
+PACKED_4 = "mxfp4"  # 4-bit values: the only quantized weights that are read
 BALANCES = "e_score_correction_bias"
 _DATA = tomllib.loads(
     Path(__file__).with_name("families.toml").read_text(encoding="utf-8")
@@ -35,10 +36,12 @@ _DATA = tomllib.loads(
 
 @dataclass(frozen=True)
 class Family:
-    """One of their model types. `shape` are the keys of ours that make a decoder one of it, where
-    these are not a shape's defaults, and those in `open` may be any; `config` are defaults of its
-    configuration. `block` says for a module of a block which of ours are in it, one below another,
-    and `outer` the same for the rest.
+    """One of their model types.
+
+    `shape` holds the keys of ours that make a decoder one of this family, where they
+    differ from a shape's defaults; keys in `open` may have any value. `config` holds
+    defaults of its configuration. `block` maps each module of a block to the modules of
+    ours in it, stacked in order, and `outer` does so for the rest.
     """
 
     architecture: str
@@ -48,14 +51,14 @@ class Family:
     block: Mapping[str, str] = field(default_factory=dict)
     outer: Mapping[str, str] = field(default_factory=dict)
     layers: str = "model.layers"
-    # other names of a configuration's keys
+    # Other names of a configuration's keys.
     keys: Mapping[str, str] = field(default_factory=dict)
-    windows: str = ""  # in no block, in "all" blocks alike, or in "some"
-    pattern: int = 0  # every so many blocks, one without a window
-    # of blocks' weights with so many dims the last two are (in, out)
+    windows: str = ""  # "", or in "all" blocks alike, or in "some"
+    pattern: int = 0  # every `pattern`-th block has no window
+    # The last two dims of blocks' weights with this many dims are (in, out).
     transposed: int = 0
-    alternating: bool = False  # of two weights in one rows alternate
-    # blocks behind the last predict further tokens: these are left out
+    alternating: bool = False  # the rows of two packed weights alternate
+    # Blocks after the last one predict further tokens, and are left out.
     further: bool = False
     # Their keys about experts and latent attention, and ours.
     experts: Mapping[str, str] = field(default_factory=dict)
@@ -71,11 +74,11 @@ def _family(row: dict[str, Any]) -> Family:
 
 
 FAMILIES = {name: _family(row) for name, row in _DATA["families"].items()}
-# Any other, of which only sizes are known.
+# Any other family; only its sizes are known.
 _OTHER = _family({"architecture": "", "keys": ["gpt2", "others"]})
-# vectors of tokens are multiplied by the root of their width
+# Token embeddings are multiplied by the square root of their width.
 _SCALED = "gemma2", "gemma3_text"
-# Keys of a shape that say which family it is.
+# Keys of a shape that identify its family.
 _TRAITS = (
     "kind norm norms positions gated activation bias qk_norm qk_norm_wide sinks softcap logit_softcap"
     " query_scalar rope_local_theta expert_ffn shared_experts dense_layers scores normalized"
@@ -93,16 +96,19 @@ _ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class HubTensor:
-    """The place of one of our weights in a Hugging Face checkpoint: the tensor's name, and our
-    weights that it packs, in order. A name with a * stands for one tensor per expert."""
+    """The place of one of our weights in a Hugging Face checkpoint.
+
+    The tensor's name, and our weights that it packs, in order. A name with a * means
+    one tensor per expert.
+    """
 
     name: str
     packed: tuple[str, ...]
     transposed: bool = False  # the last two dims
-    alternating: bool = False  # dim 1 has one row of each weight after the other
+    alternating: bool = False  # dim 1 interleaves the rows of the packed weights
 
     def names(self, experts: int) -> list[str]:
-        """The tensors, of which there is one but for experts."""
+        """The names of the tensors: one, or one for each expert."""
         return [
             self.name.replace("*", str(e))
             for e in range(experts if "*" in self.name else 1)
@@ -110,8 +116,9 @@ class HubTensor:
 
 
 def sources(family: Family, names: Mapping[str, int]) -> dict[str, HubTensor]:
-    """Maps each of these weights of ours, given with its number of dims, to its Hugging Face
-    tensor."""
+    """Map each of these weights of ours, given with its number of dims, to its Hugging
+    Face tensor.
+    """
     found: dict[str, HubTensor] = {}
     for name, dims in names.items():
         layer = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
@@ -120,7 +127,7 @@ def sources(family: Family, names: Mapping[str, int]) -> dict[str, HubTensor]:
             f"{x}.{layer[1]}." if layer else "" for x in ("layers", family.layers)
         )
         table = family.block if layer else family.outer
-        # Of rows with the same of ours the last counts: a family's own stand behind those it shares.
+        # The last row wins: a family's own rows come after those it shares.
         places = {each: their for their in table for each in table[their].split()}
         path, _, last = inner.rpartition(".")
         tensor, last = (
@@ -135,12 +142,12 @@ def sources(family: Family, names: Mapping[str, int]) -> dict[str, HubTensor]:
     return found
 
 
-# ---- from theirs
+# ---- from a config.json
 
 
 @dataclass(frozen=True)
 class _Config:
-    """The keys that are read from a config.json. Most other keys belong to other models."""
+    """The keys read from a config.json. Most other keys belong to other models."""
 
     model_type: str
     vocab_size: int = key(minimum=1)
@@ -188,7 +195,8 @@ class _Config:
     quantization_config: Mapping[str, Any] | None = None
 
 
-# What ours cannot do: keys, the values that it can, and what any other means.
+# Features that our decoder lacks: keys, the values it supports, and the meaning of any
+# other.
 _ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("mlp_bias", (None, False), "it has biases in attention or feed-forward"),
     ("swiglu_limit", (7.0,), "its experts are clamped elsewhere"),
@@ -210,32 +218,37 @@ _ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 
 
 def hub_config(folder: str) -> tuple[Mapping[str, Any], str]:
-    """The config.json of a folder of theirs, and where it is."""
+    """The config.json of a folder, and its path."""
     path = Path(folder) / CONFIG
     text = read_text(path, "configuration", LayoutError, LIMIT)
     return parse_json(text, str(path), LayoutError), str(path)
 
 
 def hub_shape(folder: str) -> Shape:
-    """The shape of the model in a folder of theirs, from its config.json."""
+    """The shape of the model in a folder, from its config.json."""
     return shape_of(*hub_config(folder))
 
 
 def code_of(model: str) -> tuple[str, str]:
-    """The file that says which code a model is in, and the class in it: of FILE.py:Class, and of
-    hf:FOLDER with a family that only transformers has. Both are empty where the code is ours."""
+    """The file that names a model's code, and the class in it; both "" if the code is
+    ours.
+
+    For FILE.py:Class, and for hf:FOLDER with a family that only transformers has.
+    """
     if not model.startswith(HUB):
         return split_name(model)
     try:
         table, file = hub_config(model.removeprefix(HUB))
-    except LayoutError:  # told where the model is read
+    except LayoutError:  # reported where the model is read
         return "", ""
     name = str(table.get("model_type"))
     return ("", "") if name in FAMILIES else (file, name)
 
 
 def shape_of(table: Mapping[str, Any], where: str) -> Shape:
-    """The shape that a config.json of theirs describes; what we cannot do is refused by name."""
+    """The shape that a config.json describes. Features that we lack are refused by
+    name.
+    """
     name = table.get("model_type")
     if not isinstance(name, str):
         raise LayoutError(f"{where}: 'model_type' is {str(name)[:40]!r}, and no name.")
@@ -255,10 +268,11 @@ def shape_of(table: Mapping[str, Any], where: str) -> Shape:
     config = decode(
         _Config, {k: x for k, x in table.items() if k in known}, where, LayoutError
     )
-    # transformers' own code computes it; what else it has is known there
+    # transformers' own code computes it and knows its other features.
     if family is _OTHER:
         return _shape(name, _sizes(config), where)
-    # Rope's numbers, and those of blocks with a window, where the family has its own.
+    # Rope's numbers, and separate ones for blocks with a window, if the family has
+    # them.
     ropes = config.rope_parameters or config.rope_scaling or {}
     names = ("full_attention", "sliding_attention")
     both = [ropes.get(each) for each in names] if names[0] in ropes else [ropes, {}]
@@ -325,8 +339,9 @@ def _shape(name: str, given: dict[str, Any], where: str) -> Shape:
 
 
 def _reasons(config: _Config, family: Family) -> dict[str, Any]:
-    """Features of a configuration that our decoder lacks, each with a flag that says if it is in
-    use."""
+    """Features of a configuration that our decoder lacks, each with a flag that tells
+    if it is in use.
+    """
     biased, dense = family.shape.get("sinks"), config.mlp_only_layers or ()
     quantized = (config.quantization_config or {}).get("quant_method")
     read = quantized == PACKED_4 and family.alternating
@@ -358,7 +373,7 @@ def _sizes(config: _Config) -> dict[str, Any]:
 
 
 def _windows(config: _Config, family: Family, reasons: dict[str, Any]) -> Iterator[int]:
-    """The window of each block, as few as repeat."""
+    """Yield the window of each block, over the shortest repeating pattern."""
     count, types = config.num_hidden_layers, config.layer_types
     unsaid = config.model_type.startswith("qwen") and config.use_sliding_window is None
     lacks = not (family.windows and config.sliding_window)
@@ -389,10 +404,10 @@ def _windows(config: _Config, family: Family, reasons: dict[str, Any]) -> Iterat
 def _stretch(
     config: _Config, rope: Mapping[str, Any], kind: str, reasons: dict[str, Any]
 ) -> dict[str, Any]:
-    """The keys of a shape that say how rope is stretched."""
+    """The keys of a shape that describe the scaling of rope."""
     if kind not in _ROPE:
         return {}
-    # Theirs takes the longest sequence where the first training's is not given.
+    # They use the longest sequence if the first training's is not given.
     longest = config.max_position_embeddings
     rope = {k: x for k, x in rope.items() if x is not None}
     given = {"original_max_position_embeddings": longest, **rope}
@@ -419,7 +434,9 @@ def _stretch(
 
 
 def _attention_factor(rope: Mapping[str, Any]) -> float:
-    """The factor by which yarn multiplies cosine and sine, if the configuration does not give one."""
+    """The factor by which yarn multiplies cosine and sine, if the configuration does
+    not give one.
+    """
     factor, up, down = (
         rope.get(name) for name in ("factor", "mscale", "mscale_all_dim")
     )
@@ -430,14 +447,15 @@ def _attention_factor(rope: Mapping[str, Any]) -> float:
     return 0.1 * math.log(factor) + 1
 
 
-# ---- to theirs
+# ---- to a config.json
 
 
 def family_of(shape: Shape, wanted: str = "") -> str:
-    """The Hugging Face family of this shape; raises with the differences from the nearest if there
-    is none."""
+    """The Hugging Face family of this shape. If there is none, raises with the
+    differences from the nearest.
+    """
     reasons = {name: list(_differences(shape, name)) for name in FAMILIES}
-    # Of several that fit the one of its name, else the first.
+    # If several fit, the one with its name, otherwise the first.
     near = wanted or min(
         reasons, key=lambda name: (len(reasons[name]), name != shape.name)
     )
@@ -480,7 +498,7 @@ def _differences(shape: Shape, name: str) -> Iterator[str]:
 
 
 def config_of(shape: Shape, family: str, dtype: str) -> dict[str, Any]:
-    """Their config.json for a shape."""
+    """The config.json of a shape."""
     data = FAMILIES[family]
     config: dict[str, Any] = {
         "architectures": [data.architecture],
@@ -521,7 +539,8 @@ def config_of(shape: Shape, family: str, dtype: str) -> dict[str, Any]:
             config["rope_scaling"]["mscale_all_dim"] = rope["mscale_all_dim"]
     if shape.rope_scaling == "dynamic" and shape.rope_factor != 1:
         config["max_position_embeddings"] = shape.rope_original
-    # Newer readers take rope from here, older ones from `rope_theta` and `rope_scaling`.
+    # Newer readers take rope from here, older ones from `rope_theta` and
+    # `rope_scaling`.
     config["rope_parameters"] = rope
     plain = shape.activation in ("", "silu")
     config["hidden_act"] = "silu" if plain else "gelu_pytorch_tanh"
@@ -541,7 +560,7 @@ def config_of(shape: Shape, family: str, dtype: str) -> dict[str, Any]:
         scalar = shape.query_scalar or shape.head_dim
         config |= {
             "hidden_activation": config["hidden_act"],
-            # Theirs is declared a whole number.
+            # Their field is declared as an integer.
             "query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar,
             "attn_logit_softcapping": shape.softcap or None,
             "final_logit_softcapping": shape.logit_softcap or None,

@@ -1,8 +1,10 @@
-"""Files and text that somebody else may have written: read within stated limits, and printed safely.
+"""Files and text that others may have written: read within stated limits, and printed
+safely.
 
-Opening never waits: a named pipe or a device in place of a file is refused. Links are followed when
-a file is read, and replaced, not followed, when one is written. What TOML and JSON nest, and how
-large their numbers are, is limited, so that no reader runs out of stack, time or memory.
+Opening never waits: a named pipe or a device in place of a file is refused. Links are
+followed when a file is read, and replaced, not followed, when one is written. The
+nesting of TOML and JSON and the size of their numbers are limited, so that no reader
+runs out of stack, time or memory.
 """
 
 import errno
@@ -18,15 +20,16 @@ from typing import Any, BinaryIO, NoReturn
 Refusal = Callable[[str], Exception]
 
 SMALL = 1 << 20  # bytes of a TOML file: a run, a shape, a machine
-DEPTH = 32  # tables and lists inside each other
+DEPTH = 32  # nesting of tables and lists
 INTEGER = 1 << 63  # TOML's integers have 64 bits
-# Control characters but newline and tab, marks that turn the direction of writing or cannot be seen,
-# and halves of surrogate pairs, which no encoding can write.
+# Control characters except newline and tab, invisible marks and marks that change the
+# direction of writing, and halves of surrogate pairs, which no encoding can write.
 _UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f"
     "\ud800-\udfff\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]"
 )
-# A key of very many parts. The look behind keeps the search linear: one start a word.
+# A key with very many parts. The look-behind keeps the search linear: one start per
+# word.
 _PART = r"""(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*"""
 _DOTTED = re.compile(rf"(?<![\w-]){_PART}(?:{_PART}){{{DEPTH}}}")
 _KINDS = {
@@ -36,27 +39,32 @@ _KINDS = {
 
 
 def printable(text: str) -> str:
-    """The text with everything that could steer a terminal written as an escape, as in \\x1b."""
+    """The text with everything that could control a terminal written as an escape such
+    as \\x1b.
+    """
     return _UNPRINTABLE.sub(
         lambda match: match[0].encode("unicode_escape").decode(), text
     )
 
 
 def unwritable(text: str) -> str:
-    """The first character of a text that no path and no file of text can have, as an escape."""
+    """The first character of a text that no path and no text file can contain, as an
+    escape, or "".
+    """
     match = re.search("[\0\ud800-\udfff]", text)
     return printable(match[0]) if match else ""
 
 
 def reason(error: OSError) -> str:
-    """The reason of the system's refusal, without the number and the path."""
+    """The reason for the system's refusal, without the number and the path."""
     return error.strerror or str(error) or type(error).__name__
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> BinaryIO:
-    """A regular file, open; anything else is an OSError at once."""
+    """Open a regular file; anything else raises an OSError at once."""
     try:
-        # Without O_NONBLOCK a named pipe in place of the file would be waited for without end.
+        # Without O_NONBLOCK, opening a named pipe in place of the file could wait
+        # forever.
         descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
     except ValueError:  # NUL, or half of a surrogate pair
         raise OSError(errno.EINVAL, "no file can have this name", str(path)) from None
@@ -74,7 +82,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> BinaryIO:
 
 
 def read_text(path: str | Path, what: str, error: Refusal, limit: int = SMALL) -> str:
-    """The text of a file of at most `limit` bytes; `what` is how an error names it."""
+    """The text of a file of at most `limit` bytes. `what` names the file in an error."""
 
     def refuse(why: str) -> NoReturn:
         raise error(f"cannot read the {what} {path}: {why}.") from None
@@ -95,10 +103,13 @@ def read_text(path: str | Path, what: str, error: Refusal, limit: int = SMALL) -
 
 
 def write_text(path: Path, text: str, *, durable: bool = False) -> None:
-    """The file has this text or what it had before; when `durable`, it is on the disk on return. A link
-    in its place is replaced, not followed."""
+    """Replace a file's text atomically: it has this text or its old one.
+
+    If `durable`, the text is on disk on return. A link in its place is replaced, not
+    followed.
+    """
     beside = path.with_name(f".{path.name}.{os.getpid()}.writing")
-    beside.unlink(missing_ok=True)  # of a killed process that had the same number
+    beside.unlink(missing_ok=True)  # left by a killed process with the same number
     try:
         descriptor = os.open(
             beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666
@@ -117,8 +128,11 @@ def write_text(path: Path, text: str, *, durable: bool = False) -> None:
 
 
 def unmakable(folder: str | Path) -> str:
-    """Explains why files cannot be written into a folder that may have to be made first, as the end of a
-    sentence; empty if they can."""
+    """Explain why files cannot be written into a folder that may not exist yet, or
+    return "".
+
+    The text is the end of a sentence.
+    """
     if unwritable(str(folder)):
         return "is a name that no folder can have"
     whole = Path(folder)
@@ -132,7 +146,7 @@ def unmakable(folder: str | Path) -> str:
 
 
 def sync_folder(path: Path) -> None:
-    """Flushes a folder's entries to the disk: files created, renamed or removed in it."""
+    """Flush a folder's entries to disk: files created, renamed or removed in it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -141,8 +155,8 @@ def sync_folder(path: Path) -> None:
 
 
 def parse_toml(text: str, where: str, error: Refusal) -> dict[str, Any]:
-    """The table that a TOML text is."""
-    if _DOTTED.search(text):  # which tomllib takes the square of their number for
+    """Parse a TOML text as a table."""
+    if _DOTTED.search(text):  # tomllib takes quadratic time for these
         raise error(f"{where}: {_TOO_DEEP}")
     try:
         table = tomllib.loads(text)
@@ -154,7 +168,7 @@ def parse_toml(text: str, where: str, error: Refusal) -> dict[str, Any]:
 
 
 def parse_json(text: str, where: str, error: Refusal) -> dict[str, Any]:
-    """The object that a JSON text is; NaN, infinity and a key written twice are refused."""
+    """Parse a JSON text as an object. NaN, infinity and a repeated key are refused."""
 
     def constant(word: str) -> NoReturn:
         raise ValueError(f"{word} is not a number")
@@ -162,7 +176,7 @@ def parse_json(text: str, where: str, error: Refusal) -> dict[str, Any]:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         table = dict(pairs)
         if len(table) < len(pairs):
-            raise ValueError("a key is there twice")
+            raise ValueError("a key occurs twice")
         return table
 
     try:
@@ -176,11 +190,11 @@ def parse_json(text: str, where: str, error: Refusal) -> dict[str, Any]:
     return _limited(table, where, error)
 
 
-_TOO_DEEP = f"tables or lists stand more than {DEPTH} deep in each other. Nest less."
+_TOO_DEEP = f"tables or lists are nested more than {DEPTH} deep. Nest less."
 
 
 def _reworded(wrong: ValueError) -> str:
-    """Python's own words, but for those about settings of Python."""
+    """Python's own message, unless it mentions Python's settings."""
     text = str(wrong).rstrip(".")
     return (
         "a number has more than 4,300 digits" if "int_max_str_digits" in text else text
@@ -188,7 +202,7 @@ def _reworded(wrong: ValueError) -> str:
 
 
 def _limited(table: dict[str, Any], where: str, error: Refusal) -> dict[str, Any]:
-    """The table itself, if nothing in it is too deep or too large."""
+    """Return the table if nothing in it is too deep or too large."""
     level: list[Any] = [table]
     for _ in range(DEPTH):
         inner: list[Any] = []

@@ -1,10 +1,11 @@
-"""Accounts for a run's time, from the records of its metrics.jsonl: useful steps, and everything
-else.
+"""Accounts for a run's time, from the records of its metrics.jsonl: useful steps, and
+everything else.
 
-A record has the seconds that its process spent on each phase since the previous record (`spent`, by
-a monotonic clock), and the time of writing by the calendar and by the clock of this boot. The time
-between two processes is measured by the boot clock if the machine was not restarted in between,
-else by the calendar; if the calendar was set back, that interval is ignored.
+A record has the seconds that its process spent in each phase since the previous record
+(`spent`, from a monotonic clock), and its time of writing on the calendar and on the
+clock of this boot. The time between two processes is measured on the boot clock if the
+machine was not restarted in between, otherwise on the calendar. If the calendar was set
+back, that interval is ignored.
 """
 
 from collections.abc import Iterable
@@ -22,7 +23,7 @@ PARTS = (
     "down",
     "other",
 )
-# Phases of a rank that are parts, or parts of them; all else is other.
+# Phases of a rank that belong to a part. All others are "other".
 _PART_OF = {
     "in a step": "steps",
     "first step": "steps",
@@ -34,23 +35,27 @@ _PART_OF = {
 
 
 class Goodput:
-    """Time in steps that count over all time since the first start, and the parts of the rest.
-    steps: with their data. lost steps: those that a later start did again. starting: from where a
-    process begins until its first step. down: between two processes, with what the first did after
-    its last record, and what a hang took. other: logging, and what else stands between steps."""
+    """The share of useful step time in all time since the first start, and the parts of
+    the rest.
+
+    steps: including loading their data. lost steps: those repeated after a restart.
+    starting: from a process's start to its first step. down: between two processes,
+    including the first one's work after its last record, and the time of a hang. other:
+    logging, and everything else between steps.
+    """
 
     def __init__(self, records: Iterable[Record] = ()) -> None:
         self.spent = dict.fromkeys(PARTS, 0.0)
         self.unusable = 0
         self._last: Record = {}
-        # the last step, how many, seconds of each
+        # (last step, number of steps, seconds per step)
         self._kept: list[tuple[int, int, float]] = []
-        self._open = 0.0  # seconds of steps of which no record has come yet
+        self._open = 0.0  # seconds of steps without a record yet
         for record in records:
             self.add(record)
 
     def add(self, record: Record) -> None:
-        """The next record; one that is not usable is passed over, and `unusable` counts it."""
+        """Add the next record. An unusable one is skipped and counted in `unusable`."""
         try:
             _number(record, "time")
             numbers = record["event"] in ("start", "step")
@@ -90,7 +95,7 @@ class Goodput:
         self._last = {"began": self._last.get("began"), **record}
 
     def _lose(self, at: float) -> None:
-        """A start goes on at this step: what was done beyond it is done again."""
+        """Mark a restart at this step: later steps will be repeated."""
         lost, kept = self._open, []
         for end, count, each in self._kept:
             again = int(min(count, max(0.0, end - at)))
@@ -118,10 +123,10 @@ class Goodput:
 
 
 def _spent(record: Record, steps: int) -> dict[str, float]:
-    """Seconds of each part since the record before."""
+    """The seconds of each part since the previous record."""
     table = record.get("spent")
     if not isinstance(table, dict):
-        # Of an earlier version, which told only what a step took.
+        # From an earlier version, which recorded only the time of steps.
         return {"steps": steps * _number(record, "seconds")} if steps else {}
     spent: dict[str, float] = {}
     for phase in table:
@@ -132,7 +137,7 @@ def _spent(record: Record, steps: int) -> dict[str, float]:
 
 def _begins(last: Record, record: Record) -> bool:
     """True if a record is the first of its process."""
-    if not last or "began" not in record:  # of a watcher, or of an earlier version
+    if not last or "began" not in record:  # from a watcher, or an earlier version
         return not last or (record["event"] == "start" and not last["began"])
     return (record.get("boot"), record["began"]) != (
         last.get("boot"),
@@ -141,7 +146,7 @@ def _begins(last: Record, record: Record) -> bool:
 
 
 def _between(last: Record, record: Record) -> float:
-    """Seconds from one record to the next, as far as they are known."""
+    """The seconds from one record to the next, as far as they are known."""
     same = record.get("boot") and record.get("boot") == last.get("boot")
     for key in ("clock", "time") if same else ("time",):
         with suppress(ValueError):
@@ -150,7 +155,7 @@ def _between(last: Record, record: Record) -> float:
 
 
 def _number(record: Record, key: str) -> float:
-    """A number of a record, from 0; ValueError when there is none."""
+    """A number of a record that is at least 0; raises ValueError if there is none."""
     value = record.get(key)
     if (
         not isinstance(value, int | float)

@@ -1,4 +1,6 @@
-"""The hash of a frozen value, found once: layouts and shapes are keys of many caches and have many fields."""
+"""A hash computed once for frozen values: layouts and shapes have many fields and are
+keys of many caches.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ _NAME = "_hash"
 
 
 def hash_once(value: Any) -> int:
-    """The hash of all fields of a dataclass: to be its `__hash__`."""
+    """The hash of all fields of a dataclass, for use as `__hash__`."""
     known: int | None = value.__dict__.get(_NAME)
     if known is None:
         known = hash(tuple(getattr(value, each.name) for each in fields(value)))
@@ -18,6 +20,8 @@ def hash_once(value: Any) -> int:
 
 
 def state_without_hash(value: Any) -> dict[str, Any]:
-    """All that is copied or sent of a dataclass: to be its `__getstate__`. Text has another hash in another
-    process."""
+    """The state of a dataclass to copy or send, for use as `__getstate__`.
+
+    The hash is left out, because text hashes differently in another process.
+    """
     return {name: each for name, each in value.__dict__.items() if name != _NAME}

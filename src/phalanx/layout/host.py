@@ -1,4 +1,4 @@
-"""The memory of this host: all of it, and what a process may still take."""
+"""This host's memory: its total, and what this process may still allocate."""
 
 import os
 import re
@@ -7,22 +7,27 @@ from pathlib import Path
 
 
 def machine_memory() -> float:
-    """Bytes that this machine has."""
+    """The bytes of memory in this machine."""
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def available_memory(
     proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
 ) -> float:
-    """Bytes that this process may still take: of the machine, and of its control group's limit."""
+    """The bytes that this process may still allocate, within the machine and its
+    control group's limits.
+    """
     free = re.search(r"^MemAvailable: +(\d+) kB", _text(proc / "meminfo"), re.M)
     of_machine = 1024.0 * int(free[1]) if free else machine_memory()
     return max(0.0, min([of_machine, *_of_groups(proc, cgroups)]))
 
 
 def _of_groups(proc: Path, cgroups: Path) -> Iterator[float]:
-    """Bytes that each memory limit leaves, from this process's control group up to the root, in
-    cgroup v1 or v2."""
+    """The bytes that each memory limit leaves, from this process's control group up to
+    the root.
+
+    For cgroup v1 and v2.
+    """
     for line in _text(proc / "self" / "cgroup").splitlines():
         kinds, _, path = line.partition(":")[2].partition(":")
         if not kinds:
@@ -40,7 +45,7 @@ def _of_groups(proc: Path, cgroups: Path) -> Iterator[float]:
         group = root / path.strip("/")
         for folder in (group, *group.parents):
             most, used = _text(folder / limit).strip(), _text(folder / usage).strip()
-            # else there is no limit here, or it is "max"
+            # Otherwise there is no limit here, or it is "max".
             if most.isdigit() and used.isdigit():
                 stat = dict(
                     re.findall(r"^(\w+) (\d+)$", _text(folder / "memory.stat"), re.M)

@@ -1,4 +1,4 @@
-"""The records of a run's metrics.jsonl, for whoever reads it after or while it runs."""
+"""The records of a run's metrics.jsonl, for readers during and after the run."""
 
 import errno
 import json
@@ -12,17 +12,19 @@ from .url import redacted
 Record = dict[str, Any]
 LIMIT = 1 << 32  # bytes of a journal: years of a run
 LINE = 1 << 24  # bytes of a record
-TAIL = 1 << 16  # bytes of a journal's end in which its last record is looked for
+TAIL = 1 << 16  # bytes at a journal's end that are searched for its last record
 
 
 class JournalReader:
-    """The records of a journal that may grow while it is read."""
+    """Reads the records of a journal that may still be growing."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.at = path, 0
 
     def more(self) -> list[Record]:
-        """Records written since the last call, without lines that are cut or longer than `LINE`."""
+        """The records written since the last call, without incomplete lines and lines
+        longer than `LINE`.
+        """
         try:
             file = open_regular(self.path)
         except FileNotFoundError:
@@ -35,7 +37,7 @@ class JournalReader:
             file.seek(self.at)
             while line := file.readline(LINE):
                 if len(line) < LINE and not line.endswith(b"\n"):
-                    break  # it is being written, or a dying process left it
+                    break  # still being written, or left by a dying process
                 self.at += len(line)
                 record = _record(line)
                 if record is not None:
@@ -44,7 +46,7 @@ class JournalReader:
 
 
 def _record(line: bytes) -> Record | None:
-    """The record that a line is, None if it is no record."""
+    """The record on a line, or None."""
     try:
         # Earlier versions wrote URLs with their passwords.
         record = json.loads(redacted(line.decode(errors="replace")))
@@ -55,7 +57,7 @@ def _record(line: bytes) -> Record | None:
 
 
 def last_record(path: Path) -> Record:
-    """The last record of a journal, read from its end; empty where there is none."""
+    """The last record of a journal, read from its end; empty if there is none."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         file.seek(max(0, size - TAIL))

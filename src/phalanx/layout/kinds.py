@@ -1,6 +1,7 @@
-"""Kinds of pieces: pieces that do the same work on weights of the same sizes are of one kind.
+"""Kinds of pieces: pieces that do the same work on weights of the same sizes.
 
-Costs and prices are found once for each kind; a step adds up what its pieces' kinds take.
+Costs and prices are found once for each kind. A step adds up the costs of its pieces'
+kinds.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ Other = TypeVar("Other")
 class ByKind(Generic[Value]):
     """One value for each kind of piece, and the kind of each of the model's pieces.
 
-    Kinds are numbered in the order in which they occur: the embedding's is the first, the head's the
-    last, and those between are of blocks.
+    Kinds are numbered in the order in which they occur: the embedding's first, the
+    head's last, those of blocks in between.
     """
 
     values: tuple[Value, ...]
@@ -74,10 +75,10 @@ def block_kind(shape: Shape, piece: int) -> BlockKind:
 
 
 class BlockPart(StrEnum):
-    """The part of a model's piece that a piece of the program is."""
+    """The part of a model's piece that a program's piece computes."""
 
     WHOLE = "whole"
-    ROUTING = "routing"  # of a block with experts: attention, and the choice of experts
+    ROUTING = "routing"  # of a block with experts: attention and routing
     EXPERTS = "experts"  # the experts, applied to tokens received from other ranks
     MERGING = "merging"  # the results, added to the residual stream
 
@@ -87,9 +88,10 @@ PARTS_APART = (BlockPart.ROUTING, BlockPart.EXPERTS, BlockPart.MERGING)
 
 
 def parts_of_pieces(shape: Shape, apart: bool) -> tuple[tuple[int, BlockPart], ...]:
-    """For each piece of a program the shape's piece, and the part of it that it is.
+    """For each piece of a program, the shape's piece and the part of it.
 
-    Where experts are `apart`, a block that has some is three pieces, between which tokens travel.
+    If experts are `apart`, a block with experts is three pieces, between which tokens
+    travel.
     """
     every = range(shape.pieces)
     parts = {
@@ -101,9 +103,11 @@ def parts_of_pieces(shape: Shape, apart: bool) -> tuple[tuple[int, BlockPart], .
 
 @lru_cache(maxsize=64)
 def one_block_of_each(shape: Shape) -> tuple[Shape, tuple[int, ...]]:
-    """The shape with one block of each kind, and for each piece of `shape` the equal piece of it."""
+    """The shape with one block of each kind, and for each piece of `shape` the equal
+    piece in it.
+    """
     blocks = [block_kind(shape, piece) for piece in range(1, 1 + shape.layers)]
-    # Blocks without experts come first here, as they do in every shape.
+    # Blocks without experts come first, as in every shape.
     kinds = list(dict.fromkeys(blocks))
     few = replace(
         shape,

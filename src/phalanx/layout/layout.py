@@ -1,7 +1,8 @@
-"""A layout: a mesh and how it is used, as one value that prints and parses back.
+"""A layout: a mesh and its use, as one value that prints and parses back.
 
-`"dp4 pp2 tp8 seq zero3 1f1b:16 recompute:all bf16"`. What is not written has its default, and
-printing writes only what differs from it. Whether a layout fits a model is for `legal.py`.
+`"dp4 pp2 tp8 seq zero3 1f1b:16 recompute:all bf16"`. Everything left out has its
+default, and printing writes only what differs from it. `legal.py` decides whether a
+layout fits a model.
 """
 
 import math
@@ -27,10 +28,10 @@ from .rules import AXIS_OF
 from .source import OWN, names_source
 
 _OFFLOADS = ("weights", "optimizer", "activations")
-_SHARING = ("tp", "cp")  # axes that may share experts beside ep
-MICROBATCHES = 100_000  # the most of a step
+_SHARING = ("tp", "cp")  # axes that may share experts together with ep
+MICROBATCHES = 100_000  # the most in a step
 _AXIS = re.compile(r"(dp|pp|cp|tp|ep)[0-9].*", re.DOTALL)
-# a number in a word: int() takes digits of other scripts and endless ones too
+# A number in a word. int() would also accept digits of other scripts, and endless ones.
 _N = "[0-9]{1,6}"
 _SCHEDULE = re.compile(
     rf"(?:(?P<name>zb-h[12]|[a-z0-9-]*[a-z])(?P<chunks>(?:{_N})?)"
@@ -38,7 +39,7 @@ _SCHEDULE = re.compile(
     rf"(?::(?P<m>{_N}))?"
 )
 _RECOMPUTE = re.compile(r"none|all|sqrt|selective|fit|every=[1-9][0-9]{0,5}")
-# Words that mean always the same: the field that each sets.
+# Words with a fixed meaning: the field that each sets.
 _FIXED: dict[str, dict[str, object]] = {
     "seq": {"seq": True},
     "overlap": {"overlap": True},
@@ -57,7 +58,9 @@ _WORDS = [*SCHEDULES, *_OPTIONS.split(), *_FIXED]
 
 @dataclass(frozen=True)
 class Layout:
-    """Every choice of how a model is trained on a mesh; empty text and 0 mean the default."""
+    """Every choice of how to train a model on a mesh. Empty text and 0 mean the
+    default.
+    """
 
     mesh: Mesh = Mesh()
     seq: bool = False
@@ -72,10 +75,10 @@ class Layout:
     offload: tuple[str, ...] = ()
     stages: tuple[int, ...] = ()
     precision: str = FP32
-    matmul: str = ""  # in what the products of blocks are, if not in the precision
+    matmul: str = ""  # fp8 format of blocks' matmuls; "": the precision
     compile: str = ""
-    experts: tuple[str, ...] = ()  # over which axes experts are shared, beside ep
-    overlap: bool = False  # one microbatch's forward beside another's backward
+    experts: tuple[str, ...] = ()  # axes that share experts, together with ep
+    overlap: bool = False  # compute one microbatch's forward beside another's backward
 
     __hash__ = hash_once
     __getstate__ = state_without_hash
@@ -135,7 +138,9 @@ class Layout:
         return math.prod(map(self.mesh.of, self.expert_axes))
 
     def axes_of(self, dims: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-        """The axes that cut each dim of a weight. What shares experts cuts none of them."""
+        """The axes that shard each dim of a weight. Axes that share experts shard no
+        dim inside an expert.
+        """
         shared = self.experts if "experts" in dims else ()
         cut = {"": (), "ep": self.expert_axes} | dict.fromkeys(shared, ())
         axes = (AXIS_OF.get(dim, "") for dim in dims)
@@ -143,17 +148,23 @@ class Layout:
 
     @property
     def data(self) -> int:
-        """Number of ranks with sequences of their own, including those of ep, which share experts."""
+        """The number of ranks with sequences of their own, including those of ep, which
+        share experts.
+        """
         return self.dp * self.ep
 
     @property
     def copies(self) -> int:
-        """Number of ranks that use each weight, except experts: gradients are summed over them."""
+        """The number of ranks that use each weight, except experts: gradients are
+        summed over them.
+        """
         return self.data * self.cp
 
     @property
     def shard_axes(self) -> tuple[str, ...]:
-        """The axes over which a unit's weights, gradients or optimizer state are cut."""
+        """The axes over which a unit's weights, gradients or optimizer state are
+        sharded.
+        """
         return ("dp.shard", "cp", "ep") if self.zero else ()
 
     @property
@@ -163,31 +174,38 @@ class Layout:
 
     @property
     def shards(self) -> int:
-        """Into how many parts a unit is cut by ZeRO, if it is not of experts."""
+        """The number of ZeRO shards of a unit that holds no experts."""
         return self.mesh.of("dp.shard") * self.cp * self.ep if self.zero else 1
 
     @property
     def gathers_in_8_bits(self) -> bool:
-        """True if ZeRO gathers the matrices of blocks in 8 bits: one copy of each square serves both
-        products, and the host keeps no part of them."""
+        """True if ZeRO gathers the matrices of blocks in 8 bits.
+
+        One copy of each square tile then serves both matmuls, and the host keeps no
+        part of them.
+        """
         square = bool(self.matmul) and MATMULS[self.matmul].square
         return square and self.shards > 1 and not self.weights_on_host
 
     @property
     def weights_on_host(self) -> bool:
-        """True if weights live on the host, where they are updated too."""
+        """True if weights live on the host, where they are also updated."""
         return not {"weights", "optimizer"}.isdisjoint(self.offload)
 
     @property
     def copies_sharing(self) -> int:
-        """Number of those ranks that share the experts, which are neither copied nor sharded over
-        them."""
+        """The number of `copies` that share the experts, which are neither copied nor
+        sharded over them.
+        """
         return self.ep * (self.cp if "cp" in self.experts else 1)
 
     @property
     def experts_apart(self) -> bool:
-        """True if a block's experts are a separate piece: tokens travel to them, or the rest of the
-        block is a compiled graph, which cannot take lengths unknown in advance."""
+        """True if a block's experts are a separate piece.
+
+        Either tokens travel to them, or the rest of the block is a compiled graph,
+        which cannot take lengths unknown in advance.
+        """
         return self.expert_ranks > 1 or bool(self.compile)
 
     @property
@@ -201,13 +219,15 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
-        """The layout that a text names; a word that means nothing is refused with the nearest."""
+        """Parse a layout. An unknown word is refused with the nearest known one."""
         axes = [Axis.parse(word) for word in text.split() if _AXIS.fullmatch(word)]
         return cls(mesh=Mesh(tuple(axes)), **cls.written(text))  # type: ignore[arg-type]
 
     @staticmethod
     def written(text: str) -> dict[str, object]:
-        """The fields but for the mesh that a text sets; the others have their defaults."""
+        """The fields, except the mesh, that a text sets. The others keep their
+        defaults.
+        """
         fields: dict[str, object] = {}
         for word in text.split():
             for key, value in () if _AXIS.fullmatch(word) else _meaning(word).items():
@@ -220,7 +240,7 @@ class Layout:
 
     @classmethod
     def parse_many(cls, text: str) -> "tuple[Layout, ...]":
-        """Layouts separated by `;`."""
+        """Parse layouts separated by `;`."""
         return tuple(cls.parse(part) for part in text.split(";") if part.strip())
 
     def __str__(self) -> str:
@@ -253,7 +273,8 @@ def _microbatches(schedule: str, pp: int) -> int:
 
 
 def _gather(x: Layout) -> str:
-    # With a pipeline, gathering for every microbatch repeats the whole traffic m times.
+    # With a pipeline, a gather for every microbatch would repeat the whole traffic m
+    # times.
     return "micro" if (x.zero == 3 and x.pp == 1) or "weights" in x.offload else "step"
 
 
@@ -317,7 +338,7 @@ def _hint(word: str) -> str:
 
 
 def _check_values(x: Layout) -> None:
-    """Refuse values that no model could make sense of; what needs a model is in `legal`."""
+    """Refuse values that no model could use; `legal` checks what depends on a model."""
     known: dict[str, Sequence[object]] = {"zero": range(4), "precision": PRECISIONS}
     known |= {"gather": ("step", "micro"), "reduce": ("step", "micro")}
     known |= {"matmul": ("", *MATMULS), "compile": COMPILED}

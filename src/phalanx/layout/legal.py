@@ -1,6 +1,8 @@
-"""Legality of a layout for a model: all reasons against it at once, and the nearest legal layouts.
+"""Legality of a layout for a model: all reasons against it at once, and the nearest
+legal layouts.
 
-Arithmetic only. What pads (vocabulary, sequence, batch, a unit's shards) is no reason.
+Arithmetic only. Sizes that can be padded (vocabulary, sequence, batch, shards) are no
+reason.
 """
 
 import math
@@ -17,7 +19,7 @@ from .shape import Shape
 
 @dataclass(frozen=True)
 class Violation:
-    """One broken rule: its name, what is wrong with the numbers, and what to do instead."""
+    """One broken rule: its name, the conflict with its numbers, and a way out."""
 
     rule: str
     what: str
@@ -30,7 +32,7 @@ class Violation:
 def legal(
     layout: Layout, shape: Shape, *, batch: int = 0, sequence: int = 0
 ) -> tuple[Violation, ...]:
-    """Every rule that this layout breaks for this model; none means it can be trained."""
+    """Every rule that this layout breaks for this model. Empty if it can be trained."""
     rules = (_tensor, _pipeline, _context, _batch, _sharding)
     sizes = batch or shape.batch, sequence or shape.sequence
     return tuple(
@@ -39,7 +41,7 @@ def legal(
 
 
 def divisors(n: int) -> list[int]:
-    """All divisors, least first."""
+    """All divisors, in ascending order."""
     low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return [*low, *(n // d for d in reversed(low) if d * d < n)]
 
@@ -61,18 +63,18 @@ def _tensor(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violatio
         yield Violation("ep", what, way_out or "Use dp in place of ep.")
     for axis in x.experts:
         if x.mesh.of(axis) == 1:
-            what = f"experts:{axis} has nobody to share experts with: {axis}=1."
+            what = f"experts:{axis} has no ranks to share experts with: {axis}=1."
             yield Violation("experts", what, f"Leave {axis} out of it, or use {axis}2.")
         elif axis == "tp" and not x.seq:
             what = "experts:tp without seq: all ranks of tp have the same tokens, and would send"
-            what += f" each {x.tp} times to its experts."
+            what += f" each token {x.tp} times to its experts."
             yield Violation(
-                "experts", what, "Add seq, or leave tp out: it then cuts each expert."
+                "experts", what, "Add seq, or leave tp out: tp then shards each expert."
             )
     if x.seq and (x.tp == 1 or s.kind == "mlp"):
         why = "tp=1" if x.tp == 1 else "a model without norms"
         yield Violation(
-            "seq", f"seq has nothing to cut with {why}.", "Leave seq out, or use tp2."
+            "seq", f"seq has nothing to shard with {why}.", "Leave seq out, or use tp2."
         )
     if x.overlap and (x.expert_ranks == 1 or x.microbatches == 1):
         why = "ep=1" if x.expert_ranks == 1 else "one microbatch"
@@ -148,7 +150,9 @@ def _context(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violati
         return
     if s.kind == "mlp":
         yield Violation(
-            "cp", f"cp={x.cp}: an MLP has no sequence to cut.", "Use dp instead of cp."
+            "cp",
+            f"cp={x.cp}: an MLP has no sequence to shard.",
+            "Use dp instead of cp.",
         )
         return
     ulysses, heads = x.mesh.of("cp.ulysses"), s.heads // x.tp
@@ -160,7 +164,7 @@ def _context(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violati
         yield Violation("ulysses", f"{what} (heads={s.heads}, tp={x.tp}).", way_out)
     if sequence < 2 * x.cp:
         what = f"a sequence of {sequence} tokens is shorter than 2 x cp={2 * x.cp}:"
-        what += " each rank has a part from its start and one from its end."
+        what += " each rank holds a part from its start and one from its end."
         yield Violation("sequence", what, f"Use cp {max(1, sequence // 2)} or less.")
 
 
@@ -176,8 +180,8 @@ def _batch(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violation
         way_out = f"Use a batch of {least} or more, or at most {fewer}."
         yield Violation("batch", what, way_out)
     if s.batch_loss and x.microbatches > 1:
-        what = "batch_loss needs the counts of a whole batch before the first backward, and"
-        what += f" {x.microbatches} microbatches are not through by then."
+        what = "batch_loss needs the counts of a whole batch before the first backward, but"
+        what += f" {x.microbatches} microbatches are not all forward by then."
         yield Violation("batch", what, "Use one microbatch, or sequence_loss.")
 
 
@@ -194,15 +198,19 @@ def _sharding(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violat
 def nearest(
     layout: Layout, shape: Shape, *, batch: int = 0, sequence: int = 0, most: int = 3
 ) -> tuple[Layout, ...]:
-    """Legal layouts of as many ranks that differ least from this one, nearest first."""
+    """Legal layouts with the same number of ranks that differ least from this one,
+    nearest first.
+    """
     others = dict.fromkeys(_neighbours(layout, shape, batch or shape.batch))
     fits = [x for x in others if not legal(x, shape, batch=batch, sequence=sequence)]
     return tuple(sorted(fits, key=lambda x: (_distance(x, layout), str(x)))[:most])
 
 
 def _neighbours(x: Layout, s: Shape, batch: int) -> Iterator[Layout]:
-    """Other meshes of the same size, each with the same choices where they still mean something."""
-    order = [a.name for a in x.mesh.axes if a.name != "ep"]  # dp is as near
+    """Other meshes of the same size, each with the same choices where these still
+    apply.
+    """
+    order = [a.name for a in x.mesh.axes if a.name != "ep"]  # dp is as close
     order += [name for name in ("dp", "pp", "cp", "tp") if name not in order]
     inner = x.mesh.of("dp.shard") if x.mesh.of("dp.replicate") > 1 and x.zero else 0
     ulysses = {1, x.mesh.of("cp.ulysses")}
@@ -225,7 +233,9 @@ def _neighbours(x: Layout, s: Shape, batch: int) -> Iterator[Layout]:
 
 
 def _refit(x: Layout, chunks: int, batch: int) -> Iterator[Layout]:
-    """The layout with a schedule that its mesh can have and microbatches that the batch allows."""
+    """The layout with a schedule that its mesh allows and microbatches that the batch
+    allows.
+    """
     own = x.schedule if traits(x.schedule).pipelined else ONE_F_ONE_B
     gather = x.gather if x.zero == 3 or "weights" in x.offload else ""
     for schedule in {own, ONE_F_ONE_B} if x.pp > 1 else {ACCUM}:
@@ -248,7 +258,9 @@ def _factors(n: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 
 def _distance(a: Layout, b: Layout) -> float:
-    """A distance between two layouts: doublings of each axis, then every other choice."""
+    """The distance between two layouts: doublings of each axis, then every other
+    choice.
+    """
     axes: float = sum(
         abs(math.log2(a.mesh.of(n) / b.mesh.of(n)))
         for n in ("dp.replicate", "dp.shard", "pp", "cp.ring", "cp.ulysses", "tp")

@@ -1,28 +1,35 @@
-"""Newton-Schulz orthogonalization: the work that each matrix needs, and the rank that does it. Muon
-runs it, and the planner prices it."""
+"""Newton-Schulz orthogonalization: each matrix's work, and the rank that does it.
+
+Muon runs it, and the planner prices it.
+"""
 
 import heapq
 from collections.abc import Sequence
 
-STEPS = 5  # as Jordan et al. 2024
+STEPS = 5  # as in Jordan et al. 2024
 
 
 def orthogonal_products(rows: int, columns: int) -> tuple[tuple[int, int, int], ...]:
-    """The (m, k, n) of a step's products: x x^T, its square, and that times x, with x lying down."""
+    """The (m, k, n) of the matmuls in one step: x x^T, its square, and that times x,
+    for x with rows <= columns.
+    """
     short, long = sorted((rows, columns))
     return (short, long, short), (short, short, short), (short, short, long)
 
 
 def orthogonal_work(rows: int, columns: int) -> float:
-    """Multiply-adds of all steps."""
+    """The multiply-adds of all steps."""
     return float(
         STEPS * sum(m * k * n for m, k, n in orthogonal_products(rows, columns))
     )
 
 
-def dealt(work: Sequence[float], ranks: int, first: int = 0) -> list[int]:
-    """An owner for each matrix: the dearest first, each to who has least to do so far; of those the
-    next from `first`."""
+def assign_owners(work: Sequence[float], ranks: int, first: int = 0) -> list[int]:
+    """Assign an owner to each matrix, the most expensive first.
+
+    Each goes to the rank with the least work so far; among equals, to the next one from
+    `first`.
+    """
     owners, loads = [0] * len(work), [(0.0, turn) for turn in range(ranks)]
     for n in sorted(range(len(work)), key=lambda n: -work[n]):
         load, turn = loads[0]

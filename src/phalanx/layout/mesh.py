@@ -1,8 +1,10 @@
-"""The grid of devices: named axes, the rank at each coordinate, and the groups. Arithmetic only.
+"""The grid of devices: named axes, the rank at each coordinate, and the groups.
+Arithmetic only.
 
-A mesh is written outermost axis first: in `"dp2 pp2 tp2"` neighbouring ranks differ in `tp`.
-Two axes have an inner grid of their own: `dp2x4` is 2 replicas of 4 shards, `cp4:2x2` a ring of 2
-with Ulysses of 2 inside. Their parts are named `dp.replicate`, `dp.shard`, `cp.ring`, `cp.ulysses`.
+A mesh is written outermost axis first: in `"dp2 pp2 tp2"` neighbouring ranks differ in
+`tp`. Two axes have an inner grid of their own: `dp2x4` is 2 replicas of 4 shards,
+`cp4:2x2` a ring of 2 with Ulysses of 2 inside. Their parts are named `dp.replicate`,
+`dp.shard`, `cp.ring` and `cp.ulysses`.
 """
 
 import math
@@ -13,7 +15,7 @@ from itertools import product
 
 AXES = ("dp", "pp", "cp", "tp", "ep")
 _PARTS = {"dp": ("dp.replicate", "dp.shard"), "cp": ("cp.ring", "cp.ulysses")}
-RANKS = 1 << 18  # the most that a mesh may have
+RANKS = 1 << 18  # the most in a mesh
 _SIZE = "([0-9]{1,7})"
 _WORD = re.compile(
     f"(dp|pp|cp|tp|ep){_SIZE}(?:x{_SIZE})?(?::(ring|ulysses|{_SIZE}x{_SIZE}))?"
@@ -21,7 +23,7 @@ _WORD = re.compile(
 
 
 class LayoutError(ValueError):
-    """A layout that cannot be: what, where, the numbers and the way out, in its text."""
+    """Raised for an impossible layout, with the place, the numbers and a way out."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,9 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Axes, outermost first. An axis of size 1 is not kept: it is the same mesh without it."""
+    """Axes, outermost first. Axes of size 1 are dropped: the mesh is the same without
+    them.
+    """
 
     axes: tuple[Axis, ...] = ()
 
@@ -98,7 +102,7 @@ class Mesh:
         for name in names:
             if names.count(name) > 1:
                 raise LayoutError(
-                    f"axis {name} stands {names.count(name)} times; write it once."
+                    f"axis {name} occurs {names.count(name)} times; write it once."
                 )
         object.__setattr__(self, "axes", tuple(a for a in self.axes if a.size > 1))
         if self.size > RANKS:
@@ -117,7 +121,9 @@ class Mesh:
         return math.prod(a.size for a in self.axes)
 
     def of(self, name: str) -> int:
-        """Size of an axis (`"dp"`) or of a part of one (`"dp.shard"`); 1 if the mesh has none."""
+        """The size of an axis (`"dp"`) or of a part of one (`"dp.shard"`); 1 if the
+        mesh has none.
+        """
         for axis in self.axes:
             if axis.name == name:
                 return axis.size
@@ -144,7 +150,7 @@ class Mesh:
         return at
 
     def rank(self, **coordinates: int) -> int:
-        """The rank at these axis coordinates; an axis that is not named is at 0."""
+        """The rank at these axis coordinates. An axis that is not given is at 0."""
         rank = 0
         for axis in self.axes:
             at = coordinates.pop(axis.name, 0)
@@ -158,8 +164,9 @@ class Mesh:
         return rank
 
     def part(self, axes: Iterable[str], at: Mapping[str, int]) -> tuple[int, int]:
-        """Number of parts that these axes (or parts of them) make, and the index at these
-        coordinates."""
+        """The number of parts that these axes (or parts of axes) make, and the index at
+        these coordinates.
+        """
         chosen, parts, index = set(axes), 1, 0
         for axis in self.axes:
             for name in dict.fromkeys((axis.name, *axis.part_names)):
@@ -169,13 +176,15 @@ class Mesh:
         return parts, index
 
     def groups(self, axes: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """All groups of ranks that differ only along these axes; together they are all ranks."""
+        """All groups of ranks that differ only along these axes. Together they contain
+        all ranks.
+        """
         inside, outside = self._strides(axes)
         steps = [sum(w) for w in _walks(inside)]
         return tuple(tuple(sum(w) + step for step in steps) for w in _walks(outside))
 
     def group(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
-        """The ranks that differ from this one only along these axes, itself among them."""
+        """The ranks that differ from this one only along these axes, including itself."""
         inside, _ = self._strides(axes)
         first = rank - sum(rank // stride % size * stride for stride, size in inside)
         return tuple(first + sum(w) for w in _walks(inside))
@@ -183,7 +192,9 @@ class Mesh:
     def _strides(
         self, axes: Iterable[str]
     ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """(stride, size) of the parts that vary along these axes, and of the others."""
+        """The (stride, size) of the parts that vary along these axes, and of the
+        others.
+        """
         wanted = set(axes)
         for name in wanted:
             self.of(name)

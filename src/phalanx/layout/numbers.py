@@ -1,20 +1,21 @@
 """Numbers as people write them: bytes, rates, times and counts, to text and from text.
 
-The only file that does this. Amounts of data are decimal (1 GB = 1e9 bytes), as links and files are
-given (`bytes_text`); `binary_text` is for memory and message sizes, which come in powers of two (80 GiB).
+No other file does this. Amounts of data are decimal (1 GB = 1e9 bytes), as for links
+and files (`bytes_text`). `binary_text` is for memory and message sizes, which come in
+powers of two (80 GiB).
 """
 
 import re
 from decimal import Decimal
 
-MOST = 10**18  # that is counted
+MOST = 10**18  # the largest count
 _COUNT = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)([kKMGBT]|[KMGT]i)?")
 _SI = ("", "k", "M", "G", "T", "P", "E")
 _BINARY = ("", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei")
 
 
 class NumberError(ValueError):
-    """A text that is no number of the kind that is needed."""
+    """Raised for a text that is not a number of the required kind."""
 
 
 def _scaled(
@@ -23,7 +24,7 @@ def _scaled(
     base: float = 1000.0,
     digits: int = 3,
 ) -> str:
-    """`8.03 G`: so many digits, a blank and the prefix."""
+    """`8.03 G`: a number of digits, a space and the prefix."""
     limit = base - 0.5 * (digits == 3)  # 999.7 would be printed as 1e+03
     for prefix in prefixes[:-1]:
         if abs(number) < limit:
@@ -53,7 +54,9 @@ def binary_text(count: float) -> str:
 
 
 def rate_text(per_second: float) -> str:
-    """Bytes a second: `25 GB/s`, `3352 GB/s`, `12.3 TB/s`; links and memories are compared in GB/s."""
+    """Bytes per second: `25 GB/s`, `3352 GB/s`, `12.3 TB/s`. Links and memories are
+    compared in GB/s.
+    """
     if not per_second:
         return "unknown"
     power, unit = (1e12, "TB/s") if per_second >= 1e13 else (1e9, "GB/s")
@@ -62,7 +65,7 @@ def rate_text(per_second: float) -> str:
 
 
 def flops_text(per_second: float) -> str:
-    """Operations a second in TFLOP/s; GFLOP/s where there are few, EFLOP/s where many."""
+    """Operations per second in TFLOP/s; GFLOP/s for small and EFLOP/s for large rates."""
     for power, unit in ((1e18, "E"), (1e12, "T")):
         if (x := per_second / power) >= 0.1:
             return f"{x:.1f} {unit}FLOP/s" if x >= 100 else f"{x:.3g} {unit}FLOP/s"
@@ -80,7 +83,7 @@ def seconds_text(time: float) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """`1K` is 1,024 bytes, `64M` 64 MiB."""
+    """Parse a size in bytes: `1K` is 1,024 bytes, `64M` 64 MiB."""
     match = re.fullmatch(r"([0-9]{1,15})([KMGT]?)(?:i?B)?", text.strip())
     if not match or not int(match[1]):
         raise NumberError(f"{text[:60]!r} is not a size; write 4096, 64K, 512M or 1G.")
@@ -88,7 +91,9 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_byte_sizes(text: str, step: int = 4) -> tuple[int, ...]:
-    """`1K:64M` from one to the other in steps of 4, `1K:64M:2` in steps of 2, or a list `1K,8M`."""
+    """Parse sizes: a range in steps of 4 (`1K:64M`), in other steps (`1K:64M:2`), or a
+    list (`1K,8M`).
+    """
     if ":" not in text:
         return tuple(sorted({parse_bytes(part) for part in text.split(",")}))
     first, last, *steps = text.split(":")
@@ -106,7 +111,9 @@ def parse_byte_sizes(text: str, step: int = 4) -> tuple[int, ...]:
 
 
 def parse_count(text: str) -> int:
-    """`4M` is 4,000,000, `4Mi` 4,194,304: a whole number with a decimal or a binary letter."""
+    """Parse a count with a decimal or binary letter: `4M` is 4,000,000, `4Mi`
+    4,194,304.
+    """
     match = _COUNT.fullmatch(text)
     if not match or not float(match[1]):
         raise NumberError(
@@ -123,8 +130,10 @@ def parse_count(text: str) -> int:
 
 
 def parse_length(text: str) -> int:
-    """The tokens of a sequence: `4096` or `4Ki`. `4k` is refused: most who write it mean 4,096, and
-    it would be 4,000 everywhere else."""
+    """Parse the tokens of a sequence: `4096` or `4Ki`.
+
+    `4k` is refused: most who write it mean 4,096, and everywhere else it is 4,000.
+    """
     if re.fullmatch("[0-9]{1,18}(?:[KMGT]i)?", text) and float(text.rstrip("KMGTi")):
         return parse_count(text)
     raise NumberError(
@@ -133,7 +142,9 @@ def parse_length(text: str) -> int:
 
 
 def whole_spellings(text: str) -> str:
-    """Spells a count such as `4k` as a plain number: `4000 or 4096 (4Ki)`; "" for other texts."""
+    """Spell a count such as `4k` as a plain number: `4000 or 4096 (4Ki)`; "" for other
+    texts.
+    """
     match = re.fullmatch("([1-9][0-9]{0,8})([kKMGT])(i?)", text)
     if not match:
         return ""
@@ -145,7 +156,7 @@ def whole_spellings(text: str) -> str:
 
 
 def _unit(letters: str) -> int:
-    """The factor that the letters after a count denote: 1,000 for k, 1,024 for Ki."""
+    """The factor of the letters after a count: 1,000 for k, 1,024 for Ki."""
     power = " KMGT".index(letters[:1].upper().replace("B", "G") or " ")
     base = 1024 if letters.endswith("i") else 1000
     return int(base**power)

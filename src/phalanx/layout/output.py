@@ -1,9 +1,10 @@
-"""Standard output and error that never wait for whoever reads them.
+"""Standard output and error that never wait for their reader.
 
-A pager that is paused, a terminal after Ctrl-S, a full pipe or a full disk would block `print`, and with
-it the training. Here text is queued, and a thread writes it. If the queue is full, lines are dropped and
-counted, and the count is written once somebody reads again. The thread exists only while text is
-queued: a process without threads can be forked at once.
+A paused pager, a terminal after Ctrl-S, a full pipe or a full disk would block `print`,
+and with it the training. So text is queued, and a thread writes it. If the queue is
+full, lines are dropped and counted, and the count is written once the reader continues.
+The thread exists only while text is queued: a process without threads can be forked at
+once.
 """
 
 import _thread
@@ -24,37 +25,35 @@ from typing import TextIO
 from .files import reason
 from .signals import signals_held_back
 
-ROOM = 1 << 20  # characters that are queued at most
-_FEW = (
-    ROOM // 4
-    # from here on, text that ends no line is dropped: a progress bar is drawn anew anyway
-)
-# seconds without any progress after which the end of a process leaves text unwritten
+ROOM = 1 << 20  # the most characters in the queue
+# Beyond this, text that ends no line is dropped: a progress bar is redrawn anyway.
+_FEW = ROOM // 4
+# Seconds without progress after which the end of a process leaves text unwritten.
 GRACE = 3.0
-AGAIN = 0.3  # the same for a reader that has been waited for in vain before
-LONGEST = 30.0  # seconds for all of it, where somebody reads very slowly
+AGAIN = 0.3  # the same for a reader that took nothing during an earlier wait
+LONGEST = 30.0  # seconds in total, for a very slow reader
 
 
 class Outlet:
     """The text on its way to one open file. `put` may be called in a signal handler."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
-        self._write = write  # may block for ever; OSError if the text cannot be written
-        self.error = ""  # why the last text could not be written
+        self._write = write  # may block forever; raises OSError if it cannot write
+        self.error = ""  # the reason why the last text could not be written
         self._reset()
         _OUTLETS.add(self)
 
     def _reset(self) -> None:
-        """Forget what is queued: a forked child has a copy of it, and not the thread."""
+        """Forget the queue. A forked child has a copy of it, but not the thread."""
         self.lock = threading.RLock()
-        # a text, and the lines that are lost with it
+        # texts, and the number of lines in each
         self._queue: deque[tuple[str, int]] = deque()
         self._size = 0  # characters in the queue
-        self._dropped = 0  # lines that have not been mentioned yet
+        self._dropped = 0  # dropped lines that no notice has counted yet
         self._writing = False
         self._thread = 0
-        self.moved = time.monotonic()  # when the file last took something
-        self._given_up = -1.0  # the same, when the last flush gave up
+        self.moved = time.monotonic()  # time of the file's last progress
+        self._given_up = -1.0  # `moved` when the last flush gave up
 
     def put(self, text: str) -> None:
         """Queue a text. It is dropped if the queue is full."""
@@ -73,12 +72,13 @@ class Outlet:
             self._writing = True
             self.moved = time.monotonic()
         try:
-            # Not `threading.Thread`: its locks may be held where a signal handler has come between.
-            # Python calls handlers in the main thread only. A signal that the system gives to another
-            # thread does not wake the main thread: a command that waits for its ranks would miss Ctrl-C.
+            # Not `threading.Thread`: a signal handler may interrupt while its locks are
+            # held. Python calls handlers in the main thread only. A signal delivered to
+            # another thread would not wake the main thread, so a command that waits for
+            # its ranks would miss Ctrl-C.
             with signals_held_back():
                 _thread.start_new_thread(self._work, ())
-        except RuntimeError:  # the limit of processes
+        except RuntimeError:  # the limit on processes
             self._work()
 
     def _append(self, text: str, lines: int) -> None:
@@ -86,7 +86,7 @@ class Outlet:
         self._size += len(text)
 
     def _next(self) -> tuple[str, int] | None:
-        """The next text to write; None, and the thread is to end, if there is none."""
+        """The next text to write, or None if the thread is to end."""
         with self.lock:
             if self._queue:
                 text, lines = self._queue.popleft()
@@ -113,11 +113,14 @@ class Outlet:
             self.moved = time.monotonic()
 
     def flush(self, grace: float = GRACE, longest: float = LONGEST) -> int:
-        """Wait until everything is written, or nothing moves any more. Returns the number of lines
-        that could not be written."""
+        """Wait until everything is written, or nothing progresses any more.
+
+        Returns the number of lines that could not be written.
+        """
         began = time.monotonic()
-        # A reader that has been waited for in vain, and has taken nothing since, gets little time again:
-        # the end of a process flushes several times. It gets some, as it may have come back just now.
+        # A reader that took nothing during an earlier wait gets little time again, as
+        # the end of a process flushes several times. It gets some, as it may have
+        # returned just now.
         patience = min(grace, AGAIN) if self.moved == self._given_up else grace
         while self._writing:
             now = time.monotonic()
@@ -155,11 +158,11 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class UnblockedStream(io.TextIOBase):
-    """A text stream in place of another one, whose text goes through an outlet."""
+    """A replacement for a text stream that writes through an outlet."""
 
     def __init__(self, plain: TextIO, outlet: Outlet) -> None:
         self.plain, self.outlet = plain, outlet
-        self._begun = ""  # a line that has no end yet
+        self._begun = ""  # an unfinished line
 
     def write(self, text: str) -> int:
         with self.outlet.lock:
@@ -170,7 +173,7 @@ class UnblockedStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Queue a line that has no end yet. This does not wait until it is written."""
+        """Queue an unfinished line. This does not wait until it is written."""
         with self.outlet.lock:
             begun, self._begun = self._begun, ""
             if begun:
@@ -186,7 +189,7 @@ class UnblockedStream(io.TextIOBase):
 
     @property
     def buffer(self) -> object:
-        """The bytes of the stream itself; writing to them may block."""
+        """The stream's own bytes. Writing to them may block."""
         return self.plain.buffer
 
     @property
@@ -204,12 +207,15 @@ class UnblockedStream(io.TextIOBase):
 
 
 def unblocked(stream: TextIO, *beside: TextIO) -> TextIO:
-    """A stream in place of this one that never blocks. Streams `beside` it that write to the same file,
-    as after `2>&1`, share its outlet, so that the order of their lines stays."""
+    """Replace a stream by one that never blocks.
+
+    Streams `beside` it that write to the same file, as after `2>&1`, share its outlet,
+    so the order of lines stays.
+    """
     if isinstance(stream, UnblockedStream):
         return stream
     with suppress(OSError, ValueError):
-        stream.flush()  # what was buffered before
+        stream.flush()  # text buffered before
     for other in beside:
         if isinstance(other, UnblockedStream) and _same_file(stream, other):
             return UnblockedStream(stream, other.outlet)
@@ -224,10 +230,13 @@ def _same_file(one: TextIO, other: TextIO) -> bool:
 
 
 def _writer(stream: TextIO) -> Callable[[str], None]:
-    """The thread's way of writing to a stream. A file of this process is written past its buffer,
-    because Python aborts if a thread blocks in the buffer when the process ends."""
+    """The function with which the thread writes to a stream.
+
+    A file of this process is written past its buffer: Python aborts if a thread blocks
+    in the buffer when the process ends.
+    """
     descriptor = -1
-    # a notebook's stream has a number that is not its own
+    # A notebook's stream returns a file number that is not its own.
     if isinstance(stream, io.TextIOWrapper):
         with suppress(OSError, ValueError):
             descriptor = stream.fileno()
@@ -242,7 +251,7 @@ def _writer(stream: TextIO) -> Callable[[str], None]:
         while left:
             try:
                 left = left[os.write(descriptor, left) :]
-            # another process has made the terminal non-blocking
+            # Another process has made the terminal non-blocking.
             except BlockingIOError:
                 waiting = select.poll()
                 waiting.register(descriptor, select.POLLOUT)
@@ -253,13 +262,16 @@ def _writer(stream: TextIO) -> Callable[[str], None]:
 
 # ---- the streams of this process
 
-_SCOPES: list[tuple[TextIO, TextIO]] = []  # the plain streams of each open scope
+_SCOPES: list[tuple[TextIO, TextIO]] = []  # each open scope's plain streams
 
 
 @contextmanager
 def output_scope() -> Iterator[None]:
-    """Writes queued output at the end of the outermost scope, as far as somebody reads, and the
-    streams that `unblock_output` has replaced are there again."""
+    """A context that restores the streams replaced by `unblock_output`.
+
+    At the end of the outermost scope it writes queued output, as far as the reader
+    takes it.
+    """
     _SCOPES.append((sys.stdout, sys.stderr))
     try:
         yield
@@ -273,7 +285,7 @@ def output_scope() -> Iterator[None]:
 
 
 def unblock_output() -> None:
-    """Makes standard output and error non-blocking until the end of the scope."""
+    """Make standard output and error non-blocking until the end of the scope."""
     error = unblocked(sys.stderr)
     _replace(unblocked(sys.stdout, error), error)
 
@@ -287,8 +299,10 @@ def _replace(output: TextIO, error: TextIO) -> None:
 
 
 def flush_output(grace: float = GRACE) -> None:
-    """Write what is queued, as far as somebody reads; what is not read is mentioned on standard error
-    if that is another file."""
+    """Write queued output, as far as the reader takes it.
+
+    Lost lines are reported on standard error if that is another file.
+    """
     output, error = sys.stdout, sys.stderr
     for stream in (output, error):
         stream.flush()
@@ -307,14 +321,14 @@ def flush_output(grace: float = GRACE) -> None:
 
 
 def flush_stream(stream: TextIO) -> None:
-    """Write what is queued for one stream, as far as somebody reads."""
+    """Write one stream's queue, as far as the reader takes it."""
     stream.flush()
     if isinstance(stream, UnblockedStream):
         stream.outlet.flush()
 
 
 def put_line(stream: TextIO, line: str) -> None:
-    """Write a line in a signal handler, where the buffer of a plain stream may be in use."""
+    """Write a line in a signal handler, where a plain stream's buffer may be in use."""
     if isinstance(stream, UnblockedStream):
         stream.outlet.put(f"{line}\n")
     else:
@@ -323,8 +337,9 @@ def put_line(stream: TextIO, line: str) -> None:
 
 
 def settle_output() -> None:
-    """Write what is queued, and wait until the thread that has written it is gone: a process without
-    threads can be forked."""
+    """Write queued output, and wait until the writing thread is gone, so that the
+    process can be forked.
+    """
     flush_output()
     end = time.monotonic() + 0.2
     outlets = [

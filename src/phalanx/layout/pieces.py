@@ -1,11 +1,13 @@
-"""One row for each piece of a layout's program, with everything that a reader of a step needs to know.
+"""One row for each piece of a layout's program, with everything that readers of a step
+need to know.
 
-The rows are derived here from a `Shape`; `parallel/rows.py` derives the same rows from a model's modules
-and rule table, and a test holds the two equal. Nobody else asks a shape or a model for these facts.
-Bytes that a piece keeps and the work of its operations on a rank are not here: `cost` finds them by running
-the piece, once for each `kind`.
+The rows are derived here from a `Shape`. `parallel/rows.py` derives the same rows from
+a model's modules and rule table, and a test checks that both are equal. These are the
+only sources of these facts. The bytes that a piece keeps and the work of its operations
+are not here: `cost` finds them by running the piece, once for each `kind`.
 
-The file has two parts: the rows and what follows from them, and the weights of the built-in models.
+The file has two parts: rows and everything derived from them, and the weights of the
+built-in models.
 """
 
 from __future__ import annotations
@@ -27,12 +29,14 @@ if TYPE_CHECKING:
     from .shape import Shape
 
 _NORMS_AND_BIASES = frozenset({"head", LATENT, LORA})
-_ADAPTER = ".lora."  # in the name of a factor of a low-rank adapter
-_TOKENS = "tokens"  # the embedding, which is the output too where the two are tied
+_ADAPTER = ".lora."  # in the name of a low-rank adapter's factor
+_TOKENS = "tokens"  # the embedding, which is also the output if they are tied
 
 
 class LinearProduct(NamedTuple):
-    """A product with a weight that each token needs: features in, features out, and how many times."""
+    """A matmul with a weight that each token needs: input features, output features,
+    and repetitions.
+    """
 
     name: str
     into: int
@@ -42,7 +46,7 @@ class LinearProduct(NamedTuple):
 
     @property
     def multiply_adds(self) -> int:
-        """Multiply-adds of one token."""
+        """Multiply-adds for one token."""
         return self.into * self.out * self.times
 
 
@@ -53,12 +57,13 @@ class WeightRow:
     name: str
     dims: tuple[str, ...]
     shape: tuple[int, ...]
-    # of each dim: the length that is never divided, as a head's
+    # For each dim, the length that is never divided, such as a head's.
     granule: tuple[int, ...]
     trained: bool = True
     # (rows, columns) of each matrix that an optimizer such as Muon updates whole.
     matrices: tuple[tuple[int, int], ...] = ()
-    # Linear layers of a block alone multiply by it: where products are in 8 bits it can be gathered so.
+    # Only linear layers of a block read it, so with fp8 matmuls it can be gathered in 8
+    # bits.
     narrow: bool = False
 
     @property
@@ -76,7 +81,9 @@ class WeightRow:
         return _ADAPTER in self.name
 
     def cuts(self, layout: Layout, rank: int = 0) -> tuple[Cut, ...]:
-        """The part of each dim that a rank of tp holds, of those that share the weight's experts."""
+        """The part of each dim that a rank of tp holds, among ranks with the weight's
+        experts.
+        """
         at = {"tp": rank}
         every = zip(layout.axes_of(self.dims), self.shape, self.granule, strict=True)
         return tuple(
@@ -85,7 +92,7 @@ class WeightRow:
         )
 
     def held(self, layout: Layout) -> int:
-        """Elements that the rank of tp with most of them holds."""
+        """The elements held by the tp rank that holds most."""
         return math.prod(cut.stop - cut.start for cut in self.cuts(layout))
 
     def sum_over_tp(self, layout: Layout) -> Sum:
@@ -97,13 +104,15 @@ class Sum(StrEnum):
     """The reason why ranks of tp add up their gradients of a weight."""
 
     NONE = ""
-    KV = "kv"  # several ranks hold a key and value head, for other query heads each
-    # the weight is whole everywhere, and met other tokens or other heads
+    KV = "kv"  # several ranks hold a KV head, each for other query heads
+    # The weight is whole everywhere, but saw other tokens or other heads.
     NORMS = "norms"
 
 
 def sum_over_tp(dims: Sequence[str], cuts: Sequence[Cut], layout: Layout) -> Sum:
-    """The gradient rule along tp: sum over the copies that did different work, over no others."""
+    """The gradient rule along tp: sum over the copies that did different work, over no
+    others.
+    """
     if layout.tp == 1:
         return Sum.NONE
     if any(cut.copies > 1 for cut in cuts):
@@ -112,9 +121,10 @@ def sum_over_tp(dims: Sequence[str], cuts: Sequence[Cut], layout: Layout) -> Sum
     if sharded or PARTIAL in dims:
         return Sum.NONE
     if _NORMS_AND_BIASES & {*dims}:
-        # q and k norms, latents: other heads. A factor of an adapter that is whole, the other being cut.
+        # q and k norms and latents saw other heads. An adapter's whole factor, beside a
+        # sharded one, did too.
         return Sum.NORMS
-    # norms and row biases: other tokens under seq
+    # Norms and row biases saw other tokens under seq.
     return Sum.NORMS if layout.seq else Sum.NONE
 
 
@@ -122,15 +132,18 @@ def sum_over_tp(dims: Sequence[str], cuts: Sequence[Cut], layout: Layout) -> Sum
 class PieceRow:
     """One piece of a layout's program.
 
-    Pieces of equal `kind` do the same work on weights of the same sizes. `weights` are those of its own
-    unit; a piece also reads the units in `uses`, which belong to earlier pieces: the weights in `tied`.
-    `takes` and `gives` name the tensors of the bundle that it takes from the piece before and gives to the
-    next. `partial`: ranks of tp hold parts of some gradient sums of this unit. `scaled`: its trained matrices
-    travel in 8 bits, and ranks agree on their scales once a step. `sequence_loss`, `batch_loss`: its router
-    has a loss of that kind; `sums_choices`: ranks have parts of the counts that such a loss needs.
+    Pieces of equal `kind` do the same work on weights of the same sizes. `weights` are
+    those of its own unit. A piece also reads the units in `uses`, which belong to
+    earlier pieces: the weights in `tied`. `takes` and `gives` name the tensors of the
+    bundle that it takes from the piece before and gives to the next.
+
+    `partial`: ranks of tp hold parts of some gradient sums of this unit. `scaled`: its
+    trained matrices are gathered in 8 bits, and ranks agree on their scales once a
+    step. `sequence_loss`, `batch_loss`: its router has a loss of that kind.
+    `sums_choices`: ranks hold parts of the counts that such a loss needs.
     """
 
-    piece: int  # of the model
+    piece: int  # the model's piece
     part: BlockPart
     kind: int
     weights: tuple[WeightRow, ...] = ()
@@ -146,7 +159,8 @@ class PieceRow:
     sums_choices: bool = False
 
     def __hash__(self) -> int:
-        # Without the weights: rows are keys of caches, and equal kinds have equal weights.
+        # Without the weights: rows are keys of caches, and equal kinds have equal
+        # weights.
         flags = self.partial, self.frozen, self.scaled, self.sums_choices
         return hash((self.piece, self.part, self.kind, *flags))
 
@@ -157,7 +171,7 @@ class PieceRow:
 
     @property
     def receives_tokens(self) -> bool:
-        """True for a piece into which tokens travel from other ranks."""
+        """True for a piece that receives tokens from other ranks."""
         return self.part is BlockPart.EXPERTS
 
     @property
@@ -167,26 +181,26 @@ class PieceRow:
 
     @property
     def numel(self) -> int:
-        """Parameters of the piece's own unit."""
+        """The parameters of the piece's own unit."""
         return sum(weight.numel for weight in self.weights)
 
     @property
     def trained_numel(self) -> int:
-        """Parameters that are trained."""
+        """The parameters that are trained."""
         return sum(weight.numel for weight in self.weights if weight.trained)
 
     @property
     def routed_numel(self) -> int:
-        """Parameters of routed experts."""
+        """The parameters of routed experts."""
         return sum(weight.numel for weight in self.weights if weight.routed)
 
     def active_numel(self, shape: Shape) -> int:
-        """Parameters that a token meets: of the routed experts those that it goes through."""
+        """The parameters that a token uses; only `top_k` of the routed experts count."""
         routed = self.routed_numel
         return self.numel - routed + routed // max(1, shape.experts) * shape.top_k
 
     def summed_numel(self, layout: Layout) -> int:
-        """Elements of this unit on a rank whose gradients the ranks of tp add up."""
+        """The elements of this unit on a rank whose gradients are summed over tp."""
         trained = (weight for weight in self.weights if weight.trained)
         return sum(
             weight.held(layout) for weight in trained if weight.sum_over_tp(layout)
@@ -195,7 +209,7 @@ class PieceRow:
 
 @dataclass(frozen=True)
 class StagedPieces:
-    """The pieces of a layout's program, and the run of them that each virtual stage holds."""
+    """The pieces of a layout's program, and the run of them on each virtual stage."""
 
     rows: tuple[PieceRow, ...]
     stages: tuple[range, ...]
@@ -208,7 +222,9 @@ class StagedPieces:
 
     @cached_property
     def tied(self) -> tuple[tuple[int, int], ...]:
-        """(piece, unit): the piece also uses a weight of an earlier piece's unit."""
+        """The (piece, unit) pairs in which a piece also uses a weight of an earlier
+        piece's unit.
+        """
         return tuple(
             (number, unit) for number, row in enumerate(self.rows) for unit in row.uses
         )
@@ -223,17 +239,17 @@ class StagedPieces:
 
     @cached_property
     def scaled(self) -> tuple[int, ...]:
-        """The units with scales to agree on before they are gathered."""
+        """The units whose scales must be agreed on before they are gathered."""
         return self._numbers(row.scaled for row in self.rows)
 
     @cached_property
     def sums_choices(self) -> tuple[int, ...]:
-        """The pieces with a router whose choices ranks add up, for its losses."""
+        """The pieces with a router whose choices are summed over ranks, for its losses."""
         return self._numbers(row.sums_choices for row in self.rows)
 
     @cached_property
     def experts(self) -> tuple[int, ...]:
-        """The pieces into which tokens come from other ranks."""
+        """The pieces that receive tokens from other ranks."""
         return self._numbers(row.receives_tokens for row in self.rows)
 
     @cached_property
@@ -252,7 +268,7 @@ def plain_pieces(
     scaled: Sequence[int] = (),
     sums_choices: Sequence[int] = (),
 ) -> StagedPieces:
-    """Equal pieces of which only their numbers matter: those of a schedule without a model."""
+    """Equal pieces that differ only in their numbers, for a schedule without a model."""
     rows = tuple(
         PieceRow(
             number,
@@ -272,21 +288,25 @@ def plain_pieces(
 def row_of(
     piece: int, part: BlockPart, kind: int, weights: Sequence[WeightRow]
 ) -> PieceRow:
-    """The row of a piece whose weights are known. A merging part has a unit even without a weight."""
+    """The row of a piece with known weights. A merging part has a unit even without a
+    weight.
+    """
     trains = any(weight.trained for weight in weights)
     has_unit = bool(weights) or part is BlockPart.MERGING
     return PieceRow(piece, part, kind, tuple(weights), frozen=has_unit and not trains)
 
 
 def in_layout(row: PieceRow, layout: Layout) -> PieceRow:
-    """The row with what depends on how the layout cuts and gathers its weights."""
+    """The row with everything that depends on how the layout shards and gathers its
+    weights.
+    """
     trained = [weight for weight in row.weights if weight.trained]
     partial = scaled = False
     if layout.tp > 1:
         partial = any(weight.sum_over_tp(layout) for weight in trained)
     if layout.gathers_in_8_bits:
         scaled = any(weight.narrow for weight in trained)
-    # ranks have parts of a sequence
+    # Ranks hold parts of a sequence.
     within = layout.cp > 1 or (layout.seq and layout.tp > 1)
     choices = row.sequence_loss and within
     choices = choices or (row.batch_loss and (within or layout.data > 1))
@@ -299,7 +319,7 @@ def in_layout(row: PieceRow, layout: Layout) -> PieceRow:
 def staged_pieces(layout: Layout, shape: Shape) -> StagedPieces:
     """The pieces of a layout's program for a model of this shape."""
     rows = shape_rows(shape, layout.experts_apart)
-    kinds: dict[int, PieceRow] = {}  # the first row of each kind, in the layout
+    kinds: dict[int, PieceRow] = {}  # each kind's first row, in the layout
     for row in rows:
         if row.kind not in kinds:
             kinds[row.kind] = in_layout(row, layout)
@@ -311,13 +331,17 @@ def staged_pieces(layout: Layout, shape: Shape) -> StagedPieces:
 
 
 def stage_pieces(layout: Layout, shape: Shape) -> tuple[range, ...]:
-    """The program's pieces of every virtual stage, in the order in which data flows through them.
-    `stages:2-2-2-1` counts blocks; the embedding goes with the first stage, the head with the last."""
+    """The program's pieces on every virtual stage, in the order in which data flows
+    through them.
+
+    `stages:2-2-2-1` counts blocks. The embedding goes with the first stage, the head
+    with the last.
+    """
     counts = stage_blocks(layout, shape.name, work_of_pieces(shape))
     first = dict[int, int]()
     for number, (piece, _) in enumerate(parts_of_pieces(shape, layout.experts_apart)):
         first.setdefault(piece, number)
-    # piece 0 is the embedding
+    # Piece 0 is the embedding.
     ends = [first[1 + b] for b in accumulate(counts, initial=0)]
     ends[0], ends[-1] = 0, 1 + first[shape.pieces - 1]
     return tuple(range(a, b) for a, b in pairwise(ends))
@@ -328,7 +352,7 @@ def stage_pieces(layout: Layout, shape: Shape) -> tuple[range, ...]:
 
 @lru_cache(maxsize=1024)
 def linear_products(row: PieceRow, shape: Shape) -> tuple[LinearProduct, ...]:
-    """The products of a piece with weights that each token needs; a lookup is none."""
+    """The matmuls of a piece with weights that each token needs. A lookup is none."""
     if row.piece == 0:
         return ()
     every = (*row.weights, *row.tied)
@@ -336,7 +360,7 @@ def linear_products(row: PieceRow, shape: Shape) -> tuple[LinearProduct, ...]:
 
 
 def _product(weight: WeightRow, shape: Shape) -> Iterator[LinearProduct]:
-    # A vector multiplies nothing, and neither do the biases of experts, a vector for each.
+    # A vector is no matmul, and neither are the experts' biases, one vector for each.
     if len(weight.shape) != 2 + weight.routed:
         return
     out, into = weight.shape[-2:]
@@ -345,7 +369,7 @@ def _product(weight: WeightRow, shape: Shape) -> Iterator[LinearProduct]:
 
 
 def linear_name(weight: WeightRow) -> str:
-    """The name of the linear layer that a weight belongs to, as a shape's `lora_targets` have it."""
+    """The name of a weight's linear layer, as in a shape's `lora_targets`."""
     if weight.adapts:
         return LORA
     path = weight.name.removesuffix(".weight")
@@ -354,9 +378,12 @@ def linear_name(weight: WeightRow) -> str:
 
 
 def piece_work(row: PieceRow, shape: Shape) -> int:
-    """Forward work of one piece for one sequence, in multiply-adds: what stages are balanced by. A
-    lookup is nothing, the head multiplies by the whole vocabulary, attention counts causal, and adapters
-    do not count. Of the MLP it is that of one row."""
+    """The forward work of one piece for one sequence, in multiply-adds, by which stages
+    are balanced.
+
+    A lookup counts nothing, the head multiplies by the whole vocabulary, attention
+    counts as causal, and adapters do not count. For the MLP it is the work of one row.
+    """
     products = linear_products(row, shape)
     token = sum(
         product.multiply_adds for product in products if not product.weight.adapts
@@ -373,7 +400,7 @@ def piece_work(row: PieceRow, shape: Shape) -> int:
 
 @lru_cache(maxsize=256)
 def work_of_pieces(shape: Shape) -> tuple[int, ...]:
-    """Forward work of each of the model's pieces; see `piece_work`."""
+    """The forward work of each of the model's pieces; see `piece_work`."""
     known: dict[int, int] = {}
     for row in shape.rows:
         if row.kind not in known:
@@ -386,7 +413,7 @@ def work_of_pieces(shape: Shape) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def shape_rows(shape: Shape, apart: bool) -> tuple[PieceRow, ...]:
-    """A row for each piece, with three for a block whose experts are `apart`."""
+    """A row for each piece; three for a block whose experts are `apart`."""
     kinds: dict[tuple[object, ...], PieceRow] = {}
     rows: list[PieceRow] = []
     for piece, part in parts_of_pieces(shape, apart):
@@ -435,7 +462,7 @@ def _bundle(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The tensors of the bundle that a piece takes and gives, by name."""
     if part is BlockPart.EXPERTS:
-        # The counts have become routes: how many tokens came from each rank.
+        # The counts have become routes: the number of tokens from each rank.
         return ("sent", "routes"), ("sent",)
     results = ("gates", "order", *(("shared",) if shape.shared_experts else ()))
     if part is BlockPart.ROUTING:
@@ -445,7 +472,7 @@ def _bundle(
     return ("x",) if piece else (), ("x",) if piece <= shape.layers else ()
 
 
-# ---- the weights of the built-in models, without torch; `models/decoder.py` and `models/mlp.py` make them
+# ---- the weights of the built-in models, without torch, as in `models/decoder.py` and `models/mlp.py`
 
 
 def _weights_of(shape: Shape, piece: int, part: BlockPart) -> tuple[WeightRow, ...]:
@@ -471,7 +498,7 @@ def _weights(shape: Shape, piece: int) -> tuple[WeightRow, ...]:
         trained = weight.adapts if shape.lora_r else not frozen
         granule = granules(weight.dims, weight.shape, counts)
         matrices = _matrices(weight.dims, weight.shape)
-        # A matrix between features that no expert has to itself.
+        # A matrix between features, outside the routed experts.
         narrow = 0 < piece <= shape.layers and bool(matrices) and not weight.routed
         return replace(
             weight, granule=granule, trained=trained, matrices=matrices, narrow=narrow
@@ -483,7 +510,9 @@ def _weights(shape: Shape, piece: int) -> tuple[WeightRow, ...]:
 def granules(
     dims: Sequence[str], lengths: Sequence[int], counts: Mapping[str, int]
 ) -> tuple[int, ...]:
-    """The length in each dim that is never divided; `counts` says how many whole units a dim has."""
+    """The length in each dim that is never divided. `counts` gives the number of units
+    in a dim.
+    """
     every = zip(dims, lengths, strict=True)
     return tuple(max(1, length // counts.get(dim, length)) for dim, length in every)
 
@@ -491,7 +520,7 @@ def granules(
 def _matrices(
     dims: Sequence[str], lengths: Sequence[int]
 ) -> tuple[tuple[int, int], ...]:
-    """A weight between two features is a matrix; one of experts is a matrix for each."""
+    """The matrices of a weight: one between two features, or one for each expert."""
     if (
         len(dims) < 2
         or not {*dims[-2:]} <= {*FEATURES}
@@ -507,7 +536,9 @@ def _weight(name: str, dims: str, *lengths: int) -> WeightRow:
 
 
 def _plain_weights(shape: Shape, piece: int) -> Iterator[WeightRow]:
-    """The names, dims and lengths of a piece's weights, in the order in which they are used."""
+    """Yield the names, dims and lengths of a piece's weights, in the order of their
+    use.
+    """
     if shape.kind == "mlp":
         if 0 < piece <= shape.layers:
             yield _weight("weight", "embed ffn", shape.hidden, shape.hidden)
@@ -549,14 +580,16 @@ def _block(shape: Shape, piece: int) -> Iterator[WeightRow]:
 def _linear(
     name: str, into: int, out: int, dims: str, *, bias: bool
 ) -> Iterator[WeightRow]:
-    """A linear layer; `dims` are those of its weight: features out, features in."""
+    """A linear layer's weights. `dims` name the weight's output and input features."""
     yield _weight(f"{name}.weight", dims, out, into)
     if bias:
         yield _weight(f"{name}.bias", dims.split()[0], out)
 
 
 def _output(shape: Shape) -> Iterator[WeightRow]:
-    """The end of attention of any kind, and the learned score beside those of a head's tokens."""
+    """The end of any attention, and the learned score that a head adds to those of its
+    tokens.
+    """
     if shape.sinks:
         yield _weight("attn.sinks", "heads", shape.heads)
     wide = shape.heads * shape.valued
@@ -582,7 +615,9 @@ def _attention(shape: Shape) -> Iterator[WeightRow]:
 
 
 def _latent_attention(shape: Shape) -> Iterator[WeightRow]:
-    """Latent attention: queries, keys and values are made of narrow vectors (DeepSeek-V2 2024)."""
+    """Latent attention: queries, keys and values are expanded from narrow vectors
+    (DeepSeek-V2 2024).
+    """
     hidden, latent, wide = shape.hidden, shape.kv_latent, shape.heads * shape.head_dim
     if shape.q_latent:
         yield _weight("attn.wq_a.weight", "latent embed", shape.q_latent, hidden)
@@ -623,13 +658,16 @@ def _experts(shape: Shape) -> Iterator[WeightRow]:
         yield from _mlp(shape, "mlp.shared", shape.shared_experts * width)
 
 
-# Linear layers of a block that may carry adapters; those of an MLP only where no block has experts.
+# Linear layers of a block that may carry adapters. Those of an MLP only if no block has
+# experts.
 _ADAPTED = ("wq", "wk", "wv", "wo", "wq_b", "wkv_b")
 _ADAPTED_MLP = ("gate", "up", "down")
 
 
 def block_linears(shape: Shape) -> dict[str, WeightRow]:
-    """The weights of a block's linear layers that may carry adapters, by the name of the layer."""
+    """The weights of a block's linear layers that may carry adapters, by the name of
+    the layer.
+    """
     if shape.kind == "mlp":
         return {}
     names = (*_ADAPTED, *(() if shape.experts else _ADAPTED_MLP))
@@ -644,7 +682,7 @@ def _adapter(shape: Shape, weight: WeightRow) -> Iterator[WeightRow]:
         return
     path = weight.name.removesuffix(".weight")
     (out_dim, into_dim), (out, into) = weight.dims, weight.shape
-    # Beside a weight that is cut, the factor that is whole did different work on each rank of tp.
+    # Beside a sharded weight, the whole factor did different work on each rank of tp.
     rank_dim = LORA if {out_dim, into_dim} & AXIS_OF.keys() else "-"
     yield _weight(
         f"{path}{_ADAPTER}a.weight", f"{rank_dim} {into_dim}", shape.lora_r, into

@@ -1,7 +1,8 @@
-"""A run in its own proportions, small enough to be trained in seconds: what `verify run.toml` compares.
+"""A run in its own proportions, small enough to train in seconds: the subject of
+`verify run.toml`.
 
-Every kind of block stays, with the ratios of heads, experts and windows. Widths, layers, vocabulary and axes
-of the mesh shrink.
+Every kind of block stays, with the ratios of heads, experts and windows. Widths,
+layers, vocabulary and mesh axes shrink.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from .shape import Shape
 
 TOKENS, STEPS, WORDS = 24, 5, 257
 _HEAD = 8  # features of a head
-# Keys of a shape that a run says beside its model.
+# Keys of a shape that a run sets outside its model.
 _OF_THE_RUN = ("name", "source", "freeze", "lora_r", "lora_alpha", "lora_targets")
 
 
@@ -62,17 +63,19 @@ def small_shape(shape: Shape) -> Shape:
 
 
 def _layers(shape: Shape) -> int:
-    """So many that each kind of block is there, with three at least."""
+    """The number of layers that includes each kind of block, at least three if
+    possible.
+    """
     return min(shape.layers, max(3, len(shape.windows), 2 if shape.dense_layers else 0))
 
 
 def _even(width: float) -> int:
-    """A width that tp of up to four divides."""
+    """A width that tp up to four divides."""
     return min(128, max(16, 8 * round(width / 8)))
 
 
 def _frozen(shape: Shape, layers: int) -> tuple[str, ...]:
-    """The pieces that are not trained, with the numbers of blocks in the same proportion."""
+    """The pieces that are not trained, with block numbers in the same proportion."""
 
     def moved(match: re.Match[str]) -> str:
         return str(min(layers - 1, int(match[0]) * layers // shape.layers))
@@ -81,7 +84,7 @@ def _frozen(shape: Shape, layers: int) -> tuple[str, ...]:
 
 
 def small_layout(layout: Layout) -> Layout:
-    """The layout with each axis, or each part of one, of two ranks."""
+    """The layout with at most two ranks on each axis, or on each part of one."""
     axes = []
     for axis in layout.mesh.axes:
         parts = tuple(min(part, 2) for part in axis.parts)
@@ -92,14 +95,16 @@ def small_layout(layout: Layout) -> Layout:
 
 
 def small_run(run: Run, shape: Shape, layout: Layout, out: str) -> Run:
-    """The run with a small model and layout, and a few steps in which its whole schedule passes."""
-    # A class of the user's own has the sizes that it is made with.
+    """The run with a small model and layout, and few steps that still cover its whole
+    schedule.
+    """
+    # A user's own class keeps the sizes that it is created with.
     small = replace(shape, sequence=min(TOKENS, shape.sequence)) if run.own else None
     small, few = small or small_shape(shape), small_layout(layout)
     o, steps = run.optimizer, run.steps
     warmup = ceil(o.warmup_steps * STEPS / steps)
     if o.warmup_steps > 1:
-        warmup = max(2, min(warmup, STEPS - 2))  # so that the rate rises
+        warmup = max(2, min(warmup, STEPS - 2))  # so that the learning rate rises
     decay = max(1, o.decay_steps * STEPS // steps) if o.decay_steps else 0
     decay = min(decay, STEPS - 1 - warmup)
     # One sequence more than the ranks and microbatches divide.

@@ -1,10 +1,11 @@
-"""The layout that `auto` means: a rule of thumb, written down, for who does not want to choose.
+"""The layout that `auto` means: a rule of thumb for users who do not want to choose.
 
-Plain data parallel up to 128 devices and 1B parameters. Above that the optimizer is sharded and every
-block is recomputed, which buys a larger batch. Gradients and weights are sharded, too, where whole
-ones do not fit (ZeRO-1, 2, 3): each stage sends more often. Above 256 devices shards stay within
-groups of a node or more (HSDP). Above 1,000 devices, 50B parameters or 16k tokens also tensor, pipeline and
-context parallel. After that, measure, and tune for the highest MFU.
+Plain data parallelism up to 128 devices and 1B parameters. Above that the optimizer is
+sharded and every block recomputed, which allows a larger batch. Gradients and weights
+are sharded too if whole ones do not fit (ZeRO-1, 2, 3): each stage sends more often.
+Above 256 devices shards stay within groups of a node or more (HSDP). Above 1,000
+devices, 50B parameters or 16k tokens also tensor, pipeline and context parallelism.
+After that, measure, and tune for the highest MFU.
 """
 
 from .choices import ACCUM, FP32, ONE_F_ONE_B
@@ -14,8 +15,8 @@ from .mesh import Axis, LayoutError, Mesh
 from .shape import Shape
 from .state_bytes import StateBytes, engine_state, held_bytes
 
-NODE = 8  # devices that talk fast to each other
-# In mixed precision; of the optimizer two averages and a copy in float32.
+NODE = 8  # devices with fast links between them
+# In mixed precision. The optimizer keeps two averages and a float32 copy.
 STATE = StateBytes(weight=2, gathered=2, gradient=2, reduced=2, optimizer=12)
 FEW, MANY, VERY_MANY = 128, 256, 1000
 SMALL, LARGE = 1e9, 50e9
@@ -31,7 +32,7 @@ def recipe(
     memory: float = 0.0,
     precision: str = FP32,
 ) -> Layout:
-    """A legal layout for so many ranks. `memory` is a device's bytes, 0 if not known."""
+    """A legal layout for `ranks` ranks. `memory` is a device's bytes, or 0 if unknown."""
     batch, sequence = batch or shape.batch, sequence or shape.sequence
     cp = _divisor(ranks, -(-sequence // LONG))
     vast = shape.total > LARGE or ranks > VERY_MANY
@@ -51,7 +52,7 @@ def recipe(
     words += ["seq"] * (tp > 1)
     zero = _stage(shape.total / (tp * pp), parts, memory, precision)
     if zero == 2 and pp > 1:
-        # in a pipeline it gathers once a step, too, and drops weights after use
+        # In a pipeline ZeRO-3 also gathers once a step, and drops weights after use.
         zero = 3
     words += [f"zero{zero}", "recompute:all"] * sharded
     words += [precision] * (precision != FP32)
@@ -79,7 +80,9 @@ def recipe(
 
 
 def _divisor(ranks: int, wanted: int) -> int:
-    """The smallest power of two from `wanted` on that divides, or else the largest that does."""
+    """The smallest power of two from `wanted` on that divides `ranks`, or else the
+    largest that does.
+    """
     divisor = 1
     while divisor < wanted and ranks % (2 * divisor) == 0:
         divisor *= 2
@@ -87,8 +90,9 @@ def _divisor(ranks: int, wanted: int) -> int:
 
 
 def _shards(dp: int, parameters: float, memory: float) -> int:
-    """Into how many parts a replica's weights are cut: a node's, and more until one fits in
-    half the memory."""
+    """The number of shards of a replica's weights: a node's, or more until a shard fits
+    in half the memory.
+    """
     parts = _divisor(dp, NODE)
     while (
         memory
@@ -100,8 +104,12 @@ def _shards(dp: int, parameters: float, memory: float) -> int:
 
 
 def _stage(parameters: float, parts: int, memory: float, precision: str) -> int:
-    """The lowest ZeRO stage whose weights, gradients and optimizer fit in half the memory: what is not
-    sharded is sent once a step, and not for every microbatch. 3 if the memory is not known."""
+    """The lowest ZeRO stage whose weights, gradients and optimizer fit in half the
+    memory.
+
+    Buffers that are not sharded are sent once a step, not for every microbatch. 3 if
+    the memory is unknown.
+    """
     state = engine_state(precision)
     mesh = Mesh((Axis("dp", (1, parts)),))
     for stage in (1, 2):
@@ -115,9 +123,12 @@ def _stage(parameters: float, parts: int, memory: float, precision: str) -> int:
 
 
 def _bytes(shape: Shape, tokens: int, recomputed: bool) -> float:
-    """Bytes that one sequence keeps until its backward, in 16-bit numbers. Korthikanti et al. 2022,
-    eq. 2, with the scores never kept: 34 bytes a token and hidden feature of a block; its input
-    alone, 2, where it is recomputed; six for each logit."""
+    """The bytes that one sequence keeps until its backward, in 16-bit elements.
+
+    Korthikanti et al. 2022, eq. 2, without the scores, which are never kept: 34 bytes
+    per token and hidden feature of a block, or 2, its input alone, if it is recomputed;
+    six bytes per logit.
+    """
     per_block = 34.0
     blocks = 2.0 * shape.layers + per_block if recomputed else per_block * shape.layers
     return tokens * (shape.hidden * blocks + 6.0 * shape.vocab)

@@ -1,8 +1,9 @@
 """The table that names the dims of each parameter, and the map from dims to mesh axes.
 
-A line reads `layers.*.attn.w[kv].weight : kv embed`. Each model has its table; the map is shared by
-all. A parameter without a line is an error. A dim that several matrices share is written with their
-number or their lengths: `layers.*.mlp.gate_up.weight : features/2 embed`.
+A line reads `layers.*.attn.w[kv].weight : kv embed`. Each model has its own table; all
+share the map. A parameter without a line is an error. A dim shared by several matrices
+is written with their number or their lengths: `layers.*.mlp.gate_up.weight : features/2
+embed`.
 """
 
 import fnmatch
@@ -14,29 +15,37 @@ from itertools import accumulate, pairwise, product
 
 from .mesh import LayoutError
 
-# One map sends names to axes; a name that is not in it is whole on every rank ("-" is such a name).
+# One map from names to axes. A name that is not in it is whole on every rank ("-" is
+# such a name).
 AXIS_OF: dict[str, str] = dict.fromkeys(("vocab", "heads", "kv", "ffn"), "tp") | {
     "experts": "ep"
 }
-# The rank of a low-rank adapter, beside a weight that is cut: whole, and its ranks did different work.
+# The rank dim of a low-rank adapter beside a sharded weight: whole, but ranks did
+# different work with it.
 LORA = "lora"
-# What heads are made of, in latent attention: whole, and ranks of tp made other heads of it.
+# The vectors from which latent attention expands heads: whole, but ranks of tp expanded
+# other heads.
 LATENT = "latent"
-# What is added to results of which each rank of tp has a part: each adds its share, and has seen all tokens.
+# A bias added to partial results of tp ranks: each adds its share, and has seen all
+# tokens.
 PARTIAL = "partial"
-# What a token is described by. A weight between two of these is a matrix, which an optimizer like Muon
-# updates whole; lookups, the output projection, a router and what is called "-" are none.
+# The features of a token. A weight between two of these is a matrix, which an optimizer
+# like Muon updates whole. Lookups, the output projection, a router and dims named "-"
+# are no matrices.
 FEATURES = ("embed", "heads", "kv", "ffn", LATENT, "features")
 DIMS = ("head", "position", LORA, PARTIAL, "-", *dict.fromkeys((*FEATURES, *AXIS_OF)))
 _DIM = re.compile("([a-z-]+)(?:/([0-9]{1,4}|[0-9]{1,9}(?:,[0-9]{1,9})+))?")
-# every rank asks the same of every weight
+# All ranks ask the same of every weight, so answers are cached.
 _fits = lru_cache(1 << 16)(fnmatch.fnmatchcase)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """The part of one dim that one rank has: `start` to `stop` of the whole, `length` with padding.
-    `copies` ranks of the axis have the same part: they did different work with it."""
+    """The part of one dim on one rank: `start` to `stop` of the whole, `length` with
+    padding.
+
+    `copies` ranks of the axis hold the same part and do different work with it.
+    """
 
     start: int
     stop: int
@@ -44,15 +53,17 @@ class Cut:
     copies: int = 1
 
     def at(self, size: int, index: int) -> slice:
-        """The slice of part `index` in a dim of `size` that is cut in the same way."""
+        """The slice of part `index` in a dim of `size` that is sharded in the same way."""
         start = min(index // self.copies * self.length, size)
         return slice(start, min(start + self.length, size))
 
     @classmethod
     def of(cls, size: int, parts: int, index: int, unit: int = 1) -> "Cut":
-        """Part `index` of `parts` of a dim of `size`, in whole units (a head is one). Fewer units
-        than parts: neighbouring parts have the same unit. A size that does not divide is padded at
-        its end."""
+        """Part `index` of `parts` of a dim of `size`, in whole units (a head is one).
+
+        If there are fewer units than parts, neighbouring parts hold the same unit. A
+        size that does not divide is padded at its end.
+        """
         units = -(-size // unit)
         if units < parts and parts % units == 0 and unit > 1:
             first = index * units // parts
@@ -63,7 +74,9 @@ class Cut:
 
 @dataclass(frozen=True)
 class Rules:
-    """An ordered table of (pattern, dims); the first pattern that fits a name counts."""
+    """An ordered table of (pattern, dims). The first pattern that matches a name
+    counts.
+    """
 
     lines: tuple[tuple[str, tuple[str, ...]], ...]
 
@@ -93,14 +106,17 @@ class Rules:
         )
 
     def dims(self, name: str, rank: int | None = None) -> tuple[str, ...]:
-        """The names of a parameter's dims; `rank` is how many it has, if that is known."""
+        """The names of a parameter's dims. `rank` is their number, if known."""
         return tuple(dim.partition("/")[0] for dim in self._written(name, rank))
 
     def matrices(
         self, name: str, shape: Sequence[int]
     ) -> tuple[tuple[slice, slice], ...]:
-        """Slices of the matrices in the last two dims of a weight (in each of its experts, if any);
-        empty for a lookup table, a router or a vector."""
+        """The slices of the matrices in the last two dims of a weight (in each of its
+        experts, if any).
+
+        Empty for a lookup table, a router or a vector.
+        """
         written = self._written(name, len(shape))
         dims = self.dims(name)
         if (
@@ -123,7 +139,7 @@ class Rules:
                 return dims
         raise LayoutError(
             f"no rule names the parameter {name}. Add a line such as '{name} : embed',"
-            " or with '-' for a dim that is never cut."
+            " or use '-' for a dim that is never sharded."
         )
 
 
@@ -134,6 +150,6 @@ def _parts(name: str, dim: str, size: int) -> list[slice]:
     if len(lengths) == 1:
         lengths = [size // lengths[0]] * lengths[0] if lengths[0] else []
     if sum(lengths) != size:
-        what = f"its rule says {dim!r} of a dim of {size}, which is not its sum"
+        what = f"its rule says {dim!r} of a dim of {size}, whose lengths do not add up to it"
         raise LayoutError(f"{name}: {what}.")
     return [slice(a, b) for a, b in pairwise(accumulate(lengths, initial=0))]

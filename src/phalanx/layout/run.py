@@ -1,7 +1,9 @@
-"""The run file: what is trained, on what, how and for how long, as one frozen value.
+"""The run file: the model, the data, the layout and the length of a training run, as
+one frozen value.
 
-It reads from TOML and `key=value` arguments, prints back, and is refused with all its mistakes at
-once before any process starts. No torch: a wrong file is refused in a fraction of a second.
+It reads from TOML and `key=value` arguments and prints back. A wrong file is refused
+with all its mistakes at once before any process starts, in a fraction of a second, as
+torch is not loaded.
 """
 
 from __future__ import annotations
@@ -26,14 +28,14 @@ from .shape import HUB, Shape, published
 from .source import with_arguments
 from .url import Url
 
-CLASS = "class"  # of [model]: the user's own, whose arguments are the other keys
-RANDOM = "random"  # weights that are drawn from `seed`
-# where they lie in a run's folder, unless checkpoint.dir names another
+CLASS = "class"  # key of [model] for the user's own class; the others are its arguments
+RANDOM = "random"  # weights drawn from `seed`
+# Their place in a run's folder, unless checkpoint.dir names another.
 CHECKPOINTS = "checkpoints"
 
 
 class RunError(FileError):
-    """A run file that cannot be run: every mistake in it."""
+    """Raised for a run file that cannot be run, with every mistake in it."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +73,14 @@ class OptimizerChoice:
     clip: float = key(1.0, "max gradient norm; 0 disables")
 
     def moments(self, *, matrix: bool = False) -> tuple[str, ...]:
-        """The tensors that are kept for each weight, or for a matrix that is updated whole."""
+        """The tensors kept for each weight, or for a matrix that is updated whole."""
         if self.name == SGD and not self.momentum:
             return ()
         return OPTIMIZERS[self.name].kept(matrix=matrix)
 
     @property
     def fewest_moments(self) -> int:
-        """The least number of tensors that are kept for a weight."""
+        """The smallest number of tensors kept for a weight."""
         return min(len(self.moments()), len(self.moments(matrix=True)))
 
 
@@ -348,8 +350,10 @@ class Run:
         overrides: tuple[str, ...] = (),
         adopt: Adopt | None = None,
     ) -> Run:
-        """The run of a file's text and the arguments after it. Where they name no model, `adopt`
-        may give the run another than the default."""
+        """The run of a file's text and the arguments after it.
+
+        If they name no model, `adopt` may replace the default one.
+        """
         pointers = {other: f"Write {ours}" for other, ours in elsewhere("run").items()}
         reader = Reader(cls, text, name, overrides, pointers, {"model": CLASS})
         run: Run = reader.table(cls, reader.given)
@@ -367,7 +371,7 @@ class Run:
     def load(
         cls, path: str, overrides: tuple[str, ...] = (), adopt: Adopt | None = None
     ) -> Run:
-        """The run of a file; without one (an empty path) that of the arguments alone."""
+        """The run of a file. With an empty path, the run of the arguments alone."""
         write_one = "`phalanx train --print-config` prints one to begin with"
         text = text_of(path, "run file", RunError, write_one) if path else ""
         return cls.parse(text, path or "run", overrides, adopt)
@@ -377,7 +381,7 @@ class Run:
 
     @cached_property
     def sources(self) -> tuple[tuple[str, int], ...]:
-        """The paths of the data with their weights, whole numbers; 0 where none are given."""
+        """The paths of the data with their integer weights; 0 if none are given."""
         items = self.data
         if isinstance(items, str):
             whole = items == PYTHON or Path(items).exists()
@@ -392,8 +396,9 @@ class Run:
 
     @property
     def own(self) -> str:
-        """FILE.py:Class when the model is the user's own, with the arguments that it is made with, or
-        hf:FOLDER when only transformers has its code; else empty."""
+        """FILE.py:Class with its arguments if the model is the user's own, hf:FOLDER if
+        only transformers has its code, else "".
+        """
         text = self.model
         if isinstance(text, dict):
             arguments = {key: x for key, x in text.items() if key != CLASS}
@@ -402,21 +407,23 @@ class Run:
 
     @property
     def hub(self) -> str:
-        """The folder of the model of Hugging Face that the run begins with, else empty."""
+        """The folder of the Hugging Face model that the run starts from, or ""."""
         named = isinstance(self.model, str) and self.model.startswith(HUB)
         return str(self.model).removeprefix(HUB) if named else ""
 
     @cached_property
     def shape(self) -> Shape:
-        """The sizes of a built-in model, with the batch and the sequence of this run. Only its file
-        knows those of the user's own: see `sized`."""
+        """The sizes of a built-in model, with the batch and the sequence of this run.
+
+        The sizes of a user's own model are known to its file only: see `sized`.
+        """
         if isinstance(self.model, dict):
             return self.sized(Shape.of(self.model))
         return self.sized(Shape.load(self.model))
 
     def sized(self, plain: Shape) -> Shape:
         """A model's sizes with the batch and the sequence of this run."""
-        # Learned positions are weights: their number is the model's and not the run's.
+        # Learned positions are weights: their number belongs to the model, not the run.
         learned = plain.positions == "learned"
         sequence = plain.sequence if learned else self.sequence or plain.sequence
         sized = replace(plain, batch=self.batch or plain.batch, sequence=sequence)
@@ -432,8 +439,11 @@ class Run:
         )
 
     def layout_of(self, shape: Shape | None = None) -> Layout | None:
-        """The layout, with `precision` and `microbatch` in it; None for `auto`. Without a shape the
-        batch may not be known, and then the number of microbatches is not."""
+        """The layout including `precision` and `microbatch`, or None for `auto`.
+
+        Without a shape the batch may be unknown, and with it the number of
+        microbatches.
+        """
         if self.layout.strip() == "auto":
             return None
         written = Layout.written(self.layout)
@@ -462,7 +472,9 @@ class Run:
         return [replace(self, layout=each, train=Training()) for each in texts if each]
 
     def for_ranks(self, ranks: int, *, fewer: bool = False) -> Run:
-        """The run in the first of its layouts that has so many ranks; as it is if none has."""
+        """The run in the first of its layouts for this number of ranks; unchanged if
+        there is none.
+        """
         for run in (self, *self.fallbacks):
             layout = run.layout_of()
             if (
@@ -474,7 +486,9 @@ class Run:
         return self
 
     def divided(self, layout: Layout, batch: int) -> Layout:
-        """The layout with as many microbatches as `microbatch` makes of a batch."""
+        """The layout with the number of microbatches that `microbatch` makes of a
+        batch.
+        """
         if not self.microbatch:
             return layout
         dp = layout.dp
@@ -495,7 +509,7 @@ class Run:
         return replace(layout, microbatches=count)
 
     def tokens(self, shape: Shape) -> int:
-        """Tokens of a sequence; a model of this shape may know more positions."""
+        """The tokens of a sequence. The model may know more positions."""
         return self.sequence or shape.sequence
 
     @property
@@ -511,7 +525,7 @@ _WEIGHT = re.compile(r"(.+):([0-9]*\.?[0-9]+(?:e-?[0-9]{1,2})?)")
 
 
 def _weighted(item: str) -> tuple[str, Fraction]:
-    """A path and its weight, 0 where it has none."""
+    """A path and its weight; 0 if it has none."""
     match = None if Path(item).exists() else _WEIGHT.fullmatch(item)
     return (match[1], Fraction(match[2])) if match else (item, Fraction(0))
 
@@ -523,7 +537,9 @@ _PEFT |= {f"{name}_proj": name for name in ("gate", "up", "down")}
 
 
 def run_file(name: str) -> Run | None:
-    """The run of a file that names a model or a layout; None of a file of sizes, or of no file."""
+    """The run of a file that names a model or a layout; None for a file of sizes, or no
+    file.
+    """
     if not name.endswith(".toml") or not Path(name).is_file():
         return None
     keys = parse_toml(
@@ -533,13 +549,16 @@ def run_file(name: str) -> Run | None:
 
 
 def shape_named(name: str) -> Shape:
-    """The shape of a name, or of the model of a run file, with what the run trains of it."""
+    """The shape of a name, or of a run file's model with the weights that the run
+    trains.
+    """
     run = run_file(name)
     return run.shape if run else Shape.load(name)
 
 
 def random_by_name(run: Run) -> Mistake | None:
-    """The mistake of a run that would train random weights under the name of published ones."""
+    """The mistake of training random weights under the name of published ones, or None.
+    """
     if (
         not isinstance(run.model, str)
         or run.weights == RANDOM
@@ -555,9 +574,11 @@ def random_by_name(run: Run) -> Mistake | None:
 
 
 def refuse_random_by_name(run: Run) -> None:
-    """Raise if a run that has no checkpoints yet would train random weights under a published name."""
+    """Raise if a run without checkpoints would train random weights under a published
+    name.
+    """
     begun = run.checkpoints.is_dir() and any(run.checkpoints.iterdir())
-    # Checkpoints elsewhere are looked for by the ranks, who refuse too if there are none.
+    # The ranks look for checkpoints elsewhere, and refuse too if there are none.
     elsewhere = run.checkpoint.remote or run.train.in_memory
     if not begun and not elsewhere and (mistake := random_by_name(run)):
         raise RunError("run", [mistake])

@@ -1,5 +1,8 @@
-"""The mistakes of a run whose keys are each valid alone: keys that contradict each other, data, files and
-packages that are not there, a model that cannot be trained as the run says."""
+"""Mistakes of a run whose keys are each valid alone.
+
+Keys that contradict each other, missing data, files and packages, and a model that
+cannot be trained as the run says.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,12 @@ from .source import arguments_of, split_name, syntax_error
 if TYPE_CHECKING:
     from .run import Run
 
-# Keys of a shape that are not the model's but the run's.
+# Keys of a shape that belong to the run, not to the model.
 _TRAINED = {"freeze": "freeze", "lora_r": "lora.r", "lora_targets": "lora.targets"}
 
 
 def mistakes_of(run: Run) -> Iterator[Mistake]:
-    """Mistakes between keys that are each valid alone. `place` is a key."""
+    """Yield mistakes between keys that are each valid alone. `place` is a key."""
     yield from _plan(run)
     yield from _files(run)
     if run.weights and (run.own or run.hub):
@@ -49,7 +52,7 @@ def mistakes_of(run: Run) -> Iterator[Mistake]:
         )
     shape = None
     try:
-        # read here once more, for the keys of its mistakes
+        # Read here again, for the keys of its mistakes.
         if isinstance(run.model, dict) and not run.own:
             reader = Reader(Shape)
             reader.table(Shape, {"name": "model", **run.model}, "model.")
@@ -197,7 +200,7 @@ def _unread(own: str) -> str:
 
 
 def _remote(url: str) -> Iterator[Mistake]:
-    """Explains why nothing can be uploaded to a URL."""
+    """Yield the reason why nothing can be uploaded to a URL."""
     place = "checkpoint.remote"
     what, (scheme, separator, _) = f"{place} = {url!r}", url.partition("://")
     if not separator:
@@ -215,7 +218,9 @@ def _remote(url: str) -> Iterator[Mistake]:
 
 
 def misfits(run: Run, shape: Shape, layout: Layout | None) -> Iterator[Mistake]:
-    """Yields the reasons why a model of this shape cannot be trained as the run asks (in this layout)."""
+    """Yield the reasons why a model of this shape cannot be trained as the run asks (in
+    this layout).
+    """
     yield from _tokens(run, shape)
     if layout is None or shape.kind != "decoder":
         return

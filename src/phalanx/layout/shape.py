@@ -1,6 +1,8 @@
-"""The sizes of a model, read from a data file: all that a layout and a plan need to know of it.
+"""The sizes of a model, read from a data file: everything that a layout and a plan need
+to know of it.
 
-The pieces and weights that follow from the sizes are in `pieces.py`; a model's own module makes them.
+`pieces.py` derives pieces and weights from the sizes; a model's own module creates
+them.
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ from .hash_once import hash_once, state_without_hash
 from .mesh import LayoutError
 from .pieces import PieceRow, block_linears, shape_rows
 
-HUB = "hf:"  # what stands before a folder that holds a model of Hugging Face
+HUB = "hf:"  # the prefix of a folder that holds a Hugging Face model
 _FOLDER = Path(__file__).parent / "shapes"
 
-# Names of published weights whose sizes ship with phalanx.
+# Names of published weights whose sizes come with phalanx.
 _LLAMA = re.compile(r"(?:meta-)?llama-?3(?:\.[12])?-?(1b|8b|70b|405b)(?:-instruct)?")
 _BLOCKS = re.compile(r"layers(?:\.([0-9]{1,5})(?:-([0-9]{1,5}))?)?")  # layers.0-3
 _PUBLISHED = {
@@ -32,14 +34,17 @@ _SHORT = {"1t": "1t-gpt"}
 
 
 class ShapeError(FileError, LayoutError):
-    """Sizes that no model can have: every mistake in them."""
+    """Sizes that no model can have, with every mistake in them."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a decoder, or of the deep MLP (then only name, layers, hidden and batch count)."""
+    """The sizes of a decoder, or of the deep MLP (with name, layers, hidden and batch
+    only).
+    """
 
-    # The highest values are tenfold of any model trained, and still quick to count.
+    # The upper limits are ten times those of any trained model, and still quick to
+    # count.
     name: str
     layers: int = key(description="transformer blocks", minimum=1, maximum=10_000)
     hidden: int = key(
@@ -49,92 +54,108 @@ class Shape:
     heads: int = key(1, "query heads", minimum=1, maximum=1 << 16)
     kv_heads: int = key(0, "key and value heads; 0: as many as heads", maximum=1 << 16)
     head_dim: int = key(0, "0: hidden / heads", maximum=1 << 16)
-    # Latent attention: queries, keys and values are made of narrow vectors, of which rope turns some.
-    kv_latent: int = key(0, "width of keys' and values'; 0: none", maximum=1 << 20)
-    q_latent: int = key(0, "width of queries'; 0: none", maximum=1 << 20)
-    rope_dim: int = key(0, "of head_dim, turned by rope; 0: all", maximum=1 << 16)
-    value_dim: int = key(0, "of a head's values; 0: head_dim", maximum=1 << 16)
+    # Latent attention: queries, keys and values are expanded from narrow vectors; rope
+    # turns some features.
+    kv_latent: int = key(
+        0, "width of the keys' and values' latent; 0: none", maximum=1 << 20
+    )
+    q_latent: int = key(0, "width of the queries' latent; 0: none", maximum=1 << 20)
+    rope_dim: int = key(
+        0, "features of a head that rope turns; 0: all", maximum=1 << 16
+    )
+    value_dim: int = key(0, "features of a head's values; 0: head_dim", maximum=1 << 16)
     ffn: int = key(0, "width of the MLP; 0: 4 hidden", maximum=1 << 23)
-    vocab: int = key(0, "tokens of the vocabulary", maximum=1 << 26)
-    sequence: int = key(1, "tokens of a sequence", minimum=1, maximum=1 << 28)
+    vocab: int = key(0, "tokens in the vocabulary", maximum=1 << 26)
+    sequence: int = key(1, "tokens in a sequence", minimum=1, maximum=1 << 28)
     batch: int = key(
-        8, "sequences of a step over all ranks", minimum=1, maximum=1 << 24
+        8, "sequences in a step over all ranks", minimum=1, maximum=1 << 24
     )
     norm: str = key(
-        "rms", "rms1: its weights count from one", choices=("rms", "rms1", "layer")
+        "rms", "rms1 multiplies by 1 + weight", choices=("rms", "rms1", "layer")
     )
     norms: str = key(
-        "pre", "before attention and MLP, behind", choices=("pre", "post", "both")
+        "pre",
+        "before attention and MLP, after them, or both",
+        choices=("pre", "post", "both"),
     )
     positions: str = key("rope", choices=("rope", "learned"))
     rope_theta: float = key(10000.0, above=0)
-    rope_local_theta: float = key(0.0, "of blocks with a window; 0: the same")
+    rope_local_theta: float = key(
+        0.0, "rope_theta of blocks with a window; 0: the same"
+    )
     rope_factor: float = key(
         1.0, "scaling of RoPE to a longer context; 1: none", minimum=1
     )
     rope_scaling: str = key(
-        "llama3", "how", choices=("llama3", "linear", "dynamic", "yarn")
+        "llama3",
+        "the kind of RoPE scaling",
+        choices=("llama3", "linear", "dynamic", "yarn"),
     )
     rope_low: float = key(1.0, "its low_freq_factor; yarn: beta_slow", above=0)
     rope_high: float = key(4.0, "its high_freq_factor; yarn: beta_fast", above=0)
     rope_original: int = key(8192, "its original_max_position_embeddings", minimum=1)
-    rope_attention: float = key(1.0, "yarn's factor of cosine and sine", above=0)
+    rope_attention: float = key(1.0, "yarn's factor for cosine and sine", above=0)
     rope_pairs: str = key(
-        "halves", "what turns together", choices=("halves", "neighbours")
+        "halves", "features that rope turns together", choices=("halves", "neighbours")
     )
-    rope_truncated: bool = key(True, "yarn blends between whole indices")
+    rope_truncated: bool = key(True, "yarn blends between integer indices")
     windows: tuple[int, ...] = key(
-        (), "tokens that a block attends to, 0: all; repeated over the blocks"
+        (), "tokens that a block attends to, 0 for all; repeated over the blocks"
     )
-    softcap: float = key(0.0, "c of attention scores c tanh(s / c); 0: none")
-    logit_softcap: float = key(0.0, "c of logits c tanh(l / c); 0: none")
+    softcap: float = key(0.0, "c in attention scores c tanh(s / c); 0: none")
+    logit_softcap: float = key(0.0, "c in logits c tanh(l / c); 0: none")
     query_scalar: float = key(
-        0.0, "attention scores are divided by its root; 0: head_dim"
+        0.0, "attention scores are divided by its square root; 0: head_dim"
     )
-    sinks: bool = key(False, "a learned score for each head beside those of its tokens")
-    embed_scale: float = key(1.0, "factor of the tokens' vectors", above=0)
-    gated: bool = key(True, "a gated MLP, as SwiGLU")
+    sinks: bool = key(
+        False, "a learned score for each head besides those of its tokens"
+    )
+    embed_scale: float = key(1.0, "factor of the token embeddings", above=0)
+    gated: bool = key(True, "a gated MLP, such as SwiGLU")
     activation: str = key(
-        "", "of the MLP; empty: silu if gated", choices=("", "silu", "gelu", "clamped")
+        "",
+        "of the MLP; empty: silu if gated, else gelu",
+        choices=("", "silu", "gelu", "clamped"),
     )
     tied: bool = key(False, "the output weight is the embedding")
     bias: str = key("none", choices=("none", "qkv", "all"))
     qk_norm: bool = key(False, "RMSNorm of queries and keys")
-    qk_norm_wide: bool = key(False, "over all heads together")
-    eps: float = key(1e-5, "of the norms", above=0)
-    experts: int = key(0, "routed experts of a block; 0: an MLP", maximum=1 << 14)
-    top_k: int = key(1, "experts that a token goes through", minimum=1, maximum=1 << 14)
+    qk_norm_wide: bool = key(False, "these norms cover all heads together")
+    eps: float = key(1e-5, "added inside the norms", above=0)
+    experts: int = key(0, "routed experts in a block; 0: an MLP", maximum=1 << 14)
+    top_k: int = key(1, "experts that each token uses", minimum=1, maximum=1 << 14)
     expert_ffn: int = key(0, "width of an expert; 0: ffn", maximum=1 << 23)
-    shared_experts: int = key(0, "experts of all tokens, as one", maximum=1 << 10)
+    shared_experts: int = key(
+        0, "experts that all tokens use, merged into one", maximum=1 << 10
+    )
     expert_groups: int = key(
-        1, "into which experts are divided", minimum=1, maximum=1 << 14
+        1, "groups into which experts are divided", minimum=1, maximum=1 << 14
     )
     top_groups: int = key(
-        1, "of those that a token chooses from", minimum=1, maximum=1 << 14
+        1, "groups that a token may choose experts from", minimum=1, maximum=1 << 14
     )
-    dense_layers: int = key(0, "first blocks, which have no experts", maximum=10_000)
-    scores: str = key("softmax", "of the router", choices=("softmax", "sigmoid"))
+    dense_layers: int = key(0, "first blocks without experts", maximum=10_000)
+    scores: str = key("softmax", "the router's scores", choices=("softmax", "sigmoid"))
     normalized: bool = key(True, "a token's chosen scores are divided by their sum")
     routed_scale: float = key(1.0, "factor of the chosen scores", above=0)
     balance: str = key(
         "none",
-        "bias: moved so that experts get as many tokens",
+        "bias: moved so that experts get equally many tokens",
         choices=("none", "bias"),
     )
-    balance_rate: float = key(0.001, "by which that bias moves in a step", above=0)
-    # Losses of each router, beside the tokens': experts x sum of (times chosen x mean score), and z.
-    sequence_loss: float = key(0.0, "factor of the mean of all sequences'")
-    batch_loss: float = key(0.0, "factor of that of the whole batch")
-    z_loss: float = key(0.0, "factor of the mean squared log-sum-exp of scores")
-    # What of it is trained.
+    balance_rate: float = key(0.001, "change of that bias in a step", above=0)
+    # Losses of each router: experts x sum of (share of choices x mean score), and the
+    # z-loss.
+    sequence_loss: float = key(0.0, "factor of that loss, averaged over sequences")
+    batch_loss: float = key(0.0, "factor of that loss over the whole batch")
+    z_loss: float = key(0.0, "factor of the mean squared log-sum-exp of the scores")
+    # The weights that are trained.
     freeze: tuple[str, ...] = key(
         (), "pieces that are not trained: embed, head, layers.0-3"
     )
     lora_r: int = key(0, "rank of LoRA in the blocks, all else frozen; 0: none")
-    lora_alpha: float = key(8.0, "LoRA's output counts alpha / r", above=0)
-    lora_targets: tuple[str, ...] = key(
-        (), "which linears have LoRA; empty: all of a block"
-    )
+    lora_alpha: float = key(8.0, "LoRA's output is multiplied by alpha / r", above=0)
+    lora_targets: tuple[str, ...] = key((), "linears with LoRA; empty: all of a block")
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -155,7 +176,7 @@ class Shape:
     __getstate__ = state_without_hash
 
     def _conflicts(self) -> Iterator[Mistake]:
-        """Sizes that are each right, and do not fit together."""
+        """Yield conflicts between sizes that are valid alone."""
         if not self.head_dim:
             what = f"heads = {self.heads} is more than hidden = {self.hidden}"
             yield Mistake("heads", what, "Write fewer heads, or head_dim")
@@ -186,16 +207,18 @@ class Shape:
         groups, chosen = self.expert_groups, self.top_groups
         each = self.experts // groups
         if groups > 1 and (self.experts % groups or each < 2):
-            what = (
-                f"experts = {self.experts} are no {groups} equal groups of two or more"
-            )
+            what = f"experts = {self.experts} do not form {groups} equal groups of two or more"
             yield Mistake(
-                "expert_groups", what, "Write a divisor of experts that leaves two"
+                "expert_groups",
+                what,
+                "Write a divisor of experts that leaves at least two",
             )
         elif chosen > groups or (groups > 1 and self.top_k > each * chosen):
             what = f"top_groups = {chosen} of {groups} have {each * chosen} experts"
             yield Mistake(
-                "top_groups", what, f"Write so many that there are top_k = {self.top_k}"
+                "top_groups",
+                what,
+                f"Write more, for at least top_k = {self.top_k} experts",
             )
         if self.top_k > self.experts:
             what = f"top_k = {self.top_k} is more than experts = {self.experts}"
@@ -217,7 +240,7 @@ class Shape:
                 yield Mistake("kv_latent", what, "Write it, or none of them")
             return
         if self.kv_heads != self.heads or self.bias != "none" or self.qk_norm:
-            what = "keys of latents are each one head's, without biases and norms of q and k"
+            what = "latent attention has a key for each head, and no biases or norms of q and k"
             yield Mistake("kv_latent", what, "Leave out kv_heads, bias and qk_norm")
         if self.positions != "rope" or self.rope_dim > self.head_dim:
             what = (
@@ -260,7 +283,7 @@ class Shape:
 
     @cached_property
     def frozen(self) -> tuple[int, ...]:
-        """The pieces of which nothing is trained."""
+        """The pieces without trained weights."""
         if self.lora_r:
             return (0, self.pieces - 1)
         named = [match for name in self.freeze if (match := _BLOCKS.fullmatch(name))]
@@ -283,7 +306,7 @@ class Shape:
 
     @property
     def pieces(self) -> int:
-        """The embedding, the blocks, and the head with the loss."""
+        """The number of pieces: the embedding, the blocks, and the head with the loss."""
         return self.layers + 2
 
     def sparse(self, piece: int) -> bool:
@@ -291,42 +314,44 @@ class Shape:
         return self.experts > 0 and self.dense_layers < piece <= self.layers
 
     def window(self, piece: int) -> int:
-        """Tokens that a block attends to; 0: all."""
+        """The number of tokens that a block attends to; 0: all."""
         return self.windows[(piece - 1) % len(self.windows)] if self.windows else 0
 
     @property
     def rows(self) -> tuple[PieceRow, ...]:
-        """A row for each piece, with its weights; blocks with experts are whole."""
+        """A row for each piece, with its weights. Blocks with experts are whole."""
         return shape_rows(self, apart=False)
 
     @property
     def turned(self) -> int:
-        """Features of a head that rope turns."""
+        """The features of a head that rope rotates."""
         return self.rope_dim or self.head_dim
 
     @property
     def valued(self) -> int:
-        """Features of a head's values."""
+        """The features of a head's values."""
         return self.value_dim or self.head_dim
 
     @property
     def pair_work(self) -> int:
-        """Multiply-adds of two tokens that meet, over all heads: a score, and a value that counts."""
+        """The multiply-adds for a pair of tokens over all heads: a score, and a
+        weighted value.
+        """
         return self.heads * (self.head_dim + self.valued)
 
     @property
     def total(self) -> int:
-        """Elements of all weights; a tied output weight is the embedding's."""
+        """The elements of all weights. A tied output weight is the embedding's."""
         return sum(row.numel for row in self.rows)
 
     @property
     def trained(self) -> int:
-        """Elements that are trained."""
+        """The elements that are trained."""
         return sum(row.trained_numel for row in self.rows)
 
     @property
     def active(self) -> int:
-        """Elements that a token meets: of the routed experts those that it goes through."""
+        """The elements that a token uses; only `top_k` of the routed experts count."""
         return sum(row.active_numel(self) for row in self.rows)
 
     @classmethod
@@ -335,8 +360,9 @@ class Shape:
 
     @classmethod
     def load(cls, name: str) -> Shape:
-        """The shape of a name that ships with phalanx, of somebody's TOML file, or of a model of
-        Hugging Face as hf:FOLDER."""
+        """The shape of a name that comes with phalanx, of a TOML file, or of a Hugging
+        Face model (hf:FOLDER).
+        """
         if name.startswith(HUB):
             from .families import hub_shape
 
@@ -354,7 +380,9 @@ class Shape:
 
     @classmethod
     def parse(cls, text: str, name: str) -> Shape:
-        """A shape from TOML; unknown keys and wrong types are refused, all at once."""
+        """Parse a shape from TOML. Unknown keys and wrong types are refused, all at
+        once.
+        """
         return parse(cls, text, f"shape {name!r}", ShapeError, name=name)
 
     @classmethod
@@ -364,21 +392,24 @@ class Shape:
 
 
 def published(name: str) -> bool:
-    """True for a name of published weights (gpt2, meta-llama/Llama-3.1-8B), of which `Shape.load` gives
-    the sizes alone. A size (8b), a file, hf:FOLDER and FILE.py:Class are no such names."""
+    """True for a name of published weights (gpt2, meta-llama/Llama-3.1-8B), whose sizes
+    `Shape.load` knows.
+
+    A size (8b), a file, hf:FOLDER and FILE.py:Class are not such names.
+    """
     if name.startswith(HUB) or name.endswith(".toml") or ":" in name:
         return False
-    # An owner before the name, as on the hub, means somebody's weights too.
+    # An owner before the name, as on the hub, also means published weights.
     return bool(_published(name)) or "/" in name
 
 
 def _published(name: str) -> str:
-    """The shape of a published model; "" for other names."""
+    """The shape of a published model, or ""."""
     plain = _plain(name)
     llama = _LLAMA.fullmatch(plain)
     return llama[1] if llama else _PUBLISHED.get(plain, "")
 
 
 def _plain(name: str) -> str:
-    """A name without its owner, in small letters: Llama-3-8B of meta-llama/Llama_3_8B."""
+    """A name without its owner, in small letters: llama-3-8b for meta-llama/Llama_3_8B."""
     return name.rpartition("/")[2].lower().replace("_", "-")

@@ -1,8 +1,8 @@
-"""The number of times that a ZeRO stage sends weights and gradients, and the lower stages that send
-them less often.
+"""How often ZeRO stages send weights and gradients, and the lower stages that send less
+often.
 
-Lower stages hold more. ZeRO-3 with `gather:step` is ZeRO-2 in time and memory, and with `reduce:step` as
-well it is ZeRO-1, so stages alone are compared.
+Lower stages hold more. ZeRO-3 with `gather:step` equals ZeRO-2 in time and memory, and
+with `reduce:step` as well it equals ZeRO-1, so only stages are compared.
 """
 
 from dataclasses import replace
@@ -20,16 +20,19 @@ class Sends(NamedTuple):
 
 def sends(layout: Layout) -> Sends:
     microbatches = layout.microbatches
-    # forward and backward
+    # once for the forward and once for the backward
     gathers = 2 * microbatches if layout.gather == "micro" else 1
     sums = microbatches if layout.reduce == "micro" else 1
     return Sends(gathers, sums)
 
 
 def sends_less(layout: Layout) -> tuple[Layout, ...]:
-    """The layout with each lower ZeRO stage that gathers or sums less often, and neither more often.
-    The one that sends least is first."""
-    # fetched from the host for each use, under every stage
+    """The layout with each lower ZeRO stage that gathers or sums less often, and
+    neither more often.
+
+    The one that sends least comes first.
+    """
+    # Offloaded weights are fetched from the host for each use, under every stage.
     if "weights" in layout.offload:
         return ()
     mine = sends(layout)
@@ -38,14 +41,16 @@ def sends_less(layout: Layout) -> tuple[Layout, ...]:
         other = replace(layout, zero=zero, gather="", reduce="")
         its = sends(other)
         less = its != mine and its.gathers <= mine.gathers and its.sums <= mine.sums
-        # of two that send as often, the higher stage holds less
+        # Of two that send equally often, the higher stage holds less.
         if less and its not in found:
             found[its] = other
     return tuple(reversed(found.values()))
 
 
 def less_text(layout: Layout, other: Layout) -> str:
-    """The messages that a lower stage sends once a step and the layout more often, in words."""
+    """The messages that the lower stage sends once a step and the layout more often, in
+    words.
+    """
     mine, its = sends(layout), sends(other)
     parts = ["gathers weights"] * (its.gathers < mine.gathers)
     parts += ["sums gradients"] * (its.sums < mine.sums)

@@ -1,20 +1,24 @@
-"""Signals by what they are for."""
+"""Signals by their purpose."""
 
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# These ask a run to save and end: a scheduler, Ctrl-C, a terminal that is gone, Slurm's warning.
+# Requests to save and end: from a scheduler, Ctrl-C, a closed terminal, Slurm's
+# warning.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-# What a fault of the thread itself raises, which nobody can hold back.
+# Raised by a fault of the thread itself. They cannot be blocked.
 FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
 HELD = signal.valid_signals() - FAULTS
 
 
 @contextmanager
 def signals_held_back() -> Iterator[None]:
-    """No signal reaches this thread in the block; those that come are kept. A thread or a process that
-    is started in the block begins so."""
+    """A context in which no signal reaches this thread; signals that arrive stay
+    pending.
+
+    A thread or process started in it also starts with signals blocked.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
     try:
         yield

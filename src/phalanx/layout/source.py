@@ -1,8 +1,8 @@
-"""Python files of the user's own, named as FILE.py:NAME: a schedule, a model. They are run, because
+"""Python files of users, named as FILE.py:NAME: a schedule, a model. They are run, as
 the user named them.
 
-What goes wrong in such a file is reported in one sentence with its file and line; the traceback of
-our own code around it would hide that.
+An error in such a file is reported in one sentence with its file and line. The
+traceback of our own code around it would hide that.
 """
 
 import ast
@@ -27,15 +27,16 @@ OWN = r"[^;]+\.py:\w+"  # FILE.py:NAME; a `;` separates layouts
 # FILE.py:NAME, and what it is called with, as in model.py:GPT(n_layer=6).
 _CALL = re.compile(r"([^;]+?\.py):(\w+)(?:\((.*)\))?", re.DOTALL)
 LIMIT = 1 << 24  # bytes of a source file
-MODULES = 1000  # that are looked for behind one file
+MODULES = 1000  # the most that are searched from one file
 _INSTALLED = {"site-packages", "dist-packages"}
-# Python 3.11 counts the depth of a tree for all threads at once: two that parse raise SystemError.
+# Python 3.11 counts a tree's depth for all threads at once: two that parse raise
+# SystemError.
 _PARSING = threading.Lock()
 _loads = count()
 
 
 def split_name(text: str) -> tuple[str, str]:
-    """FILE.py and NAME of FILE.py:NAME; both are empty if the text is anything else."""
+    """Split FILE.py:NAME into FILE.py and NAME. Both are "" for any other text."""
     match = _CALL.fullmatch(text)
     return (match[1], match[2]) if match else ("", "")
 
@@ -86,16 +87,16 @@ def with_arguments(text: str, arguments: Mapping[str, Any]) -> str:
 def load_source(
     path: str | Path, names: tuple[str, ...], error: Refusal
 ) -> tuple[Any, ...]:
-    """The objects with these names in a user's file; each call runs the file once."""
+    """The objects with these names in a user's file. Each call runs the file once."""
     module = load_module(path, names, error)
     return tuple(getattr(module, name) for name in names)
 
 
 def load_module(path: str | Path, names: tuple[str, ...], error: Refusal) -> ModuleType:
-    """A user's file as a module that has these names; each call runs the file once."""
+    """A user's file as a module that has these names. Each call runs the file once."""
     name = names[0]
     _refuse_unreadable(path, name, error)
-    # A name of its own, as dataclasses and torch's compiler look for a module by its name.
+    # A name of its own, as dataclasses and torch's compiler look modules up by name.
     known = f"{Path(path).stem}_{next(_loads)}"
     spec = importlib.util.spec_from_file_location(known, path)
     if spec is None or spec.loader is None:
@@ -120,7 +121,9 @@ def load_module(path: str | Path, names: tuple[str, ...], error: Refusal) -> Mod
 
 
 def refuse_broken(text: str, error: Refusal) -> None:
-    """Raise if there is no file of FILE.py:NAME, or if it is no Python. It is not run."""
+    """Raise if the file of FILE.py:NAME does not exist or is not Python. The file is
+    not run.
+    """
     path, name = split_name(text)
     _refuse_unreadable(path, name, error)
     if wrong := syntax_error(path):
@@ -146,11 +149,12 @@ def _refuse_unreadable(path: str | Path, name: str, error: Refusal) -> None:
 
 
 def imported_sources(path: str | Path) -> dict[str, Path]:
-    """The modules of the user's own that a source file imports, and those that these import: a file for
-    each name. Nothing is run.
+    """The user's own modules that a source file imports, directly or not, with their
+    files. Nothing is run.
 
-    A module is the user's own if it lies below the file's folder, or neither in the standard library nor
-    in site-packages. Imports inside of functions count; a name that code computes is not seen.
+    A module is the user's own if it lies below the file's folder, or neither in the
+    standard library nor in site-packages. Imports inside functions count. A name that
+    code computes is not seen.
     """
     first = Path(path).resolve()
     roots = [Path(path).absolute().parent, first.parent, *map(Path, sys.path)]
@@ -169,12 +173,13 @@ def imported_sources(path: str | Path) -> dict[str, Path]:
 
 
 def _imports_of(name: str, file: Path) -> set[str]:
-    """The full names that the imports of a module may mean; a name of `from a import b` may be a
-    module or not."""
+    """The full names that a module's imports may refer to. In `from a import b`, b may
+    be a module or not.
+    """
     try:
         tree = _parsed(file)
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return set()  # an extension, or a file that nobody has run
+        return set()  # an extension, or a file that was never run
     package = name if file.name == "__init__.py" else name.rpartition(".")[0]
     names = set()
     for node in ast.walk(tree):
@@ -190,10 +195,12 @@ def _imports_of(name: str, file: Path) -> set[str]:
 
 
 def _source_of(name: str, roots: Sequence[Path]) -> Path | None:
-    """The file of a module: where it was loaded from, or where an import would look for it."""
+    """The file of a module: where it was loaded from, or where an import would look for
+    it.
+    """
     if (module := sys.modules.get(name)) is not None:
         file = getattr(module, "__file__", None)
-        if not file:  # of Python itself, or a folder without code
+        if not file:  # built into Python, or a folder without code
             return None
         if Path(file).is_file():
             return Path(file).resolve()
@@ -215,8 +222,8 @@ def _is_own(file: Path, folder: Path) -> bool:
     if _INSTALLED.intersection(file.relative_to(folder).parts if below else file.parts):
         return False
     library = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
-    others = [Path(__file__).parents[1], *library]  # phalanx, and Python's own
-    # A folder may hold all of them, as a home folder does.
+    others = [Path(__file__).parents[1], *library]  # phalanx, and the standard library
+    # The folder may contain all of them, as a home folder does.
     return not any(
         file.is_relative_to(root) and not folder.is_relative_to(root)
         for root in (each.resolve() for each in others)
@@ -241,10 +248,12 @@ def _parsed(file: Path) -> ast.Module:
 
 @contextmanager
 def running(path: str | Path, error: Refusal) -> Iterator[None]:
-    """Run code of the user's file: what it raises becomes a sentence with the file and the line."""
+    """A context for code of the user's file: its errors become a sentence with the file
+    and line.
+    """
     try:
         yield
-    except (Exception, SystemExit) as wrong:  # a stranger's code may raise anything
+    except (Exception, SystemExit) as wrong:  # a user's code may raise anything
         raise error(
             f"{_place(wrong, str(path))}: {_what(wrong)}. Fix it there."
         ) from wrong
@@ -252,11 +261,14 @@ def running(path: str | Path, error: Refusal) -> Iterator[None]:
 
 @contextmanager
 def running_modules(doing: str, error: Refusal) -> Iterator[None]:
-    """Run the user's modules, wherever they are written: what they raise becomes a sentence with the file
-    and the line. Errors of our own code pass unchanged. `doing` says what for."""
+    """A context for the user's modules, wherever they are: errors become a sentence
+    with file and line.
+
+    Errors of our own code pass unchanged. `doing` names the purpose.
+    """
     try:
         yield
-    except Exception as wrong:  # a stranger's code may raise anything
+    except Exception as wrong:  # a user's code may raise anything
         place = _last_foreign_line(wrong)
         if not place:
             raise
@@ -264,8 +276,10 @@ def running_modules(doing: str, error: Refusal) -> Iterator[None]:
 
 
 def _last_foreign_line(wrong: BaseException) -> str:
-    """The last line that ran of a user's file or of transformers; "" if there is none, or if code of ours
-    was called from it and raised."""
+    """The last line that ran of a user's file or of transformers.
+
+    "" if there is none, or if that line called code of ours that raised.
+    """
     last = ""
     at = wrong.__traceback__
     while at is not None:
@@ -283,7 +297,9 @@ def _is_ours(file: str) -> bool:
 
 
 def _is_foreign(file: str) -> bool:
-    """True of a file that is neither Python's own nor an installed package's, but for transformers'."""
+    """True for a file that is neither Python's own nor from an installed package other
+    than transformers.
+    """
     path = Path(file).resolve()
     folders = set(path.parts)
     if folders & _INSTALLED:
@@ -292,7 +308,9 @@ def _is_foreign(file: str) -> bool:
 
 
 def _place(wrong: BaseException, path: str) -> str:
-    """The last line of the user's file that was running; where the parser stopped, if it did not."""
+    """The last line of the user's file that was running, or the parser's position in a
+    syntax error.
+    """
     if isinstance(wrong, SyntaxError) and wrong.filename and wrong.lineno:
         return f"{wrong.filename}, line {wrong.lineno}"
     at, line, own = wrong.__traceback__, 0, os.path.abspath(path)

@@ -1,5 +1,6 @@
-"""Blocks of each virtual stage: named by the layout, or balanced by cost; and the part of a layout that
-one piece depends on."""
+"""The blocks of each virtual stage, given by the layout or balanced by cost; and a
+piece's part of a layout.
+"""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -11,8 +12,11 @@ from .mesh import LayoutError, Mesh
 
 
 def stage_blocks(layout: Layout, name: str, work: Sequence[int]) -> tuple[int, ...]:
-    """The number of blocks of each virtual stage of the model of that name. `work` is that of each of
-    its pieces, by which stages are balanced where the layout does not name them."""
+    """The number of blocks on each virtual stage of the model `name`.
+
+    If the layout does not give them, stages are balanced by `work`, that of each of the
+    model's pieces.
+    """
     embed, *blocks, head = work
     counts = layout.stages or balance(blocks, layout.virtual_stages, embed, head)
     if len(counts) != layout.virtual_stages or sum(counts) != len(blocks):
@@ -26,9 +30,12 @@ def stage_blocks(layout: Layout, name: str, work: Sequence[int]) -> tuple[int, .
 def balance(
     costs: Sequence[int], parts: int, first: int = 0, last: int = 0
 ) -> tuple[int, ...]:
-    """Lengths of `parts` runs of `costs` whose most expensive run is as cheap as can be. `first` and
-    `last` are work that the first and last run carry besides. Every run gets at least one; where the
-    bound allows it runs are even, the earlier ones longer by one."""
+    """The lengths of `parts` runs of `costs` that minimize the most expensive run.
+
+    `first` and `last` are extra work of the first and the last run. Every run gets at
+    least one item. Where the optimum allows it, runs are equally long, the earlier ones
+    longer by one.
+    """
     n = len(costs)
     if parts > n:
         raise LayoutError(
@@ -56,12 +63,15 @@ def balance(
 def _starts(
     total: Sequence[int], parts: int, bound: int, first: int, last: int
 ) -> list[int]:
-    """The earliest start of each run with which it and all later ones stay within the bound;
-    empty if the bound is too small."""
+    """The earliest start of each run with which it and all later ones stay within the
+    bound.
+
+    Empty if the bound is too small.
+    """
     starts, end = [0] * parts, len(total) - 1
     for k in range(parts - 1, 0, -1):
         left = bound - (last if k == parts - 1 else 0)
-        # The runs before this one need at least one each.
+        # Each earlier run needs at least one item.
         starts[k] = max(k, bisect_left(total, total[end] - left, hi=end))
         if starts[k] == end:
             return []
@@ -71,10 +81,13 @@ def _starts(
 
 
 def piece_layout(layout: Layout) -> Layout:
-    """The part of a layout that a piece's cost depends on: tp, cp and ep, who shares experts, seq,
-    selective recomputation, precision and products, whether it is compiled, and whether the backward is two
-    operations (written as zb-h1). Copies, stages, ZeRO and whole-piece recomputation change when a
-    piece runs, never what it does."""
+    """The part of a layout that a piece's cost depends on.
+
+    These are tp, cp and ep, the axes that share experts, seq, selective recomputation,
+    precision and matmuls, compilation, and a backward in two operations (written as
+    zb-h1). Copies, stages, ZeRO and recomputation of whole pieces change when a piece
+    runs, never what it does.
+    """
     axes = (a for a in layout.mesh.axes if a.name in ("tp", "cp", "ep"))
     return Layout(
         mesh=Mesh(tuple(sorted(axes, key=lambda a: a.name))),
@@ -85,6 +98,6 @@ def piece_layout(layout: Layout) -> Layout:
         recompute="selective" if layout.recompute == "selective" else "none",
         precision=layout.precision,
         matmul=layout.matmul,
-        # autotuned graphs do the same operations
+        # Autotuned graphs run the same operations.
         compile=COMPILE if layout.compile else "",
     )

@@ -1,7 +1,8 @@
-"""Bytes of training state: weights, gradients and optimizer state, and what of them a rank holds under ZeRO.
+"""Bytes of training state: weights, gradients and optimizer state, and a rank's share
+under ZeRO.
 
-This is the only place that says what each stage of ZeRO cuts. The engine's own buffers are in
-`parallel/data.py`; a test holds both equal.
+Only this file defines what each ZeRO stage shards. The engine's own buffers are in
+`parallel/data.py`; a test checks that both are equal.
 """
 
 from __future__ import annotations
@@ -11,28 +12,31 @@ from dataclasses import dataclass
 from .choices import DTYPES
 from .layout import Layout
 
-MASTER = 4.0  # bytes of an element that an update changes; narrower weights are copies
+MASTER = 4.0  # bytes of an element in an update; narrower weights are copies
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of one trained element of a weight in each buffer that has it, before anything is cut."""
+    """The bytes of one trained element in each buffer that has it, before sharding."""
 
-    weight: float  # of the weights that computing reads
-    gathered: float  # of a copy that other ranks have parts of, while it is used
+    weight: float  # in the weights used for computing
+    gathered: float  # in a copy gathered from other ranks, while it is used
     gradient: float
-    reduced: float  # of a gradient that is summed after every microbatch, until it is
-    optimizer: float  # of the moments, and of a master copy where weights are narrower
+    reduced: float  # in a gradient summed after every microbatch, until its sum
+    optimizer: float  # in the moments, and in the master copy of narrower weights
 
     @property
     def total(self) -> float:
-        """All that stays from step to step, and the gradient."""
+        """The bytes that stay from step to step, and those of the gradient."""
         return self.weight + self.gradient + self.optimizer
 
 
 def engine_state(precision: str, moments: int = 2) -> StateBytes:
-    """The buffers of our engine in a precision, with an optimizer that keeps so many moments: gradients are
-    added up and weights updated in float32 or wider."""
+    """The buffers of our engine in a precision, with an optimizer that keeps `moments`
+    moments.
+
+    Gradients are added up and weights updated in float32 or wider.
+    """
     width = float(DTYPES[precision].bytes)
     wide = max(MASTER, width)
     copy = wide if width < MASTER else 0.0
@@ -41,11 +45,12 @@ def engine_state(precision: str, moments: int = 2) -> StateBytes:
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """Bytes that a rank holds for one element of a unit, of which it has one part of all shards.
+    """The bytes that a rank holds for one element of a unit, of which it has one shard.
 
-    `weight`, `frozen` and `optimizer` are always there: `frozen` is of an element that is not trained.
-    `gathered` is there while the weights are used, `gradient` from its first contribution until it is
-    summed, `gradient_shard` from then until the update; 0 where a sum is in place.
+    `weight`, `frozen` and `optimizer` are permanent; `frozen` is for an element that is
+    not trained. `gathered` is held while the weights are used, `gradient` from its
+    first contribution until its sum, and `gradient_shard` from then until the update; 0
+    if sums are in place.
     """
 
     weight: float
@@ -57,8 +62,11 @@ class HeldBytes:
 
 
 def held_bytes(layout: Layout, state: StateBytes) -> HeldBytes:
-    """Bytes that a rank holds of an element: ZeRO cuts optimizer state from stage 1 on, gradients from 2,
-    weights from 3. What is offloaded is on the host."""
+    """The bytes that a rank holds for one element.
+
+    ZeRO shards optimizer state from stage 1 on, gradients from 2, weights from 3.
+    Offloaded state is on the host.
+    """
     parts = layout.shards
     offloaded = "weights" in layout.offload
     comes_and_goes = layout.zero == 3 or offloaded
@@ -75,15 +83,18 @@ def held_bytes(layout: Layout, state: StateBytes) -> HeldBytes:
 
 
 def _weight(layout: Layout, state: StateBytes) -> float:
-    """Bytes at home of weights that come and go: the master copy, if that is the weights themselves; else
-    it counts as optimizer state."""
+    """The bytes at home of weights that are gathered and dropped.
+
+    This is the master copy, if that is the weights themselves; otherwise it counts as
+    optimizer state.
+    """
     if layout.weights_on_host or state.weight < MASTER:
         return 0.0
     return state.weight / layout.shards
 
 
 def _frozen(layout: Layout, state: StateBytes) -> float:
-    """Bytes at home of a frozen element, of which no copy is wider."""
+    """The bytes at home of a frozen element, which has no wider copy."""
     if layout.weights_on_host:
         return 0.0
     return state.gathered / (layout.shards if layout.zero == 3 else 1)

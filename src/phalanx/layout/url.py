@@ -1,8 +1,9 @@
-"""URLs with secrets: what may be written down of one, and what a connection to it needs.
+"""URLs with secrets: their printable form, and the options that a connection needs.
 
-A password and the secret values of a query are taken out of a URL when it is read. In their place
-stand references to environment variables, `${NAME}`, as a user may write them too. So everything
-that prints, logs or saves a URL has the text without its secrets, and no writer has to think of it.
+A password and the secret values of a query are removed from a URL when it is read.
+References to environment variables, `${NAME}`, replace them; a user may write these
+too. So everything that prints, logs or saves a URL gets text without its secrets, and
+no writer has to think of it.
 """
 
 import os
@@ -11,13 +12,13 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 HIDDEN = "***"
-# of the variables that stand for secrets that were written out
+# Prefix of the variables that stand for secrets written in the URL.
 PREFIX = "PHALANX_REMOTE_"
-SHORT = 4  # characters; a shorter secret is only hidden where it stands in a URL
+SHORT = 4  # characters; shorter secrets are only hidden inside URLs
 
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
-# A URL that was taken for a path has one slash. In running text it ends at white space, at quotes and
-# at brackets.
+# A URL that was normalized as a path has one slash. In running text it ends at white
+# space, quotes and brackets.
 _BEGIN = r"([A-Za-z][A-Za-z0-9+.-]*:)(//?)"
 _IN_TEXT = re.compile(rf"""{_BEGIN}([^\s"'<>\\]+)""")
 _ANYWHERE = re.compile(rf"{_BEGIN}(.+)", re.DOTALL)
@@ -25,23 +26,25 @@ _QUERY = re.compile(r"([?&#;])([^=&#;?]*)=([^&#;]*)")
 _SECRET_NAME = re.compile(
     r"token|secret|passw|pwd|sig|credential|key|auth|sas|session|jwt", re.IGNORECASE
 )
-# A value that looks like a key, whatever its name is.
+# A value that looks like a key, whatever its name.
 _SECRET_VALUE = re.compile(r"(?=.*[0-9])(?=.*[A-Za-z])[A-Za-z0-9+/_=.%~-]{24,}")
-# What ends the host for the library that splits a URL, or what it refuses.
+# These end the host for the library that splits a URL, or it refuses them.
 _UNSAFE = re.compile(r"[/?#\[\]]")
 
 
 class _Parts(NamedTuple):
-    """The part of a URL after its scheme, split around the password."""
+    """The part of a URL after its scheme, split at the password."""
 
     user: str
-    password: str | None  # None where the URL has none
+    password: str | None  # None if the URL has none
     after: str  # the host, the path and the query
 
 
 def redacted(text: str, *, whole: bool = False) -> str:
-    """A text in which the secrets of all URLs are hidden. With `whole` a URL reaches to the end of the
-    text, also over white space and quotes."""
+    """The text with the secrets of all URLs hidden.
+
+    With `whole`, a URL extends to the end of the text, across white space and quotes.
+    """
     if ":/" not in text:
         return text
     pattern = _ANYWHERE if whole else _IN_TEXT
@@ -52,7 +55,7 @@ def _hidden(match: re.Match[str]) -> str:
     scheme, slashes, rest = match.groups()
     user, password, after = _split(rest)
     if password is None and slashes == "//" and (cut := _cut_password(rest)):
-        # The end of the URL is missing: the text was shortened in the middle of a password.
+        # The end of the URL is missing: the text was cut in the middle of a password.
         return f"{scheme}{slashes}{rest[: -len(cut)]}{HIDDEN}"
     if password is not None:
         user += f":{_hide(password)}@"
@@ -60,7 +63,7 @@ def _hidden(match: re.Match[str]) -> str:
 
 
 def _hide(secret: str) -> str:
-    """The mask of a secret; references to variables are none."""
+    """The mask of a secret. References to variables stay."""
     return HIDDEN if _REFERENCE.sub("", secret) else secret
 
 
@@ -76,11 +79,14 @@ def _is_secret(name: str, value: str) -> bool:
 
 
 def _split(rest: str) -> _Parts:
-    """The parts of a URL behind its scheme, also where a password has characters that end a host."""
+    """Split a URL's part after the scheme, even if a password has characters that end a
+    host.
+    """
     authority = _authority(rest)
     at = authority.rfind("@")
     if at < 0 and _after_host(authority):
-        # `user:pass/word@host`: what stands behind the colon is no port, so it is a password.
+        # `user:pass/word@host`: the text after the colon is no port, so it is a
+        # password.
         at = rest.rfind("@")
     user, colon, password = rest[: max(at, 0)].partition(":")
     if not colon or not password:
@@ -101,8 +107,8 @@ def _authority(rest: str) -> str:
 
 
 def _after_host(authority: str) -> str:
-    """The text after a host's colon if it cannot be a port, else ""."""
-    # the name of an access point of S3, which is full of colons
+    """The text after a host's colon if it cannot be a port, or ""."""
+    # The name of an S3 access point, which is full of colons.
     if authority.startswith("arn:"):
         return ""
     _, _, port = re.sub(r"^\[[^\]]*\]", "", authority).partition(":")
@@ -110,11 +116,11 @@ def _after_host(authority: str) -> str:
 
 
 class Url(str):
-    """A URL as it may be written down: as text it has references in place of its secrets.
+    """A URL in printable form, with references in place of its secrets.
 
-    `secrets` are the values that were written out where it was read, by the names of the variables
-    that stand for them. They travel with the object to other processes, and no further: a copy that is
-    made in order to be written (`dataclasses.asdict`) has none.
+    `secrets` holds the secrets written in the URL, by the names of the variables that
+    stand for them. They travel with the object to other processes, but no further: a
+    copy made for writing (`dataclasses.asdict`) has none.
     """
 
     secrets: dict[str, str]
@@ -132,12 +138,14 @@ class Url(str):
 
     @property
     def unset(self) -> list[str]:
-        """The variables that the URL refers to and that have no value."""
+        """The variables that the URL refers to but that have no value."""
         return [name for name, value in self._values().items() if not value]
 
     def connection(self) -> tuple[str, dict[str, str]]:
-        """The URL with its secrets, and options for the library that opens it: a password that would
-        end the host is one."""
+        """The URL with its secrets, and options for the library that opens it.
+
+        A password that would end the host is passed as an option.
+        """
         scheme, separator, rest = self.partition("://")
         user, password, after = _split(rest)
         if password is None:
@@ -149,14 +157,14 @@ class Url(str):
         return f"{begin}:{secret}@{end}", {}
 
     def masked(self, text: str) -> str:
-        """Somebody else's text about this URL, as an error, without its secrets."""
+        """Another program's text about this URL, such as an error, without its secrets."""
         for secret in sorted(self._values().values(), key=len, reverse=True):
             if len(secret) >= SHORT:
                 text = text.replace(secret, HIDDEN)
         return redacted(text)
 
     def _values(self) -> dict[str, str]:
-        """The value of each variable that the URL refers to; "" where there is none."""
+        """The value of each variable that the URL refers to, or ""."""
         names = dict.fromkeys(_REFERENCE.findall(self))
         return {
             name: self.secrets.get(name) or os.environ.get(name, "") for name in names
@@ -193,7 +201,7 @@ def _without_secrets(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _numbered(name: str) -> Iterator[str]:
-    """The name, and then with numbers behind it."""
+    """Yield the name, and then the name with numbers appended."""
     yield name
     for number in range(2, 1 << 16):
         yield f"{name}_{number}"

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ..layout import Layout, PieceRow
 from ..layout.choices import BF16, DTYPES
-from ..layout.matrices import STEPS, dealt, orthogonal_products, orthogonal_work
+from ..layout.matrices import STEPS, assign_owners, orthogonal_products, orthogonal_work
 from ..program import Product
 from .hardware import Hardware
 
@@ -61,7 +61,7 @@ def _loads(
 ) -> dict[int, float]:
     """Seconds of Newton-Schulz products for each owner."""
     loads = dict.fromkeys(range(ranks), 0.0)
-    owners = dealt([orthogonal_work(*each) for each in sides], ranks)
+    owners = assign_owners([orthogonal_work(*each) for each in sides], ranks)
     for owner, each in zip(owners, sides, strict=True):
         loads[owner] += STEPS * sum(
             of(Product(*sizes)) for sizes in orthogonal_products(*each)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..comm import Work
 from ..layout.choices import MUON, OPTIMIZERS
-from ..layout.matrices import STEPS, dealt, orthogonal_work
+from ..layout.matrices import STEPS, assign_owners, orthogonal_work
 from ..parallel import Unit
 from ..parallel.groups import UnitPlace
 from ..parallel.tensor import Weight
@@ -118,7 +118,7 @@ def matrices_of(unit: Unit) -> list[Matrix]:
         found += (
             Matrix(weight, offset + n * math.prod(weight.local[-2:])) for n in starts
         )
-    owners = dealt(
+    owners = assign_owners(
         [m.work for m in found], len(unit.groups.places), unit.number * len(found)
     )
     return [m._replace(owner=owner) for m, owner in zip(found, owners, strict=True)]
