@@ -110,7 +110,7 @@ def test_neighbouring_ranks_differ_in_the_innermost_axis() -> None:
 @pytest.mark.parametrize(
     "text, part",
     [
-        ("dp2 dp4", "dp stands 2 times"),
+        ("dp2 dp4", "dp occurs 2 times"),
         ("xp2", "'xp2' is not an axis"),
         ("dp0", "1 or more"),
         ("tp2x2", "only dp splits"),
