@@ -557,8 +557,7 @@ def shape_named(name: str) -> Shape:
 
 
 def random_by_name(run: Run) -> Mistake | None:
-    """The mistake of training random weights under the name of published ones, or None.
-    """
+    """The mistake of training random weights under the name of published ones, or None."""
     if (
         not isinstance(run.model, str)
         or run.weights == RANDOM
