@@ -18,7 +18,7 @@ right: Any = low_precision.rounded
 
 
 @fault(
-    "products in 8 bits leave out the scales of weights",
+    "8-bit matmuls omit the scales of the weights",
     "gqa",
     "dp2 fp8",
     "step 0: the output of layers.0",
@@ -32,7 +32,7 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "a weight has the scales of its transpose",
+    "a weight gets the scales of its transpose",
     "gqa",
     "dp2 zero3 fp8",
     "step 0: the output of layers.0",
@@ -64,7 +64,7 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "gradients are rounded once for the input and again for the weight",
+    "a gradient is rounded twice: for the input, and again for the weight",
     "gqa",
     "dp2 fp8",
     "step 0: the gradient of layers.",
@@ -80,7 +80,7 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "a scale is taken over all sequences of a microbatch",
+    "a scale spans all sequences of a microbatch",
     "gqa",
     "dp2 fp8",
     "step 0: the gradient of layers.",
@@ -95,7 +95,7 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "the head's product is in 8 bits too",
+    "the head's matmul is in 8 bits too",
     "gqa",
     "pp2 1f1b:3 fp8",
     "step 0: the loss",
@@ -123,7 +123,7 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "a square in two ranks' parts has in each the largest number of that part",
+    "a tile on two ranks uses each rank's own maximum",
     "gqa",
     "dp2 zero3 fp8:tile",
     "step 0: the output of layers.",
@@ -138,7 +138,7 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "weights that travel in 8 bits keep the scales of the step before",
+    "weights gathered in 8 bits keep the scales of the previous step",
     "gqa",
     "dp2 zero3 fp8:tile",
     "step 1: the output of layers.0",
@@ -156,7 +156,7 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "the input's gradient takes the scales of other squares",
+    "the input's gradient uses the scales of other tiles",
     "gpt",
     "dp2 zero1 accum:2 fp8:tile",
     "step 0: the gradient of layers.",
@@ -173,7 +173,7 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "the gradients of experts' weights have scales over the tokens of one rank",
+    "experts' weight gradients are scaled over the tokens of one rank",
     "experts",
     "dp2 ep2 fp8:experts",
     "step 0: the gradient of layers.",
@@ -188,7 +188,7 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "tp: parts of products in 8 bits are rounded to bfloat16 before they are summed",
+    "tp: partial 8-bit matmuls are rounded to bfloat16 before the sum",
     "gqa",
     "tp2 fp8",
     "step 0: the output of layers.0",
@@ -203,7 +203,7 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "tp: a rank's part of a weight has the scales of its first row",
+    "tp: a rank's shard of a weight uses the scales of its first row",
     "gqa",
     "tp2 seq fp8",
     "step 0: the output of layers.0",
@@ -217,7 +217,7 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "cp: inputs are rounded for each token and then again for a weight's gradient",
+    "cp: inputs are rounded per token, then again for a weight's gradient",
     "gqa",
     "cp2 fp8",
     "step 0: the gradient of layers.",

@@ -47,7 +47,10 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "seq: a region's output is cut but not summed", "gqa", "tp2 seq", "output of embed"
+    "seq: a region's output is scattered but not summed",
+    "gqa",
+    "tp2 seq",
+    "output of embed",
 )
 def _() -> AbstractContextManager[None]:
     return swapped(
@@ -110,7 +113,7 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "norms summed over tp though all did the same work",
+    "norms are summed over tp although all ranks did the same work",
     "gqa",
     "tp2",
     "gradient of head.norm",
@@ -196,7 +199,7 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "gathered weights come from the wrong ranks", "gqa", "dp2 zero3", "output of embed"
+    "weights are gathered from the wrong ranks", "gqa", "dp2 zero3", "output of embed"
 )
 def _() -> AbstractContextManager[None]:
     right = Unit.gather
@@ -227,7 +230,7 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "gradients are averaged over dp on top of the global count",
+    "gradients are averaged over dp in addition to the global count",
     "gqa",
     "dp2",
     "1/2 of it: not summed over an axis of 2",
@@ -324,7 +327,7 @@ def _() -> AbstractContextManager[None]:
 # ---- loss, norm and update
 
 
-@fault("each rank divides by its own count of tokens", "gqa", "dp2", "the loss")
+@fault("each rank divides by its own token count", "gqa", "dp2", "the loss")
 def _() -> AbstractContextManager[None]:
     def count(self: Executor, op: Any) -> None:
         self.count = (
@@ -342,7 +345,7 @@ def _() -> AbstractContextManager[None]:
     return counted_by(count)
 
 
-@fault("the norm counts whole weights on every rank of tp", "gqa", "tp2", "the norm")
+@fault("the norm counts copied weights on every tp rank", "gqa", "tp2", "the norm")
 def _() -> AbstractContextManager[None]:
     right = tensor.Weight.__init__
 
@@ -353,7 +356,7 @@ def _() -> AbstractContextManager[None]:
     return swapped(tensor.Weight, "__init__", init)
 
 
-@fault("clipping by each rank's own norm", "gqa", "tp2", "the norm")
+@fault("each rank clips by its own norm", "gqa", "tp2", "the norm")
 def _() -> AbstractContextManager[None]:
     right = Executor._agree
 
@@ -372,7 +375,12 @@ def _() -> AbstractContextManager[None]:
     return swapped(Executor, "_agree", agree)
 
 
-@fault("norms and biases decay too", "gqa", "dp2 zero1", "weight of head.norm")
+@fault(
+    "weight decay applies to norms and biases",
+    "gqa",
+    "dp2 zero1",
+    "weight of head.norm",
+)
 def _() -> AbstractContextManager[None]:
     right = Unit.own_segments
 
@@ -382,14 +390,14 @@ def _() -> AbstractContextManager[None]:
     return swapped(Unit, "own_segments", segments)
 
 
-@fault("the update forgets the clipping factor", "gqa", "dp2", "weight of head")
+@fault("the update ignores the clipping factor", "gqa", "dp2", "weight of head")
 def _() -> AbstractContextManager[None]:
     right = Update.__call__
     return swapped(Update, "__call__", lambda self, lr, scale: right(self, lr, None))
 
 
 @fault(
-    "a part of a weight is drawn, not cut from the whole",
+    "a shard of a weight is drawn instead of taken from the whole",
     "gqa",
     "tp2",
     "start of embed",

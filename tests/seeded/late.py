@@ -61,7 +61,7 @@ def _forward_without_input() -> AbstractContextManager[None]:
 
 
 @fault(
-    "what is sent is written to before it has left",
+    "a buffer is overwritten before its send completes",
     "gqa",
     "pp2 1f1b:3",
     "a tensor that the call reads",
@@ -92,7 +92,7 @@ def _sent_without_copy() -> AbstractContextManager[None]:
 
 
 @fault(
-    "weights are written to while others read them",
+    "weights are overwritten while other ranks read them",
     "gqa",
     "dp2 zero3",
     "a tensor that the call reads",
@@ -126,7 +126,7 @@ def used_at_once(name: str) -> AbstractContextManager[None]:
 
 
 @fault(
-    "a gather's result is read before it is there",
+    "a gather's result is read before it has arrived",
     "gqa",
     "dp2 zero3",
     "output of embed",
@@ -135,12 +135,16 @@ def _gathered_too_early() -> AbstractContextManager[None]:
     return used_at_once("all_gather")
 
 
-@fault("a sum's result is read before it is there", "gqa", "dp2 zero3", "gradient")
+@fault(
+    "a reduction's result is read before it has arrived", "gqa", "dp2 zero3", "gradient"
+)
 def _summed_too_early() -> AbstractContextManager[None]:
     return used_at_once("reduce_scatter")
 
 
-@fault("a sum over all ranks is not waited for", "gqa", "dp2", "reduced gradients")
+@fault(
+    "a reduction over all ranks is not waited for", "gqa", "dp2", "reduced gradients"
+)
 def _never_waited() -> AbstractContextManager[None]:
     right = Executor._wait
 

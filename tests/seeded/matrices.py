@@ -34,14 +34,18 @@ def in_parts(
 
 
 @fault(
-    "muon: each rank of tp updates what it has", "gqa", "tp2", UPDATE, optimizer="muon"
+    "muon: each rank of tp updates only its shard",
+    "gqa",
+    "tp2",
+    UPDATE,
+    optimizer="muon",
 )
 def _() -> AbstractContextManager[None]:
     return in_parts(lambda weight: [weight.box_at(tp) for tp in range(2)])
 
 
 @fault(
-    "muon: each shard is updated by itself",
+    "muon: each shard is updated separately",
     "gqa",
     "dp2 zero1",
     UPDATE,
@@ -56,7 +60,11 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "muon: rows that pad are in the scale", "gqa", "dp3 zero1", UPDATE, optimizer="muon"
+    "muon: padding rows count in the scale",
+    "gqa",
+    "dp3 zero1",
+    UPDATE,
+    optimizer="muon",
 )
 def _() -> AbstractContextManager[None]:
     right = Muon.scale_of

@@ -25,7 +25,7 @@ def _stale_copy() -> AbstractContextManager[None]:
     return swapped(Update, "__call__", update)
 
 
-STALE = "updates reach the master weights and not the copy to compute with"
+STALE = "updates reach the master weights but not the compute copy"
 for where in ("dp2", "pp2 1f1b:3"):
     fault(STALE, "gqa", where, "step 2: the output of embed", dtypes=("bfloat16",))(
         _stale_copy
@@ -55,7 +55,7 @@ fault(ROUNDED, "gqa", "dp2 zero1", "step 0: the update of", dtypes=HALVES)(
 
 
 @fault(
-    "the norm is that of the gradient times the loss scale",
+    "the norm includes the loss scale",
     "gqa",
     "tp2",
     "step 0: the norm",
@@ -103,7 +103,7 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "the update takes the gradient times the loss scale",
+    "the update includes the loss scale",
     "gqa",
     "dp2",
     "step 0: the update of",

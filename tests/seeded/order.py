@@ -57,7 +57,9 @@ def _() -> AbstractContextManager[None]:
     return swapped(Executor, "_send", send)
 
 
-@fault("the head takes another microbatch's targets", "gqa", "pp2 gpipe:3", "the loss")
+@fault(
+    "the head uses the targets of another microbatch", "gqa", "pp2 gpipe:3", "the loss"
+)
 def _() -> AbstractContextManager[None]:
     right = Executor._forward
 
@@ -73,7 +75,7 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "the last weight gradient that was put off is never computed",
+    "the last deferred weight gradient is never computed",
     "gqa",
     "pp2 zb-h1:3",
     "gradient of head.output",
@@ -90,7 +92,7 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "the embedding's backward, put off as a whole, is lost",
+    "the embedding's deferred backward is lost",
     "gqa",
     "pp2 zb-h2:3",
     "gradient of embed.tokens",
@@ -106,7 +108,7 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "a put-off product takes the wrong microbatch's input",
+    "a deferred matmul uses the input of the wrong microbatch",
     "gqa",
     "pp2 zb-h2:3",
     "gradient of head.output",
@@ -146,7 +148,7 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "a cp rank turns its queries and keys by local positions",
+    "a cp rank applies rope with local positions",
     "gqa",
     "cp2",
     "output of layers.0",
@@ -162,7 +164,12 @@ def _() -> AbstractContextManager[None]:
     return swapped(batch, "_held", held)
 
 
-@fault("targets are cut in order, tokens by head and tail", "gqa", "cp2", "the loss")
+@fault(
+    "targets are sharded in order, but tokens by head and tail",
+    "gqa",
+    "cp2",
+    "the loss",
+)
 def _() -> AbstractContextManager[None]:
     right = batch._held
 
@@ -174,7 +181,7 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "documents are forgotten on visiting blocks",
+    "document masks are ignored on visiting blocks",
     "gqa",
     "cp2",
     "output of layers.0",
@@ -199,7 +206,7 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "gradients of visiting blocks do not come home",
+    "gradients of visiting blocks are not returned",
     "gqa",
     "cp2",
     "gradient of layers.3.attn.wv",
@@ -215,7 +222,7 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "Ulysses gives heads back in the wrong order",
+    "Ulysses returns heads in the wrong order",
     "gqa",
     "cp2:ulysses",
     "output of layers.0",
@@ -231,7 +238,7 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "gradients are summed over dp and not over cp", "gqa", "dp2 cp2", "gradient of head"
+    "gradients are summed over dp but not over cp", "gqa", "dp2 cp2", "gradient of head"
 )
 def _() -> AbstractContextManager[None]:
     wrong = property(lambda self: ("dp.replicate",) if self.zero else ("dp",))
@@ -262,7 +269,7 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "a piece is recomputed from another's input",
+    "a piece is recomputed from the input of another",
     "gqa",
     "recompute:all accum:3",
     "gradient of layers.3",
@@ -280,7 +287,7 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "a part is recomputed from what another row kept",
+    "a part is recomputed from the activations of another row",
     "gqa",
     "recompute:selective accum:3",
     "gradient of layers.3",
@@ -302,7 +309,7 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "what tp gathers again has its parts in another order",
+    "tp gathers activations again in the wrong order",
     "gqa",
     "tp2 seq recompute:selective",
     "gradient of layers.3",
@@ -322,7 +329,7 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "offloaded activations come back before they have left",
+    "offloaded activations are read back before they were copied out",
     "gqa",
     "accum:3 offload:activations",
     "gradient of layers",
@@ -339,7 +346,7 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "a document's tokens are masked on one row of the batch only",
+    "document masks apply to only one row of the batch",
     "gqa",
     "cp2",
     "output of layers.0",

@@ -26,7 +26,7 @@ BIAS = "gradient of layers.3.mlp.router.bias"
 
 
 @fault(
-    "experts: the bias of the choice is in the weight",
+    "experts: the selection bias is included in the gate",
     "experts",
     "dp2",
     "step 1: the output of layers.1",
@@ -48,7 +48,7 @@ def _() -> Iterator[None]:
 
 
 @fault(
-    "experts: results stay in the experts' order",
+    "experts: results keep the experts' order",
     "experts",
     "dp2",
     "output of layers.1",
@@ -64,7 +64,7 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "experts: tokens above a capacity are dropped",
+    "experts: tokens beyond a capacity are dropped",
     "experts",
     "dp2",
     "output of layers.1",
@@ -84,7 +84,7 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "experts: one token's mask of groups goes for all",
+    "experts: one token's group mask is used for all",
     "latent",
     "dp2",
     "the routing of layers.1",
@@ -100,7 +100,7 @@ def _() -> AbstractContextManager[None]:
     return swapped(Router, "ranked", ranked)
 
 
-@fault("experts: a rank adds no counts", "experts", "dp2", BIAS)
+@fault("experts: a rank does not add its counts", "experts", "dp2", BIAS)
 def _() -> AbstractContextManager[None]:
     right = Unit.reduce
 
@@ -115,7 +115,7 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "experts: what is computed again counts again",
+    "experts: recomputation counts tokens again",
     "experts",
     "recompute:selective accum:3",
     BIAS,
@@ -138,7 +138,7 @@ def _() -> Iterator[None]:
         yield
 
 
-@fault("seq: counts of the ranks of tp are not summed", "experts", "tp2 seq", BIAS)
+@fault("seq: token counts are not summed over tp", "experts", "tp2 seq", BIAS)
 def _() -> AbstractContextManager[None]:
     right = pieces.sum_over_tp
 
@@ -154,7 +154,7 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "tp: a gate has the gradient of a part of each expert",
+    "tp: a gate's gradient covers only a part of each expert",
     "experts",
     "tp2",
     "mlp.router.weight",
@@ -181,20 +181,20 @@ def _weights(**wrong: Any) -> AbstractContextManager[None]:
     return swapped(local, "cut_weights", cut)
 
 
-@fault("experts: the norm is without them", "experts", "dp2", "step 0: the norm")
+@fault("experts: the norm excludes them", "experts", "dp2", "step 0: the norm")
 def _() -> AbstractContextManager[None]:
     return _weights(counted=False)
 
 
 @fault(
-    "experts: the bias is trained like a weight", "experts", "dp2", "step 0: the norm"
+    "experts: the bias is updated like a weight", "experts", "dp2", "step 0: the norm"
 )
 def _() -> AbstractContextManager[None]:
     return _weights(rate=0.0)
 
 
 @fault(
-    "tp: gradients of latents are those of a rank's heads",
+    "tp: gradients of latents cover only a rank's heads",
     "latent",
     "tp2",
     "attn.kv_a_norm",
@@ -214,7 +214,7 @@ def _own_choices() -> AbstractContextManager[None]:
 
 
 @fault(
-    "cp: a sequence's loss has the counts of a part of it",
+    "cp: a sequence's loss uses the counts of only a part of it",
     "latent",
     "cp2",
     "mlp.router.weight",
@@ -224,7 +224,7 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "seq: a sequence's loss has a rank's counts",
+    "seq: a sequence's loss uses the counts of one rank",
     "latent",
     "tp2 seq",
     "mlp.router.weight",
@@ -234,7 +234,7 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "experts: losses are a mean over a rank's tokens",
+    "experts: losses are averaged over one rank's tokens",
     "latent",
     "dp2",
     "mlp.router.weight",
@@ -290,7 +290,12 @@ def _() -> AbstractContextManager[None]:
     return swapped(Unit, "reduce", reduce)
 
 
-@fault("ep: what comes is not sorted by expert", "experts", "ep2", "output of layers.1")
+@fault(
+    "ep: received tokens are not sorted by expert",
+    "experts",
+    "ep2",
+    "output of layers.1",
+)
 def _() -> AbstractContextManager[None]:
     right = ExpertProducts.on_runs
 
@@ -300,9 +305,7 @@ def _() -> AbstractContextManager[None]:
     return swapped(ExpertProducts, "on_runs", on_runs)
 
 
-@fault(
-    "ep: the count of tokens is without the ranks of ep", "experts", "ep2", "the loss"
-)
+@fault("ep: the token count omits the ranks of ep", "experts", "ep2", "the loss")
 def _() -> AbstractContextManager[None]:
     right = groups.open_groups
 
@@ -335,7 +338,7 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "experts:tp: ranks have experts in another order than tokens are sent in",
+    "experts:tp: the order of experts on ranks and of sent tokens differ",
     "experts",
     "ep2 tp2 seq experts:tp",
     "output of layers.1",
@@ -350,7 +353,7 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "experts:tp: the norm has the experts of one rank of tp",
+    "experts:tp: the norm has the experts of only one rank of tp",
     "experts",
     "tp2 seq experts:tp",
     "step 0: the norm",
@@ -389,7 +392,7 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "experts:tp: a whole expert adds a share of its bias",
+    "experts:tp: a whole expert adds only a share of its bias",
     "sinks",
     "tp2 seq experts:tp",
     "output of layers.0",

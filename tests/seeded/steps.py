@@ -62,7 +62,7 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "gradients are clipped though no limit is set",
+    "gradients are clipped although no limit is set",
     "mlp",
     "dp2",
     "step 2: the weight of layers",
@@ -193,7 +193,13 @@ def _() -> AbstractContextManager[None]:
     return swapped(Executor, "_agree", agree)
 
 
-@fault("z-loss is of a rank's own words", "gqa", "tp2", "step 0: the loss", z_loss=0.1)
+@fault(
+    "z-loss covers only a rank's part of the vocabulary",
+    "gqa",
+    "tp2",
+    "step 0: the loss",
+    z_loss=0.1,
+)
 def _() -> AbstractContextManager[None]:
     right = loss.token_loss
 
@@ -213,7 +219,7 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "gradients are added to memory as it was",
+    "gradients are added to uninitialised memory",
     "gqa",
     "dp2 zero1",
     " is nan, one process has",
@@ -235,7 +241,7 @@ def _() -> AbstractContextManager[None]:
     return swapped(BufferPool, "take", take)
 
 
-@fault("a first gather is forgotten", "gqa", "dp2 zero3", " is nan, one process has")
+@fault("the first gather is skipped", "gqa", "dp2 zero3", " is nan, one process has")
 def _() -> AbstractContextManager[None]:
     right = Unit.gather
 
@@ -250,7 +256,7 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "matrices that an owner did not get are memory as it was",
+    "matrices that an owner did not receive are uninitialised memory",
     "gqa",
     "dp2 zero1",
     "step 0: the weight of layers.",
@@ -282,7 +288,7 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
-    "a rank that does not overflow skips no step",
+    "a rank without an overflow does not skip the step",
     "gqa",
     "dp2",
     "on rank 0 and",

@@ -54,17 +54,17 @@ def _enter(
 
 WIDENED = "torch.promote_types(x.dtype, torch.float32)"
 _enter(
-    "a norm's mean square has 16 bits",
+    "a norm's mean square is in 16 bits",
     "gqa", "dp2", (norm._RootMeanSquare, "forward"), "dtype=wide", "dtype=x.dtype",
     "models/norm.py: _RootMeanSquare.forward computes linalg_vector_norm",
 )  # fmt: skip
 _enter(
-    "a norm over features that tp cuts adds up its squares in 16 bits",
+    "a norm over features sharded by tp sums its squares in 16 bits",
     "olmo", "tp2", (tensor.CutRMSNorm, "forward"), f"x.to({WIDENED})", "x",
     "parallel/tensor.py: CutRMSNorm.forward computes pow",
 )  # fmt: skip
 _enter(
-    "a router's scores have 16 bits",
+    "a router's scores are in 16 bits",
     "experts", "ep2", (experts.Router, "logits"), WIDENED, "x.dtype",
     "models/experts.py: Router.logits computes",
 )  # fmt: skip
@@ -75,13 +75,13 @@ _enter(
     "models/experts.py: Merge.forward computes mul",
 )  # fmt: skip
 _enter(
-    "angles of positions have 16 bits",
+    "rope angles are in 16 bits",
     "gqa", "pp2 1f1b:3", (rope.Rope, "angles"),
     "torch.promote_types(dtype, torch.float32)", "dtype",
     "models/rope.py: Rope.angles computes",
 )  # fmt: skip
 _enter(
-    "the loss of a token has 16 bits",
+    "the loss of a token is in 16 bits",
     "gqa", "dp2 zero1", (loss._TokenLoss, "forward"),
     "torch.promote_types(logits.dtype, torch.float32)", "logits.dtype",
     "models/loss.py: _TokenLoss.forward computes",
@@ -92,14 +92,14 @@ _enter(
     "parallel/context.py: _merge computes mul_",
 )  # fmt: skip
 _enter(
-    "a ring adds up the gradients of keys and values in 16 bits",
+    "a ring sums the gradients of keys and values in 16 bits",
     "gqa", "cp2", (context, "ring_gradients"), "torch.zeros_like(kv, dtype=wide)",
     "torch.zeros_like(kv)", "parallel/context.py: ring_gradients computes add_",
 )  # fmt: skip
 
 
 @fault(
-    "weights are cut off to 16 bits and not rounded",
+    "weights are truncated to 16 bits instead of rounded",
     "gqa",
     "dp2 zero3",
     "the weights of embed.tokens.weight that are computed with are not the rounded ones",
