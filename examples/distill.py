@@ -1,4 +1,4 @@
-"""Distillation in a loop of one's own: a small model learns from a larger one, which is frozen.
+"""Distillation in a user's own loop: a small model learns from a larger, frozen one.
 
 python examples/distill.py
 torchrun --nproc-per-node 4 examples/distill.py "dp2 pp2 zero1 1f1b:2"
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import phalanx
 
 VOCAB, TIME, ROWS = 64, 16, 8
-HOT, SOFT = 2.0, 0.8  # the temperature, and the share of what the teacher says
+HOT, SOFT = 2.0, 0.8  # the temperature, and the weight of the teacher's part of the loss
 
 
 class Language(nn.Module):
@@ -43,7 +43,7 @@ class Language(nn.Module):
 
 
 def distillation(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, dict]:
-    """What the teacher says of each token, and what the text says, as sums over tokens."""
+    """The loss against the teacher's probabilities and against the text, as sums over tokens."""
     mine, theirs = (F.log_softmax(x / HOT, -1) for x in (logits, batch["teacher"]))
     soft = F.kl_div(mine, theirs, log_target=True, reduction="sum") * HOT**2
     hard = F.cross_entropy(logits.mT, batch["targets"], reduction="sum")

@@ -1,7 +1,8 @@
-"""A schedule of one's own: 1F1B whose ranks begin more microbatches before their first backward.
+"""A user-defined schedule: 1F1B whose ranks start more microbatches before their first backward.
 
-While a message travels, 1F1B has nothing to do: each rank starts exactly as many microbatches as the
-way to the last stage is long. `early` starts twice as many, which hides the messages and holds more.
+While a message travels, 1F1B has nothing to do: each rank starts exactly as many microbatches as there
+are stages from it to the last. `early` starts twice as many, which hides the messages and holds more
+activations.
 
     .venv/bin/phalanx draw examples/early.py:early --costs F=1,B=2,send=0.5
 """

@@ -1,7 +1,6 @@
 """A model that phalanx has never seen: parallel attention and MLP, squared ReLU, learned positions.
 
-Everything above `describe` is plain torch and knows nothing of ranks. `describe` is all that is
-asked for:
+Everything above `describe` is plain torch and knows nothing of ranks. phalanx needs only `describe`:
 
     .venv/bin/phalanx verify --model examples/stranger.py:Stranger --layouts "pp2 tp2 zero3 1f1b:3"
 """
@@ -143,7 +142,7 @@ head.output.weight : vocab embed
 
 
 def describe(model: Stranger) -> Model:
-    """What phalanx needs to know: the pieces in order, the rule table, units, sizes."""
+    """The description for phalanx: the pieces in order, the rule table, head counts, sizes."""
     blocks = tuple((f"blocks.{n}", block) for n, block in enumerate(model.blocks))
     shape = Shape(
         "stranger", layers=LAYERS, hidden=HIDDEN, heads=HEADS, kv_heads=KV_HEADS, ffn=FFN,
