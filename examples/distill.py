@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import phalanx
 
 VOCAB, TIME, ROWS = 64, 16, 8
-HOT, SOFT = 2.0, 0.8  # the temperature, and the weight of the teacher's part of the loss
+HOT, SOFT = 2.0, 0.8  # temperature, and weight of the teacher's loss
 
 
 class Language(nn.Module):
