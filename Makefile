@@ -5,9 +5,9 @@ BIN := .venv/bin
 .PHONY: demo test check slow faults mutations map gpu site clean
 
 # Installed again only when what is asked for has changed.
-.venv/installed: pyproject.toml torch-shm/pyproject.toml rank-watch/pyproject.toml lab/pyproject.toml constraints.txt
+.venv/installed: pyproject.toml torch-shm/pyproject.toml rank-watch/pyproject.toml torch-audit/pyproject.toml lab/pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]' -e ./torch-shm -e ./rank-watch -e ./lab
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]' -e ./torch-shm -e ./rank-watch -e ./torch-audit -e ./lab
 	touch $@
 
 demo: .venv/installed
@@ -49,4 +49,4 @@ site: .venv/installed
 	$(BIN)/python site/build.py build/site
 
 clean:
-	rm -rf .venv build dist torch-shm/build rank-watch/build lab/build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv build dist torch-shm/build rank-watch/build torch-audit/build lab/build .pytest_cache .mypy_cache .ruff_cache

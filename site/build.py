@@ -188,6 +188,7 @@ def documents(out: Path) -> None:
     }
     pages[TREE / "torch-shm" / "README.md"] = "docs/torch-shm.html"
     pages[TREE / "rank-watch" / "README.md"] = "docs/rank-watch.html"
+    pages[TREE / "torch-audit" / "README.md"] = "docs/torch-audit.html"
     (out / "docs").mkdir(exist_ok=True)
     shutil.copytree(
         TREE / "docs" / "pictures", out / "docs" / "pictures", dirs_exist_ok=True

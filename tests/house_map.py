@@ -21,6 +21,7 @@ LEVELS: dict[str, int] = {
 APART = {
     "torch-shm/src/torch_shm": {"torch", "torch_shm"},
     "rank-watch/src/rank_watch": {"torch", "rank_watch"},
+    "torch-audit/src/torch_audit": {"torch", "torch_audit"},
     "lab/src/phalanx_lab": {
         "torch",
         "safetensors",

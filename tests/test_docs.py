@@ -117,7 +117,13 @@ def _environment(clone: Path) -> dict[str, str]:
     inherited = os.environ.get("PYTHONPATH", "")
     sources = [
         str(ROOT / folder)
-        for folder in ("src", "torch-shm/src", "rank-watch/src", "lab/src")
+        for folder in (
+            "src",
+            "torch-shm/src",
+            "rank-watch/src",
+            "torch-audit/src",
+            "lab/src",
+        )
     ]
     python_path = os.pathsep.join([*sources, inherited])
     return os.environ | {"PATH": path, "PYTHONPATH": python_path, "COLUMNS": "80"}

@@ -482,7 +482,8 @@ def test_few_lines_are_kept_from_the_formatter() -> None:
 def test_files_of_tests_have_names_of_their_own() -> None:
     # pytest imports them by their last name: two of one name end the collection.
     folders = (
-        ROOT / name / "tests" for name in (".", "torch-shm", "rank-watch", "lab")
+        ROOT / name / "tests"
+        for name in (".", "torch-shm", "rank-watch", "torch-audit", "lab")
     )
     names = [path.name for folder in folders for path in folder.rglob("test_*.py")]
     assert sorted(name for name in set(names) if names.count(name) > 1) == []
@@ -497,6 +498,7 @@ def test_no_path_of_one_machine_is_in_the_tree() -> None:
         "src",
         "torch-shm",
         "rank-watch",
+        "torch-audit",
         "lab",
         "tests",
         "docs",

@@ -26,7 +26,9 @@ def test_a_wheel_in_a_new_environment_draws_plans_verifies_and_shows_the_lab(
     tmp_path: Path,
 ) -> None:
     pip = (sys.executable, "-m", "pip")
-    trees = tuple(ROOT / name for name in (".", "torch-shm", "rank-watch", "lab"))
+    trees = tuple(
+        ROOT / name for name in (".", "torch-shm", "rank-watch", "torch-audit", "lab")
+    )
     for tree in trees:
         _run(
             *pip,

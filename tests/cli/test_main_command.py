@@ -105,6 +105,7 @@ def test_without_a_verb_there_is_an_overview(capsys: Capture) -> None:
 GROUPS = {
     "draw": "mesh recompute run",
     "plan": "cost calibrate",
+    "audit": "run compare",
     "bench": "collectives matmul mfu overlap",
     "data": "prepare show verify",
     "checkpoint": "show verify export import",
@@ -125,6 +126,7 @@ def test_every_command_explains_itself_in_eighty_columns(
     out = capsys.readouterr().out
     assert f"usage: phalanx {command}" in out
     assert "--json" in out or command in (
+        "audit",
         "bench",
         "data",
         "chat",

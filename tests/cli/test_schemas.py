@@ -20,6 +20,7 @@ from phalanx.cli import main
 from phalanx.cli.completion import parser_of
 from phalanx.cli.main import VERBS
 from phalanx.cli.schema import described, schema_of
+from torch_audit.records import KINDS, ClipRecord, ParameterRecord, StepRecord
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "src" / "phalanx" / "cli" / "outputs.txt"
@@ -64,6 +65,7 @@ QUICK: dict[str, list[list[str]]] = {
     "data-prepare": [["data", "prepare", "text.txt", "--out", "tokens"]],
     "data-show": [["data", "show", "tokens"]],
     "data-verify": [["data", "verify", "tokens"]],
+    "audit-compare": [["audit", "compare", "one", "one", "twice"]],
     "launch": [["launch", "slurm", "run.toml", "--gpus", "2"]],
 }  # fmt: skip
 SLOW: dict[str, list[list[str]]] = {
@@ -78,6 +80,7 @@ SLOW: dict[str, list[list[str]]] = {
 }
 # Commands with --json that have no schema, and why.
 WITHOUT = {
+    "audit-run": "runs a program of the user's",
     "doctor-hang": "needs a run that goes on; its figures are those of the journal's event `hang`",
     "plan-calibrate": "reads the user's own measured runs", "plan-score": "reads tables of others",
 }  # fmt: skip
@@ -94,9 +97,22 @@ def _outputs(commands: Iterable[list[str]]) -> list[Any]:
     return values
 
 
+def _recorded(folder: Path, factor: float) -> None:
+    """A step of one rank and one parameter, as the recorder of `audit run` writes it."""
+    rows = {kind: {0: [16.0, *[1.0] * 16]} for kind in KINDS}
+    rows["gradient"][0] = [factor * each for each in rows["gradient"][0]]
+    parameter = ParameterRecord(["w"], [4, 4], 16, 7, 7, "[:, :]", "float64", True, 0.1)
+    clip = ClipRecord([0], 1.0, 2.0, 9.0)
+    record = StepRecord(0, 0, 1, [parameter], clips=[clip], sketches=rows)
+    folder.mkdir()
+    record.write(folder)
+
+
 def _files() -> None:
     Path("text.txt").write_text("some words for a corpus\n" * 400)
     Path("run.toml").write_text('steps = 2\nlayout = "dp2"\n')
+    for folder, factor in (("one", 1.0), ("twice", 2.0)):
+        _recorded(Path(folder), factor)
     # Of windows so much shorter than a sequence that no MFU with full attention is printed.
     sizes = "layers=1\nhidden=1024\nheads=8\nffn=64\nvocab=8\nsequence=32768\nwindows=[128]\n"
     Path("long.toml").write_text(sizes + "batch=2\n")

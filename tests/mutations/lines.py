@@ -33,6 +33,7 @@ IMPORTED = (
     "src",
     "torch-shm/src",
     "rank-watch/src",
+    "torch-audit/src",
     "lab/src",
 )  # folders that Python imports from
 

@@ -29,6 +29,7 @@ VERBS: dict[str, str] = {
     "plan": "find the fastest layouts of a model on a cluster",
     "cost": "show FLOPs, bytes and messages of each piece of a model",
     "verify": "compare layouts with one process: every gradient and every update",
+    "audit": "compare any torch program's gradients with one process",
     "train": "train a run file, on local ranks or under torchrun; resumes",
     "launch": "start a run on Slurm, Kubernetes, Ray, SkyPilot or torchrun",
     "data": "make token files from text, JSONL or Parquet",
@@ -48,7 +49,7 @@ VERBS: dict[str, str] = {
 _APART = {"lab": ("phalanx_lab.command", "lab")}
 # Their ValueErrors and RuntimeErrors are messages for the user; any other error is a
 # bug.
-_OUR_PACKAGES = ("phalanx", "phalanx_lab", "torch_shm")
+_OUR_PACKAGES = ("phalanx", "phalanx_lab", "torch_shm", "torch_audit")
 _OVERVIEW = """\
 phalanx: train one transformer over many devices.
 

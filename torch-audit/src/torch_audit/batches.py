@@ -1,0 +1,87 @@
+"""Hashes of the samples that a model is given: one for each row of the batch."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .records import BatchRecord
+from .shards import local_of
+from .sketch import mixed
+
+IGNORED = -100  # labels of torch's cross_entropy that do not count
+
+
+def batch_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BatchRecord | None:
+    """The samples in the arguments of a model's call, or None if no tensor is among them.
+
+    Token indices are hashed with their positions. Padding is left out if an attention mask says where
+    it is, so the hash of a sample does not depend on the batch's other samples. The hash of a row is a
+    sum over positions: parts of a sequence add up to the whole one.
+    """
+    named = dict(_tensors(args, kwargs))
+    chosen = _chosen(named)
+    if chosen is None:
+        return None
+    values = local_of(chosen)
+    if values.ndim == 1:
+        values = values[:, None]
+    rows = values.reshape(values.shape[0], -1)
+    integers = not values.is_floating_point()
+    bits = rows.long() if integers else rows.double().view(torch.int64)
+    kept = _like(named.get("attention_mask"), rows)
+    kept = torch.ones_like(bits) if kept is None else (kept != 0).long()
+    positions = _like(named.get("position_ids"), rows)
+    if positions is None:
+        positions = kept.cumsum(1) - 1
+    hashes = (mixed(bits + mixed(positions.long())) * kept).sum(1)
+    labels = named.get("labels")
+    counted = 0
+    if labels is not None and not labels.is_floating_point():
+        counted = int((local_of(labels) != IGNORED).sum())
+    return BatchRecord(hashes.tolist(), int(kept.sum()), counted, integers)
+
+
+def _tensors(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[str, Tensor]]:
+    """All tensors among the arguments, also in lists and mappings, each with a name."""
+    for index, value in enumerate(args):
+        yield from _inside(str(index), value)
+    for name, value in kwargs.items():
+        yield from _inside(name, value)
+
+
+def _inside(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _inside(str(key), inner)
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            yield from _inside(f"{name}.{index}", inner)
+
+
+def _chosen(named: Mapping[str, Tensor]) -> Tensor | None:
+    """The tensor that holds the samples: token indices if there are any, else the first of all."""
+    if "input_ids" in named:
+        return named["input_ids"]
+    tensors = [
+        each
+        for name, each in named.items()
+        if each.ndim and each.dtype != torch.bool and name != "labels"
+    ]
+    integers = [each for each in tensors if not each.is_floating_point()]
+    return next(iter(integers or tensors), None)
+
+
+def _like(tensor: Tensor | None, rows: Tensor) -> Tensor | None:
+    """A mask or positions in the shape of the rows; None if they have another form."""
+    if tensor is None:
+        return None
+    tensor = local_of(tensor)
+    if tensor.ndim != 2 or tensor.shape[1] != rows.shape[1]:
+        return None
+    return tensor.expand(rows.shape) if tensor.shape[0] in (1, len(rows)) else None

@@ -1,0 +1,320 @@
+"""Checks of one recorded run that need no reference."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from .precision import difference, eps_of, limit_of_norm, precision_of
+from .records import CLIPPED, GRADIENT, KINDS, UPDATED, WEIGHT, WIDTH, ClipRecord
+from .runs import Held, Names, Parameter, Run, Step
+from .sketch import norm_of
+
+_WORDS = {
+    WEIGHT: "weights",
+    GRADIENT: "gradients",
+    CLIPPED: "clipped gradients",
+    UPDATED: "updated weights",
+}
+# torch adds it to the norm before it divides.
+_CLIP_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that a check has seen in a step. A notice may be meant; a fault is wrong."""
+
+    step: int
+    check: str
+    text: str
+    fault: bool = True
+    names: list[str] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+
+
+def check_run(run: Run) -> list[Finding]:
+    found: list[Finding] = []
+    before: Step | None = None
+    for number, step in run.steps.items():
+        found += check_step(number, step, before)
+        before = step
+    return found
+
+
+def first_of_each(findings: list[Finding]) -> list[Finding]:
+    """One finding of each check: a fault that stays is told once, not at every step."""
+    first: dict[tuple[str, bool], Finding] = {}
+    for finding in findings:
+        first.setdefault((finding.check, finding.fault), finding)
+    return list(first.values())
+
+
+def check_step(number: int, step: Step, before: Step | None = None) -> list[Finding]:
+    """All findings of a step, in the order in which a step computes; `before` is the step before it."""
+    names = Names()
+    step.joined(names)
+    step.join_tied(names)
+    parameters = step.parameters(names)
+    apart = parameters_apart(parameters)
+    declared = {name: each for name, each in parameters.items() if name not in apart}
+    found = [
+        *_between(number, step, before),
+        *_samples(number, step),
+        *_finite(number, parameters),
+        *_apart(number, apart),
+        *_tiles(number, declared),
+        *_copies(number, step, declared),
+        *_norms(number, step, names, parameters, apart),
+        *_clip(number, step),
+        *_updates(number, declared),
+    ]
+    return list(found)
+
+
+def parameters_apart(parameters: dict[str, Parameter]) -> dict[str, Parameter]:
+    """Parameters that ranks call the same and claim to hold whole, with other shapes or weights.
+
+    They are shards that nobody declares, or copies that do not start alike.
+    """
+    apart = {}
+    for name, parameter in parameters.items():
+        shapes = {tuple(each.record.shape) for each in parameter.held}
+        copies = parameter.copies(WEIGHT)
+        if len(shapes) > 1 or any(_differing(group, WEIGHT, 0.0) for group in copies):
+            apart[name] = parameter
+    return apart
+
+
+def _between(number: int, step: Step, before: Step | None) -> Iterator[Finding]:
+    """Weights do not change between the update of a step and the next step."""
+    names: dict[str, set[int]] = {}
+    for rank, record in step.ranks.items() if before is not None else ():
+        assert before is not None
+        earlier = before.ranks[rank]
+        index_of = {tuple(x.names): i for i, x in enumerate(earlier.parameters)}
+        for index, parameter in enumerate(record.parameters):
+            at = index_of.get(tuple(parameter.names), -1)
+            after = earlier.sketches.get(UPDATED, {}).get(at)
+            if after is not None and record.sketches[WEIGHT].get(index) != after:
+                names.setdefault(parameter.names[0], set()).add(rank)
+    if names:
+        text = (
+            f"{len(names)} parameters were changed after their update, before this step"
+        )
+        ranks = sorted(set().union(*names.values()))
+        yield Finding(number, "weights", text, names=list(names), ranks=ranks)
+
+
+def _samples(number: int, step: Step) -> Iterator[Finding]:
+    counts = Counter(row for _, batch in step.batches() for row in batch.rows)
+    times = Counter(counts.values())
+    if len(times) < 2:
+        return
+    usual = min(times)
+    often = sum(many for count, many in times.items() if count != usual)
+    yield Finding(
+        number,
+        "samples",
+        f"{often} of {len(counts)} samples are seen more often than the others: up to"
+        f" {max(times)} times in one step",
+        fault=False,
+    )
+
+
+def _finite(number: int, parameters: dict[str, Parameter]) -> Iterator[Finding]:
+    for kind in KINDS:
+        names = []
+        for name, parameter in parameters.items():
+            sketch = parameter.sketch(kind)
+            if sketch is not None and norm_of(sketch) - norm_of(sketch) != 0:
+                names.append(name)
+        if names:
+            text = f"{_of(names, parameters)} {_WORDS[kind]} are not finite"
+            yield Finding(number, "finite", text, names=names)
+
+
+def _apart(number: int, apart: dict[str, Parameter]) -> Iterator[Finding]:
+    if apart:
+        text = (
+            f"{len(apart)} parameters differ between ranks before the step: shards that nobody"
+            " declares, or copies that are not alike"
+        )
+        yield Finding(number, "weights", text, fault=False, names=list(apart))
+
+
+def _tiles(number: int, parameters: dict[str, Parameter]) -> Iterator[Finding]:
+    names = [name for name, each in parameters.items() if not each.tiled]
+    if names:
+        text = (
+            f"the shards of {_of(names, parameters)} parameters do not make up the whole: elements"
+            " are missing, or two ranks that are no copies have the same"
+        )
+        yield Finding(number, "shards", text, names=names)
+
+
+def _copies(
+    number: int, step: Step, parameters: dict[str, Parameter]
+) -> Iterator[Finding]:
+    eps = eps_of(precision_of(step, parameters))
+    for kind in (GRADIENT, CLIPPED, UPDATED):
+        largest = largest_norm(parameters, kind)
+        names, ranks, worst = [], set(), 0.0
+        for name, parameter in parameters.items():
+            limit = 64 * eps * norm_of(parameter.sketch(kind) or [0.0])
+            limit += 64 * eps * eps * largest
+            for group in parameter.copies(kind):
+                lacking = [each for each in parameter.held if kind not in each.numbers]
+                if kind == GRADIENT and lacking and any(group[0].numbers[kind]):
+                    names.append(name)
+                    ranks |= {each.rank for each in lacking}
+                    worst = max(worst, 1.0)
+                if by := _differing(group, kind, limit):
+                    names.append(name)
+                    ranks |= {each.rank for each in group}
+                    size = norm_of(group[0].numbers[kind][1:])
+                    worst = max(worst, by / size if size else float("inf"))
+        if names:
+            names = list(dict.fromkeys(names))
+            text = (
+                f"copies of {_of(names, parameters)} {_WORDS[kind]} differ between ranks, by up to"
+                f" {worst:.2g} of their size"
+            )
+            yield Finding(number, "copies", text, names=names, ranks=sorted(ranks))
+            return  # what follows from it is not another finding
+
+
+def largest_norm(parameters: dict[str, Parameter], kind: str) -> float:
+    sketches = (parameter.sketch(kind) for parameter in parameters.values())
+    return max((norm_of(x) for x in sketches if x is not None), default=0.0)
+
+
+def _differing(group: list[Held], kind: str, limit: float) -> float:
+    """The largest difference between copies, or 0 if it is within the limit."""
+    first = group[0].numbers[kind][1:]
+    largest = 0.0
+    for other in group[1:]:
+        largest = max(largest, norm_of(difference(other.numbers[kind][1:], first)))
+    return largest if largest > limit else 0.0
+
+
+def told_norms(step: Step) -> list[dict[int, float]]:
+    """The norms told, by rank, for each call in a step that clips.
+
+    Parts of a DTensor's norm, which the program has still to combine, are combined here.
+    """
+    calls = max((len(record.clips) for record in step.ranks.values()), default=0)
+    told: list[dict[int, float]] = []
+    for call in range(calls):
+        clips = {r: x.clips[call] for r, x in step.ranks.items() if call < len(x.clips)}
+        told.append(_combined(clips))
+    return told
+
+
+def _combined(clips: dict[int, ClipRecord]) -> dict[int, float]:
+    parts = {clip.part: clip for clip in clips.values() if clip.part}
+    if not parts:
+        return {rank: clip.told for rank, clip in clips.items()}
+    order = next(iter(parts.values())).order
+    total = sum(clip.told**order for clip in parts.values()) ** (1 / order)
+    return dict.fromkeys(clips, total)
+
+
+def true_norms(
+    step: Step, names: Names, parameters: dict[str, Parameter]
+) -> list[float]:
+    """The norm of all gradients that the ranks together gave to each call that clips."""
+    norms = []
+    for call in range(len(told_norms(step))):
+        given: set[str] = set()
+        for record in step.ranks.values():
+            if call < len(record.clips):
+                for index in record.clips[call].parameters:
+                    given.add(names.of(record.parameters[index].names[0]))
+        wholes = [parameters[name].whole(GRADIENT) or [0.0] * WIDTH for name in given]
+        norms.append(sum(whole[0] for whole in wholes) ** 0.5)
+    return norms
+
+
+def _norms(
+    number: int,
+    step: Step,
+    names: Names,
+    parameters: dict[str, Parameter],
+    apart: dict[str, Parameter],
+) -> Iterator[Finding]:
+    limit = limit_of_norm(precision_of(step, parameters))
+    true = true_norms(step, names, parameters)
+    for call, told in enumerate(told_norms(step)):
+        least, most = min(told.values()), max(told.values())
+        if most - least > limit * most:
+            text = (
+                f"ranks were told different gradient norms: {least:.6g} to {most:.6g}"
+            )
+            yield Finding(number, "norm", text, ranks=sorted(told))
+            continue
+        clips = [x.clips[call] for x in step.ranks.values() if call < len(x.clips)]
+        summed = any(parameter.summed for parameter in parameters.values())
+        if apart or summed or any(clip.order != 2.0 for clip in clips):
+            continue  # the sum of squares of the whole gradient is not known
+        if abs(most - true[call]) > limit * max(most, true[call]):
+            ratio = most / true[call] if true[call] else float("inf")
+            text = (
+                f"the clip was told the norm {most:.6g}; the gradients have the norm"
+                f" {true[call]:.6g} (told = {ratio:.4f} x true)"
+            )
+            yield Finding(number, "norm", text)
+
+
+def _clip(number: int, step: Step) -> Iterator[Finding]:
+    """Gradients after the clip are those before it, times one coefficient."""
+    names: dict[str, set[int]] = {}
+    for rank, record in step.ranks.items():
+        if len(record.clips) != 1 or record.clips[0].part or not record.clips[0].most:
+            continue
+        clip = record.clips[0]
+        coefficient = min(1.0, clip.most / (clip.told + _CLIP_EPS))
+        before, after = (record.sketches.get(kind, {}) for kind in (GRADIENT, CLIPPED))
+        for index in set(before) & set(after) & set(clip.parameters):
+            scaled = [coefficient * each for each in before[index][1:]]
+            eps = eps_of(record.parameters[index].dtype)
+            by = norm_of(difference(after[index][1:], scaled))
+            if by > 64 * eps * norm_of(scaled) + 1e-300:
+                name = record.parameters[index].names[0]
+                names.setdefault(name, set()).add(rank)
+    if names:
+        text = (
+            f"{len(names)} gradients were changed between the clip and the update by something else"
+            " than the clip's coefficient"
+        )
+        ranks = sorted(set().union(*names.values()))
+        yield Finding(number, "clip", text, names=list(names), ranks=ranks)
+
+
+def _updates(number: int, parameters: dict[str, Parameter]) -> Iterator[Finding]:
+    left_out = [name for name, each in parameters.items() if not each.stepped]
+    if left_out:
+        text = f"{_of(left_out, parameters)} trainable parameters are in no optimizer"
+        yield Finding(number, "update", text, fault=False, names=left_out)
+    still, narrow = [], False
+    for name, parameter in parameters.items():
+        gradient, before, after = (
+            parameter.sketch(kind) for kind in (GRADIENT, WEIGHT, UPDATED)
+        )
+        moved = gradient is not None and norm_of(gradient) > 0 and parameter.rate > 0
+        if moved and after is not None and after == before:
+            still.append(name)
+            narrow = narrow or parameter.dtype in ("bfloat16", "float16")
+    if still:
+        text = f"{_of(still, parameters)} parameters have a gradient and are not changed by the update"
+        yield Finding(number, "update", text, fault=not narrow, names=still)
+    missing = [
+        name
+        for name, each in parameters.items()
+        if each.stepped and each.sketch(GRADIENT) is None
+    ]
+    if missing:
+        text = f"{_of(missing, parameters)} parameters of an optimizer have no gradient"
+        yield Finding(number, "update", text, fault=False, names=missing)
+
+
+def _of(names: list[str], parameters: dict[str, Parameter]) -> str:
+    return f"{len(names)} of {len(parameters)}"

@@ -1,0 +1,412 @@
+"""Compares a recorded run with a reference, and names the first quantity of the first step that differs."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from .causes import likely_causes
+from .checks import parameters_apart, told_norms
+from .precision import Limits, difference, limit_of_norm, precision_of, quantity
+from .records import CLIPPED, GRADIENT, UPDATED, WEIGHT
+from .runs import Names, Parameter, Run, Step
+from .sketch import norm_of
+
+EQUAL, REFUTED, NOT_COMPARABLE = "equal", "refuted", "not comparable"
+EXIT = {EQUAL: 0, REFUTED: 1, NOT_COMPARABLE: 2}
+_SHOWN = {
+    WEIGHT: "weights before the step",
+    GRADIENT: "gradient",
+    CLIPPED: "clipped gradient",
+    UPDATED: "update",
+}
+
+
+@dataclass(frozen=True)
+class Different:
+    """A parameter that differs from the reference."""
+
+    name: str
+    relative: float  # the norm of the difference over that of the reference
+    limit: float  # the relative difference that would count as rounding
+    factor: float | None  # c where the run has c times the reference, but for rounding
+    ranks: list[int]
+
+
+@dataclass
+class Verdict:
+    """The result of a comparison."""
+
+    result: str
+    step: int = 0
+    quantity: str = ""  # the first that differs
+    text: str = ""
+    different: list[Different] = field(default_factory=list)
+    parameters: int = 0  # compared in each step
+    steps: int = 0
+    worst: float = (
+        0.0  # the largest relative difference of a gradient that counts as rounding
+    )
+    worst_name: str = ""
+    precision: str = ""
+    measured: int = 0  # perturbed runs behind the limits
+    equal_before: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    causes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """One step of both runs."""
+
+    number: int
+    ours: dict[str, Parameter]
+    theirs: dict[str, Parameter]
+    our_step: Step
+    their_step: Step
+
+
+def compare(reference: Run, run: Run, perturbed: list[Run] | None = None) -> Verdict:
+    """The verdict on a run, in the order in which a step computes."""
+    perturbed = perturbed or []
+    names = Names()
+    for recorded in (reference, run, *perturbed):
+        recorded.first.joined(names)
+    numbers = sorted(set(reference.steps) & set(run.steps))
+    for recorded in perturbed:
+        numbers = [number for number in numbers if number in recorded.steps]
+    verdict = Verdict(EQUAL, steps=len(numbers), measured=len(perturbed))
+    for number in numbers:
+        pair = _Pair(
+            number,
+            run.steps[number].parameters(names),
+            reference.steps[number].parameters(names),
+            run.steps[number],
+            reference.steps[number],
+        )
+        verdict.parameters = len(pair.theirs)
+        verdict.precision = precision_of(pair.their_step, pair.theirs)
+        comparison = _Comparison(pair, verdict, perturbed, names)
+        comparison.conduct()
+        if verdict.result != EQUAL:
+            verdict.step = number
+            verdict.causes = likely_causes(reference, run, verdict.different)
+            break
+    return verdict
+
+
+class _Comparison:
+    """The comparison of one step; it stops at the first quantity that differs."""
+
+    def __init__(
+        self, pair: _Pair, verdict: Verdict, perturbed: list[Run], names: Names
+    ) -> None:
+        self.pair, self.verdict, self.names = pair, verdict, names
+        self.perturbed = perturbed
+        self.passed: list[str] = []
+
+    def conduct(self) -> None:
+        stages = [self._names, self._samples, self._places, self._weights]
+        stages += [self._loss, self._gradient, self._norm, self._clipped, self._update]
+        for stage in stages:
+            stage()
+            if self.verdict.result != EQUAL:
+                self.verdict.equal_before = self.passed
+                return
+
+    def _stop(self, result: str, quantity: str, text: str) -> None:
+        self.verdict.result = result
+        self.verdict.quantity, self.verdict.text = quantity, text
+
+    # ---- whether there is something to compare
+
+    def _names(self) -> None:
+        ours, theirs = set(self.pair.ours), set(self.pair.theirs)
+        if ours == theirs:
+            return
+        if not ours & theirs:
+            text = (
+                f"no parameter has the same name: {_some(ours)} against {_some(theirs)}"
+            )
+            self._stop(NOT_COMPARABLE, "names", text)
+            return
+        parts = []
+        if theirs - ours:
+            parts.append(f"only the reference has {_some(theirs - ours)}")
+        if ours - theirs:
+            parts.append(f"only the run has {_some(ours - theirs)}")
+        self._stop(NOT_COMPARABLE, "names", "; ".join(parts))
+
+    def _samples(self) -> None:
+        ours = Counter(
+            x for _, batch in self.pair.our_step.batches() for x in batch.rows
+        )
+        theirs = Counter(
+            x for _, batch in self.pair.their_step.batches() for x in batch.rows
+        )
+        if not ours or not theirs:
+            note = "samples are not compared: a run has recorded none"
+            self._note(note)
+            return
+        if set(ours) == set(theirs):
+            ratios = {ours[row] / theirs[row] for row in ours}
+            if len(ratios) == 1:
+                self.passed.append(f"{sum(theirs.values())} samples")
+                return
+            # A pipeline computes a batch once more to learn its shapes, so gradients decide.
+            self._note("some samples are given to the model more often than the others")
+            self.passed.append(f"{len(theirs)} samples")
+            return
+        if self._same_in_parts(theirs):
+            self.passed.append(f"{sum(theirs.values())} samples, in parts of sequences")
+            return
+        common = len(set(ours) & set(theirs))
+        text = (
+            f"the runs do not see the same samples: {common} of the reference's {len(theirs)} are"
+            f" among the {len(ours)} of the run"
+        )
+        self._stop(NOT_COMPARABLE, "samples", text)
+
+    def _same_in_parts(self, theirs: Counter[int]) -> bool:
+        """True if parts of sequences, on all ranks together, add up to the reference's sequences.
+
+        Ranks that have the same rows are copies and count once.
+        """
+        by_rank: dict[int, list[int]] = {}
+        for rank, batch in self.pair.our_step.batches():
+            by_rank.setdefault(rank, []).extend(batch.rows)
+        distinct = {tuple(sorted(rows)) for rows in by_rank.values()}
+        total = sum(sum(rows) for rows in distinct)
+        return (total - sum(row * n for row, n in theirs.items())) % (1 << 64) == 0
+
+    def _places(self) -> None:
+        apart = parameters_apart(self.pair.ours)
+        if apart and self.pair.number == 0:
+            text = (
+                f"{len(apart)} parameters are different tensors on different ranks ({_some(set(apart))}):"
+                " shards that nobody declares, or copies that do not start alike"
+            )
+            self._stop(NOT_COMPARABLE, "weights", text)
+            return
+        shapes = [
+            f"{name} {list(ours.shape)} against {list(self.pair.theirs[name].shape)}"
+            for name, ours in self.pair.ours.items()
+            if ours.shape != self.pair.theirs[name].shape
+        ]
+        if shapes:
+            self._stop(NOT_COMPARABLE, "shapes", "; ".join(shapes[:3]))
+            return
+        holes = [name for name, each in self.pair.ours.items() if not each.tiled]
+        if holes:
+            text = (
+                f"the shards of {_some(set(holes))} do not make up the whole parameter"
+            )
+            self._stop(REFUTED, "shards", text)
+
+    # ---- quantities
+
+    def _weights(self) -> None:
+        different = self._differing(WEIGHT)
+        if not different:
+            self.passed.append(_SHOWN[WEIGHT])
+            return
+        if self.pair.number:
+            self._refute(WEIGHT, different)
+            return
+        self.verdict.different = different
+        values = [each for each in self.pair.theirs.values() if len(each.shape) > 1]
+        matrices = [x for x in different if len(self.pair.theirs[x.name].shape) > 1]
+        if len(matrices) * 2 > len(values):
+            text = "the runs do not start from the same weights"
+            self._stop(NOT_COMPARABLE, "initial weights", text)
+        else:
+            self._refute(WEIGHT, different)
+
+    def _loss(self) -> None:
+        """Losses differ in how libraries normalise them, so they are told, and refute nothing."""
+        theirs = [
+            x for rank in self.pair.their_step.ranks.values() for x in rank.losses
+        ]
+        by_rank = [r.losses for r in self.pair.our_step.ranks.values() if r.losses]
+        if not theirs or not by_rank:
+            return
+        expected = [sum(theirs), sum(theirs) / len(theirs)]
+        sums = [sum(losses) for losses in by_rank]
+        passes = len(by_rank[0])
+        found = [sum(sums), sum(sums) / len(sums), sum(sums) / len(sums) / passes]
+        limit = 100 * limit_of_norm(self.verdict.precision)
+        if any(abs(a - b) <= limit * abs(a) for a in expected for b in found):
+            self.passed.append("loss")
+        else:
+            self._note(
+                f"step {self.pair.number}: losses are {expected[1]:.6g} a backward in the reference and"
+                f" {found[2]:.6g} in the run; libraries scale them differently"
+            )
+
+    def _gradient(self) -> None:
+        self._quantity(GRADIENT)
+
+    def _norm(self) -> None:
+        ours, theirs = told_norms(self.pair.our_step), told_norms(self.pair.their_step)
+        if len(ours) != len(theirs):
+            self._note(
+                f"the reference clips {len(theirs)} times in a step, the run {len(ours)} times"
+            )
+            return
+        limit = 10 * limit_of_norm(self.verdict.precision)
+        if self.pair.number or self.verdict.precision != "float64":
+            limit = max(limit, self._loosest(GRADIENT))
+        for a, b in zip(theirs, ours, strict=True):
+            expected = next(iter(a.values()))
+            wrong = {
+                rank: told
+                for rank, told in b.items()
+                if abs(told - expected) > limit * expected
+            }
+            if wrong:
+                told = next(iter(wrong.values()))
+                text = (
+                    f"the clip was told the norm {told:.6g} on {_ranks(list(wrong))}; the reference has"
+                    f" {expected:.6g} (run = {told / expected:.4f} x reference)"
+                )
+                self._stop(REFUTED, "norm", text)
+                return
+        if theirs:
+            self.passed.append("norm")
+
+    def _loosest(self, kind: str) -> float:
+        limits = self._limits(kind).by_name
+        sizes = {
+            name: norm_of(quantity(self.pair.theirs[name], kind) or [0.0])
+            for name in limits
+        }
+        largest = max(sizes.values(), default=0.0)
+        return max(limits.values(), default=0.0) / largest if largest else 0.0
+
+    def _clipped(self) -> None:
+        if all(x.sketch(CLIPPED) is not None for x in self._trained(CLIPPED)):
+            self._quantity(CLIPPED)
+
+    def _trained(self, kind: str) -> list[Parameter]:
+        return [
+            self.pair.ours[name]
+            for name, each in self.pair.theirs.items()
+            if each.sketch(kind) is not None
+        ]
+
+    def _update(self) -> None:
+        if self.verdict.precision in ("float64", "float32") or self.perturbed:
+            self._quantity(UPDATED)
+
+    def _quantity(self, kind: str) -> None:
+        different = self._differing(kind)
+        if different:
+            self._refute(kind, different)
+        elif any(x.sketch(kind) is not None for x in self.pair.theirs.values()):
+            self.passed.append(_SHOWN[kind])
+
+    def _refute(self, kind: str, different: list[Different]) -> None:
+        self.verdict.different = different
+        shown = _SHOWN[kind]
+        text = f"{len(different)} of {len(self.pair.theirs)} parameters differ in the {shown}"
+        self._stop(REFUTED, shown, text)
+
+    def _limits(self, kind: str) -> Limits:
+        return Limits.of(
+            kind,
+            self.pair.number,
+            self.pair.theirs,
+            self.verdict.precision,
+            self.perturbed,
+            self.names,
+        )
+
+    def _differing(self, kind: str) -> list[Different]:
+        limits = self._limits(kind).by_name
+        noise = self._limits(GRADIENT).by_name if kind == UPDATED else {}
+        different = []
+        for name, theirs in self.pair.theirs.items():
+            ours = self.pair.ours[name]
+            expected, found = quantity(theirs, kind), quantity(ours, kind)
+            if expected is None and found is None:
+                continue
+            if expected is None or found is None:
+                if kind == GRADIENT and norm_of(expected or found or [0.0]) == 0:
+                    continue  # no gradient is a gradient of zeros
+                factor = 0.0 if found is None else None
+                different.append(Different(name, 1.0, 0.0, factor, ours.ranks))
+                continue
+            if noise:
+                # Adam turns rounding of a vanishing gradient into an update of full size.
+                gradient = norm_of(theirs.sketch(GRADIENT) or [0.0])
+                if gradient < 4 * noise.get(name, 0.0):
+                    continue
+            found_difference = _compared(ours, theirs, kind, limits[name])
+            if found_difference is not None:
+                different.append(found_difference)
+            elif kind == GRADIENT and norm_of(expected) > 100 * limits[name]:
+                relative = norm_of(difference(found, expected)) / norm_of(expected)
+                if relative > self.verdict.worst:
+                    self.verdict.worst, self.verdict.worst_name = relative, name
+        return different
+
+    def _note(self, text: str) -> None:
+        if text not in self.verdict.notes:
+            self.verdict.notes.append(text)
+
+
+def _compared(
+    ours: Parameter, theirs: Parameter, kind: str, limit: float
+) -> Different | None:
+    """The difference of a parameter, or None if it is within the limit on all ranks."""
+    expected, found = quantity(theirs, kind), quantity(ours, kind)
+    assert expected is not None
+    assert found is not None
+    apart = difference(found, expected)
+    worst, largest = found, norm_of(apart)
+    wrong: set[int] = set()
+    for copies in ours.copies(kind):
+        base = _numbers(copies[0].numbers, kind)
+        for each in copies:
+            # The whole with this rank's copy in the place of the first one.
+            moved = difference(_numbers(each.numbers, kind), base)
+            by = norm_of([x + y for x, y in zip(apart, moved, strict=True)])
+            if not by <= limit:
+                wrong.add(each.rank)
+            if not by <= largest:
+                largest = by
+                worst = [x + y for x, y in zip(found, moved, strict=True)]
+    if largest <= limit:
+        return None
+    size = norm_of(expected)
+    relative = largest / size if size else float("inf")
+    factor = _factor(expected, worst, limit)
+    within = limit / size if size else 0.0
+    return Different(ours.name, relative, within, factor, sorted(wrong))
+
+
+def _numbers(numbers: "dict[str, list[float]] | object", kind: str) -> list[float]:
+    assert isinstance(numbers, dict)
+    sketch: list[float] = numbers[kind][1:]
+    if kind != UPDATED:
+        return sketch
+    return difference(sketch, numbers[WEIGHT][1:])
+
+
+def _factor(expected: list[float], found: list[float], limit: float) -> float | None:
+    """c where the run has c times the reference and the rest is rounding; None if there is no such c."""
+    square = sum(x * x for x in expected)
+    if not square:
+        return None
+    c = sum(x * y for x, y in zip(expected, found, strict=True)) / square
+    rest = norm_of([y - c * x for x, y in zip(expected, found, strict=True)])
+    return c if rest <= max(1.0, abs(c)) * limit else None
+
+
+def _some(names: set[str]) -> str:
+    listed = sorted(names)
+    more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
+    return ", ".join(listed[:3]) + more
+
+
+def _ranks(ranks: list[int]) -> str:
+    word = "rank" if len(ranks) == 1 else "ranks"
+    return f"{word} {', '.join(map(str, ranks))}"

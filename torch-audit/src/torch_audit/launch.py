@@ -1,0 +1,113 @@
+"""Starts a program under the recorder, and prints the checks of each step while the program runs."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from .checks import Finding, check_step, first_of_each
+from .records import SUFFIX, RecordError, read
+from .report import finding_text
+from .runs import Step, load
+from .start import Settings
+
+# Variables by which a launcher tells a process that it is one of many.
+_DISTRIBUTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+class LaunchError(ValueError):
+    """A program that cannot be recorded as asked."""
+
+
+def record(
+    settings: Settings,
+    command: Sequence[str],
+    *,
+    one: bool = False,
+    say: Callable[[str], None] = print,
+) -> tuple[int, list[Finding]]:
+    """Runs a command with the recorder in all of its processes; its exit code, and what the checks saw.
+
+    The checks run in this process, from the files that the ranks write. With `one` the program must be
+    a single process.
+    """
+    out = settings.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    if list(out.glob(f"*{SUFFIX}")):
+        raise LaunchError(f"{out} holds a recorded run already. Name a new folder.")
+    settings = Settings(out, settings.steps, settings.perturbed, settings.float64)
+    environment = settings.environment(os.environ)
+    if one:
+        for name in _DISTRIBUTED:
+            environment.pop(name, None)
+    process = subprocess.Popen(list(command), env=environment)
+    live = LiveChecks(out, say)
+    try:
+        while process.poll() is None:
+            live.look()
+            time.sleep(0.2)
+    except KeyboardInterrupt:
+        process.send_signal(signal.SIGINT)
+        process.wait()
+    live.look(ended=True)
+    code = process.returncode
+    if not live.seen:
+        raise LaunchError(
+            f"the command ended with code {code}, and no optimizer made a step in it that was recorded."
+            " The recorder needs processes that inherit the environment and run no `python -I` or -E."
+        )
+    run = load(out)
+    if one and run.world > 1:
+        raise LaunchError(
+            f"--one records a single process; the program had {run.world} ranks."
+        )
+    return code, live.findings
+
+
+class LiveChecks:
+    """The checks of a run that goes on: each step is checked once all ranks have come to the next."""
+
+    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+        self.folder, self.say = folder, say
+        self.findings: list[Finding] = []
+        self.seen = 0  # steps that were checked
+        self._next = 0
+        self._before: Step | None = None
+        self._told: list[Finding] = []
+
+    def look(self, *, ended: bool = False) -> None:
+        while self._check(ended):
+            self._next += 1
+
+    def _check(self, ended: bool) -> bool:
+        paths = self._paths(self._next)
+        if not paths:
+            return False
+        world = read(paths[0]).world
+        later = len(self._paths(self._next + 1))
+        if len(paths) < world or (later < world and not ended):
+            return False
+        records = {record.rank: record for record in map(read, paths)}
+        refused = [x.refused for x in records.values() if x.refused]
+        if refused:
+            raise RecordError(refused[0])
+        step = Step(records)
+        found = check_step(self._next, step, self._before)
+        self._before = step
+        self.seen += 1
+        self.findings += found
+        for finding in first_of_each(self.findings):
+            if finding not in self._told:
+                self._told.append(finding)
+                self.say(f"audit: {finding_text(finding)}")
+        return True
+
+    def _paths(self, step: int) -> list[Path]:
+        return sorted(self.folder.glob(f"rank*-step{step:04}{SUFFIX}"))
+
+
+def say_at_once(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,80 @@
+"""Names of an optimizer's parameters, found without the program's help.
+
+An optimizer knows tensors, not names. The modules that hold these tensors are found among all objects
+that Python's garbage collector tracks; a module that no other of them holds is a root, and names count
+from there.
+"""
+
+import gc
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn import Module
+
+from .shards import Place, place_of
+
+# Components that wrappers put into names: torch.compile, checkpointing, FSDP.
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+# The attribute in which DDP, engines and strategies hold the model, at the start of a name.
+_OUTER = {"module", "_forward_module"}
+
+
+@dataclass
+class Named:
+    """A parameter, all the names that it has, and its place in the whole tensor."""
+
+    tensor: Tensor
+    names: tuple[str, ...]
+    place: Place
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without the components that wrappers add."""
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    while len(parts) > 1 and parts[0] in _OUTER:
+        parts = parts[1:]
+    return ".".join(parts)
+
+
+def roots_of(tensors: Iterable[Tensor]) -> list[Module]:
+    """The outermost modules that hold any of these parameters."""
+    wanted = {id(tensor) for tensor in tensors}
+    holders = []
+    inner: set[int] = set()
+    for found in gc.get_objects():
+        # type() instead of isinstance(): proxies answer the latter by loading what they stand for.
+        if not issubclass(type(found), Module) or "_parameters" not in vars(found):
+            continue
+        inner.update(id(child) for child in found.children())
+        if any(id(parameter) in wanted for parameter in found.parameters()):
+            holders.append(found)
+    return [module for module in holders if id(module) not in inner]
+
+
+def named_parameters(tensors: Iterable[Tensor]) -> list[Named]:
+    """The trainable parameters of all modules that hold these, then those that no module holds."""
+    tensors = list(tensors)
+    roots = roots_of(tensors)
+    names: dict[int, list[str]] = {}
+    known: dict[int, Tensor] = {}
+    for name, parameter in _of_roots(roots):
+        known[id(parameter)] = parameter
+        listed = names.setdefault(id(parameter), [])
+        if name not in listed:
+            listed.append(name)
+    for index, tensor in enumerate(tensors):
+        if id(tensor) not in known:
+            known[id(tensor)] = tensor
+            names[id(tensor)] = [f"optimizer.{index}"]
+    return [
+        Named(tensor, tuple(names[key]), place_of(tensor))
+        for key, tensor in known.items()
+    ]
+
+
+def _of_roots(roots: list[Module]) -> Iterator[tuple[str, Tensor]]:
+    for root in roots:
+        for name, parameter in root.named_parameters(remove_duplicate=False):
+            if parameter.requires_grad:
+                yield plain_name(name), parameter

@@ -1,0 +1,119 @@
+"""How far two runs that compute the same may be apart: limits by precision, and measured ones."""
+
+from dataclasses import dataclass
+
+from .records import UPDATED
+from .runs import Names, Parameter, Run, Step
+from .sketch import norm_of
+
+_EPS = {
+    "float64": 2.0**-52,
+    "float32": 2.0**-23,
+    "bfloat16": 2.0**-7,
+    "float16": 2.0**-10,
+}
+# Relative differences by which layouts in float64, float32 and 16 bits differ at most in a first step.
+# Seen: 7e-15 in float64, 8.3e-6 in float32.
+_RELATIVE = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 0.15, "float16": 0.03}
+# A limit is at least this multiple of what perturbed runs show.
+_MARGIN = 8.0
+# Rounding of a gradient is also relative to the largest gradient: a key's bias has the gradient zero, and
+# what is there is rounding.
+_FLOOR = 64.0
+
+
+def precision_of(step: Step, parameters: dict[str, Parameter]) -> str:
+    """The least precise dtype in which a step computes."""
+    dtypes = {each.dtype for each in parameters.values()} | {step.autocast}
+    known = dtypes & set(_EPS)
+    return max(known, key=lambda dtype: _EPS[dtype], default="float32")
+
+
+def eps_of(dtype: str) -> float:
+    return _EPS.get(dtype, _EPS["float32"])
+
+
+def limit_of_norm(dtype: str) -> float:
+    """The relative error of a total norm that is computed from norms in this dtype."""
+    return max(64 * eps_of(dtype), 1e-9)
+
+
+def difference(a: list[float], b: list[float]) -> list[float]:
+    return [x - y for x, y in zip(a, b, strict=True)]
+
+
+def quantity(parameter: Parameter, kind: str) -> list[float] | None:
+    """The sketch of a kind; for `UPDATED` that of the update, not of the weight after it."""
+    sketch = parameter.sketch(kind)
+    if sketch is None or kind != UPDATED:
+        return sketch
+    before = parameter.sketch("weight")
+    return None if before is None else difference(sketch, before)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest difference of each parameter that counts as rounding, in a kind and a step."""
+
+    by_name: dict[str, float]
+    measured: int  # perturbed runs; 0: limits by precision
+
+    @classmethod
+    def of(
+        cls,
+        kind: str,
+        number: int,
+        reference: dict[str, Parameter],
+        precision: str,
+        perturbed: list[Run],
+        names: Names,
+    ) -> "Limits":
+        norms = {}
+        for name, parameter in reference.items():
+            sketch = quantity(parameter, kind)
+            norms[name] = norm_of(sketch) if sketch is not None else 0.0
+        largest = max(norms.values(), default=0.0)
+        runs = [run.steps[number].parameters(names) for run in perturbed]
+        relative = _RELATIVE[precision] * (1 if number == 0 else 10)
+        floor = _FLOOR * eps_of(precision) * largest
+        if runs:
+            relative, floor = _measured(kind, reference, norms, runs), floor / _FLOOR
+        limits = {}
+        for name, parameter in reference.items():
+            limit = relative * norms[name] + floor
+            if kind == UPDATED:
+                # An update is the difference of two rounded weights.
+                weight = norm_of(parameter.sketch("weight") or [0.0])
+                limit += 4 * eps_of(parameter.dtype) * weight
+            for run in runs:
+                limit = max(limit, _MARGIN * _apart(kind, parameter, run.get(name)))
+            limits[name] = limit
+        return cls(limits, len(runs))
+
+
+def _apart(kind: str, a: Parameter, b: Parameter | None) -> float:
+    """The norm of the difference of a parameter in two runs."""
+    ours = quantity(a, kind)
+    theirs = None if b is None else quantity(b, kind)
+    if ours is None or theirs is None:
+        return 0.0
+    return norm_of(difference(ours, theirs))
+
+
+def _measured(
+    kind: str,
+    reference: dict[str, Parameter],
+    norms: dict[str, float],
+    runs: list[dict[str, Parameter]],
+) -> float:
+    """A relative limit for all parameters: the margin times the median of what perturbed runs show.
+
+    A parameter whose own difference happens to be tiny in these few runs gets at least this.
+    """
+    relative = sorted(
+        _apart(kind, parameter, run.get(name)) / norms[name]
+        for run in runs
+        for name, parameter in reference.items()
+        if norms[name]
+    )
+    return _MARGIN * relative[len(relative) // 2] if relative else 0.0

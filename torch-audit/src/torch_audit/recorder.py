@@ -1,0 +1,351 @@
+"""The recorder of one rank: it hooks torch, sketches some steps, and takes its hooks out again.
+
+It sends no messages and changes no number, unless it is asked to perturb the weights. Where it looks:
+
+- global hooks of modules: the input of the outermost module is the batch;
+- `torch.autograd.backward`: the losses;
+- `clip_grad_norm_` and `clip_grads_with_norm_`: the gradients before the clip, and the norm told;
+- global hooks of optimizers: weights and gradients before an update, weights after it.
+"""
+
+import atexit
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
+from torch.nn.modules import module as modules
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from . import records
+from .batches import batch_of
+from .parameters import Named, named_parameters
+from .perturb import perturb
+from .records import BatchRecord, ClipRecord, ParameterRecord, StepRecord
+from .shards import local_of, place_of, whole_place
+from .sketch import sketch
+
+
+class Recorder:
+    """Records the first `steps` steps of a program."""
+
+    def __init__(self, folder: Path, steps: int, perturbed: int = 0) -> None:
+        self.folder, self.steps, self.perturbed = folder, steps, perturbed
+        self._undo: list[Callable[[], object]] = []
+        self._depth = 0  # of nested module calls
+        self._named: list[Named] = []
+        self._index: dict[int, int] = {}  # of a name, by the parameter's id
+        # Of the step to come: they are seen before its first gradient is.
+        self._batches: list[BatchRecord] = []
+        self._losses: list[Tensor] = []
+        self._begin(0)
+
+    def _begin(self, step: int) -> None:
+        self._record = StepRecord(rank=-1, step=step, world=1)
+        self._sketches: dict[str, dict[int, Tensor]] = {}
+
+    # ---- hooks
+
+    def install(self) -> None:
+        handles = (
+            modules.register_module_forward_pre_hook(self._enter),
+            modules.register_module_forward_hook(self._leave, always_call=True),
+            register_optimizer_step_pre_hook(self._before_update),
+            register_optimizer_step_post_hook(self._after_update),
+        )
+        self._undo += [handle.remove for handle in handles]
+        self._wrap(torch.autograd, "backward", self._backward)
+        clip = torch.nn.utils.clip_grad
+        self._wrap(clip, "clip_grad_norm_", self._clip)
+        self._wrap(torch.nn.utils, "clip_grad_norm_", self._clip)
+        self._wrap(torch.nn.utils, "clip_grads_with_norm_", self._clip_with_norm)
+        atexit.register(self.finish)
+
+    def _wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        """Puts `wrapper(original, *args, **kwargs)` in the place of a function of torch.
+
+        A program may have imported the wrapped function by name, so the wrapper stays harmless after
+        the last step.
+        """
+        original = getattr(owner, name)
+
+        @wraps(original)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if not self._undo:
+                return original(*args, **kwargs)
+            return wrapper(original, *args, **kwargs)
+
+        setattr(owner, name, wrapped)
+        self._undo.append(lambda: setattr(owner, name, original))
+
+    def finish(self) -> None:
+        for undo in self._undo:
+            undo()
+        self._undo = []
+
+    def _guarded(self, act: Callable[..., None], *args: Any) -> None:
+        """Runs a part of the recorder. An error in it ends the recording, not the audited program.
+
+        The error is written into the record, so that no comparison passes by it.
+        """
+        try:
+            with torch.no_grad():
+                act(*args)
+        except Exception as error:
+            self.finish()
+            traceback.print_exc()
+            self._record.refused = f"the recorder failed: {error!r}"
+            self._write()
+
+    # ---- batches and losses
+
+    def _enter(self, module: Module, args: tuple[Any, ...]) -> None:
+        self._depth += 1
+        if self._depth > 1 or not (module.training and torch.is_grad_enabled()):
+            return
+        if torch._C._current_graph_task_id() != -1:
+            return  # a recomputation in the backward
+        # Global hooks are not given keyword arguments; the frame that calls them has them.
+        kwargs = sys._getframe(1).f_locals.get("kwargs") or {}
+        self._guarded(self._batch, module, args, kwargs)
+
+    def _batch(
+        self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        parameters = [x for x in module.parameters() if x.requires_grad]
+        if not parameters:
+            return  # a loss, not a model
+        if self.perturbed and not self._record.step and not self._record.perturbed:
+            perturb(parameters, self.perturbed)
+            self._record.perturbed = self.perturbed
+        kind = parameters[0].device.type
+        if torch.is_autocast_enabled(kind):
+            self._record.autocast = _dtype_name(torch.get_autocast_dtype(kind))
+        batch = batch_of(args, kwargs)
+        if batch is not None:
+            self._batches.append(batch)
+
+    def _leave(self, module: Module, args: Any, output: Any) -> None:
+        self._depth = max(0, self._depth - 1)
+
+    def _backward(
+        self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
+            if tensor.numel() == 1:
+                loss = local_of(tensor.detach())
+                self._losses.append(loss.double().reshape(()))
+        return original(tensors, *args, **kwargs)
+
+    # ---- the clip
+
+    def _clip(
+        self,
+        original: Callable[..., Any],
+        parameters: Any,
+        max_norm: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if isinstance(parameters, Tensor):
+            parameters = [parameters]
+        parameters = list(parameters)
+        given = [each for each in parameters if each.grad is not None]
+        order = float(kwargs.get("norm_type", args[0] if args else 2.0))
+        self._guarded(self._before_clip, given)
+        told = original(parameters, max_norm, *args, **kwargs)
+        if self._undo:
+            self._guarded(self._told, given, float(max_norm), order, told)
+        return told
+
+    def _clip_with_norm(
+        self,
+        original: Callable[..., Any],
+        parameters: Any,
+        max_norm: Any,
+        total_norm: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """A clip by a norm that the program has computed, as pipelines do."""
+        if isinstance(parameters, Tensor):
+            parameters = [parameters]
+        parameters = list(parameters)
+        given = [each for each in parameters if each.grad is not None]
+        self._guarded(self._before_clip, given)
+        if self._undo:
+            self._guarded(self._told, given, float(max_norm), 2.0, total_norm)
+        return original(parameters, max_norm, total_norm, *args, **kwargs)
+
+    def _before_clip(self, parameters: list[Tensor]) -> None:
+        self._step_of(parameters)
+        if self._undo:
+            self._gradients(records.GRADIENT, parameters)
+
+    def _told(
+        self, parameters: list[Tensor], most: float, order: float, told: Any
+    ) -> None:
+        part = ""
+        if isinstance(told, DTensor):
+            coordinate = told.device_mesh.get_coordinate()
+            assert coordinate is not None
+            part = ",".join(
+                f"{dim}:{coordinate[dim]}"
+                for dim, placement in enumerate(told.placements)
+                if placement.is_partial()
+            )
+        value = float(local_of(told)) if isinstance(told, Tensor) else float(told)
+        indices = [self._index[id(parameter)] for parameter in parameters]
+        self._record.clips.append(ClipRecord(indices, most, order, value, part))
+
+    # ---- updates
+
+    def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._guarded(self._note_update, optimizer)
+
+    def _note_update(self, optimizer: Optimizer) -> None:
+        groups = optimizer.param_groups
+        parameters = [each for group in groups for each in group["params"]]
+        self._step_of(parameters)
+        if not self._undo:
+            return  # that was the last step
+        for group in groups:
+            for parameter in group["params"]:
+                noted = self._record.parameters[self._index[id(parameter)]]
+                noted.stepped, noted.rate = True, float(group.get("lr", 0.0))
+        clipped = {index for clip in self._record.clips for index in clip.parameters}
+        have = [each for each in parameters if each.grad is not None]
+        first = [each for each in have if self._index[id(each)] not in clipped]
+        again = [each for each in have if self._index[id(each)] in clipped]
+        self._gradients(records.GRADIENT, first)
+        self._gradients(records.CLIPPED, again)
+
+    def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._undo:
+            self._guarded(self._note_updated, optimizer)
+
+    def _note_updated(self, optimizer: Optimizer) -> None:
+        groups = optimizer.param_groups
+        parameters = [each for group in groups for each in group["params"]]
+        self._weights(records.UPDATED, parameters)
+        self._write()
+
+    def _step_of(self, parameters: list[Tensor]) -> None:
+        """Goes on to the next step if these parameters have had their update in this one."""
+        updated = self._sketches.get(records.UPDATED, {})
+        if any(self._index.get(id(each)) in updated for each in parameters):
+            self._next()
+        if not self._undo:
+            return
+        unnamed = [each for each in parameters if id(each) not in self._index]
+        if unnamed:
+            self._name(unnamed)
+        self._list_parameters()
+        self._record.batches += self._batches
+        self._record.losses += [float(loss) for loss in self._losses]
+        self._batches, self._losses = [], []
+
+    def _next(self) -> None:
+        later = self._record.step + 1
+        if later < self.steps:
+            self._begin(later)
+        else:
+            self.finish()
+
+    def _name(self, unnamed: list[Tensor]) -> None:
+        """Names all parameters of the modules that hold these.
+
+        The parameters are kept, so their ids stay theirs.
+        """
+        for each in named_parameters(unnamed):
+            if id(each.tensor) not in self._index:
+                self._index[id(each.tensor)] = len(self._named)
+                self._named.append(each)
+
+    def _list_parameters(self) -> None:
+        """Lists the named parameters in this step's record, and sketches their weights."""
+        fresh = self._named[len(self._record.parameters) :]
+        for each in fresh:
+            self._record.parameters.append(_as_record(each))
+            if isinstance(each.tensor, DTensor):
+                mesh = each.tensor.device_mesh
+                names = mesh.mesh_dim_names or map(str, range(mesh.ndim))
+                self._record.meshes |= dict(zip(names, mesh.shape, strict=True))
+        self._weights(records.WEIGHT, [each.tensor for each in fresh])
+
+    # ---- sketches
+
+    def _weights(self, kind: str, parameters: Iterable[Tensor]) -> None:
+        rows = self._sketches.setdefault(kind, {})
+        for parameter in parameters:
+            index = self._index[id(parameter)]
+            place = self._named[index].place
+            rows[index] = sketch(local_of(parameter.detach()), place.indices)
+
+    def _gradients(self, kind: str, parameters: Iterable[Tensor]) -> None:
+        rows = self._sketches.setdefault(kind, {})
+        for parameter in parameters:
+            index = self._index[id(parameter)]
+            gradient = parameter.grad
+            assert gradient is not None
+            place = self._named[index].place
+            if isinstance(gradient, DTensor):
+                # A gradient may be replicated where its weight is sharded.
+                place = place_of(gradient)
+                noted = self._record.parameters[index]
+                noted.summand = place.summand
+                noted.gradient_cover = place.cover
+            rows[index] = sketch(local_of(gradient), place.indices)
+
+    def _write(self) -> None:
+        record = self._record
+        record.rank, record.world = _rank_and_world()
+        record.versions = _versions()
+        record.sketches = {
+            kind: {index: numbers.tolist() for index, numbers in rows.items()}
+            for kind, rows in self._sketches.items()
+        }
+        record.write(self.folder)
+
+
+def _as_record(named: Named) -> ParameterRecord:
+    place = named.place
+    return ParameterRecord(
+        names=list(named.names),
+        shape=list(place.shape),
+        count=place.count,
+        cover=place.cover,
+        whole=whole_place(place.shape).cover,
+        place=place.text(),
+        dtype=_dtype_name(named.tensor.dtype),
+    )
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _rank_and_world() -> tuple[int, int]:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    environment = os.environ
+    return int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1"))
+
+
+def _versions() -> dict[str, str]:
+    """Versions of the libraries that the program has loaded."""
+    names = ("torch", "transformers", "accelerate", "deepspeed", "peft", "trl")
+    loaded = {name: sys.modules[name] for name in names if name in sys.modules}
+    return {name: str(getattr(x, "__version__", "?")) for name, x in loaded.items()}

@@ -1,0 +1,50 @@
+"""The recorder's settings, carried from the launcher to all ranks in environment variables."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+_HOOK = Path(__file__).resolve().parent / "hook"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to record, and where."""
+
+    out: Path
+    steps: int = 3
+    perturbed: int = 0  # the seed of a perturbation; 0: none
+    float64: bool = False  # new tensors are float64 unless the program says otherwise
+
+    def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        """The environment in which an audited program is started."""
+        paths = [str(_HOOK), inherited.get("PYTHONPATH", "")]
+        return {
+            **inherited,
+            "PYTHONPATH": ":".join(path for path in paths if path),
+            "TORCH_AUDIT_OUT": str(self.out),
+            "TORCH_AUDIT_STEPS": str(self.steps),
+            "TORCH_AUDIT_PERTURBED": str(self.perturbed),
+            "TORCH_AUDIT_FLOAT64": str(int(self.float64)),
+        }
+
+
+def settings_of(environment: Mapping[str, str]) -> Settings:
+    return Settings(
+        Path(environment["TORCH_AUDIT_OUT"]),
+        int(environment["TORCH_AUDIT_STEPS"]),
+        int(environment["TORCH_AUDIT_PERTURBED"]),
+        environment["TORCH_AUDIT_FLOAT64"] == "1",
+    )
+
+
+def start_recorder(environment: Mapping[str, str]) -> None:
+    """Starts recording in this process, which has just imported torch."""
+    import torch
+
+    from .recorder import Recorder
+
+    settings = settings_of(environment)
+    if settings.float64:
+        torch.set_default_dtype(torch.float64)
+    Recorder(settings.out, settings.steps, settings.perturbed).install()

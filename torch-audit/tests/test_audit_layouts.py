@@ -1,0 +1,153 @@
+"""Layouts of plain torch equal one process, and seeded bugs are named.
+
+The bugs are in `audited_lm.py`. The layouts are torch's own, so the oracle of a correct layout is that a
+correct program of torch gives one process's gradients.
+"""
+
+from pathlib import Path
+
+import pytest
+from audit_worlds import record_here, record_worlds
+from audited_cases import folder_of
+
+from torch_audit.checks import check_run
+from torch_audit.compare import (
+    EQUAL,
+    NOT_COMPARABLE,
+    REFUTED,
+    Verdict,
+    compare,
+)
+from torch_audit.report import verdict_text
+from torch_audit.runs import load
+
+TWO_RANKS = ["ddp", "fsdp2", "tp", "tp_sequence", "cp", "pipeline"]
+FOUR_RANKS = ["hsdp", "fsdp2_tp"]
+
+# The result, the first quantity that differs, parameters that are named, and the factor.
+BUGS: dict[str, tuple[str, str, str, float | None]] = {
+    "ddp/mean of means": (REFUTED, "gradient", "embed.weight", None),
+    "ddp/not divided": (REFUTED, "gradient", "embed.weight", 2.0),
+    "ddp/not scaled": (REFUTED, "gradient", "embed.weight", 0.5),
+    "ddp/left out": (REFUTED, "update", "blocks.1.up.weight", 0.0),
+    "ddp/one rank": (REFUTED, "gradient", "blocks.0.down.weight", 1.01),
+    "ddp/never reduced": (REFUTED, "gradient", "embed.weight", None),
+    "ddp/same rows": (NOT_COMPARABLE, "samples", "", None),
+    "ddp/start": (NOT_COMPARABLE, "weights", "", None),
+    "ddp/after the clip": (REFUTED, "clipped gradient", "embed.weight", 0.5),
+    "ddp/not zeroed": (REFUTED, "gradient", "embed.weight", None),
+    "ddp/drift": (REFUTED, "weights before the step", "norm.weight", 1.001),
+    "ddp/decay": (REFUTED, "update", "embed.weight", None),
+    "ddp/rate": (REFUTED, "update", "embed.weight", 2.0),
+    "fsdp2/divided": (REFUTED, "gradient", "blocks.1.down.weight", 0.25),
+    "fsdp2/local norm": (REFUTED, "norm", "", None),
+    "fsdp2/exchanged": (REFUTED, "weights before the step", "blocks.0.down.weight", None),
+    "tp/wrong shard": (REFUTED, "weights before the step", "blocks.0.attention.q.weight", None),
+    "tp/summed twice": (REFUTED, "gradient", "blocks.0.attention.q.weight", 2.0),
+    "cp/norms not summed": (REFUTED, "gradient", "blocks.0.norm1.weight", None),
+    "cp/mask": (REFUTED, "gradient", "embed.weight", None),
+    "pipeline/untied": (REFUTED, "gradient", "embed.weight", None),
+    "pipeline/stage norm": (REFUTED, "norm", "", None),
+    "pipeline/scaled": (REFUTED, "gradient", "embed.weight", 0.5),
+}  # fmt: skip
+# Bugs that one recorded run shows, without a reference, and the check that sees them.
+ALONE = {
+    "ddp/one rank": "copies",
+    "ddp/never reduced": "copies",
+    "ddp/after the clip": "clip",
+    "ddp/drift": "weights",
+    "ddp/rate": "copies",
+    "fsdp2/local norm": "norm",
+    "fsdp2/exchanged": "weights",
+    "cp/norms not summed": "copies",
+    "pipeline/stage norm": "norm",
+}
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all runs."""
+    folder = tmp_path_factory.mktemp("runs")
+    record_here(folder, "one")
+    record_here(folder, "one/tied")
+    four = [*FOUR_RANKS, "hsdp/not replicated"]
+    record_worlds(folder, {2: [*TWO_RANKS, *BUGS], 4: four})
+    return folder
+
+
+def verdict_of(folder: Path, case: str) -> Verdict:
+    reference = "one/tied" if case.startswith("pipeline") else "one"
+    return compare(load(folder_of(folder, reference)), load(folder_of(folder, case)))
+
+
+@pytest.mark.parametrize("case", [*TWO_RANKS, *FOUR_RANKS])
+def test_a_correct_layout_equals_one_process(recorded: Path, case: str) -> None:
+    verdict = verdict_of(recorded, case)
+    assert verdict.result == EQUAL, verdict_text(verdict, case, "one")
+    assert verdict.steps == 3
+    assert 0 < verdict.worst < 1e-14
+    assert not [x for x in check_run(load(folder_of(recorded, case))) if x.fault]
+
+
+def test_gradients_that_replicas_never_get_are_named(recorded: Path) -> None:
+    verdict = verdict_of(recorded, "hsdp/not replicated")
+    assert (verdict.result, verdict.quantity) == (REFUTED, "gradient")
+    assert len(verdict.different) == verdict.parameters
+
+
+@pytest.mark.parametrize("case", BUGS)
+def test_a_seeded_bug_is_named(recorded: Path, case: str) -> None:
+    result, quantity, name, factor = BUGS[case]
+    verdict = verdict_of(recorded, case)
+    text = verdict_text(verdict, case, "one")
+    assert (verdict.result, verdict.quantity) == (result, quantity), text
+    found = {each.name: each for each in verdict.different}
+    if not name:
+        return
+    # A tied weight has two names, and either may stand for both.
+    names = {name, "head.weight"} if "untied" in case or "scaled" in case else {name}
+    (different,) = [found[each] for each in names & set(found)][:1]
+    assert different.factor == (None if factor is None else pytest.approx(factor))
+
+
+@pytest.mark.parametrize("case", BUGS)
+def test_no_other_bug_is_suspected(recorded: Path, case: str) -> None:
+    """One parameter is wrong where one was made wrong, and the ranks are those that were."""
+    single = {
+        "ddp/left out": [0, 1],
+        "ddp/one rank": [1],
+        "ddp/drift": [1],
+        "fsdp2/exchanged": [0, 1],
+        "tp/wrong shard": [0, 1],
+    }
+    verdict = verdict_of(recorded, case)
+    if case in single:
+        assert [each.ranks for each in verdict.different] == [single[case]]
+    elif case == "cp/norms not summed":
+        assert all("norm" in each.name for each in verdict.different)
+    elif case == "fsdp2/divided":
+        assert all("blocks.1." in each.name for each in verdict.different)
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_a_bug_is_seen_without_a_reference(recorded: Path, case: str) -> None:
+    faults = [x for x in check_run(load(folder_of(recorded, case))) if x.fault]
+    assert ALONE[case] in {fault.check for fault in faults}
+
+
+def test_two_layouts_are_compared_with_each_other(recorded: Path) -> None:
+    fsdp2, tp = (load(folder_of(recorded, case)) for case in ("fsdp2", "tp"))
+    assert compare(fsdp2, tp).result == EQUAL
+    wrong = load(folder_of(recorded, "tp/summed twice"))
+    assert compare(fsdp2, wrong).result == REFUTED
+
+
+def test_a_layout_of_untied_weights_is_not_that_of_tied_ones(recorded: Path) -> None:
+    one, pipeline = (load(folder_of(recorded, x)) for x in ("one", "pipeline"))
+    assert compare(one, pipeline).result == REFUTED
+
+
+def test_a_record_has_less_than_a_kilobyte_a_parameter(recorded: Path) -> None:
+    for case in ("one", "fsdp2", "tp"):
+        for path in folder_of(recorded, case).iterdir():
+            assert path.stat().st_size < 1024 * 32

@@ -1,0 +1,236 @@
+"""The recorder finds names, samples and steps in programs that know nothing of it, and changes nothing."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from torch_audit.batches import batch_of
+from torch_audit.command import main
+from torch_audit.parameters import plain_name
+from torch_audit.recorder import Recorder
+from torch_audit.records import CLIPPED, GRADIENT, UPDATED, WEIGHT, RecordError, read
+from torch_audit.runs import load
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.head = nn.Linear(4, 8)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embed(tokens))
+
+
+def train(model: nn.Module, steps: int = 2, clip: bool = True) -> list[Tensor]:
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    for step in range(steps):
+        tokens = torch.arange(8).view(2, 4) + step
+        loss = cross_entropy(model(tokens % 8).flatten(0, 1), tokens.flatten() % 8)
+        loss.backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def recorded(folder: Path, program: Callable[[], object], steps: int = 3) -> None:
+    recorder = Recorder(folder, steps)
+    recorder.install()
+    try:
+        program()
+    finally:
+        recorder.finish()
+
+
+def new_model() -> Tied:
+    torch.manual_seed(0)
+    return Tied()
+
+
+def test_a_recorded_program_computes_the_same_bits(tmp_path: Path) -> None:
+    expected = train(new_model())
+    found: list[Tensor] = []
+    recorded(tmp_path, lambda: found.extend(train(new_model())))
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def test_all_hooks_are_gone_after_the_last_step(tmp_path: Path) -> None:
+    before = torch.nn.utils.clip_grad_norm_, torch.autograd.backward
+    recorded(tmp_path, lambda: train(new_model(), steps=5), steps=2)
+    assert (torch.nn.utils.clip_grad_norm_, torch.autograd.backward) == before
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_tied_weight_has_one_record_with_both_names(tmp_path: Path) -> None:
+    recorded(tmp_path, lambda: train(new_model()))
+    record = read(min(tmp_path.iterdir()))
+    assert [x.names for x in record.parameters] == [
+        ["embed.weight", "head.weight"],
+        ["head.bias"],
+    ]
+    assert {kind: set(rows) for kind, rows in record.sketches.items()} == {
+        kind: {0, 1} for kind in (WEIGHT, GRADIENT, CLIPPED, UPDATED)
+    }
+
+
+def test_the_norm_told_to_the_clip_is_that_of_the_gradients(tmp_path: Path) -> None:
+    model = new_model()
+    norms: list[float] = []
+
+    def program() -> None:
+        tokens = torch.arange(8).view(2, 4)
+        cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+    recorded(tmp_path, program)
+    record = read(min(tmp_path.iterdir()))
+    (clip,) = record.clips
+    assert clip.told == pytest.approx(norms[0])
+    squares = sum(rows[0] for rows in record.sketches[GRADIENT].values())
+    assert squares**0.5 == pytest.approx(norms[0], rel=1e-6)
+
+
+def test_each_step_of_two_optimizers_is_one_record(tmp_path: Path) -> None:
+    model = new_model()
+
+    def program() -> None:
+        optimizers = [torch.optim.SGD([each], lr=0.1) for each in model.parameters()]
+        for _ in range(2):
+            tokens = torch.arange(8).view(2, 4)
+            cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    recorded(tmp_path, program)
+    run = load(tmp_path)
+    assert sorted(run.steps) == [0, 1]
+    for step in run.steps.values():
+        (record,) = step.ranks.values()
+        assert set(record.sketches[UPDATED]) == {0, 1}
+        assert len(record.batches) == len(record.losses) == 1
+
+
+def test_recomputation_and_evaluation_are_no_samples(tmp_path: Path) -> None:
+    model = new_model()
+
+    def program() -> None:
+        tokens = torch.arange(8).view(2, 4)
+        with torch.no_grad():
+            model(tokens + 0)
+        again = torch.utils.checkpoint.checkpoint(model, tokens, use_reentrant=False)
+        again.sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+    recorded(tmp_path, program)
+    record = read(min(tmp_path.iterdir()))
+    assert [len(batch.rows) for batch in record.batches] == [2]
+
+
+def test_an_error_of_the_recorder_is_told_and_the_program_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Wrong(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2).to_sparse())
+
+    model = Wrong()
+
+    def program() -> None:
+        model.weight.grad = model.weight.detach().clone()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+    recorded(tmp_path, program)
+    assert "Traceback" in capsys.readouterr().err
+    with pytest.raises(RecordError, match="the recorder failed"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        ("module.module.embed.weight", "embed.weight"),
+        (
+            "_orig_mod.blocks.0._checkpoint_wrapped_module.up.weight",
+            "blocks.0.up.weight",
+        ),
+        ("_forward_module.model.module.weight", "model.module.weight"),
+        ("module", "module"),
+    ],
+)
+def test_components_of_wrappers_are_left_out_of_names(name: str, plain: str) -> None:
+    assert plain_name(name) == plain
+
+
+def test_the_hash_of_a_sample_does_not_depend_on_padding() -> None:
+    tokens = torch.tensor([[1, 2, 3, 0, 0], [4, 5, 6, 7, 8]])
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    both = batch_of((), {"input_ids": tokens, "attention_mask": mask})
+    left = batch_of((), {"input_ids": torch.tensor([[9, 1, 2, 3]]),
+                         "attention_mask": torch.tensor([[0, 1, 1, 1]])})  # fmt: skip
+    alone = batch_of((tokens[1:],), {})
+    assert both is not None
+    assert left is not None
+    assert alone is not None
+    assert both.rows == [*left.rows, *alone.rows]
+    assert both.tokens == 8
+
+
+def test_parts_of_a_sequence_add_up_by_their_positions() -> None:
+    tokens = torch.arange(12).view(2, 6) * 7
+    whole = batch_of((tokens,), {})
+    assert whole is not None
+    totals = [0, 0]
+    for part in torch.tensor([0, 5, 1, 4, 2, 3]).chunk(3):
+        batch = batch_of((tokens[:, part],), {"position_ids": part[None]})
+        assert batch is not None
+        totals = [a + b for a, b in zip(totals, batch.rows, strict=True)]
+    assert [(a - b) % 2**64 for a, b in zip(totals, whole.rows, strict=True)] == [0, 0]
+
+
+PROGRAM = """
+import sys, torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    generator = torch.Generator().manual_seed(step)
+    data = torch.randn(8, 4, generator=generator)
+    for part in data.chunk(int(sys.argv[1])):
+        (model(part).square().mean() / float(sys.argv[2])).backward()
+    clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_script_is_recorded_from_the_command_line_and_its_bug_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(PROGRAM)
+    for name, words in (("one", "1 1"), ("wrong", "2 1")):
+        program = ["--", sys.executable, str(script), *words.split()]
+        out = str(tmp_path / name)
+        assert main(["run", "--out", out, "--steps", "2", "--one", *program]) == 0
+    one, wrong = (str(tmp_path / name) for name in ("one", "wrong"))
+    assert main(["compare", one, one, wrong]) == 1
+    told = capsys.readouterr().out
+    assert f"{one} equals {one}: 4 parameters, 2 steps" in told
+    assert "first difference: step 0, gradient" in told
+    assert "= 2.0000 x reference" in told
+    assert "2 = backward passes of a step (2)" in told
+    assert main(["run", "--out", one, "--", sys.executable, "-c", ""]) == 2
+    assert "holds a recorded run already" in capsys.readouterr().err
