@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import islice
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,20 @@ from phalanx.layout.run import Run
 from phalanx.parallel import local
 from phalanx.train import loop, rank, step
 from phalanx.train.log import RunLog
-from phalanx.train.program import shape_of
+from phalanx.train.program import maker_of, shape_of
 from phalanx.train.rank import batches_of
 from phalanx.train.resume import RunState
 from phalanx.verify import SHAPES, Verdict
 from phalanx.verify.journal import counted_flops
-from phalanx.verify.run_trial import plain_rate, resumed_layout, run_trial, verify_run
-from seeded import swapped
+from phalanx.verify.run_trial import (
+    _setting,
+    plain_rate,
+    resumed_layout,
+    run_trial,
+    verify_run,
+)
+from phalanx.verify.verify import truth_of, with_overflow
+from seeded import FAULTS, swapped
 
 MODEL = "model={layers=4,hidden=64,heads=4,kv_heads=2,ffn=96,vocab=256,sequence=64,windows=[16,0]}"
 WORDS = (
@@ -52,9 +60,10 @@ def verdicts(out: Path, *words: str) -> Iterator[Verdict]:
         ("layout=dp2 tp2 seq zero1 accum:2", "optimizer.schedule=wsd", "packing=bfd"),
         ("layout=pp2 1f1b:4 bf16", "optimizer.name=muon", "packing=none"),
         ("layout=dp2 zero3", "optimizer.name=sgd", "optimizer.momentum=0.9", "freeze=embed layers.0"),
+        ("layout=dp2 pp2 1f1b:4 fp16", "optimizer.name=muon", "packing=bfd"),
         ("layout=cp2", "lora.r=8", "document_masks=false", "optimizer.schedule=linear", "z_loss=1e-3"),
     ],
-    ids=["wsd and packed", "muon in bf16", "sgd and frozen", "adapters"],
+    ids=["wsd and packed", "muon in bf16", "sgd and frozen", "overflows", "adapters"],
 )  # fmt: skip
 def test_a_run_agrees_in_float64_and_in_its_own_precision(
     words: tuple[str, ...], tmp_path: Path
@@ -192,6 +201,41 @@ def test_a_mistake_in_what_trains_the_run_is_named(
         first = next(verdicts(tmp_path, "layout=dp2 zero1"))
     assert not first.passed
     assert named in first.first_difference
+
+
+SKIPPED_STEPS = [
+    ("Adam counts a skipped step", "adamw", "the update of"),
+    ("muon: weights decay in a skipped step", "muon", "in a skipped step"),
+    ("the loss scale is not halved", "adamw", "step 3"),
+]
+
+
+@pytest.mark.parametrize(("fault", "optimizer", "named"), SKIPPED_STEPS)
+def test_a_mistake_in_a_step_that_overflows_is_named(
+    fault: str, optimizer: str, named: str, tmp_path: Path
+) -> None:
+    seeded = next(each for each in FAULTS if each.name == fault)
+    with seeded.patch():
+        words = "layout=dp2 zero1 fp16", f"optimizer.name={optimizer}"
+        whole, half = verdicts(tmp_path, *words)
+    assert whole.passed
+    assert not half.passed
+    assert named in half.first_difference
+
+
+def test_a_run_in_float16_has_steps_that_overflow_and_one_after_them(
+    tmp_path: Path,
+) -> None:
+    run = Run.parse("", "run", (*WORDS, "layout=dp2 zero1 fp16"))
+    layout = Layout.parse("dp2 zero1 fp16")
+    trial = run_trial(run, run.shape, layout, str(tmp_path))
+    setting = _setting(trial.run, "fp16")
+    make = maker_of(trial.run)
+    setting = with_overflow(make, setting)
+    norms = [step.norm for step in truth_of(make, setting).trace.steps]
+    skipped = [not isfinite(norm) for norm in norms]
+    assert skipped.index(True) < STEPS - 1
+    assert skipped.count(False) >= 2
 
 
 def test_clipping_is_at_work_in_some_steps_and_an_epoch_ends_within_them(

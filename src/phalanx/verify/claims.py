@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ..layout import Layout
 from ..program import Op, Program, check, faults, ops
@@ -30,6 +31,8 @@ OPTIONAL = {
     ops.SUM_CHOICES,
     *ops.RECOMPUTES,
 }
+# Axes whose ranks compute the same pieces together.
+INNER = ("cp", "tp", "ep")
 # What these need never stands at the beginning of a list.
 EARLY = {*ops.BACKWARDS, *ops.REDUCTIONS, ops.UPDATE, ops.SEND}
 
@@ -114,6 +117,25 @@ def _undetected(program: Program, seed: str) -> Iterator[str]:
         rows[row] = operations
         if not faults(program.with_rows(rows)):
             yield f"the proof accepts the program though {what}"
+    for axis in program.mesh.axes:
+        if axis.name in INNER and not faults(_parted(program, axis.name)):
+            yield f"the proof accepts ranks of {axis.name} that follow lists of their own"
+
+
+def _parted(program: Program, axis: str) -> Program:
+    """The program whose ranks away from the first place along an axis have rows of their own."""
+    owner = [*program.owner]
+    rows = [*program.rows]
+    copies: dict[int, int] = {}
+    for rank, row in enumerate(program.owner):
+        place = program.mesh.coordinates(rank)[axis]
+        if not place:
+            continue
+        if row not in copies:
+            copies[row] = len(rows)
+            rows.append(program.rows[row])
+        owner[rank] = copies[row]
+    return replace(program, rows=tuple(rows), owner=tuple(owner))
 
 
 # What is wrong with a row, its number, and its operations.

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from ..comm import CommError, World
 from ..layout import Layout, Shape
-from ..layout.choices import FP64, THREADS
+from ..layout.choices import FP16, FP64, THREADS
 from ..layout.journal import read_journal
 from ..layout.proportions import STEPS, small_run
 from ..layout.run import OptimizerChoice, Run
@@ -60,6 +61,7 @@ from .verify import (
     own_forward,
     setting_for,
     truth_of,
+    with_overflow,
     worlds_over,
     wrong_transport,
 )
@@ -124,6 +126,7 @@ def run_trial(run: Run, shape: Shape, layout: Layout, out: str) -> RunTrial:
         "masks between documents" if run.document_masks else "text that flows on",
         f"packing {run.packing}" if run.packing else "the packing of its kind of data",
         "an epoch's end",
+        *["a loss scale that overflows in some steps"] * (chosen.precision == FP16),
         f"a stop after step {STOPPED} and a resume as {str(resumed) or 'one rank'}",
         f"the journal's loss, norm, rate, tokens{', FLOPs' * (not run.own)} and validation",
     ]
@@ -230,6 +233,7 @@ def _verdict(trial: RunTrial, precision: str, worlds: Worlds) -> Verdict:
     setting = setting_for(first, _setting(run, precision))
     cuts = sums_of(first) if matmul else Layout()
     make = maker_of(run)
+    setting = with_overflow(make, setting)
     truth = truth_of(make, setting, matmul, cuts, _alone(run))
     if can_be_replayed(first, make(), setting):
         known = replay(make, setting, rounding_of(first))
@@ -239,20 +243,28 @@ def _verdict(trial: RunTrial, precision: str, worlds: Worlds) -> Verdict:
     if claim := false_claim(first, program, long):
         return Verdict(str(first), first.ranks, False, math.inf, claim)
     try:
-        before = join(_start(run, first, worlds), STOPPED)
-        after = join(_start(run, second, worlds), STEPS - STOPPED)
+        before = join(_start(run, first, worlds, setting.scaling), STOPPED)
+        seen = _start(run, second, worlds, setting.scaling)
+        after = join(seen, STEPS - STOPPED)
     except Exception as error:  # any error of the ranks is the verdict
         return failed(first, error)
     verdict = judge(first, _one_training(before, after), truth, setting)
-    wrong = [*_resume_faults(before, after), *_journal_faults(run, before, after)]
+    wrong = [
+        *_resume_faults(before, after),
+        *_skip_faults(before, after),
+        *_journal_faults(run, before, after),
+    ]
     if verdict.passed and wrong:
         return replace(verdict, passed=False, first_difference=wrong[0])
     return verdict
 
 
-def _start(run: Run, layout: Layout, worlds: Worlds) -> list[Seen]:
+def _start(
+    run: Run, layout: Layout, worlds: Worlds, scaling: tuple[float, int]
+) -> list[Seen]:
     """Run one start of the run: from its checkpoint, if there is one, to the stop or
-    the end."""
+    the end. `scaling` is the first loss scale, and the steps after which it
+    doubles."""
     run = replace(run, layout=str(layout))
     with (
         hold_run(Path(run.out), run.checkpoints),
@@ -260,12 +272,14 @@ def _start(run: Run, layout: Layout, worlds: Worlds) -> list[Seen]:
     ):
         if wrong := wrong_transport(layout.ranks, ranks):
             raise CommError(wrong)
-        return ranks(_on_rank, run, layout)
+        return ranks(_on_rank, run, layout, scaling)
 
 
-def _on_rank(world: World, run: Run, layout: Layout) -> Seen:
+def _on_rank(
+    world: World, run: Run, layout: Layout, scaling: tuple[float, int]
+) -> Seen:
     """Run and record one rank."""
-    notes = _Notes(layout)
+    notes = _Notes(layout, scaling)
     outcome = train(world, run, str(layout), quiet=True, held=True, observe=notes.begin)
     notes.observed.seen.validation = outcome.validation
     world.clear()
@@ -276,14 +290,19 @@ class _Notes:
     """Observes one rank of a run, from its first step. A STOP file ends the first
     start."""
 
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
+    def __init__(self, layout: Layout, scaling: tuple[float, int]) -> None:
+        self.layout, self.scaling = layout, scaling
         self.observed: Observed
 
     def begin(self, rank: Rank, start: int) -> Any:
         """Return the listener of the run's steps."""
         self.rank, self.batches = rank, rank.batches
         rank.batches = NumberedBatches(rank.batches)  # type: ignore[assignment]
+        scale = rank.part.trainer.scaling
+        if scale is not None:
+            first, scale.patience = self.scaling
+            # Later it is the checkpoint's.
+            scale.scale = scale.scale if start else first
         self.observed = Observed(self.layout, rank.part.model, rank.part.trainer)
         self.observed.before_step(self.batches.batch(start))
         return self.after_step
@@ -308,6 +327,17 @@ def _resume_faults(before: Trace, after: Trace) -> Iterator[str]:
     for name, saved in before.steps[-1].weights.items():
         if not torch.equal(after.start[name], saved):
             yield f"step {STOPPED}: the resumed {name} is not the one that was saved"
+
+
+def _skip_faults(before: Trace, after: Trace) -> Iterator[str]:
+    """Weights that a skipped step has changed, by as little as a bit."""
+    steps = [*before.steps, *after.steps]
+    for number, (last, step) in enumerate(pairwise(steps), 1):
+        if math.isfinite(step.norm):
+            continue
+        for name, weight in step.weights.items():
+            if not torch.equal(weight, last.weights[name]):
+                yield f"step {number}: {name} has changed in a skipped step"
 
 
 def _journal_faults(run: Run, before: Trace, after: Trace) -> Iterator[str]:

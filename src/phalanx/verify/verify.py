@@ -253,6 +253,37 @@ def with_loss_scale(make: Callable[[], Model], setting: Setting) -> Setting:
     return replace(setting, scaling=(first, patience))
 
 
+# Of a unit in a loss scale, and how far scales beside it must show the same overflows.
+# These are exact in float32, which torch has its scale in.
+_SCALES = (1.0, 1.25, 1.375, 1.75)
+_MARGIN = 1.03
+
+
+def with_overflow(make: Callable[[], Model], setting: Setting) -> Setting:
+    """The setting with a loss scale that doubles after every step, so that the largest that step 0 allows
+    overflows in a later one, which is skipped. Only float16 has one.
+
+    No gradient is near the limit: a scale that is a little larger or smaller overflows in the same steps.
+    """
+    if setting.precision.compute != torch.float16:
+        return setting
+    largest = with_loss_scale(make, replace(setting, scaling=(2.0**24, 1))).scaling[0]
+    for part in _SCALES:
+        for first in (largest * part, largest * part / 2.0):
+            near = first / _MARGIN, first, first * _MARGIN
+            lower, skipped, upper = (_skipped(make, setting, scale) for scale in near)
+            if lower == skipped == upper and 0 < len(skipped) < setting.steps - 1:
+                return replace(setting, scaling=(first, 1))
+    return setting
+
+
+def _skipped(make: Callable[[], Model], setting: Setting, scale: float) -> list[int]:
+    """The steps that overflow if the loss scale begins so and doubles after each other one."""
+    scaler = torch.amp.GradScaler("cpu", scale, growth_interval=1)
+    trace = _reference(make(), setting, scaler=scaler)
+    return [n for n, step in enumerate(trace.steps) if not math.isfinite(step.norm)]
+
+
 def _first_norm(make: Callable[[], Model], setting: Setting, scale: float) -> float:
     scaler = torch.amp.GradScaler("cpu", scale)
     trace = _reference(make(), replace(setting, steps=1), scaler=scaler)
