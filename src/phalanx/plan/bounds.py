@@ -1,19 +1,22 @@
-"""Lower bounds of time and memory, for all candidates of a grid at once: what a search screens with.
+"""Lower bounds of time and memory for all candidates of a grid at once, with which a
+search screens them.
 
-A bound never exceeds what simulating the candidate's program gives. Time: some rank has to do its
-work, after the first microbatch has come through the stages before it, and its last one has to go
-back through them; a lane has to carry all its messages. Memory: what a rank always holds, and the
-forwards that its schedule has open at once.
+A bound never exceeds the result of simulating the candidate's program. Time: some rank
+has to do its work, after the first microbatch has passed the stages before it, and its
+last one has to return through them; a lane has to carry all its messages. Memory: what
+a rank always holds, and the forwards that its schedule has open at once.
 
-Why these are formulas, and not the step's own graph: a search has 100,000 to 200,000 candidates, and
-to build and walk the graph of one takes 20 to 200 ms. Each formula is the length of one path, or the
-load of one lane, of that graph, for all candidates of a grid at once. Those that are here prune. For
-8B on 64 H100 the search simulates 39 programs: without the slowing by messages beside computing
-(`_lost`) 55, without the walk over one schedule (`followed`) 93. For 405B on 16,384 it simulates 91
-and walks 741 schedules: without `_lost` it walks 1,978, without `followed` it simulates 413 and ends
-before it is done. Two other bounds, of a rank that holds the whole model and of weights that a rank
-uses twice in a row, spared no program of the first search and four of the second, and are gone. Bounds
-of memory need the moment at which a schedule has most open (`open_blocks`), which no time tells.
+These are formulas rather than walks of the step's graph, because a search has 100,000
+to 200,000 candidates, and building and walking one graph takes 20 to 200 ms. Each
+formula is the length of one path, or the load of one lane, of that graph, for all
+candidates of a grid at once. All of them prune. For 8B on 64 H100 the search simulates
+39 programs: without the slowing by messages beside computation (`_lost`) 55, without
+the walk over one schedule (`followed`) 93. For 405B on 16,384 it simulates 91 and walks
+741 schedules: without `_lost` it walks 1,978, and without `followed` it simulates 413
+and runs out of its budget. Two other bounds, of a rank that holds the whole model and
+of weights that a rank uses twice in a row, spared no program of the first search and
+four of the second, and were removed. Bounds of memory need the moment at which a
+schedule has most open (`open_blocks`), which no time reveals.
 """
 
 from __future__ import annotations
@@ -55,19 +58,25 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds of one grid's candidates, arrays over (ZeRO, microbatches, pipeline, inner choices): seconds
-    of a step, bytes of the fullest rank."""
+    """The bounds of one grid's candidates: seconds of a step, bytes of the fullest
+    rank.
+
+    Arrays over (ZeRO, microbatches, pipeline, inner choices).
+    """
 
     step: Array
     bytes: Array
-    units: tuple[Units, ...]  # of each way to shard
+    units: tuple[Units, ...]  # for each way to shard
     collectives: CollectiveTimes
 
 
 def bounds(options: Options, least: LeastTimes, before: Bounds | None = None) -> Bounds:
-    """Bounds of all candidates of a grid. What is not costed yet is bounded by what is: `before` are
-    the bounds when less was costed. Numbers of weights, and so the times of units, are the same for all of
-    them."""
+    """The bounds of all candidates of a grid.
+
+    Cuts not costed yet are bounded by costed ones. `before` holds the bounds from when
+    fewer were costed. The number of weights, and so the times of units, are the same
+    for all of them.
+    """
     space = least.space
     split = [traits(pipe.schedule).splits_backward for pipe in options.pipelines]
     step, held = np.zeros(options.sizes), np.zeros(options.sizes)
@@ -100,7 +109,7 @@ def _units(space: Space, options: Options) -> tuple[Units, ...]:
 
 # ---- times and sizes of pieces
 
-# Seconds of operations of a piece, then what it holds.
+# Seconds of a piece's operations, then the bytes that it holds.
 _SECONDS = ("forward", "backward", "input_gradient", "again")
 _HELD = (
     "kept", "kept_after_i", "temporary", "input", "selected", "repeated",
@@ -110,23 +119,26 @@ _PLACE = {name: place for place, name in enumerate((*_SECONDS, *_HELD))}
 
 
 class _Source(NamedTuple):
-    """The costed cut that bounds another one, and what it leaves out of it."""
+    """The costed cut that bounds another one, and the differences between them."""
 
     cut: Layout
-    whole: bool = False  # the other one splits its backward
-    unselected: bool = False  # the other one recomputes selectively
+    whole: bool = False  # the other cut splits its backward
+    unselected: bool = False  # the other cut recomputes selectively
 
 
 class LeastTimes:
-    """Seconds and bytes of every kind of piece, exact when the cut is costed and else no more than they
-    are. Grids that differ in data parallel alone share them."""
+    """The seconds and bytes of every kind of piece: exact if the cut is costed,
+    otherwise a lower bound.
+
+    Grids that differ only in data parallelism share them.
+    """
 
     def __init__(self, space: Space, pricer: Pricer) -> None:
         self.space, self.pricer = space, pricer
         self._found: dict[tuple[_Source, bool], dict[float, Array]] = {}
 
     def kinds(self, grid: Grid, inner: Inner) -> tuple[int, ...]:
-        """The kind of every piece: the same for all candidates."""
+        """The kind of every piece, the same for all candidates."""
         return self.pricer.pieces[self._source(grid, inner, split=False).cut].kinds
 
     def of(self, options: Options, *, split: bool) -> Array:
@@ -147,8 +159,11 @@ class LeastTimes:
         return np.array(columns).swapaxes(0, 1)
 
     def _source(self, grid: Grid, inner: Inner, *, split: bool) -> _Source:
-        """A cut without context parallelism, without selective recomputation and with its backward whole
-        computes as much, and what it leaves out only costs time."""
+        """The costed cut that bounds this one.
+
+        A cut without context parallelism, selective recomputation and a split backward
+        computes as much, and what it leaves out only costs time.
+        """
         known, cut = self.pricer.pieces, self.space.cut
         exact = cut(grid, inner, split=split)
         if exact in known:
@@ -169,10 +184,10 @@ class LeastTimes:
 
 
 def _without(source: _Source, block: PieceTimes) -> PieceTimes:
-    """A block of a source, without what may be otherwise in the cut that it stands for."""
+    """A block of a source, without what may differ in the cut that it stands for."""
     cost = block.cost
     if source.whole:
-        # what a backward that is whole keeps after it says nothing
+        # A whole backward says nothing about what is kept after it.
         cost = replace(cost, kept_after_i=0.0)
     if not source.unselected:
         return replace(block, cost=cost)
@@ -190,7 +205,8 @@ def _numbers(piece: PieceTimes) -> list[float]:
         piece.input_gradient.total,
         piece.again.total,
     ]
-    # Of a block that is computed again; where it is several pieces, of one after the other.
+    # For a recomputed block. If it is several pieces, one is recomputed after the
+    # other.
     last = piece.parts[-1].cost if piece.parts else None
     repeated = cost.selected + last.kept - last.selected if last else cost.kept
     held = [
@@ -200,8 +216,12 @@ def _numbers(piece: PieceTimes) -> list[float]:
 
 
 class _Numbers:
-    """Times and sizes of every kind of piece, arrays (microbatches, 1, inner choices, 1). Lists have one for
-    each kind, the embedding's first and the head's last, or one for each kind of block."""
+    """Times and sizes of every kind of piece, as arrays (microbatches, 1, inner
+    choices, 1).
+
+    Lists have one entry for each kind, the embedding's first and the head's last, or
+    one for each kind of block.
+    """
 
     def __init__(self, least: LeastTimes, options: Options, *, split: bool) -> None:
         shape = least.space.request.shape
@@ -227,7 +247,7 @@ class _Numbers:
         self.temporary = _lowest(array(kind, "temporary") for kind in every[1:])
         self.weights, self.frozen = numbers("weights"), numbers("frozen")
         for kind in {self.kinds[piece] for piece in shape.frozen}:
-            # of blocks some hold less: the least
+            # Some blocks of the kind may hold less: use the least.
             self.frozen[kind] = self.weights[kind]
         self.trained = [
             weights - frozen
@@ -240,7 +260,8 @@ class _Numbers:
             np.where(part, array(kind, "selected"), array(kind, "input"))
             for kind in blocks
         ]
-        # Of a block that is computed again; where a part of it is, one of its pieces after the other.
+        # For a recomputed block. If only a part is recomputed, one of its pieces after
+        # the other.
         self.repeated = [
             np.where(part, array(kind, "repeated"), array(kind, "kept"))
             for kind in blocks
@@ -262,12 +283,12 @@ def _highest(each: Iterable[Array]) -> Array:
 
 
 def _total(counts: Sequence[Array | float], each: Sequence[Array | float]) -> Array:
-    """So many of each kind."""
+    """The sum over kinds, weighted by their counts."""
     return np.asarray(reduce(operator.add, map(operator.mul, counts, each)))
 
 
 def segment_blocks(recompute: str) -> float:
-    """Blocks of which one input is kept."""
+    """The number of blocks for which one input is kept."""
     return float(recompute[6:]) if recompute.startswith("every=") else 1.0
 
 
@@ -276,12 +297,14 @@ def segment_blocks(recompute: str) -> float:
 
 @dataclass(frozen=True)
 class CollectiveTimes:
-    """Seconds of the collectives of every kind of piece, arrays (kinds, ways to shard)."""
+    """Seconds of the collectives of every kind of piece, as arrays (kinds, ways to
+    shard).
+    """
 
     gather: Array
     reduce: Array
     replicas: Array
-    lane: Array  # of the sums that follow gathers on one lane
+    lane: Array  # the sums that share a lane with gathers
     update: Array
 
 
@@ -313,8 +336,9 @@ def beside_computing(
     kind: int,
     count: Array | float,
 ) -> tuple[Array | float, Array | float]:
-    """Seconds of messages beside a forward and a backward of a kind of piece, under the way to shard that
-    has this number."""
+    """Seconds of the messages beside a forward and a backward of a kind of piece, for
+    one way to shard.
+    """
     if not space.request.profile.overlaps_data or space.request.hardware.cores:
         return 0.0, 0.0
     gather = collectives.gather[kind, way]
@@ -343,25 +367,25 @@ def _time(
     counts = np.array(options.counts, float)[:, None, None, None]
     embed_forward, *forwards, head_forward = numbers.forward
     embed_backward, *backwards, head_backward = numbers.backward
-    # Of a block of each kind and a microbatch.
+    # for a block of each kind and one microbatch
     block = [sum(each) for each in zip(forwards, backwards, numbers.again, strict=True)]
     embed, head = embed_forward + embed_backward, head_forward + head_backward
-    # A segment that ends in the head is not recomputed: its forward was just now.
+    # A segment that ends in the head is not recomputed: its forward has just run.
     spared = (numbers.segment - 1) * _highest(numbers.again)
     repeated = _total(stages.blocks, numbers.again)
-    # (microbatches, pipelines, inners, ranks).
+    # (microbatches, pipelines, inners, ranks)
     work = _total(stages.blocks, block) - np.minimum(stages.head * spared, repeated)
     work = work + stages.embed * embed + stages.head * head
     lost = _lost(space, options, numbers, collectives, counts, split=split)
     work = work + _total(stages.blocks, lost)
-    # Where steps roll no stage waits for others to begin or to end.
+    # If steps roll, no stage waits for others to begin or to end.
     rolls = space.request.profile.rolls
     later = ((sum(stages.before) > 0) | (stages.embed == 0)) & (not rolls)
     begin = np.where(later, embed_forward + _total(stages.before, forwards), 0.0)
     end = np.where(later, embed_backward + _total(stages.before, backwards), 0.0)
     path = (begin + counts * work + (0.0 if split else end)).max(axis=-1)
     step = path + _ends(space, options, stages, collectives, split=split)
-    # Where gradients are summed after every microbatch, a lane has to carry them.
+    # If gradients are summed after every microbatch, a lane has to carry them.
     often = np.array([zero.stage >= 2 for zero in options.zeros])[:, None, None, None]
     lane = _lane(space, options, pipes, stages, collectives)
     update = _of_units(collectives.update, stages).max(axis=-1)[:, None, :, None]
@@ -381,9 +405,11 @@ def _ends(
     *,
     split: bool,
 ) -> Array:
-    """Seconds of what stands around all computing: the embedding's weights are gathered before, and the
-    last unit's gradient is summed behind it, which is the embedding's where the backward is whole; then
-    a rank is updated. (ZeRO, 1, pipelines, 1)."""
+    """Seconds before and after all computation, (ZeRO, 1, pipelines, 1).
+
+    The embedding's weights are gathered before. The last unit's gradient, the
+    embedding's if the backward is whole, is summed after it. Then a rank is updated.
+    """
     sharded = np.array([zero.stage > 0 for zero in options.zeros]) & (
         not space.request.profile.rolls
     )
@@ -401,14 +427,17 @@ def _lane(
     stages: _Stages,
     collectives: CollectiveTimes,
 ) -> Array:
-    """Seconds of the messages of one lane, (ZeRO, microbatches, pipelines): a sum after every microbatch
-    and, beside them, a gather for each forward and backward under ZeRO-3."""
+    """Seconds of the messages of one lane, (ZeRO, microbatches, pipelines).
+
+    A sum after every microbatch and, under ZeRO-3, a gather for each forward and
+    backward.
+    """
     counts = np.array(options.counts, float)[:, None, None]
     lane = counts * _of_units(collectives.lane, stages)[:, None]
     if space.request.hardware.cores:
         return np.asarray(lane.max(axis=-1))
-    # No gather where two computations that follow each other use the same block: at most at both ends of
-    # a stage, and once more for each two microbatches that stand beside each other.
+    # Two consecutive computations of the same block share a gather: at most at both
+    # ends of a stage, and once more for each two microbatches side by side.
     chunks = np.array([pipe.chunks * (1 + pipe.overlap) for pipe in pipes], float)
     twice = 2.0 * counts * chunks[:, None]
     gather = collectives.gather[1:-1]
@@ -431,9 +460,12 @@ def _lost(
     *,
     split: bool,
 ) -> list[Array]:
-    """Seconds that a block of each kind loses to messages beside a microbatch, (ZeRO, microbatches, 1,
-    inners, 1); in its forward alone where the backward is split, the parts of which are not known before
-    they are costed."""
+    """Seconds that a block of each kind loses to messages beside it, (ZeRO,
+    microbatches, 1, inners, 1).
+
+    If the backward is split, only in its forward: the parts are unknown before they are
+    costed.
+    """
     plain = np.array([not inner.matmul for inner in options.inners])[:, None]
     found = []
     blocks = zip(numbers.forward[1:-1], numbers.inputs, strict=True)
@@ -452,7 +484,7 @@ def _lost(
 
 
 def _of_units(each: Array, stages: _Stages) -> Array:
-    """Summed over the units of a rank, (ZeRO, pipelines, ranks)."""
+    """The sum over the units of a rank, (ZeRO, pipelines, ranks)."""
     embed, *blocks, head = each[:, :, None, None]
     counts = [count[:, 0] for count in stages.blocks]
     held = stages.embed[:, 0] * embed + _total(counts, blocks)
@@ -474,7 +506,7 @@ def _memory(
     profile = space.request.profile
     opened, waiting, there, whole, summing = flight.swapaxes(0, 1)
     activations = _activations(stages, numbers, opened, waiting)
-    begun = opened[3:] + waiting[3:] > 0  # every unit has a gradient
+    begun = opened[3:] + waiting[3:] > 0  # every unit has a gradient by then
     trained, frozen, every, routed = (
         _total(stages.blocks, each[1:-1])
         + stages.embed * each[0]
@@ -493,7 +525,7 @@ def _memory(
     held = []
     for zero, unit in zip(options.zeros, units, strict=True):
         shards = unit.shards if zero.stage else 1.0
-        # Ranks of ep do not share experts: their shards are so many fewer.
+        # Ranks of ep do not share experts, so these have fewer shards.
         expert_shards = shards / options.grid.ep if zero.stage else 1.0
         cut = trained + (shards / expert_shards - 1) * routed
         each = held_bytes(unit.layout, profile.state)
@@ -504,7 +536,7 @@ def _memory(
         then = activations
         bucket = profile.bucket if zero.stage == 3 and profile.bucket else np.inf
         if reduced:
-            # Beside the shards, which are there from a unit's first sum.
+            # In addition to the shards, which exist from a unit's first sum.
             fewest = expert_shards if any(numbers.experts) else shards
             beside = profile.reduce_bytes - profile.gradient_bytes / fewest
             sums = np.maximum(summing - 1, 0.0) if unit.replicas > 1 else summing
@@ -529,8 +561,11 @@ def _memory(
 def _activations(
     stages: _Stages, numbers: _Numbers, opened: Array, waiting: Array
 ) -> Array:
-    """Bytes of activations at each moment of `in_flight`. Blocks are kept whole; or the inputs of
-    segments are, one of which has been computed again."""
+    """Bytes of activations at each moment of `in_flight`.
+
+    Blocks are kept whole, or only the inputs of segments, one of which has been
+    recomputed.
+    """
     again = np.array([1.0, 1.0, 0.0] * 2).reshape(-1, *[1] * (opened.ndim - 1))
     input_bytes = _per_block(numbers.input, stages)
     inputs = np.maximum(opened / numbers.segment - 1, 0.0) * input_bytes
@@ -543,7 +578,9 @@ def _activations(
 
 
 def _per_block(each: Sequence[Array], stages: _Stages) -> Array:
-    """Bytes of a block in the mean of a stage, from those of each kind: of a rank's stages the least."""
+    """Bytes per block in a stage's mean, given those of each kind: the least over a
+    rank's stages.
+    """
     if len(each) == 1:
         return each[0]
     return _lowest(_total(shares, each) for shares in stages.shares)
@@ -553,8 +590,11 @@ def _per_block(each: Sequence[Array], stages: _Stages) -> Array:
 def _flights(
     shape: Shape, pp: int, counts: tuple[int, ...], pipes: tuple[Pipeline, ...]
 ) -> Array:
-    """`in_flight` as an array (moments, its five fields, microbatches, pipelines, 1, ranks). More
-    microbatches never have less open."""
+    """`in_flight` as an array (moments, its five fields, microbatches, pipelines, 1,
+    ranks).
+
+    Capped counts suffice, as more microbatches never have less open.
+    """
     fewer = [2 * pp if count >= 2 * pp else min(count, pp) for count in counts]
     each = []
     for pipe in pipes:
@@ -573,23 +613,26 @@ def _flights(
 
 @dataclass(frozen=True)
 class _Stages:
-    """Some ranks of pipelines, arrays (pipelines, 1, ranks): what they hold, and what comes before
-    them. The first two, the last, and the first and last of those with the most work in blocks: of
-    equal blocks others hold and do less."""
+    """The ranks of pipelines that can bound them, as arrays (pipelines, 1, ranks).
+
+    What they hold, and what comes before them. These are the first two ranks, the last,
+    and the first and last of those with the most work in blocks: with equal blocks,
+    others hold and do less.
+    """
 
     ranks: NDArray[np.int_]  # (pipelines, ranks)
-    blocks: tuple[Array, ...]  # of each kind
-    embed: Array  # 1 where the embedding is
-    head: Array
-    # blocks of each kind, of the stages before the first of the rank
+    blocks: tuple[Array, ...]  # blocks of each kind
+    embed: Array  # 1 for the rank with the embedding
+    head: Array  # 1 for the rank with the head
+    # Blocks of each kind in the stages before the rank's first.
     before: tuple[Array, ...]
-    # of each stage of the rank: the part of each kind
+    # For each stage of the rank, the share of each kind.
     shares: tuple[tuple[Array, ...], ...]
 
 
 @lru_cache(maxsize=4096)
 def blocks_of_pipeline(shape: Shape, pp: int, pipe: Pipeline) -> tuple[int, ...]:
-    """Blocks of each virtual stage."""
+    """The number of blocks on each virtual stage."""
     mesh = Grid(1, pp, 1, 1, 1, 1, ORDERS[0]).mesh(1)
     plain = Layout(
         mesh=mesh, schedule=pipe.schedule, chunks=pipe.chunks, microbatches=1
@@ -600,8 +643,8 @@ def blocks_of_pipeline(shape: Shape, pp: int, pipe: Pipeline) -> tuple[int, ...]
 def kinds_of_stages(
     blocks: Sequence[int], kinds: Sequence[int]
 ) -> list[tuple[int, ...]]:
-    """The kinds of the pieces of each virtual stage, which holds so many blocks."""
-    # piece 0 is the embedding
+    """The kinds of the pieces on each virtual stage, given its number of blocks."""
+    # Piece 0 is the embedding.
     ends = [1 + count for count in accumulate(blocks, initial=0)]
     ends[0], ends[-1] = 0, len(kinds)
     return [tuple(kinds[begin:end]) for begin, end in pairwise(ends)]
@@ -609,13 +652,13 @@ def kinds_of_stages(
 
 @lru_cache(maxsize=64)
 def _work_before(shape: Shape) -> tuple[int, ...]:
-    """Forward work of all blocks before each block."""
+    """The forward work of all blocks before each block."""
     return tuple(accumulate(work_of_pieces(shape)[1:-1], initial=0))
 
 
 @lru_cache(maxsize=4096)
 def _some_ranks(shape: Shape, pp: int, pipe: Pipeline) -> tuple[int, ...]:
-    """The ranks of a pipeline that are looked at; see `_Stages`."""
+    """The ranks of a pipeline that are examined; see `_Stages`."""
     blocks, work = blocks_of_pipeline(shape, pp, pipe), _work_before(shape)
     ends = list(accumulate(blocks, initial=0))
     each = [work[end] - work[begin] for begin, end in pairwise(ends)]
@@ -651,7 +694,9 @@ def _stages(
 
 
 class _Held(NamedTuple):
-    """Pieces that one rank of a pipeline holds: blocks of each kind, and the parts of them in its stages."""
+    """The pieces on one rank of a pipeline: blocks of each kind, and their shares in
+    its stages.
+    """
 
     blocks: tuple[int, ...]
     embed: bool
@@ -667,7 +712,8 @@ def _held_by_ranks(
     of_blocks = range(1, max(kinds))
     counts = [[stage.count(kind) for kind in of_blocks] for stage in stages]
     every = ranks_of(len(stages), pp, pipe.schedule)
-    nothing = [tuple(float(kind == 1) for kind in of_blocks)]  # of no block
+    # for stages without blocks
+    nothing = [tuple(float(kind == 1) for kind in of_blocks)]
 
     def summed(some: Iterable[int]) -> tuple[int, ...]:
         """Blocks of each kind in these stages."""

@@ -1,11 +1,12 @@
-"""The numbers of a profile refitted on runs of one's own: run folders, or any timed layouts.
+"""Refits the numbers of a profile on a user's own runs: run folders, or any timed
+layouts.
 
-A run tells its layout and its step times in metrics.jsonl. What it ran on is the caller's to say:
-a measured machine or a catalogued cluster, as a `Hardware`.
+A run's metrics.jsonl has its layout and its step times. The caller supplies the
+hardware: a measured machine or a catalogued cluster, as a `Hardware`.
 
-A step is the length of the longest path through its program, and a path is a count of operations.
-A fit moves the profile under the paths that it has met so far, simulates all runs anew, and adds
-the paths that have become the longest, until none does.
+A step is the length of the longest path through its program, and a path is a count of
+operations. A fit moves the profile under the paths that it has met so far, simulates
+all runs anew, and adds the paths that have become the longest, until none does.
 """
 
 import math
@@ -36,21 +37,21 @@ from .step import Choice, CostFunction, case_of, choice, longest
 Item = TypeVar("Item")
 # Seconds of the operations on one path through a run's program, under a profile.
 LongestPath = Callable[[SoftwareProfile], float]
-# a run that is further off than this (in log time) is pathological and pulls no more
+# Runs with a larger error (in log time) count as pathological and pull no further.
 _CLIP = 0.4
-# how much one run less moves a number than many do: the weight of where it starts
+# Strength with which numbers are held at their start, in units of one run.
 _HELD = 0.5
-_ROUNDS = 3  # of simulating all runs
-_SMALL = 0.01  # a difference that counts as one
-# How far apart kinds of runs are, and runs of one kind: the middle of what other families want.
+_ROUNDS = 3  # simulations of all runs
+_SMALL = 0.01  # step of a numerical derivative
+# Deviations between kinds of runs, and between runs of one kind: medians over other families.
 _APART, _OWN = 0.04, 0.05
-_TAILS, _TURNS = 3, 20  # degrees of freedom; until nothing moves
-_FOLDS = 5  # in which many runs are left out to see whether a fit helps
-_ALONE = 8  # runs of which each is left out by itself
-LEAST = 3  # runs with which that can be seen
-_WORTH = 0.8  # of the error that is left before, if more is moved
+_TAILS, _TURNS = 3, 20  # degrees of freedom; iterations until nothing moves
+_FOLDS = 5  # folds in which many runs are left out, to see whether a fit helps
+_ALONE = 8  # up to this many runs, each is left out by itself
+LEAST = 3  # fewest runs for such a test
+_WORTH = 0.8  # more is moved if the remaining error falls below this share
 _MOVES = 40
-# What each operation computes, as `PieceTimes.computed` names it.
+# The computations in each operation, by the names of `PieceTimes.computed`.
 _COMPUTED = {
     **{
         kind: (kind,) for kind in (ops.FORWARD, ops.INPUT_GRADIENT, ops.WEIGHT_GRADIENT)
@@ -63,7 +64,7 @@ _COMPUTED = {
 
 @dataclass(frozen=True)
 class Measured:
-    """A layout of a model that was run, and its seconds a step; 0 where it has not been run."""
+    """A layout of a model that was run, and its seconds per step; 0 if not measured."""
 
     name: str
     case: Case
@@ -72,8 +73,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class CostedRun:
-    """A run on some hardware, costed once with the facts of its software, to be simulated under the
-    numbers of many profiles."""
+    """A run on some hardware, costed once, to be simulated under the numbers of many
+    profiles.
+
+    Costs use the facts of its software.
+    """
 
     run: Measured
     hardware: Hardware
@@ -100,14 +104,14 @@ class CostedRun:
 
     def longest(self, numbers: SoftwareProfile) -> LongestPath:
         """The longest path of its program, as a function of the profile."""
-        # Ranks that share cores have no path that is independent of the others.
+        # If ranks share cores, no path is independent of the others.
         if self.hardware.cores or self.run.case.layout.experts_apart:
             return self.step
         priced = self.priced(numbers)
         costs = priced.costs()
-        # of each kind, what is computed
+        # by kind of piece and of computation
         often: dict[tuple[int, str], float] = defaultdict(float)
-        rest = 0.0  # messages and updates, which no fitted number changes
+        rest = 0.0  # messages and updates, which depend on no fitted number
         for (rank, op), count in longest(priced).items():
             rest += count * costs.of(op, rank)
             for kind in _COMPUTED.get(op.kind, ()):
@@ -118,8 +122,9 @@ class CostedRun:
 
 @dataclass(frozen=True)
 class _ComputedPath:
-    """Seconds of a path through a run's program: what is computed on it, under any numbers, and the
-    rest."""
+    """Seconds of a path through a run's program: its computation, under any numbers,
+    and the rest.
+    """
 
     run: CostedRun
     often: Mapping[tuple[int, str], float]
@@ -139,7 +144,9 @@ def costed(
     costs: CostFunction,
     profile: SoftwareProfile,
 ) -> list[CostedRun]:
-    """Runs of one model and sequence, as software with the profile's facts runs them."""
+    """Cost runs of one model and sequence, as software with the profile's facts runs
+    them.
+    """
     first, found = runs[0].case, []
     cuts = [piece_layout(run.case.layout) for run in runs]
     names = [costed_as(cut, profile) for cut in cuts]
@@ -161,14 +168,15 @@ def fit(
     each: Callable[..., Iterable[LongestPath]] = map,
     physics: float = 0.0,
 ) -> SoftwareProfile:
-    """The profile whose numbers come nearest to the measured steps: mean absolute log error.
+    """Fit the profile's numbers to the measured steps: least mean absolute log error.
 
-    Numbers are held where `base` has them, the more the fewer runs there are. `weights` are of the
-    runs, one each if left out; `moves` is how many the search makes in a round; `clip` is how far off
-    a run still pulls; `met`, the paths of each run that earlier fits met: with it nothing is
-    simulated where paths are known; `each` maps simulating over runs. `physics` is how much `traffic` is
-    held at 1 and `host` at 2: software of many kinds moves what it was costed with, and takes 10 us to
-    start an operation, which is seen in runs of small models only.
+    Numbers are held where `base` has them, the more strongly the fewer runs there are.
+    `weights` of the runs default to one. `moves` is the number of moves of the search
+    in a round. `clip` is the largest error that still pulls. `met` holds the paths of
+    each run that earlier fits met: with it, nothing is simulated where paths are known.
+    `each` maps simulations over runs. `physics` holds `traffic` at 1 and `host` at 2:
+    software of many kinds moves what it was costed with, and takes 10 us to start an
+    operation, which only shows in runs of small models.
     """
     known = [
         (run, weight)
@@ -221,7 +229,7 @@ def fit(
 def _simplex(
     f: Callable[[Sequence[float]], float], start: list[float], step: float, moves: int
 ) -> list[float]:
-    """The lowest point that Nelder and Mead's walk (1965) finds from a start."""
+    """The lowest point found by Nelder and Mead's simplex search (1965) from a start."""
 
     def at(x: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
         return f(x.tolist()), x
@@ -245,7 +253,7 @@ def _simplex(
         elif new[0] >= known[-1][0]:
             limit = min(new[0], most)
             new = at(centre + (0.5 if new[0] < most else -0.5) * (centre - worst))
-            if new[0] >= limit:  # all of them towards the best
+            if new[0] >= limit:  # shrink all points towards the best
                 best = known[0][1]
                 known = [known[0], *(at(best + 0.5 * (x - best)) for _, x in known[1:])]
                 new = at(best + 0.5 * (worst - best))
@@ -255,8 +263,11 @@ def _simplex(
 
 @dataclass(frozen=True)
 class Calibration:
-    """A calibrated profile and the error of each run: the logarithm of its
-    measured over its predicted step, before, and calibrated without it."""
+    """A calibrated profile, and the errors of its runs.
+
+    An error is the logarithm of measured over predicted step: `before` calibration, and
+    `left_out`, calibrated without the run.
+    """
 
     like: Callable[[CostedRun | None], SoftwareProfile]
     before: tuple[float, ...] = ()
@@ -264,7 +275,9 @@ class Calibration:
 
     @property
     def worse(self) -> bool:
-        """True if runs that were left out are further off than without calibration, on average."""
+        """True if left-out runs have larger errors than without calibration, on
+        average.
+        """
         after = [abs(x) for x in self.left_out]
         return bool(after) and fmean(after) > fmean(abs(x) for x in self.before)
 
@@ -272,15 +285,21 @@ class Calibration:
 def calibrated(
     base: SoftwareProfile, runs: Sequence[CostedRun]
 ) -> Callable[[CostedRun | None], SoftwareProfile]:
-    """The profile after some runs, for what is like a run, or for all that they are like; the profile as
-    it was where calibration makes runs worse that are left out."""
+    """Calibrate a profile on runs. Returns a function from a run (or None) to the
+    profile for runs like it.
+
+    If calibration makes left-out runs worse, the profile stays as it was.
+    """
     found = calibration(base, runs)
     return (lambda like: base) if found.worse else found.like
 
 
 def calibration(base: SoftwareProfile, runs: Sequence[CostedRun]) -> Calibration:
-    """Calibrates a profile: computing is slower or faster by one factor. With three runs or more each
-    number may move by itself, where that helps runs that are left out in turn."""
+    """Calibrate a profile: computing is slower or faster by one factor.
+
+    With three runs or more each number may move by itself, if that helps runs that are
+    left out in turn.
+    """
     timed = [run for run in runs if run.measured > 0]
     paths = {id(run): run.longest(base) for run in timed}
     met: dict[int, list[LongestPath]] = {}
@@ -294,7 +313,8 @@ def calibration(base: SoftwareProfile, runs: Sequence[CostedRun]) -> Calibration
     def fitted(
         some: Sequence[CostedRun],
     ) -> Callable[[CostedRun | None], SoftwareProfile]:
-        # No run of one's own is clipped: on a machine file that is twice too fast all are far off.
+        # A user's own run is never clipped: on a machine file that is twice too fast,
+        # all are far off.
         found = fit(slower(some)(None), some, clip=math.inf, moves=_MOVES, met=met)
         return lambda like: found
 
@@ -304,7 +324,9 @@ def calibration(base: SoftwareProfile, runs: Sequence[CostedRun]) -> Calibration
     def left_out(
         way: Callable[..., Callable[[CostedRun | None], SoftwareProfile]],
     ) -> tuple[float, ...]:
-        """The error of each run after a fit to the others; with many runs, to four of five of them."""
+        """The error of each run after a fit to the others, or to four fifths of them if
+        there are many.
+        """
         count = len(timed) if len(timed) <= _ALONE else _FOLDS
         found = dict[int, float]()
         for fold in range(count):
@@ -322,7 +344,7 @@ def calibration(base: SoftwareProfile, runs: Sequence[CostedRun]) -> Calibration
     if len(timed) < LEAST:
         return Calibration(slower(timed), before, least)
     more = left_out(fitted)
-    # Of most runs, and not of one that is far off.
+    # An improvement must show in most runs, not only in one outlier.
     better = [
         middle([abs(x) for x in more]) < _WORTH * middle([abs(x) for x in least])
         for middle in (fmean, median)
@@ -333,7 +355,7 @@ def calibration(base: SoftwareProfile, runs: Sequence[CostedRun]) -> Calibration
 
 
 def kind(run: CostedRun) -> tuple[Any, ...]:
-    """The device, software and model of a run, which it may share with others."""
+    """A run's device, software and model, which it may share with others."""
     shape, hardware = run.run.case.shape, run.hardware
     device = hardware.memory, *sorted(hardware.peak.items())
     return device, run.facts.name, (shape.layers, shape.hidden, shape.total)
@@ -342,10 +364,12 @@ def kind(run: CostedRun) -> tuple[Any, ...]:
 def _slower(
     base: SoftwareProfile, runs: Sequence[CostedRun], paths: Sequence[LongestPath]
 ) -> Callable[[CostedRun | None], float]:
-    """Posterior mean of the slowdown of computing, for runs like a given one. Its logarithm is a
-    sum of a common term and terms for device, software and model, each with mean 0; each run adds
-    an error of its own. All have the long tails of Student's distribution, because a machine file
-    or a run may be wrong by half."""
+    """The posterior mean of the slowdown of computing, for runs like a given one.
+
+    Its logarithm is a sum of a common term and of terms for device, software and model,
+    each with mean 0, and each run adds its own error. All have the long tails of
+    Student's distribution, because a machine file or a run may be wrong by half.
+    """
     if not runs:
         return lambda like: 1.0
     kinds, steps = [kind(run) for run in runs], [path(base) for path in paths]
@@ -376,8 +400,9 @@ def _slower(
 
 
 def spread_over(runs: Sequence[Item], count: int) -> list[Item]:
-    """A sample of `count` runs, evenly over their order; all of them if `count` is 0 or larger than
-    their number."""
+    """A sample of `count` runs, evenly over their order; all if `count` is 0 or too
+    large.
+    """
     if not 0 < count < len(runs):
         return list(runs)
     return [runs[round(i * (len(runs) - 1) / max(count - 1, 1))] for i in range(count)]
@@ -387,8 +412,10 @@ def spread_over(runs: Sequence[Item], count: int) -> list[Item]:
 
 
 def read_run(folder: Path) -> Measured:
-    """A run of `phalanx train`: its layout, and the median of its step times without the first
-    line, in which the process warms up."""
+    """Read a run of `phalanx train`: its layout, and the median of its step times.
+
+    The first line is left out, as the process warms up in it.
+    """
     file = folder / "metrics.jsonl"
     if not file.is_file():
         raise MachineError(f"cannot read the run {file}: there is no such file.")
@@ -398,8 +425,8 @@ def read_run(folder: Path) -> Measured:
         raise MachineError(
             f"{file} has no start record: it is not a run of phalanx train."
         )
-    # A run that was resumed, perhaps in another layout, is told by its last stretch that is long
-    # enough: a resumption that had nothing left to do tells nothing.
+    # A run may have been resumed, perhaps in another layout. Use its last stretch that
+    # is long enough: a resumption with nothing left to do has no times.
     ends = [*begins[1:], len(records)]
 
     def timed(some: Sequence[Any]) -> list[Any]:
@@ -408,10 +435,12 @@ def read_run(folder: Path) -> Measured:
     stretches = [
         (records[i], timed(records[i:end])) for i, end in zip(begins, ends, strict=True)
     ]
-    start, told = next((s for s in reversed(stretches) if len(s[1]) > 1), stretches[-1])
-    if len(told) < 2:
+    start, steps = next(
+        (s for s in reversed(stretches) if len(s[1]) > 1), stretches[-1]
+    )
+    if len(steps) < 2:
         raise MachineError(
-            f"{file} has {len(told)} lines of steps since its last start; at least 2 are needed,"
+            f"{file} has {len(steps)} lines of steps since its last start; at least 2 are needed,"
             " since the first warms up. Run longer, or with metrics.every=1."
         )
     if start.get("own"):
@@ -424,7 +453,7 @@ def read_run(folder: Path) -> Measured:
         raise MachineError(f"{file} does not give the sizes of its model.")
     shape = decode(Shape, model, f"{file}, model", MachineFileError)
     seconds = median(
-        float(r["seconds"]) for r in told[1:] for _ in range(int(r["steps"]))
+        float(r["seconds"]) for r in steps[1:] for _ in range(int(r["steps"]))
     )
     sequence = int(start.get("sequence", shape.sequence))
     return Measured(str(folder), case_of(shape, layout, sequence=sequence), seconds)

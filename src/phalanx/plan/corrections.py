@@ -1,8 +1,9 @@
-"""Differences of other software from ours within one piece, by name and with their sources.
+"""Differences of other software from ours within one piece, by name and with their
+sources.
 
-`cost` runs our own piece. A correction turns its cost into that of software with certain facts in its
-profile. Each is a function of the piece's work; none reads what another one has decided, and they are
-applied in the order of `EVERY_PIECE`, `BLOCK` and `HEAD`.
+`cost` runs our own piece. A correction converts its cost to that of software with
+certain facts in its profile. Each is a function of the piece's work and independent of
+the others. They are applied in the order of `EVERY_PIECE`, `BLOCK` and `HEAD`.
 """
 
 from __future__ import annotations
@@ -17,24 +18,25 @@ from ..program import Load, MessageLoad, PieceCost
 from .case import Case
 from .profile import SoftwareProfile
 
-# Bytes that attention keeps of each score: the softmax, what dropout left of it, and dropout's mask
-# (Korthikanti et al. 2022, equation 1: 5 a s for each token and head).
+# Bytes that attention keeps for each score: the softmax, its values after dropout, and
+# dropout's mask (Korthikanti et al. 2022, equation 1: 5 a s for each token and head).
 KEPT_SCORES = 5.0
-# Bytes that its backward makes of each score: the gradients of the softmax and of what it took.
+# Bytes of its backward for each score: the gradients of the softmax and of its input.
 SCORE_GRADIENTS = 4.0
 
 
 class LossBytes(NamedTuple):
-    """Bytes for each logit of 16 bits, by what a loss makes of the logits."""
+    """Bytes for each 16-bit logit, by the way in which the loss is computed."""
 
-    kept: float  # beside the logits, until the backward
-    temporary: float  # for a while
+    kept: float  # in addition to the logits, until the backward
+    temporary: float  # freed within the operation
     forward: float  # moved by the forward
     backward: float  # moved by the backward
 
 
-# A float32 softmax is made from a float32 copy while the logits are still there ("wide-over"), or its
-# gradient is made beside it ("wide"). What is costed is ours, "over".
+# A float32 softmax is made from a float32 copy while the logits still exist
+# ("wide-over"), or its gradient is made next to it ("wide"). Costs are those of ours,
+# "over".
 LOSSES = {
     "over": LossBytes(0.0, 0.0, 14.0, 28.0),
     "beside": LossBytes(0.0, 2.0, 2.0, 4.0),
@@ -44,7 +46,7 @@ LOSSES = {
 
 
 class Software(NamedTuple):
-    """The software that runs a piece, and how the layout cuts it."""
+    """The software that runs a piece, and the piece's sharding."""
 
     profile: SoftwareProfile
     cut: Layout
@@ -55,7 +57,7 @@ class Software(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Bytes of an activation."""
+        """The bytes of an activation."""
         return DTYPES[self.cut.precision].bytes
 
 
@@ -63,8 +65,9 @@ class Software(NamedTuple):
 class PieceWork:
     """The cost of one piece as some software runs it.
 
-    `gathered` are messages that travel beside the products of the input's gradient. `repeats`: the part of
-    the forward's products that is computed again besides `cost.again`.
+    `gathered` are messages that travel beside the matmuls of the input's gradient.
+    `repeats` is the share of the forward's matmuls that is recomputed in addition to
+    `cost.again`.
     """
 
     cost: PieceCost
@@ -72,12 +75,16 @@ class PieceWork:
     repeats: float = 0.0
 
 
-# ---- of every piece
+# ---- for every piece
 
 
 def gathers_columns_again(work: PieceWork, software: Software) -> PieceWork:
-    """With sequence parallelism a column-parallel linear keeps its input in shards, and gathers it again
-    in the backward, beside the input's gradient (Korthikanti et al. 2022, section 4.2.2)."""
+    """Gather the inputs of column-parallel linears again in the backward, under
+    sequence parallelism.
+
+    They are kept in shards, and gathered beside the input's gradient (Korthikanti et
+    al. 2022, section 4.2.2).
+    """
     if not (software.profile.regathers and software.cut.seq):
         return work
     cost = work.cost
@@ -95,9 +102,12 @@ def gathers_columns_again(work: PieceWork, software: Software) -> PieceWork:
 
 
 def ends_recomputation_early(work: PieceWork, software: Software) -> PieceWork:
-    """`torch.utils.checkpoint` stops computing again at the last tensor that a backward asks for
-    (`set_checkpoint_early_stop`): nobody asks for what a block's last product puts out, nor for its sum
-    over tp."""
+    """End recomputation at the last tensor that a backward needs, as
+    `torch.utils.checkpoint` does.
+
+    See `set_checkpoint_early_stop`: a block's last matmul and its sum over tp are not
+    repeated.
+    """
     if not software.profile.ends_early or software.selective:
         return work
     again = work.cost.again
@@ -107,8 +117,11 @@ def ends_recomputation_early(work: PieceWork, software: Software) -> PieceWork:
 
 
 def keeps_scores(work: PieceWork, software: Software) -> PieceWork:
-    """Attention without a fused kernel keeps its scores. Selective recomputation then means to compute
-    attention again, scores and all, and nothing else (Korthikanti et al. 2022, section 5)."""
+    """Keep attention's scores, without a fused kernel.
+
+    Selective recomputation then recomputes attention, scores and all, and nothing else
+    (Korthikanti et al. 2022, section 5).
+    """
     if software.profile.fused_attention:
         return work
     cost = work.cost
@@ -122,8 +135,11 @@ def keeps_scores(work: PieceWork, software: Software) -> PieceWork:
 
 
 def repeats_products(work: PieceWork, software: Software) -> PieceWork:
-    """Selective recomputation that computes a part of the products again keeps less of what they put out:
-    every second one in torchtitan's policy."""
+    """Recompute a part of the matmuls under selective recomputation, which keeps less
+    of their outputs.
+
+    In torchtitan's policy it is every second one.
+    """
     repeats = software.profile.repeats
     if not (software.profile.fused_attention and software.selective):
         return work
@@ -132,14 +148,16 @@ def repeats_products(work: PieceWork, software: Software) -> PieceWork:
     return replace(work, cost=replace(work.cost, selected=selected), repeats=repeats)
 
 
-# ---- of blocks and of the head
+# ---- for blocks and for the head
 
 
 class Tokens(NamedTuple):
-    """Sizes of a piece of which a correction depends on the tokens of a microbatch on a rank."""
+    """The tokens of a microbatch on a rank, and the sizes of a piece that corrections
+    depend on.
+    """
 
     shape: Shape
-    tokens: float  # of a rank of cp
+    tokens: float  # on a rank of cp
     cut: Layout
     sparse: bool = False  # a block with experts
 
@@ -149,15 +167,18 @@ class Tokens(NamedTuple):
 
 
 def fuses_gated_mlp(work: PieceWork, software: Software, of: Tokens) -> PieceWork:
-    """One kernel makes gate and product, and keeps nothing between them."""
+    """Compute gate and product in one kernel, which keeps nothing in between."""
     if not (software.profile.fused and of.shape.gated) or of.sparse:
         return work
     return _keeps(work, software, of, -of.shape.ffn)
 
 
 def keeps_rotated_values(work: PieceWork, software: Software, of: Tokens) -> PieceWork:
-    """One product makes query, key and value. The value is a view of what it put out, so that query and
-    key stay as they were before they were rotated, beside the rotated ones."""
+    """Keep query and key before their rotation, too.
+
+    One matmul computes query, key and value. The value is a view of its output, so the
+    whole output stays, beside the rotated query and key.
+    """
     shape = of.shape
     if not (software.profile.joint and shape.positions == "rope"):
         return work
@@ -167,13 +188,13 @@ def keeps_rotated_values(work: PieceWork, software: Software, of: Tokens) -> Pie
 def _keeps(
     work: PieceWork, software: Software, of: Tokens, features: float
 ) -> PieceWork:
-    """The work with so many activations more that are kept for each token."""
+    """The work with `features` more activations kept for each token."""
     kept = work.cost.kept + features * (of.tokens / of.cut.tp) * software.width
     return replace(work, cost=replace(work.cost, kept=kept))
 
 
 def makes_loss(work: PieceWork, software: Software, of: Tokens) -> PieceWork:
-    """The head with the software's loss in place of ours."""
+    """Replace our loss in the head by the software's."""
     if software.profile.loss == "over":
         return work
     cost = work.cost
@@ -186,7 +207,7 @@ def makes_loss(work: PieceWork, software: Software, of: Tokens) -> PieceWork:
     moved_back = replace(
         cost.input_gradient, moved=cost.input_gradient.moved + backward
     )
-    narrow = software.width < 4  # logits in 32 bits are the float32 copy
+    narrow = software.width < 4  # 32-bit logits need no float32 copy
     changed = replace(
         cost,
         kept=cost.kept + kept * narrow,
@@ -213,7 +234,7 @@ EVERY_PIECE: Sequence[OfPiece] = (
 def of_tokens(
     corrections: Sequence[OfTokens], cost: PieceCost, software: Software, of: Tokens
 ) -> PieceCost:
-    """The cost with corrections that depend on the tokens of a microbatch."""
+    """Apply corrections that depend on the tokens of a microbatch."""
     work = PieceWork(cost)
     for correct in corrections:
         work = correct(work, software, of)
@@ -221,7 +242,7 @@ def of_tokens(
 
 
 def corrected(cost: PieceCost, software: Software) -> PieceWork:
-    """The work of a piece with the corrections that hold for every piece."""
+    """Apply the corrections that hold for every piece."""
     work = PieceWork(cost)
     for correct in EVERY_PIECE:
         work = correct(work, software)
@@ -229,5 +250,5 @@ def corrected(cost: PieceCost, software: Software) -> PieceWork:
 
 
 def costed_as(cut: Layout, profile: SoftwareProfile) -> Layout:
-    """The cut that is costed: where scores are kept, to be selective means to drop them alone."""
+    """The cut to cost: if scores are kept, selective recomputation drops them alone."""
     return cut if profile.fused_attention else replace(cut, recompute="none")

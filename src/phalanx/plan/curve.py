@@ -1,17 +1,20 @@
-"""Duration of a collective by its size: a latency for each step and a bandwidth, both measured.
+"""The duration of a collective by its size: a latency for each step and a bandwidth,
+both measured.
 
-The two forms are the textbook ones (Thakur, Rabenseifner, Gropp 2005). A *ring* passes parts
-around: few bytes, as many steps as ranks. A *tree* halves the distance: few steps, more bytes. For
-one group size both are the same straight line; growth with the number of ranks tells them apart.
+The two forms are the textbook ones (Thakur, Rabenseifner, Gropp 2005). A *ring* passes
+parts around: few bytes, as many steps as ranks. A *tree* halves the distance: few
+steps, more bytes. For one group size both are the same straight line; they differ in
+their growth with the number of ranks.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-# The bytes that each rank has to send, for each byte of S, whoever does the collective how well.
-# S is a rank's input of all-reduce, reduce-scatter, reduce and all-to-all, its output of all-gather,
-# the root's whole of scatter and gather, the message of broadcast and send.
+# The bytes that each rank has to send for each byte of S, in any implementation. S is a
+# rank's input of all-reduce, reduce-scatter, reduce and all-to-all, its output of
+# all-gather, the root's whole for scatter and gather, and the message of broadcast and
+# send.
 _PARTS = ("reduce_scatter", "all_gather", "all_to_all", "scatter", "gather")
 FACTORS: dict[str, Callable[[float], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
@@ -21,12 +24,12 @@ FACTORS: dict[str, Callable[[float], float]] = {
 
 
 def bus_factor(op: str, ranks: int) -> float:
-    """Factor that makes algorithm bandwidth S/t comparable with a link's."""
+    """The factor that makes algorithm bandwidth S/t comparable with a link's."""
     return FACTORS[op](ranks)
 
 
 def steps(op: str, form: str, ranks: int) -> int:
-    """Number of messages that follow one another."""
+    """The number of messages that follow one another."""
     if op == "send":
         return 1
     around = ranks - 1 if form == "ring" else math.ceil(math.log2(ranks))
@@ -34,7 +37,7 @@ def steps(op: str, form: str, ranks: int) -> int:
 
 
 def moved(op: str, form: str, ranks: int) -> float:
-    """Multiple of S that passes through one rank's link, one message after another."""
+    """The multiple of S that passes through one rank's link, one message after another."""
     if form == "tree":
         depth = math.ceil(math.log2(ranks))
         if op in ("all_reduce", "broadcast", "reduce"):
@@ -46,22 +49,23 @@ def moved(op: str, form: str, ranks: int) -> float:
 
 @dataclass(frozen=True)
 class Curve:
-    """One operation over one shape of group, fitted: latency of a step, bandwidth of a rank.
+    """A fitted curve for one operation and group: latency of a step, bandwidth of a
+    rank.
 
-    `apart`: how far the group's ranks are from each other in the world; 1 is neighbours.
+    `apart` is the distance between the group's ranks in the world; 1 means neighbours.
     """
 
     op: str
     backend: str
     ranks: int
-    form: str  # "ring" or "tree": how its time grows with the ranks
-    latency: float  # seconds of a step
-    bandwidth: float  # bytes a second
-    error: float  # median relative error on what was fitted
-    least: int  # bytes: the range that was measured
+    form: str  # "ring" or "tree": the growth of its time with the ranks
+    latency: float  # seconds per step
+    bandwidth: float  # bytes per second
+    error: float  # median relative error on the fitted measurements
+    least: int  # bytes: smallest and largest size that was measured
     most: int
     apart: int = 1
-    # Above `bend` bytes the bandwidth is another: caches end, protocols change. 0: it never does.
+    # Above `bend` bytes the bandwidth differs: caches end, protocols change. 0: never.
     bend: int = 0
     beyond: float = 0.0
 

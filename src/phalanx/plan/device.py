@@ -1,7 +1,7 @@
 """A device by its maker's data sheet: peaks, memory, links, and the chip's internals.
 
-A data file holds the maker's statements, with the source of each number; derived values (peak =
-units x operations a cycle x clock) are computed here.
+A data file holds the maker's statements, with the source of each number. Derived values
+(peak = units x operations per cycle x clock) are computed here.
 """
 
 import difflib
@@ -21,37 +21,43 @@ _OTHERS = ("links", "clusters")
 
 
 class MachineError(ValueError):
-    """An error in the description or name of a machine, a device or a cluster."""
+    """Raised for a wrong description or name of a machine, a device or a cluster."""
 
 
 class MachineFileError(FileError, MachineError):
-    """A file about machines that cannot be used: every mistake in it."""
+    """A file about machines that cannot be used, with every mistake in it."""
 
 
 @dataclass(frozen=True)
 class Chip:
-    """The inside: `units` (streaming multiprocessors, compute units) that are on, and what each
-    does in a cycle. `vector` runs at `clock_ghz`, `matrix` at `matrix_clock_ghz`."""
+    """The inside of a chip.
+
+    `units` are the enabled streaming multiprocessors or compute units; the tables give
+    the work of each in a cycle. `vector` runs at `clock_ghz`, `matrix` at
+    `matrix_clock_ghz`.
+    """
 
     units: int
     clock_ghz: float
     matrix_clock_ghz: float
-    vector: Mapping[str, int]  # FLOP a cycle and unit, by dtype
+    vector: Mapping[str, int]  # FLOPs per cycle and unit, by dtype
     matrix: Mapping[str, int]
-    units_made: int = 0  # on the die; some are off so that more dies are good
-    cores: int = 0  # float32 lanes of a unit
-    matrix_cores: int = 0  # of a unit
-    registers_kib: int = 0  # of a unit
-    l1_kib: int = 0  # of a unit, shared memory included
-    l1_bytes_per_cycle: int = 0  # of a unit
-    register_bytes_per_cycle: int = 0  # of a unit
+    units_made: int = 0  # on the die; some are disabled so that more dies are usable
+    cores: int = 0  # float32 lanes per unit
+    matrix_cores: int = 0  # per unit
+    registers_kib: int = 0  # per unit
+    l1_kib: int = 0  # per unit, including shared memory
+    l1_bytes_per_cycle: int = 0  # per unit
+    register_bytes_per_cycle: int = 0  # per unit
     l2_mib: int = 0
     l2_gb_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Memory:
-    """The device's own memory. With a bus its bandwidth is computed, else it is stated."""
+    """The device's own memory. If the bus is known, its bandwidth is computed,
+    otherwise it is stated.
+    """
 
     gib: float
     kind: str
@@ -70,26 +76,27 @@ class Memory:
 
 @dataclass(frozen=True)
 class Device:
-    """One entry of the catalogue. Peaks are dense: no sparsity is counted."""
+    """One entry of the catalogue. Peaks are dense: sparsity does not count."""
 
     title: str
     memory: Memory
-    sources: Mapping[str, str]  # a key, or a table, to where its numbers are from
-    drivers: tuple[str, ...] = ()  # what drivers call it; a name matches whole
+    sources: Mapping[str, str]  # the sources of numbers, by key or by table
+    drivers: tuple[str, ...] = ()  # the names that drivers report, matched whole
     links: tuple[str, ...] = ()  # names in links.toml, the fastest first
-    # where no chip gives it
+    # If no chip gives it.
     peak_tflops: Mapping[str, float] = field(default_factory=dict)
-    # best product measured
+    # The best matmul that was measured.
     reached_tflops: Mapping[str, float] = field(default_factory=dict)
-    # Attention kernels by generation: forward and backward, causal FLOPs, long, heads of 128.
+    # Attention kernels by generation: forward and backward, causal FLOPs, long
+    # sequences, heads of 128.
     attention_tflops: Mapping[str, float] = field(default_factory=dict)
     chip: Chip | None = None
-    pod: int = 0  # devices that its own links join
+    pod: int = 0  # devices that its own links connect
     note: str = ""
     name: str = ""
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s of matrix products in a dtype; 0 where the maker states none."""
+        """FLOP/s of matmuls in a dtype; 0 if the maker states none."""
         chip = self.chip
         if chip is not None and dtype in chip.matrix:
             return chip.units * chip.matrix[dtype] * chip.matrix_clock_ghz * 1e9
@@ -112,11 +119,13 @@ class Device:
 
     @property
     def ridge(self) -> float:
-        """FLOPs of bf16 for each byte of memory at which both are busy: below, memory decides."""
+        """The bf16 FLOPs per byte of memory at which both are busy. Below it, memory is
+        the limit.
+        """
         return self.peak(BF16) / self.memory.bandwidth
 
     def source(self, place: str) -> str:
-        """The source of the number at `memory.gib`: its own, else its table's, or ""."""
+        """The source of the number at `memory.gib`: its own, or its table's, or ""."""
         while place not in self.sources and "." in place:
             place = place.rpartition(".")[0]
         return self.sources.get(place, "")
@@ -137,7 +146,7 @@ def _numbers(value: object, place: str) -> list[tuple[str, float]]:
 
 
 def catalogue(kind: type[Entry], path: Path) -> dict[str, Entry]:
-    """The entries of a shipped file, by name; each has its name too."""
+    """The entries of a file that comes with phalanx, by name; each also holds its name."""
     return {
         name: decode(
             kind, {**table, "name": name}, f"{path.name}, {name}", MachineFileError
@@ -160,7 +169,7 @@ def devices() -> dict[str, Device]:
 
 
 def device(name: str) -> Device:
-    """The device of a catalogue name; `h100` alone is the first that begins so."""
+    """The device of a catalogue name. `h100` alone means the first that begins so."""
     known = devices()
     if name in known:
         return known[name]
@@ -178,5 +187,7 @@ _USUAL = {"h100": "h100-sxm", "a100": "a100-80", "v100": "v100-16"}
 
 
 def device_named(driver: str) -> Device | None:
-    """The entry for what a driver calls a device. None is "unknown": nothing near is taken for it."""
+    """The entry for a driver's name of a device, or None. No similar name is taken for
+    it.
+    """
     return next((d for d in devices().values() if driver.strip() in d.drivers), None)

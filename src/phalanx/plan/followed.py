@@ -1,8 +1,8 @@
-"""A lower bound of one candidate's time by its own schedule, walked stage by stage.
+"""A lower bound of one candidate's time from its own schedule, walked stage by stage.
 
-A search asks for it before it builds the candidate's program. A stage is one operation here, where
-the program has one for each piece, message, gather and sum: a tenth of the operations, and none of
-the passes.
+A search asks for it before it builds the candidate's program. Here a stage is one
+operation, where the program has one for each piece, message, gather and sum: a tenth of
+the operations, and no passes.
 """
 
 from __future__ import annotations
@@ -33,16 +33,18 @@ from .price import distance
 from .space import Inner, Options, Pipeline, Space, ranks_of
 from .step import Pricer
 
-_NODES = 150_000  # of a schedule that is followed
+_NODES = 150_000  # the most in a schedule that is followed
 
 
 class _Nodes(NamedTuple):
-    """Operations of stages in columns, which are walked faster than rows. Place 0 is the step's begin."""
+    """The operations of stages as columns, which are faster to walk than rows. Place 0
+    is the step's start.
+    """
 
-    before: list[int]  # the place of the one before it on its rank
-    value: list[int]  # of the one whose value it takes; 0: none
-    key: list[int]  # which of the stages' times it takes
-    # if the value is a message, the key of the one before; else -1
+    before: list[int]  # the place of the previous operation on the rank
+    value: list[int]  # the place of the operation whose value it takes; 0: none
+    key: list[int]  # the index of its times
+    # if the value is a message, the key of the previous operation; otherwise -1
     beside: list[int]
 
 
@@ -53,12 +55,14 @@ _Key = tuple[str, int]  # a kind of operation, and its stage
 def _stage_nodes(
     name: str, pp: int, chunks: int, count: int
 ) -> tuple[_Nodes, tuple[_Key, ...]]:
-    """The operations of a schedule in an order in which they can happen, and (kind, stage) of each
-    key."""
+    """The operations of a schedule in a possible order, and the (kind, stage) of each
+    key.
+    """
     rows = rows_of(name, pp, count, chunks)
     last_stage, keys = pp * chunks - 1, dict[_Key, int]()
     rank_of = {op.piece: rank for rank, row in enumerate(rows) for op in row}
-    place: dict[tuple[bool, int, int], int] = {}  # forward or not, stage, microbatch
+    # by (forward or not, stage, microbatch)
+    place: dict[tuple[bool, int, int], int] = {}
     nodes = _Nodes([0], [0], [0], [-1])
     at, latest = [0] * pp, [0] * pp
     moved = True
@@ -89,10 +93,12 @@ def _stage_nodes(
 
 
 class _FollowedStages(NamedTuple):
-    """The stages of a pipeline: how many pieces of each kind, and the kinds at their ends."""
+    """The stages of a pipeline: the number of pieces of each kind, and the kinds at
+    their ends.
+    """
 
     counts: tuple[Counter[int], ...]
-    table: Array  # the same, (stages, kinds)
+    table: Array  # the same as (stages, kinds)
     first: tuple[int, ...]
     last: tuple[int, ...]
     held: tuple[tuple[int, ...], ...]  # the stages of each rank
@@ -115,7 +121,7 @@ def _stages_of(
 
 
 class _StageTimes(NamedTuple):
-    """Seconds of every key: of what needs no gradient, of the rest, and of its last piece."""
+    """Seconds of every key: work that needs no gradient, the rest, and its last piece."""
 
     alone: list[float]
     rest: list[float]
@@ -129,8 +135,7 @@ def _stage_times(
     stages: _FollowedStages,
     inner: Inner,
 ) -> _StageTimes:
-    """The times of every key, with what is lost to the messages beside a forward and a backward of each
-    kind of piece."""
+    """The times of every key, including losses to messages beside each kind of piece."""
 
     def slowed(
         piece: PieceTimes, beside: tuple[Array | float, Array | float]
@@ -144,7 +149,7 @@ def _stage_times(
     computed = list(map(slowed, times.values, messages))
     repeats = inner.recompute != "none"
     again = [piece.again.total * repeats for piece in times.values]
-    again[0] = again[-1] = 0.0  # the embedding and the head are never recomputed
+    again[0] = again[-1] = 0.0  # embedding and head are never recomputed
     segment = segment_blocks(inner.recompute) * max(again)
     alone, rest, ending = [], [], []
     for op, stage in keys:
@@ -152,7 +157,7 @@ def _stage_times(
         seconds = sum(number * computed[kind][op] for kind, number in held)
         repeated = 0.0
         if op in ops.PROPAGATES:
-            # What a segment with the head computed just now is not computed again.
+            # A segment with the head is not recomputed, as it has just been computed.
             final = stage == len(stages.counts) - 1
             repeated = sum(number * again[kind] for kind, number in held)
             repeated = max(0.0, repeated - final * segment)
@@ -170,9 +175,13 @@ def followed(
     pricer: Pricer,
     collectives: CollectiveTimes,
 ) -> float:
-    """Seconds that one candidate takes by its own schedule, with its first gathers and its last sums: no
-    program of it is faster. 0 where that is not looked at: without a pipeline, too long, with frozen
-    pieces, where steps roll or two microbatches are computed in turn."""
+    """Seconds that one candidate takes by its own schedule, with its first gathers and
+    its last sums.
+
+    No program of it is faster. 0 if its schedule is not followed: without a pipeline,
+    too long, with frozen pieces, or if steps roll or two microbatches are computed in
+    turn.
+    """
     way, counted, piped, chosen = at
     pipe, inner = options.pipelines[piped], options.inners[chosen]
     zero, count = options.zeros[way], options.counts[counted]
@@ -247,7 +256,9 @@ _Held = Sequence[Sequence[int]]  # the stages of each rank
 def _gathered(
     keys: Sequence[_Key], held: _Held, gathers: Sequence[float]
 ) -> list[float]:
-    """Seconds until a stage's weights have been gathered, one unit after the other, if once a step."""
+    """Seconds until a stage's weights are gathered, one unit after the other, if once a
+    step.
+    """
     rank_of = {stage: mine for mine in held for stage in mine}
     found = [0.0] * len(keys)
     for key, (kind, stage) in enumerate(keys):
@@ -258,7 +269,7 @@ def _gathered(
 
 
 class _Walked(NamedTuple):
-    """The end of a schedule and of its sums, and when each key was begun the last time."""
+    """The end of a schedule and of its sums, and the last start of each key."""
 
     end: float
     latest: list[float]
@@ -274,18 +285,21 @@ def _walk(
     hop: float,
     first: float,
 ) -> _Walked:
-    """Every operation as soon as its rank, its value and its weights are there. `lanes` are sums after
-    every microbatch, one unit of a rank after the other, and when its lane is free again."""
+    """Start every operation as soon as its rank, its value and its weights are ready.
+
+    `lanes` are sums after every microbatch, one unit of a rank after the other.
+    """
     held_by = {stage: rank for rank, mine in enumerate(held) for stage in mine}
     ranks, free = [held_by[stage] for _, stage in keys], [0.0] * len(held)
     alone, rest, ending = times
     earliest = [there + took for there, took in zip(gathered, ending, strict=True)]
     latest, ends = [0.0] * len(keys), [first]
-    # Comparisons in place of `max`, which took half of the time.
+    # Comparisons instead of `max`, which took half of the time.
     for before, value, key, beside in islice(zip(*nodes, strict=True), 1, None):
         begin, made = ends[before], ends[value]
         if beside >= 0:
-            # It is asked for beside the piece that is computed before, and not earlier.
+            # The message is requested beside the piece computed before, and not
+            # earlier.
             asked = begin - ending[beside]
             made = (made if made > asked else asked) + hop
         begin += alone[key]
@@ -308,8 +322,9 @@ def _summed(
     collectives: CollectiveTimes,
     way: int,
 ) -> float:
-    """The end of the last sum: a unit is summed behind its last contribution, the units of a rank one
-    after the other."""
+    """The end of the last sum. Units are summed after their last contribution, those of
+    a rank in turn.
+    """
     replicas = float(collectives.replicas[:, way].min())
     begun = {
         stage: walked.latest[key]

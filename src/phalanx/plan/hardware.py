@@ -1,8 +1,9 @@
-"""The hardware of a program: seconds for a product, a byte and a message.
+"""The hardware of a program: seconds for a matmul, a byte and a message.
 
-Two kinds of constants meet here: the *device* (its best measured rate of products, its memory, its
-attention kernel) and the *cluster* (the share of each link's rate that is reached, the latency of a
-step). A `SoftwareProfile` describes how the running software uses them.
+Two kinds of constants meet here: those of the *device* (its best measured matmul rate,
+its memory, its attention kernel) and those of the *cluster* (the share of each link's
+rate that is reached, the latency of a step). A `SoftwareProfile` describes how the
+software uses them.
 """
 
 import math
@@ -17,44 +18,53 @@ from .curve import FACTORS
 from .device import Device, MachineError
 from .link import Cluster, link
 
-# Assumptions for a device whose best matmul, or attention kernel, nobody has measured.
-# of the stated peak, unless other formats of the device reach less of theirs
+# Assumptions for a device whose best matmul, or attention kernel, was not measured.
+# Share of the stated peak, unless other formats of the device reach less of theirs.
 REACHED = 0.75
-FLASH = 0.6  # of the best matmul
-# FLOPs a cycle of each streaming multiprocessor, at most, in kernels whose tensor-core instructions are
-# Ampere's (mma.sync): newer devices run these no faster, whatever their peak. From the 200 and 335
-# TFLOP/s that FlashAttention-1 and -2 reach on an H100, which has twice an A100's peak per cycle.
+FLASH = 0.6  # share of the best matmul rate
+# The most FLOPs per cycle of each streaming multiprocessor in kernels with Ampere's
+# tensor-core instructions (mma.sync): newer devices run these no faster, whatever their
+# peak. From the 200 and 335 TFLOP/s that FlashAttention-1 and -2 reach on an H100,
+# which has twice an A100's peak per cycle.
 _AMPERE_FLOPS = {"flash-1": 828.0, "flash-2": 1387.0}
-STREAM = 0.85  # of the memory's stated bandwidth that long reads and writes see
-# bytes more for each number of what a product in fp8 takes: cut by who made it
+STREAM = 0.85  # share of the memory's stated bandwidth in long reads and writes
+# Extra bytes for each element of an fp8 matmul's inputs, moved by the kernels that
+# round them.
 _QUANTISED = 1.0
-# of a product, and how well each size runs
+# Tiles of a matmul, and the relative rate of each size.
 _TILES = ((128, 256), (128, 128), (64, 128))
 _TILE_RATE = (1.0, 0.97, 0.8)
 _TO_HOST = ("pcie", "nvlink-c2c")
-HOST_LINK = 25e9  # bytes a second to a host, where the catalogue names no link to it
-# keys at which causal attention has half its rate (Dao 2023, figures 4 and 7)
+HOST_LINK = 25e9  # bytes per second to a host, if the catalogue names no link to it
+# The number of keys at which causal attention runs at half its rate (Dao 2023, figures
+# 4 and 7).
 _RAMP = 512.0
-# A ring sends in chunks, the first of which has to come all the way round: bytes of a long message,
-# or a part of a short one, which NCCL cuts finer (three measured A100 servers, an H200).
+# A ring sends in chunks, and the first has to travel all the way round: bytes of it in
+# a long message, or a share of a short one, which NCCL cuts finer (three measured A100
+# servers, an H200).
 _FILL, _FILLED = 8e6, 0.25
-# How much slower attention is with narrow heads, as a power of their size beside 128: with 64 it has 171
-# TFLOP/s where 128 have 189 (Dao 2023, figure 4, A100); generation 3 loses more (Shah et al. 2024).
+# Slowdown of attention with narrow heads, as a power of their size relative to 128:
+# heads of 64 reach 171 TFLOP/s where 128 reach 189 (Dao 2023, figure 4, A100);
+# generation 3 loses more (Shah et al. 2024).
 _NARROW, _NARROW_3 = 0.15, 0.35
-# Of computing's rate, while messages travel beside it: the kernels that send and sum them occupy
-# multiprocessors and memory bandwidth.
+# Share of the computing rate lost while messages travel beside it: the kernels that
+# send and sum them occupy multiprocessors and memory bandwidth.
 SLOWED = 0.25
-_DEPTH = 80.0  # k at which a product's start and end cost as much as its middle
+_DEPTH = 80.0  # the k at which a matmul's start and end cost as much as its middle
 
 
 def lost_beside(computing: float, messages: float) -> float:
-    """Seconds that computing takes longer for the messages that travel beside it: a part of each of
-    their seconds, and no more than where they travel all the while."""
+    """Seconds by which computation is longer because messages travel beside it.
+
+    A share of the messages' seconds, and at most the loss if they travel all the time.
+    """
     return min(SLOWED * messages, computing * SLOWED / (1 - SLOWED))
 
 
 class PredictionError(RuntimeError):
-    """A prediction that cannot be right: a mistake of the planner, not of its user."""
+    """Raised for a prediction that cannot be right: a mistake of the planner, not of
+    its user.
+    """
 
 
 class Rates(Protocol):
@@ -72,13 +82,13 @@ class Rates(Protocol):
 
 @dataclass(frozen=True)
 class Roofline:
-    """A catalogued device: roofline by shape, with wave quantisation."""
+    """A catalogued device: a roofline by shape, with wave quantization."""
 
     device: Device
     launch: float = 5e-6
 
     def reached(self, dtype: str) -> float:
-        """FLOP/s of the best product: measured, or assumed from the peak."""
+        """FLOP/s of the best matmul: measured, or assumed from the peak."""
         found = self.device.reached_tflops.get(dtype, 0.0) * 1e12
         found = found or self._usual_part() * self.device.peak(dtype)
         if not found:
@@ -86,7 +96,9 @@ class Roofline:
         return found
 
     def _usual_part(self) -> float:
-        """Part of the peak that is assumed of an unmeasured format: no more than measured ones reach."""
+        """The assumed share of the peak for an unmeasured format: at most the share
+        that measured ones reach.
+        """
         measured = self.device.reached_tflops.items()
         return min(
             [
@@ -105,7 +117,9 @@ class Roofline:
         return time + (self.move(_QUANTISED * taken) if dtype == FP8 else 0.0)
 
     def _shape(self, p: Product) -> float:
-        """Part of the best rate that a shape can reach: whole tiles, whole waves, enough depth."""
+        """The share of the best rate that a shape can reach: whole tiles, whole waves,
+        enough depth.
+        """
         units = self.device.chip.units if self.device.chip else 1
         best = 0.0
         for (tall, wide), rate in zip(_TILES, _TILE_RATE, strict=True):
@@ -126,12 +140,14 @@ class Roofline:
         return float(a.flops / (rate * narrow * a.keys / (a.keys + short)))
 
     def attention_measured(self, kernel: str) -> str:
-        """The newest measured generation of attention kernels, up to the one asked for; "" if none is."""
+        """The newest measured generation of attention kernels up to the requested one,
+        or "".
+        """
         known = self.device.attention_tflops
         return max((name for name in known if name <= kernel), default="")
 
     def _assumed_attention(self, dtype: str, kernel: str) -> float:
-        """FLOP/s of a kernel that nobody has measured on this device."""
+        """FLOP/s of an attention kernel that was not measured on this device."""
         usual = BF16 if self.device.peak(BF16) else dtype
         rate, chip = FLASH * self.reached(usual), self.device.chip
         if chip is None or kernel not in _AMPERE_FLOPS:
@@ -146,27 +162,34 @@ class Roofline:
 
 @dataclass(frozen=True)
 class Hop:
-    """One level of links as collectives see it: bytes a second of a rank, seconds of a step."""
+    """One level of links as collectives see it: bytes per second of a rank, seconds per
+    step.
+    """
 
-    inside: int  # devices that this level joins in all
-    # bus bandwidth of all-gather and reduce-scatter within it, and of one pair
+    inside: int  # devices that this level connects in total
+    # Bus bandwidth of all-gather and reduce-scatter within it, and of one pair.
     rate: float
-    reduce: float  # of all-reduce
+    reduce: float  # bus bandwidth of all-reduce
     latency: float
-    # by lower units joined: what is left
+    # The remaining share of bandwidth, by the number of lower units connected.
     faded: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Network:
-    """Links in levels, the innermost first. Each lower unit has a port for each of its devices, so
-    a group with g members in a server drives g ports at once."""
+    """Links in levels, the innermost first.
+
+    Each lower unit has a port for each of its devices, so a group with g members in a
+    server drives g ports at once.
+    """
 
     hops: tuple[Hop, ...]
     start: float = 12e-6  # seconds before the first byte of any collective
 
     def seconds(self, op: str, size: float, ranks: float, apart: float) -> float:
-        """Time of a collective over groups of `ranks`, each `apart` from the next."""
+        """The time of a collective over groups of `ranks` ranks, each `apart` from the
+        next.
+        """
         if op == "send":
             hop = next((hop for hop in self.hops if apart < hop.inside), self.hops[-1])
             return self.start + hop.latency + size / hop.rate
@@ -181,8 +204,10 @@ class Network:
         )
 
     def _path(self, op: str, n: float, apart: float) -> tuple[float, float]:
-        """Bandwidth of the narrowest level that the group crosses, and the steps' latencies."""
-        members = 1.0  # of the group inside one lower unit
+        """The bandwidth of the narrowest level that the group crosses, and the total
+        latency of the steps.
+        """
+        members = 1.0  # the group's ranks inside one lower unit
         bandwidth, delay = math.inf, 0.0
         for hop in self.hops:
             inside = min(max(math.floor(hop.inside / apart), 1.0), n)
@@ -191,7 +216,7 @@ class Network:
                 rate = hop.reduce if op == "all_reduce" else hop.rate
                 bandwidth = min(bandwidth, rate * members * _left(hop.faded, units))
                 steps = units - 1
-                # a tree is chosen where a ring would take more steps
+                # A tree is chosen where a ring would take more steps.
                 if op == "all_reduce":
                     steps = 2 * min(steps, 2 * math.log2(units))
                 delay += steps * hop.latency
@@ -205,8 +230,10 @@ class Network:
 
 
 def _left(faded: Mapping[int, float], units: float) -> float:
-    """Share of the bandwidth that remains when this many units are joined: interpolated over the
-    logarithm between measurements; beyond them, the last."""
+    """The share of bandwidth that remains with this many units connected.
+
+    Interpolated over the logarithm between measurements; beyond them, the last.
+    """
     if not faded or units <= 1:
         return 1.0
     known = sorted((math.log2(k), math.log(v)) for k, v in faded.items())
@@ -225,33 +252,33 @@ class NetworkTimes(Protocol):
 
 @dataclass(frozen=True)
 class Hardware:
-    """A number of equal devices, joined by a network."""
+    """A number of equal devices, connected by a network."""
 
     name: str
     ranks: int
     memory: float  # bytes of one device
     rates: Rates
     network: NetworkTimes
-    node: int  # devices that the fastest links join
+    node: int  # devices connected by the fastest links
     peak: Mapping[str, float]  # FLOP/s by dtype, for MFU
-    host: float = HOST_LINK  # bytes a second between a device and its host
-    measured: bool = False  # its rates and its peak are from a machine file
-    # of a CPU whose ranks share them; 0: every rank has a device of its own
+    host: float = HOST_LINK  # bytes per second between a device and its host
+    measured: bool = False  # rates and peak come from a machine file
+    # Cores of a CPU whose ranks share them; 0: every rank has its own device.
     cores: int = 0
 
     @property
     def target(self) -> str:
-        """Whose kernels compute: "cpu" or "cuda"."""
+        """The device whose kernels compute: "cpu" or "cuda"."""
         return "cpu" if self.cores else "cuda"
 
     @property
     def crowding(self) -> float:
-        """Slowdown of a rank when all ranks compute."""
+        """The slowdown of a rank when all ranks compute."""
         return max(1.0, self.ranks / self.cores) if self.cores else 1.0
 
 
 def hardware_of(cluster: Cluster, ranks: int = 0) -> Hardware:
-    """A catalogued cluster as a place to run."""
+    """A catalogued cluster as hardware to plan for."""
     device = cluster.kind
     hops, inside = list[Hop](), 1
     for level in cluster.levels:

@@ -8,11 +8,11 @@ from .link import clusters, link
 
 @dataclass(frozen=True)
 class Place:
-    """One level: how much it holds in all, how fast bytes come from it, how that was computed."""
+    """One level: its capacity, its bandwidth, and how that was computed."""
 
     name: str
-    bytes: float  # 0: no bound worth telling
-    bandwidth: float  # bytes a second of one device; of links both directions added
+    bytes: float  # 0: no meaningful limit
+    bandwidth: float  # bytes per second of one device; for links, both directions added
     how: str
 
     @property
@@ -21,7 +21,7 @@ class Place:
 
 
 def hierarchy(device: Device) -> tuple[Place, ...]:
-    """The levels from the inside out; those that its data file does not tell are left out."""
+    """The levels from the inside out. Those missing in the data file are left out."""
     memory, chip = device.memory, device.chip
     how = (
         f"{memory.bus_bits} bits x {memory.gbit_per_pin} Gbit/s"

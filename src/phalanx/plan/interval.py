@@ -1,8 +1,9 @@
 """The expected range of a step around its prediction, and the causes that make it wide.
 
-Each cause of uncertainty that applies to a case widens the range. The widths were fitted on published
-runs that no other number of the planner had seen (`intervals.toml`). Causes are independent, so their
-widths add in squares. The widths below and above the prediction differ.
+Each cause of uncertainty that applies to a case widens the range. The widths were
+fitted on published runs that no other number of the planner had seen
+(`intervals.toml`). Causes are independent, so their widths add in squares. The widths
+below and above the prediction differ.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from .case import Case
 from .hardware import Hardware, Roofline
 from .profile import SoftwareProfile
 
-# share of steps in the range that a calibration derives from its own runs
+# The share of steps in the range that a calibration derives from its own runs.
 OWN_LEVEL = 0.8
 _QUANTILE = 1.2816  # of the normal distribution, at the upper end of such a range
-_MESSAGES = ("tensor", "data", "pipe")  # the parts of a step that wait for messages
-FP4 = "fp4"  # in tables of published runs
-_DEVICES = 8.0  # up to this many devices add nothing to the range
+_MESSAGES = ("tensor", "data", "pipe")  # parts of a step that wait for messages
+FP4 = "fp4"  # occurs in tables of published runs
+_DEVICES = 8.0  # up to this many devices do not widen the range
 BASE, SOFTWARE, DEVICE, ATTENTION, MATMUL = (
     "base",
     "software",
@@ -56,7 +57,9 @@ CAUSES = (
 
 @dataclass(frozen=True)
 class Cause:
-    """One cause of uncertainty, with its widths as logarithms: below and above the prediction."""
+    """One cause of uncertainty, with its widths as logarithms: below and above the
+    prediction.
+    """
 
     name: str
     text: str
@@ -72,9 +75,9 @@ class Cause:
 class StepRange:
     """The range of a step: factors of the prediction, and its causes, the widest first.
 
-    `level` is the share of published runs that fell in such a range while their whole family was left
-    out of the fit. With `own_runs` the range comes from that many runs of the user, and `level` is
-    Student's.
+    `level` is the share of published runs that fell in such a range while their whole
+    family was left out of the fit. With `own_runs` the range comes from that many runs
+    of the user, and `level` from Student's distribution.
     """
 
     low: float
@@ -95,8 +98,11 @@ class StepRange:
 
 @dataclass(frozen=True)
 class Widths:
-    """The contents of `intervals.toml`: the widths of every cause, the devices on whose runs the planner's
-    numbers were fitted, and the shares of runs that fell in their range with their family left out."""
+    """The contents of `intervals.toml`.
+
+    The widths of every cause, the devices on whose runs the planner's numbers were
+    fitted, and the shares of runs in their range with their family left out.
+    """
 
     devices: tuple[str, ...]
     covered: Mapping[str, float]
@@ -117,7 +123,9 @@ def widths() -> Widths:
 def amounts(
     case: Case, hardware: Hardware, profile: SoftwareProfile, parts: Mapping[str, float]
 ) -> dict[str, float]:
-    """Strength with which each cause applies to a prediction, 0 if not at all; it multiplies the width."""
+    """The strength of each cause in a prediction, 0 if it does not apply. It multiplies
+    the width.
+    """
     layout, rates = case.layout, hardware.rates
     attention = attention_part(case.shape, case.sequence)
     dtype = case.dtype or (FP8 if layout.matmul else layout.precision)
@@ -147,7 +155,7 @@ def amounts(
 
 
 def attention_part(shape: Shape, sequence: int) -> float:
-    """Share of attention, causal and without windows, in the model's FLOPs."""
+    """The share of attention, causal and without windows, in the model's FLOPs."""
     pairs = sequence * shape.heads * shape.head_dim * shape.layers
     return pairs / (pairs + shape.active) if pairs else 0.0
 
@@ -155,8 +163,11 @@ def attention_part(shape: Shape, sequence: int) -> float:
 def interval(
     case: Case, hardware: Hardware, profile: SoftwareProfile, parts: Mapping[str, float]
 ) -> StepRange:
-    """The range of a predicted step, from the causes that apply to it. The runs of a calibrated profile show
-    its error, and other causes count only as far as they exceed those of these runs."""
+    """The range of a predicted step, from the causes that apply to it.
+
+    The runs of a calibrated profile show its error, so other causes count only as far
+    as they exceed those of these runs.
+    """
     fitted, known = (
         widths(),
         dict(zip(profile.own_causes, profile.own_amounts, strict=True)),
@@ -183,7 +194,7 @@ def interval(
 def _texts(
     case: Case, hardware: Hardware, profile: SoftwareProfile, parts: Mapping[str, float]
 ) -> dict[str, str]:
-    """Every cause in words, as they complete "Largest uncertainty: ..."."""
+    """Every cause in words, completing "Largest uncertainty: ..."."""
     layout, step = case.layout, sum(parts.values())
     waits = sum(parts.get(name, 0.0) for name in _MESSAGES) / step if step else 0.0
     format_ = case.dtype or layout.matmul or layout.precision
@@ -215,15 +226,16 @@ def with_own_range(
 ) -> SoftwareProfile:
     """A calibrated profile with the range that its own runs show.
 
-    `off` is the logarithm of measured over predicted time of each run, calibrated without it; `runs` are
-    the range of each run before it was calibrated, and the amounts of the causes that applied to it. The
-    range before counts as one run more, which keeps that of two or three lucky runs from being narrow.
+    `off` is the logarithm of measured over predicted time of each run, calibrated
+    without it. `runs` holds the range of each run before calibration, and the strengths
+    of the causes that applied to it. The range before calibration counts as one more
+    run, so two or three lucky runs do not make it narrow.
     """
     count = len(off)
     if count < 2:
         return profile
     squares = math.fsum(x * x for x in off)
-    degrees = count + 1  # of freedom: a mean is not taken off
+    degrees = count + 1  # of freedom: no mean is subtracted
     beyond = _student(degrees) * math.sqrt(1 + 1 / count)
 
     def reach(before: float) -> float:
@@ -247,7 +259,9 @@ def with_own_range(
 
 
 def _student(degrees: int) -> float:
-    """The 90 % quantile of Student's distribution, to 1 % with 3 degrees of freedom or more."""
+    """The 90 % quantile of Student's distribution, to 1 % with 3 degrees of freedom or
+    more.
+    """
     z, n = _QUANTILE, degrees
     # Abramowitz and Stegun, 26.7.5.
     return z + (z**3 + z) / (4 * n) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n * n)

@@ -1,4 +1,4 @@
-"""The ways between devices, with the source of each number, and clusters as levels of them."""
+"""Links between devices, each number with its source, and clusters built of them."""
 
 import math
 import re
@@ -17,9 +17,9 @@ class Link:
     title: str
     source: str
     lanes: int
-    gbit: float  # of a lane, in one direction
-    efficiency: float = 1.0  # what coding leaves of it
-    all_reduce_factor: float = 1.0  # of a ring's traffic, where the switch sums
+    gbit: float  # per lane, in one direction
+    efficiency: float = 1.0  # the share that encoding leaves
+    all_reduce_factor: float = 1.0  # relative to a ring's traffic, if the switch sums
     name: str = ""
 
     @property
@@ -28,33 +28,38 @@ class Link:
 
     @property
     def both(self) -> float:
-        """Bytes a second, both directions added: the number on the box of NVLink."""
+        """Bytes per second, both directions added: the advertised number of NVLink."""
         return 2 * self.bandwidth
 
 
 @dataclass(frozen=True)
 class Level:
-    """`size` of the level below, joined: 8 devices to a server, 2 servers to a rack."""
+    """`size` connected units of the level below: 8 devices in a server, 2 servers in a
+    rack.
+    """
 
     name: str
     link: str
-    size: int = 0  # 0: as many as are left
+    size: int = 0  # 0: all that are left
     share: float = 1.0
-    reached: float = 0.8  # of that rate as a ring of collectives measures it
-    reduces: float = 1.0  # all-reduce beside all-gather: above 1 where the switch sums
+    reached: float = 0.8  # share of that rate in a ring's collectives
+    # all-reduce relative to all-gather; above 1 if the switch sums
+    reduces: float = 1.0
     latency_us: float = 4.0  # of one step of a ring
-    # by units joined: what is left
+    # The remaining share of bandwidth, by the number of units connected.
     faded: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second and device, in one direction, when everyone sends across this level."""
+        """Bytes per second and device, in one direction, if all devices send across
+        this level.
+        """
         return link(self.link).bandwidth * self.share
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices joined in levels, the innermost first."""
+    """Devices connected in levels, the innermost first."""
 
     device: str
     source: str
@@ -70,7 +75,7 @@ class Cluster:
         return device(self.device)
 
     def totals(self) -> dict[str, float]:
-        """Totals over all devices: cores, matrix cores, bytes of memory, bf16 FLOP/s."""
+        """Cores, matrix cores, bytes of memory and bf16 FLOP/s of all devices."""
         kind, chip = self.kind, self.kind.chip
         return {
             "devices": self.size,
@@ -94,12 +99,14 @@ def link(name: str) -> Link:
 
 @cache
 def clusters() -> dict[str, Cluster]:
-    """Every family of clusters, by name; the outermost level of most has no size yet."""
+    """Every family of clusters, by name. The outermost level of most has no size yet."""
     return catalogue(Cluster, MACHINES / "clusters.toml")
 
 
 def cluster(name: str) -> Cluster:
-    """`llama3`, or a family with how many devices: `h100x64`."""
+    """The cluster of a name such as `llama3`, or of a family with a number of devices:
+    `h100x64`.
+    """
     match, known = re.fullmatch(r"(.+?)(?:x([0-9]{1,7}))?", name), clusters()
     family, count = (
         (match[1], int(match[2] or 0)) if match and name not in known else (name, 0)
@@ -114,14 +121,16 @@ def cluster(name: str) -> Cluster:
     whole = known[family]
     if not count and not whole.size:
         raise MachineError(
-            f"how many devices does {name!r} have? Write {family}x64 for 64."
+            f"{name!r} does not give the number of devices: write {family}x64 for 64."
         )
     return replace(whole, name=name, levels=_filled(whole, count or whole.size))
 
 
 def joined(name: str, count: int, server: int = 8) -> Cluster:
-    """A cluster of a device for which none is catalogued: its fastest link in a server, and between
-    servers an assumed 100 Gb/s Ethernet for each server."""
+    """A cluster of a device without a catalogued one.
+
+    Its fastest link inside a server, and an assumed 100 Gb/s Ethernet for each server.
+    """
     kind = device(name)
     size = kind.pod or server
     levels = (
@@ -133,8 +142,11 @@ def joined(name: str, count: int, server: int = 8) -> Cluster:
 
 
 def whole_servers(name: str, ranks: int, server: int = 8) -> Cluster:
-    """The smallest such cluster that has room for any number of ranks: its last server may be partly
-    used. For estimates on a cluster that nobody has named."""
+    """The smallest such cluster with room for a number of ranks; its last server may be
+    partly used.
+
+    For estimates on an unnamed cluster.
+    """
     kind = device(name)
     size = kind.pod or server
     count = ranks if ranks <= size else math.ceil(ranks / size) * size

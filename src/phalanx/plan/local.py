@@ -1,7 +1,8 @@
-"""The measured machine as hardware to plan for: rates between those measured, messages by its curves.
+"""The measured machine as hardware to plan for: interpolated rates, and messages by its
+curves.
 
-Ranks of a CPU share its cores and its memory: curves are measured among as many ranks as will run,
-and `simulate` shares the cores among those that are at work.
+Ranks on a CPU share its cores and its memory: curves are measured among as many ranks
+as will run, and `simulate` shares the cores among the busy ones.
 """
 
 import math
@@ -18,8 +19,8 @@ from .hardware import HOST_LINK, Hardware
 from .machine import Machine, Rate
 from .profile import SoftwareProfile, profile
 
-_NEAR = {TF32: FP32, FP16: BF16}  # the dtype that stands for one that was not measured
-_ATTENTION = 0.6  # of the product's rate: what a fused kernel is assumed to reach
+_NEAR = {TF32: FP32, FP16: BF16}  # substitutes for dtypes that were not measured
+_ATTENTION = 0.6  # assumed share of the matmul rate in a fused kernel
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,9 @@ class MeasuredRates:
     _known_rates: dict[Any, float] = field(default_factory=dict, compare=False)
 
     def rate(self, dtype: str, m: float, n: float, k: float) -> float:
-        """FLOP/s of a product: the mean of the measured ones in logarithms, the near ones first."""
+        """FLOP/s of a matmul: a mean of the measured ones in logarithms, weighted
+        towards near shapes.
+        """
         key = dtype, m, n, k
         if key not in self._known_rates:
             self._known_rates[key] = self._between(*key)
@@ -75,15 +78,20 @@ class MeasuredRates:
 
 @dataclass(frozen=True)
 class Curves:
-    """Messages by the machine's curves. `ranks` run on it: where they share cores, a small group is
-    as slow as it was found beside the others, which is how curves of groups apart were measured."""
+    """Message times from the machine's curves, for `ranks` ranks on it.
+
+    If ranks share cores, a small group is as slow as it was measured beside the others,
+    which is how curves of separate groups were measured.
+    """
 
     machine: Machine
     ranks: int
     backend: str = ""
 
     def seconds(self, op: str, size: float, ranks: float, apart: float) -> float:
-        """Time of a collective over groups of `ranks`, each `apart` from the next."""
+        """The time of a collective over groups of `ranks` ranks, each `apart` from the
+        next.
+        """
         group = 2 if op == "send" else int(ranks)
         if group < 2 or ranks < 2:
             return 0.0
@@ -97,7 +105,7 @@ class Curves:
 def hardware_of_machine(
     machine: Machine, ranks: int = 0, backend: str = ""
 ) -> Hardware:
-    """The machine of a file as a place to run so many ranks; 0: one for each device or core."""
+    """A measured machine as hardware for `ranks` ranks; 0: one for each device or core."""
     cpu = machine.kind == "cpu"
     cores = max(1, machine.cores // machine.threads) if cpu else 0
     ranks = ranks or cores or machine.count
@@ -128,7 +136,7 @@ def hardware_of_machine(
 
 
 def local_profile(precision: str = FP32) -> SoftwareProfile:
-    """Ours on a CPU: no driver, nothing that an allocator keeps."""
+    """Our profile on a CPU: no driver, no allocator reserve."""
     state = engine_state(precision)
     return replace(
         profile("phalanx"),
@@ -149,7 +157,7 @@ def profile_for(
     *,
     muon: bool = False,
 ) -> SoftwareProfile:
-    """The named software; ours where none is named, with its Muon or without."""
+    """The named software, or ours, with its Muon or without."""
     if hardware.cores and not name:
         ours = local_profile(precision)
         moments = len(OPTIMIZERS[MUON].matrix_moments)

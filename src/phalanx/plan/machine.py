@@ -1,4 +1,6 @@
-"""A measured machine: the results of the benchmarks, as one value and one TOML file that plans read."""
+"""A measured machine: the results of the benchmarks, as one value and one TOML file
+that plans read.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from .device import Device, MachineError, MachineFileError, device
 
 @dataclass(frozen=True)
 class Rate:
-    """One shape of matrix product, (m, k) @ (k, n), and how fast it went."""
+    """The measured rate of one matmul shape, (m, k) @ (k, n)."""
 
     dtype: str
     m: int = key(minimum=1)
@@ -27,7 +29,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class Store:
-    """A way of moving bytes that is no link: the device's memory, host to device."""
+    """A way of moving bytes that is no link: the device's memory, or host to device."""
 
     name: str
     bandwidth: float = key(description="bytes read and written a second", minimum=0)
@@ -35,10 +37,12 @@ class Store:
 
 @dataclass(frozen=True)
 class Hidden:
-    """Overlap of two activities: the share of the shorter one that disappears behind the longer."""
+    """The overlap of two activities: the share of the shorter one that is hidden behind
+    the longer.
+    """
 
     name: str
-    # 1: all of it; 0: none; below 0: together takes longer than one after the other
+    # 1: all; 0: none; below 0: together they take longer than one after the other.
     part: float = key(
         description="how much of the shorter is hidden", minimum=None, maximum=1
     )
@@ -73,7 +77,7 @@ class Machine:
 
     @classmethod
     def parse(cls, text: str, name: str = "the machine") -> Machine:
-        """The machine that TOML describes; unknown keys and wrong types are refused together."""
+        """Parse a machine from TOML. Unknown keys and wrong types are refused together."""
         return parse(cls, text, name, MachineFileError)
 
     @classmethod
@@ -90,27 +94,32 @@ class Machine:
 
     @property
     def memory_bandwidth(self) -> float:
-        """Bytes a second, read and written, of the device's own memory; 0 if it was not measured."""
+        """Bytes per second, read and written, of the device's own memory; 0 if not
+        measured.
+        """
         return self.store("copy")
 
     @property
     def host_bandwidth(self) -> float:
-        """Bytes a second between a device and its host; 0 if it was not measured."""
+        """Bytes per second between a device and its host; 0 if not measured."""
         copy = self.memory_bandwidth / 2  # a copy on a CPU reads and writes
         return copy if self.kind == "cpu" else self.store("host to device, pinned")
 
     def store(self, name: str) -> float:
-        """The bandwidth of one way of moving bytes; 0 if it was not measured."""
+        """The bandwidth of one way of moving bytes; 0 if not measured."""
         return next((s.bandwidth for s in self.stores if s.name == name), 0.0)
 
     def best(self, dtype: str) -> Rate | None:
-        """The fastest product that was measured in a dtype: the peak of a device that is unknown."""
+        """The fastest matmul measured in a dtype: the peak of an unknown device."""
         rates = [rate for rate in self.rates if rate.dtype == dtype]
         return max(rates, key=lambda rate: rate.flops, default=None)
 
     def curve(self, op: str, ranks: int, *, backend: str = "", apart: int = 1) -> Curve:
-        """The curve of an operation for a group; that of the nearest size that was measured,
-        with the steps and bytes of the size that is asked for."""
+        """The curve of an operation for a group size.
+
+        If it was not measured, the nearest size's curve with the steps and bytes of
+        this size.
+        """
         known = [
             c
             for c in self.curves

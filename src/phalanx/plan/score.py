@@ -28,7 +28,7 @@ from .table import PublishedRow
 
 # How far nine of ten repeats of one configuration are from each other at most; pairs that are closer
 # have no order. It is taken from a table's own repeats where it has so many pairs of them, and else from
-# what is told of its source.
+# what is usual of its source.
 NOISE = {"llm": 0.015, "ultrascale": 0.12}
 _USUAL_NOISE = 0.02
 _REPEATS = 10
@@ -307,8 +307,8 @@ def _noise(family: str, timed: Sequence[ScoredRow]) -> float:
     for x in timed:
         alike[x.case, x.row.device, x.row.profile.name].append(math.log(x.row.step))
     apart = [abs(a - b) for same in alike.values() for a, b in combinations(same, 2)]
-    told = NOISE.get(family, _USUAL_NOISE)
-    return float(np.quantile(apart, 0.9)) if len(apart) >= _REPEATS else told
+    usual = NOISE.get(family, _USUAL_NOISE)
+    return float(np.quantile(apart, 0.9)) if len(apart) >= _REPEATS else usual
 
 
 def _by_group(runs: Sequence[ScoredRow]) -> list[list[ScoredRow]]:
