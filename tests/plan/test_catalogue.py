@@ -172,7 +172,7 @@ def test_only_a_driver_s_own_name_finds_a_device() -> None:
     "name, said",
     [
         ("h10x64", "Did you mean 'h100'"),
-        ("h100", "Write h100x64"),
+        ("h100", "write h100x64"),
         ("h100x12", "use a multiple of 8"),
         ("llama3x49152", "24576 devices, not 49152"),
         ("", "unknown cluster ''"),

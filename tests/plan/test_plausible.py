@@ -110,7 +110,7 @@ def test_a_price_that_is_no_time_is_refused_as_our_mistake(
 ) -> None:
     hardware = replace(hardware_of(cluster("h100x8")), network=_Broken(time))
     with pytest.raises(
-        PredictionError, match=r"impossible.*This is a mistake in phalanx"
+        PredictionError, match=r"impossible.*This is a bug in phalanx"
     ):
         choice(_priced(words, profile("default"), hardware))
 
@@ -126,7 +126,7 @@ def test_a_step_that_beats_the_peak_is_refused_unless_the_peak_was_measured() ->
     fast = replace(profile("default"), slower=1e-3, host=0.0)
     hardware = hardware_of(cluster("h100x1"))
     with pytest.raises(
-        PredictionError, match=r"an MFU of \d{3,}.*This is a mistake in phalanx"
+        PredictionError, match=r"an MFU of \d{3,}.*This is a bug in phalanx"
     ):
         choice(_priced("accum:2", fast, hardware))
     assert choice(_priced("accum:2", fast, replace(hardware, measured=True))).step > 0
@@ -140,7 +140,7 @@ def test_steps_of_more_than_a_day_are_refused_and_the_longest_part_is_named() ->
         return replace(found, parts={**found.parts, **more})
 
     for slow, words in (
-        (of(data=2.6e12), r"100.0% of it for 'data'.*This is a mistake in phalanx"),
+        (of(data=2.6e12), r"100.0% of it is 'data'.*This is a bug in phalanx"),
         (of(compute=90_000.0), "longer than a day"),
     ):
         with pytest.raises(PredictionError, match=words):

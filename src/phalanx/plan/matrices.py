@@ -1,5 +1,8 @@
-"""Muon's cost beside an elementwise update: products at each matrix's owner, and the exchange of
-matrices. In seconds of some hardware, and in FLOPs and bytes."""
+"""The cost of Muon beyond an elementwise update, in seconds, FLOPs and bytes.
+
+Every matrix has an owner rank, which computes its Newton-Schulz products. Ranks
+exchange matrices before and after.
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,24 +15,26 @@ from .hardware import Hardware
 
 
 class MatrixTimes(NamedTuple):
-    """Seconds of the operations on one block's matrices."""
+    """Seconds of the operations on the matrices of one block."""
 
     to_owners: float = 0.0
     update: float = 0.0
     from_owners: float = 0.0
 
 
-# Features in and out of a piece's matrices: of its dense weights, of its routed experts.
+# (in features, out features) of each matrix of a piece: of dense weights, then of
+# routed experts.
 Matrices = tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]
 
 
 def row_matrices(row: PieceRow) -> Matrices:
-    """Features in and out of the matrices of a piece that are trained: dense ones, and those of experts."""
+    """The trained matrices of a piece: those of dense weights, and those of experts."""
     trained = [weight for weight in row.weights if weight.trained]
     dense = (
         sides for weight in trained if not weight.routed for sides in weight.matrices
     )
-    # Experts one after the other, each with all of its matrices: an owner has whole experts.
+    # Expert by expert, each with all of its matrices: an expert is never divided among
+    # owners.
     every = (weight.matrices for weight in trained if weight.routed and weight.matrices)
     routed = zip(*every, strict=True)
     return (
@@ -41,8 +46,12 @@ def row_matrices(row: PieceRow) -> Matrices:
 def _groups(
     matrices: Matrices, x: Layout
 ) -> list[tuple[tuple[tuple[int, int], ...], int, int]]:
-    """Matrices that are owned together, the number of owners, and the parts made by tp and shards.
-    Dense weights are owned by all ranks of a stage, experts by the ranks that share them."""
+    """Groups of matrices that share owners, as (matrices, number of owners, parts of a
+    matrix).
+
+    Tensor parallelism and shards divide each matrix into parts. All ranks of a stage
+    own dense weights. The ranks that share experts own those.
+    """
     dense, routed = matrices
     stage, own = x.ranks // x.pp, routed[: -(-len(routed) // x.expert_ranks)]
     cut = max(1, x.shards // x.copies_sharing) * (1 if "tp" in x.experts else x.tp)
@@ -51,7 +60,9 @@ def _groups(
 
 
 def matrix_bytes(matrices: Matrices, x: Layout, width: float) -> float:
-    """Bytes sent, bytes received, and bytes of the results that a rank owns."""
+    """Bytes of one rank's matrices: those it sends, those it receives, and results it
+    owns.
+    """
     groups = _groups(matrices, x)
     return 3 * width * sum(sum(a * b for a, b in m) / parts for m, _, parts in groups)
 
@@ -59,7 +70,7 @@ def matrix_bytes(matrices: Matrices, x: Layout, width: float) -> float:
 def _loads(
     sides: tuple[tuple[int, int], ...], ranks: int, of: Callable[[Product], float]
 ) -> dict[int, float]:
-    """Seconds of Newton-Schulz products for each owner."""
+    """The work of Newton-Schulz products for each owner, in the unit that `of` returns."""
     loads = dict.fromkeys(range(ranks), 0.0)
     owners = assign_owners([orthogonal_work(*each) for each in sides], ranks)
     for owner, each in zip(owners, sides, strict=True):
@@ -72,7 +83,7 @@ def _loads(
 def newton_schulz(
     matrices: Matrices, x: Layout, *, cpu: bool = False
 ) -> tuple[float, float]:
-    """FLOPs of the owners that have most, and bytes that their products read and write."""
+    """FLOPs of the busiest owners, and bytes that their products read and write."""
     width, flops, moved = DTYPES[x.precision if cpu else BF16].bytes, 0.0, 0.0
     for these, ranks, _ in _groups(matrices, x):
         loads = _loads(these, ranks, lambda p: p.flops)
@@ -85,7 +96,7 @@ def newton_schulz(
 
 
 def matrix_times(matrices: Matrices, x: Layout, hardware: Hardware) -> MatrixTimes:
-    """The owner that has most to do, and the numbers of which each rank has as many."""
+    """Seconds of the busiest owner's products, and of the exchanges before and after."""
     dtype = x.precision if hardware.cores else BF16
     network, width = hardware.network.seconds, DTYPES[dtype].bytes
     there = update = back = 0.0

@@ -1,4 +1,4 @@
-"""Blocks that a schedule has open at once: what bounds of memory need to know of it."""
+"""Blocks that a schedule has open at once, for lower bounds of memory."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ from ..program.state import IN_FLIGHT
 
 
 class Moment(NamedTuple):
-    """Blocks that a rank's schedule has open at once."""
+    """Blocks of a rank that are open at one point of its schedule."""
 
-    opened: float = 0.0  # their forwards wait for their backward
-    waiting: float = 0.0  # their input gradient waits for the weights'
-    there: bool = False  # weights that are gathered once a step, of all stages
-    whole: float = 0.0  # gradients that further contributions will be added to
-    # units whose gradient is used or on its way, if summed every microbatch
+    opened: float = 0.0  # whose backward has not run
+    waiting: float = 0.0  # whose weight gradients have not been computed
+    # whether weights are present that every stage gathers once per step
+    there: bool = False
+    whole: float = 0.0  # blocks whose gradients still receive contributions
+    # blocks whose gradient is computed or summed, if sums run every microbatch
     summing: float = 0.0
 
     def sizes(self) -> tuple[float, float, float]:
-        """Those opened, those opened or waiting, and those waiting."""
+        """Blocks opened, opened or waiting, and waiting."""
         return self.opened, self.opened + self.waiting, self.waiting
 
     def holds_more(self, other: Moment, size: int) -> bool:
-        """True if it has more by one of the sizes, or as much and more of the rest."""
+        """True if it has more by one size, or the same and more of the other fields."""
         mine, others = self.sizes()[size], other.sizes()[size]
         return (mine, *self[2:]) > (others, *other[2:])
 
 
 @lru_cache(maxsize=64)
 def rows_of(name: str, pp: int, count: int, chunks: int) -> tuple[tuple[Op, ...], ...]:
-    """A schedule's list for each rank."""
+    """The operations of each rank in a schedule."""
     return schedule(name, pp, count, chunks).rows
 
 
@@ -47,8 +48,12 @@ def in_flight(
     blocks: tuple[int, ...],
     ranks: tuple[int, ...],
 ) -> tuple[tuple[Moment, ...], ...]:
-    """For each of the ranks the moments with the most blocks opened, with the most opened or waiting, and
-    with the most waiting; then the same once every stage of the rank has begun a gradient."""
+    """Six moments for each rank, in lists of the schedule.
+
+    The first three have the most blocks opened, opened or waiting, and waiting. The
+    last three are the same, from the point where every stage of the rank has begun a
+    gradient.
+    """
     rows, found = rows_of(name, pp, count, chunks), {}
     for rank in {*ranks}:
         row = _freed_first(rows[rank]) if traits(name).forward_first else rows[rank]
@@ -68,7 +73,8 @@ def _fullest(row: Sequence[Op], blocks: Sequence[int], pp: int) -> tuple[Moment,
         size, current = blocks[op.piece], 0
         if op.kind in ops.USES_WEIGHTS:
             uses[op.piece] -= 1
-        # In a pipeline the head's are dropped before the last backward of its stage's blocks.
+        # In a pipeline the head's weights are dropped before the last backward of its
+        # stage's blocks.
         left = uses[op.piece] - (op.kind == ops.FORWARD)
         dropped = pp > 1 and op.piece == len(blocks) - 1 and left < 1
         begun = not missing
@@ -76,7 +82,8 @@ def _fullest(row: Sequence[Op], blocks: Sequence[int], pp: int) -> tuple[Moment,
             opened += size
             unused.discard(op.piece)
         elif op.kind in ops.PROPAGATES:
-            # Before it gives back what its forward kept; or, if split, after it.
+            # This moment is before the backward frees what its forward kept; if it is
+            # split, after.
             missing.discard(op.piece)
             if split:
                 opened -= size
@@ -91,7 +98,7 @@ def _fullest(row: Sequence[Op], blocks: Sequence[int], pp: int) -> tuple[Moment,
         there = not (unused or ended or dropped)
         gradients = float(sum(blocks[piece] for piece in whole))
         now = Moment(opened, waiting, there, gradients, under_way + current)
-        # Behind an input gradient that is split from the weights' nothing is computed again.
+        # After an input gradient that is split off, nothing is recomputed.
         factored = split and op.kind in ops.PROPAGATES
         for of in (2,) if factored else (0, 1, 2):
             for place in (of, of + 3) if begun else (of,):
@@ -100,7 +107,8 @@ def _fullest(row: Sequence[Op], blocks: Sequence[int], pp: int) -> tuple[Moment,
         if op.kind in ops.PROPAGATES and not split:
             opened -= size
         if op.kind in ops.CONTRIBUTES:
-            # The third sum waits for the first, and one of the same unit for that before it.
+            # The third sum waits for the first. A sum waits for an earlier one of the
+            # same unit.
             other_unit = latest not in (-1, op.piece)
             under_way = min(IN_FLIGHT, max(size, 1) + other_unit)
             latest = op.piece
@@ -109,8 +117,10 @@ def _fullest(row: Sequence[Op], blocks: Sequence[int], pp: int) -> tuple[Moment,
 
 
 def _freed_first(row: Sequence[Op]) -> list[Op]:
-    """A row in which a forward that a backward stands beside comes after it: part by part, they never
-    have less open than this."""
+    """The row with each forward moved after a backward that it overlaps with.
+
+    A lower bound: running both part by part never keeps less open.
+    """
     out: list[Op] = []
     for op in row:
         last = out[-1] if out else op

@@ -1,7 +1,9 @@
-"""The price of one kind of piece: seconds of its operations on some hardware, under a software profile.
+"""Prices one kind of piece: seconds of its operations on some hardware, under a
+profile.
 
-A piece's cost describes work (products, bytes, messages). `op_parts` turns the work of one operation into
-seconds as the hardware could do each part; `OpParts.under` says what the software makes of them.
+A piece's cost describes work: products, bytes and messages. `op_parts` converts the
+work of one operation to the seconds that the hardware needs for each part.
+`OpParts.under` combines them as the software does.
 """
 
 from __future__ import annotations
@@ -28,41 +30,41 @@ from .corrections import BLOCK, HEAD, Software, Tokens, corrected, of_tokens
 from .hardware import SLOWED, Hardware
 from .profile import SCORES, SoftwareProfile
 
-# Bytes that attention which keeps its scores moves for each of them beside its products: one kernel
-# scales, masks and softens them, one drops some out; and both again in the backward.
+# Bytes per score that attention with stored scores moves beside its products. One
+# kernel scales, masks and applies softmax, another applies dropout; the backward does
+# both again.
 _SCORES_FORWARD, _SCORES_BACKWARD = 9.0, 11.0
-# of the bytes that operations move one by one, where neighbours are one kernel
+# share of elementwise traffic that remains if neighbouring operations are fused
 FUSED = 0.5
-# bytes of a gradient in 16 bits that is added to one in 32, which costs have
+# bytes moved per 16-bit gradient element added to a 32-bit one, as costs assume
 _ADDING = 10.0
-_STARTS = 4.0  # operations that start as slowly as one message does
+_STARTS = 4.0  # starting a message takes as long as starting so many operations
 
 
 @dataclass(frozen=True)
 class OpTime:
-    """One operation: what the device computes, the messages inside it that computing does not
-    hide, and the least that starting its kernels takes."""
+    """Seconds of one operation."""
 
-    device: float = 0.0
-    messages: float = 0.0
-    host: float = 0.0
+    device: float = 0.0  # computing on the device
+    messages: float = 0.0  # messages that computing does not hide
+    host: float = 0.0  # the least time to start its kernels
 
     @property
     def total(self) -> float:
-        """Starting kernels is hidden as long as they last longer."""
+        """Seconds of the operation; computing and messages hide the start of kernels."""
         return max(self.device, self.host - self.messages) + self.messages
 
 
 @dataclass(frozen=True)
 class PieceTimes:
-    """One kind of piece at one microbatch: times of its operations, and what it holds."""
+    """Seconds of the operations of one kind of piece at one microbatch, and its cost."""
 
     forward: OpTime
     input_gradient: OpTime  # I
     weight_gradient: OpTime  # W
     again: OpTime  # R
     cost: PieceCost
-    parts: tuple[PieceTimes, ...] = ()  # of a block that is several pieces
+    parts: tuple[PieceTimes, ...] = ()  # if a block consists of several pieces
 
     @property
     def backward(self) -> float:
@@ -70,7 +72,7 @@ class PieceTimes:
 
     @cached_property
     def computed(self) -> dict[str, float]:
-        """Seconds of what it computes, by kind of operation."""
+        """Seconds of computation, by kind of operation."""
         return {
             ops.FORWARD: self.forward.total,
             ops.INPUT_GRADIENT: self.input_gradient.total,
@@ -87,13 +89,14 @@ KindTimes = ByKind[PieceTimes]
 
 @dataclass(frozen=True)
 class MessageSeconds:
-    """Seconds of the messages inside one operation, by what they may travel beside."""
+    """Seconds of the messages inside one operation, by what can hide them."""
 
-    # sends of a ring, beside the attention of the blocks that came before
+    # sends of a ring: hidden by attention over the blocks received before
     ring: float = 0.0
-    tensor: float = 0.0  # of tp: software may send them beside their products
-    gathered: float = 0.0  # beside products that do not need them
-    others: float = 0.0  # seen whole
+    # of tp: hidden by their products, if the software overlaps them
+    tensor: float = 0.0
+    gathered: float = 0.0  # hidden by products that do not need them
+    others: float = 0.0  # never hidden
 
     def __add__(self, other: MessageSeconds) -> MessageSeconds:
         return MessageSeconds(
@@ -106,35 +109,37 @@ class MessageSeconds:
 
 @dataclass(frozen=True)
 class OpParts:
-    """One operation on some hardware, before a profile: seconds as the machine could do each part.
+    """Seconds that the hardware needs for each part of one operation, before a profile.
 
-    `ring` and `group` are the ranks of the messages beside attention and products: a message between as
-    many ranks comes in as many parts, and what is computed with the first or the last of them has
-    nothing beside it. 0 if there is no such message.
+    `ring` and `group` are the numbers of ranks that share the messages beside attention
+    and products. Such a message arrives in as many parts, and one part's computation
+    has no message to hide. 0 if there is no such message.
     """
 
     products: float
     attention: float
     moved: float
-    added: float  # adding weights' gradients to those of earlier microbatches
+    added: float  # adding weight gradients to those of earlier microbatches
     host: float
     calls: float  # number of messages
-    # ranks that their groups have, all added, where there are several servers
+    # sum of their groups' ranks, on several servers
     members: float
     messages: MessageSeconds = field(default_factory=MessageSeconds)
     ring: int = 0
     group: int = 0
-    serial: bool = False  # the device is the host: what starts a kernel computes it too
+    # the device is the host: starting kernels takes the time of computing
+    serial: bool = False
 
     def under(self, profile: SoftwareProfile, piped: bool = False) -> OpTime:
-        """Its times, in a pipeline or without one."""
+        """The operation's times under a profile, in a pipeline or without one."""
         products = self.products / profile.speed
         moved = self.moved * (FUSED if profile.fused else 1.0) + self.added
         device = (products + self.attention + moved * profile.traffic) * profile.slower
         seen = self._seen(
             products * profile.slower, self.attention * profile.slower, profile
         )
-        # In a pipeline over servers each rank of a message's group is one more call.
+        # In a pipeline on several servers, each rank of a message's group costs one
+        # more call.
         calls = self.calls + (self.members if piped else 0.0)
         starts = (
             self.host
@@ -150,7 +155,7 @@ class OpParts:
     def _seen(
         self, products: float, attention: float, profile: SoftwareProfile
     ) -> float:
-        """Seconds that the operation is longer for its messages."""
+        """Seconds that messages add to the operation."""
         sent, overlaps = self.messages, profile.overlaps_tensor
         alone = sent.others + (0.0 if overlaps else sent.tensor)
         beside_products = sent.gathered + (sent.tensor if overlaps else 0.0)
@@ -162,8 +167,10 @@ class OpParts:
         )
 
     def _beside(self, computing: float, messages: float, parts: int) -> float:
-        """Seconds that computing and messages beside it are longer than computing alone: the messages
-        arrive late, or they slow down what is computed."""
+        """Seconds that messages add to computing they overlap with.
+
+        Either the messages arrive late, or they slow computing down.
+        """
         part_alone = computing / parts if parts else 0.0
         late = messages - (computing - part_alone)
         lost = 0.0 if self.serial else SLOWED * messages
@@ -171,8 +178,11 @@ class OpParts:
 
 
 def together(parts: Sequence[OpParts]) -> OpParts:
-    """Operations one after the other as one, which takes no longer than they do: kernels of one may start
-    while another one computes, and its messages may travel beside what another one computes."""
+    """Consecutive operations as one, no slower than their sum.
+
+    Kernels of one may start while another computes, and messages of one may travel
+    meanwhile.
+    """
     return OpParts(
         products=sum(each.products for each in parts),
         attention=sum(each.attention for each in parts),
@@ -194,8 +204,11 @@ def op_parts(
     profile: SoftwareProfile,
     added: float = 0.0,
 ) -> OpParts:
-    """The parts of one operation on one rank, with the profile's kernels. `added` of what it moves
-    are gradients of weights, however many tokens there are."""
+    """The parts of one operation on one rank, with the profile's kernels.
+
+    `added` bytes of its traffic are weight gradients, independent of the number of
+    tokens.
+    """
     rates, several_servers = hardware.rates, hardware.ranks > hardware.node
     messages = message_seconds(load.messages, hardware, cut)
     members = (
@@ -233,14 +246,15 @@ def _attention(a: AttentionLoad, hardware: Hardware, dtype: str, kernel: str) ->
     time += hardware.rates.move(
         (_SCORES_FORWARD if forward else _SCORES_BACKWARD) * scores
     )
-    # Tensor cores take 16 bytes at a time: eight numbers. What is no multiple goes round them.
+    # Tensor cores read 16 bytes at a time, which are 8 numbers. Other head sizes do not
+    # use them.
     if a.head_dim % 8:
         return time * 6.0
     return time * 1.25 if a.head_dim % 64 else time
 
 
 def _group(message: MessageLoad, cut: Layout) -> tuple[int, int]:
-    """Number of ranks that share a message, and the distance between neighbours."""
+    """The number of ranks that share a message, and the distance between neighbours."""
     if message.axis == "tp":
         return cut.tp, 1
     inner = cut.mesh.of("cp.ulysses") if message.axis in ("cp", "cp.ring") else 1
@@ -263,8 +277,9 @@ def message_seconds(
         else:
             others += seconds
     if hardware.cores and hardware.ranks >= hardware.cores:
-        # No core is left to carry a ring's messages, and each carries what comes and what goes.
-        # Messages were measured among ranks that share the cores, as `simulate` has it again.
+        # No core is left to carry a ring's messages, and each core carries both
+        # directions. Messages were measured among ranks that share cores, and
+        # `simulate` multiplies by crowding again.
         crowding = hardware.crowding
         return MessageSeconds(
             tensor=tensor / crowding, others=2 * ring + others / crowding
@@ -277,14 +292,16 @@ def message_seconds(
 
 @dataclass(frozen=True)
 class PieceParts:
-    """One kind of piece at one microbatch on some hardware, before a profile."""
+    """The parts of the operations of one kind of piece at one microbatch, before a
+    profile.
+    """
 
     forward: OpParts
     input_gradient: OpParts
     weight_gradient: OpParts
     again: OpParts
     cost: PieceCost
-    parts: tuple[PieceParts, ...] = ()  # of a block that is several pieces
+    parts: tuple[PieceParts, ...] = ()  # if a block consists of several pieces
 
     def under(self, profile: SoftwareProfile, piped: bool = False) -> PieceTimes:
         return PieceTimes(
@@ -305,8 +322,11 @@ def piece_parts(
     dtype: str,
     none: PieceCost | None = None,
 ) -> PieceParts:
-    """A piece as software with the profile's facts runs it; the fitted numbers are not used yet. `none`
-    is the same piece without a token: what it moves are gradients of its weights."""
+    """A piece as software with the profile's facts runs it, before its fitted numbers.
+
+    `none` is the cost of the same piece for 0 tokens: the bytes it moves are weight
+    gradients.
+    """
     work = corrected(cost, Software(profile, cut))
     cost = work.cost
 
@@ -338,9 +358,11 @@ def parts_of(
     cut: Layout,
     busy: float = 1.0,
 ) -> ByKind[PieceParts]:
-    """The kinds of a case's pieces as software with the profile's facts runs them, on a rank whose experts
-    have `busy` times as many tokens as those of a rank in the mean."""
-    # Narrower products than the layout's are those of blocks: the head keeps its precision.
+    """The kinds of a case's pieces as software with the profile's facts runs them.
+
+    The experts of this rank receive `busy` times the mean number of tokens.
+    """
+    # The layout's narrower products are those of blocks. The head keeps its precision.
     dtype = case.dtype or (FP8 if cut.matmul and not hardware.cores else cut.precision)
     software = Software(profile, cut)
 
@@ -355,7 +377,8 @@ def parts_of(
             tokens = Tokens.of(case, cut, sparse=cost.experts > 0)
             return priced(of_tokens(BLOCK, cost, software, tokens), dtype, kind)
         tokens = Tokens.of(case, cut, sparse=True)
-        # Only the experts, the second of the three, are busier than those of other ranks.
+        # Only the experts, the second of three parts, receive more tokens than on other
+        # ranks.
         rows = case.rows, case.rows * busy, case.rows
         attention, *others = (part(n) for part, n in zip(kind.parts, rows, strict=True))
         costs = of_tokens(BLOCK, attention, software, tokens), *others
@@ -374,7 +397,7 @@ def parts_of(
 
 
 def _whole(parts: tuple[PieceParts, ...]) -> PieceParts:
-    """A block of these parts."""
+    """The block that consists of these parts."""
     return PieceParts(
         together([part.forward for part in parts]),
         together([part.input_gradient for part in parts]),

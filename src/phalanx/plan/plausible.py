@@ -1,7 +1,9 @@
-"""Checks every predicted step and every byte before a user sees it: some no device could make true.
+"""Checks every predicted step and size before a user sees it, and refuses impossible
+ones.
 
-A price that is missing, infinite or in the wrong unit does not stop a simulation: it comes out as a step
-of a thousand years or as 120 % of the devices' peak. That is our mistake and never an answer.
+A price that is missing, infinite or in the wrong unit does not stop a simulation. It
+results in a step of a thousand years, or 120 % of the devices' peak. That is a mistake
+of ours, never an answer.
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ from .case import Case
 from .hardware import Hardware, PredictionError
 
 LONGEST_STEP = 86_400.0  # seconds; nobody trains with steps of more than a day
-# times what the peak allows: a slower step is a wrong price, not a large batch
+# a step slower than so many times the peak allows has a wrong price, not a large batch
 _SLOWEST = 1000.0
 _ROUNDING = 1e-9
-_OURS = "This is a mistake in phalanx, not in what you asked: please report it with this line."
+_OURS = (
+    "This is a bug in phalanx, not in your request: please report it with this line."
+)
 
 
 def refuse_impossible(
@@ -28,8 +32,12 @@ def refuse_impossible(
     parts: Mapping[str, float],
     memory: Mapping[str, float],
 ) -> None:
-    """Raise if a time or a size is no finite number of 0 or more, or if a step is shorter than the
-    model's products take at the peak of the devices. Without `parts` only the memory is known."""
+    """Raise if a time or size is not finite or below 0, or a step is faster than the
+    peak.
+
+    No step is shorter than the model's products at the peak of the devices. Without
+    `parts`, only memory is checked.
+    """
     refuse_no_numbers(case, hardware, "time of a step", parts)
     refuse_no_numbers(case, hardware, "memory", memory)
     if not parts:
@@ -37,7 +45,7 @@ def refuse_impossible(
     step, least = sum(parts.values()), shortest_step(case, hardware)
     if step <= 0:
         raise _impossible(case, hardware, f"a step takes {step:g} s")
-    # Shapes that were not timed may be faster than a peak that was measured.
+    # A shape that was not timed may run faster than a measured peak.
     if not hardware.measured and step < least * (1 - _ROUNDING):
         what = f"a step takes {seconds_text(step)}, an MFU of {least / step:.1%}"
         raise _impossible(case, hardware, f"{what}: {_at_peak(case, hardware, least)}")
@@ -63,24 +71,26 @@ def refuse_too_long(case: Case, hardware: Hardware, parts: Mapping[str, float]) 
         return
     longest = max(parts, key=parts.__getitem__)
     what = (
-        f"a step takes {seconds_text(step)}, longer than a day, {parts[longest] / step:.1%} of it for"
+        f"a step takes {seconds_text(step)}, longer than a day; {parts[longest] / step:.1%} of it is"
         f" {longest!r}; {_at_peak(case, hardware, least)}"
     )
     if step > _SLOWEST * least:
         raise _impossible(case, hardware, what)
-    way_out = "Plan for fewer tokens a step or for more devices."
+    way_out = "Plan for fewer tokens per step or more devices."
     raise PredictionError(f"{_where(case, hardware)}: {what}. {way_out}")
 
 
 def shortest_step(case: Case, hardware: Hardware) -> float:
-    """Seconds of a step at the peak of the fastest format that a case computes in; 0 without a peak."""
+    """Seconds of a step at the peak of the fastest number format in use; 0 without a
+    peak.
+    """
     peak = peak_of(case, hardware)
     flops = step_flops(case.shape, 1, case.sequence).model * case.tokens / case.sequence
     return flops / (peak * case.layout.ranks) if peak else 0.0
 
 
 def peak_of(case: Case, hardware: Hardware) -> float:
-    """FLOP/s of a device in the fastest format that a case computes in; 0 if its peak is unknown."""
+    """A device's peak FLOP/s in the fastest number format in use; 0 if it is unknown."""
     layout = case.layout
     formats = {layout.precision, case.dtype, FP8 if layout.matmul else ""}
     return max(hardware.peak.get(name, 0.0) for name in formats)

@@ -1,8 +1,9 @@
-"""Prices every operation of a layout's program on some hardware, under a software profile.
+"""Prices every operation of a layout's program on some hardware, under a software
+profile.
 
-`piece_price.py` has the seconds of a piece's own operations; here are those of the collectives over its
-weights (`Units`), and of everything in a program, with its memory (`Priced`). `step.py` simulates the
-result.
+`piece_price.py` has the seconds of a piece's own operations. Here are those of
+collectives over its weights (`Units`), and those of everything in a program, with its
+memory (`Priced`). `step.py` simulates the result.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from .matrices import Matrices, MatrixTimes, matrix_bytes, matrix_times, row_mat
 from .piece_price import KindTimes, PieceTimes
 from .profile import SoftwareProfile
 
-# bytes a second of a host's memory for each of its devices: assumed, of 300 for eight
+# bytes per second of host memory for each device: assumed, 300 GB/s for eight
 _HOST = 40e9
 _NUMBER = 8.0  # bytes of one number that ranks agree on
-_CHOICE = 4.0  # bytes of how often an expert was chosen
-_TOUCHED = 30.0  # bytes that an Adam update reads and writes for each parameter
+_CHOICE = 4.0  # bytes of one count of an expert's choices
+_TOUCHED = 30.0  # bytes that an Adam update reads and writes per parameter
 
 
-# ---- what concerns whole units
+# ---- collectives over units
 
 
 def distance(layout: Layout, part: str) -> int:
-    """Distance in ranks between neighbours along a part of the mesh."""
+    """The distance in ranks between neighbours along a part of the mesh."""
     stride = 1
     for axis in reversed(layout.mesh.axes):
         for name, size in reversed(list(zip(axis.part_names, axis.parts, strict=True))):
@@ -45,7 +46,7 @@ def distance(layout: Layout, part: str) -> int:
 
 
 def nearest(layout: Layout, *, experts: bool = False) -> int:
-    """Distance between the nearest ranks with copies of a weight."""
+    """The distance between the nearest ranks with copies of a weight."""
     apart = layout.expert_axes if experts else ()
     axes = (
         axis for axis in ("cp", "ep") if layout.mesh.of(axis) > 1 and axis not in apart
@@ -67,7 +68,7 @@ class UnitTimes(NamedTuple):
 
 
 class Units:
-    """The times of a layout's units, by their numbers of weights."""
+    """Times of a layout's units, by their numbers of elements."""
 
     def __init__(
         self, layout: Layout, hardware: Hardware, profile: SoftwareProfile
@@ -78,7 +79,7 @@ class Units:
         self.replicas = mesh.of("dp.replicate")
         self.near = [nearest(x), nearest(x, experts=True)]
         self.far = distance(x, "dp.replicate")
-        # Two halves of a pipeline are as far from each other as its ends.
+        # The two ends that share a weight are as far apart as two halves of a pipeline.
         self.ends = distance(x, "pp") * x.pp / 2
         self.on_host = "optimizer" in x.offload
         self.weights_on_host = "weights" in x.offload or self.on_host
@@ -90,9 +91,13 @@ class Units:
         experts: float = 0.0,
         narrow: float = 0.0,
     ) -> UnitTimes:
-        """The price of so many weights, of so many that are frozen beside them, and of so many of experts,
-        which are on fewer ranks and a unit of their own. What they do not need takes no time. Of the first
-        two so many are `narrow`: they are gathered in 8 bits."""
+        """The times of a unit with so many trained elements, frozen ones, and those of
+        experts.
+
+        Experts are a unit of their own on fewer ranks. `narrow` of the trained and
+        frozen elements are gathered in 8 bits. A collective that the elements do not
+        need takes 0 s.
+        """
         found = self._of(numbers, frozen, narrow, self.shards, self.near[0])
         if experts:
             n = self.shards / self.layout.copies_sharing
@@ -101,8 +106,11 @@ class Units:
         return found
 
     def _seconds(self, op: str, size: float, ranks: float, apart: float) -> float:
-        """Time of a collective over copies of a weight. With `one_port`, ranks of a group that leaves
-        its server are priced as if each were in a server of its own: they share one port."""
+        """Seconds of a collective over copies of a weight.
+
+        With `one_port`, the ranks of a group that leaves its server are priced as if
+        each had its own server, because they share one port.
+        """
         leaves_server = apart * ranks > self.hardware.node
         if self.profile.one_port and leaves_server:
             apart = max(apart, self.hardware.node)
@@ -144,7 +152,10 @@ class Units:
         )
 
     def agree_scales(self, others: float, narrow: float) -> float:
-        """Seconds of agreeing on the scales of `narrow` weights, and on `others` that travel with them."""
+        """Seconds of agreeing on the scales of `narrow` elements.
+
+        `others` are elements that travel in the same message.
+        """
         if not narrow:
             return 0.0
         squares = narrow / MATMULS[self.layout.matmul].run ** 2
@@ -152,9 +163,12 @@ class Units:
         return self._seconds("all_reduce", size, self.shards, self.near[0])
 
     def _update(self) -> float:
-        """Adam for one number; with its averages on the host, there and back, with its memory."""
+        """Seconds of Adam for one element, with transfers if its moments are on the
+        host.
+        """
         if self.on_host:
-            # Its gradient goes there; the weights come back in operations of their own.
+            # The gradient goes to the host here. Weights come back in operations of
+            # their own.
             return _TOUCHED / _HOST + self.profile.gradient_bytes / self.hardware.host
         return self.hardware.rates.move(_TOUCHED)
 
@@ -163,7 +177,7 @@ class Units:
 
 
 class PricedPiece(NamedTuple):
-    """One piece of a program: its row, its times, and how many of its weights are not trained."""
+    """One piece of a program: its row, its times, and the number of frozen elements."""
 
     row: PieceRow
     times: PieceTimes
@@ -176,14 +190,17 @@ class PricedPiece(NamedTuple):
 
     @property
     def trained_experts(self) -> float:
-        """Those of them that belong to experts: of a piece with frozen weights none is said to."""
+        """Trained elements that belong to experts; 0 for a piece with frozen weights."""
         return 0.0 if self.frozen else self.times.cost.experts
 
 
 @dataclass(frozen=True)
 class Priced:
-    """A case on some hardware under a profile: seconds of every operation of its program, however many
-    microbatches that has, and bytes of every piece and unit."""
+    """A case on some hardware under a profile: every operation's seconds, every piece's
+    bytes.
+
+    Independent of the number of microbatches.
+    """
 
     case: Case
     times: KindTimes
@@ -193,7 +210,9 @@ class Priced:
 
     @cached_property
     def staged(self) -> StagedPieces:
-        """The pieces of the program, and the run of them that each virtual stage holds."""
+        """The pieces of the program, and the range of them that each virtual stage
+        holds.
+        """
         layout, shape = self.case.layout, self.case.shape
         if not self.rows:
             return staged_pieces(layout, shape)
@@ -210,7 +229,9 @@ class Priced:
         return found
 
     def _narrow(self, piece: PricedPiece) -> float:
-        """Number of a piece's weights that are gathered in fp8; see `parallel/narrow.py`."""
+        """The number of a piece's elements that are gathered in fp8; see
+        `parallel/narrow.py`.
+        """
         x, row, cost = self.case.layout, piece.row, piece.times.cost
         if not x.gathers_in_8_bits or (piece.frozen and x.zero < 3):
             return 0.0
@@ -222,7 +243,7 @@ class Priced:
         return row.piece in (0, len(self.times) - 1)
 
     def costs(self, slower: float = 1.0) -> Costs:
-        """Seconds of every operation, where computing is so much slower."""
+        """Seconds of every operation, with computing slowed down by a factor."""
         x, shape, profile, hardware = (
             self.case.layout,
             self.case.shape,
@@ -230,14 +251,15 @@ class Priced:
             self.hardware,
         )
         network = hardware.network.seconds
-        # Messages were measured among ranks that share the cores, as `times` has it again.
+        # Messages were measured among ranks that share cores, and `times` multiplies by
+        # crowding again.
         alone = 1.0 / hardware.crowding
         edge, gathered = self.times[1].cost.edge, 0.0
         if profile.scatters_sends and not x.seq and x.tp > 1:
             edge, gathered = edge / x.tp, network("all_gather", edge, x.tp, 1)
         sent = (network("send", edge, x.pp, distance(x, "pp")) + gathered) * alone
         units = Units(x, hardware, profile)
-        # By the kind of a row, the times of a piece and what is frozen.
+        # Times by the row's kind, the piece's times, and its number of frozen elements.
         alike: dict[tuple[int, int, float], dict[str, float]] = {}
         pieces: dict[tuple[str, int], float] = {}
         for n, piece in enumerate(self.pieces):
@@ -257,7 +279,7 @@ class Priced:
             pieces[ops.UPDATE, n] += took.update
             pieces[ops.TO_OWNERS, n] = took.to_owners * alone
             pieces[ops.FROM_OWNERS, n] = took.from_owners * alone
-        # Apart by the nearest of those axes.
+        # The distance along the nearest of those axes.
         near = min(
             (distance(x, a) for a in x.expert_axes if x.mesh.of(a) > 1), default=1
         )
@@ -266,7 +288,8 @@ class Priced:
                 "all_to_all", _NUMBER * shape.experts, x.expert_ranks, near
             )
             pieces[ops.COUNT_ROUTES, n] = routes * alone
-            # What comes to the experts goes back: of a busy rank it is more than what it sends itself.
+            # Tokens that arrive at the experts go back: a busy rank sends back more
+            # than its own.
             edge = self.pieces[n].times.cost.edge
             exchanged = network("all_to_all", edge, x.expert_ranks, near) * alone
             for to in (n, n + 1):
@@ -276,7 +299,8 @@ class Priced:
                 self._sum_of_choices(self.staged.rows[n]) * alone
             )
         if not profile.overlaps_sends and x.pp > 1:
-            # The device sends and then goes on: at the ends of virtual stages.
+            # Without overlap the device waits for each send, at the ends of virtual
+            # stages.
             for stage in filter(None, self.staged.stages):
                 pieces[ops.FORWARD, stage[-1]] += sent * (
                     stage[-1] < len(self.pieces) - 1
@@ -289,7 +313,10 @@ class Priced:
         return Costs({}, pieces)
 
     def _sum_of_choices(self, row: PieceRow) -> float:
-        """Ranks with other tokens of the same sequences, or of the batch, add up their choices of experts."""
+        """Seconds of adding up the choices of experts over ranks.
+
+        These ranks have other tokens of the same sequences, or of the batch.
+        """
         x, shape, seconds = (
             self.case.layout,
             self.case.shape,
@@ -308,7 +335,7 @@ class Priced:
         return total
 
     def _sum_of_parts(self, row: PieceRow) -> float:
-        """Seconds in which ranks of tp add up the gradients of which each has a part."""
+        """Seconds of adding up partial gradients over the ranks of tp."""
         size = row.summed_numel(self.case.layout) * self.profile.reduce_bytes
         return self.hardware.network.seconds("all_reduce", size, self.case.layout.tp, 1)
 
@@ -322,7 +349,7 @@ class Priced:
         part = x.recompute == "selective" and not self._at_an_end(piece.row)
         whole = x.recompute in ("none", "selective")
         kept = t.cost.selected if part else t.cost.kept if whole else t.cost.input
-        # seconds of messages, with every microbatch or once a step
+        # seconds of messages beside each operation, every microbatch or once per step
         beside: dict[str, float] = {}
         if self.profile.overlaps_data and not self.hardware.cores:
             each, sums = (
@@ -357,7 +384,7 @@ class Priced:
         held = held_bytes(layout, profile.state)
         comes_and_goes = held.gathered > 0
         bucket = profile.bucket if layout.zero == 3 and profile.bucket else math.inf
-        # Weights that are gathered in 8 bits take so many bytes less, where they are whole.
+        # Bytes saved by gathering weights in 8 bits.
         narrow = [
             (profile.gathered_bytes - 1) * self._narrow(piece) for piece in self.pieces
         ]
@@ -366,12 +393,15 @@ class Priced:
             return tuple(size(piece.times.cost) for piece in self.pieces)
 
         def whole(size: float) -> tuple[float, ...]:
-            """Bytes of all trained weights of a unit."""
+            """Bytes of all trained weights of each unit."""
             return tuple(size * piece.trained for piece in self.pieces)
 
         def sharded(size: float) -> tuple[float, ...]:
-            """Bytes of the part that a rank has of the trained weights. Experts are cut into fewer parts
-            than other weights: ranks that share them have other ones."""
+            """Bytes of this rank's shard of the trained weights.
+
+            Experts are divided into fewer shards than other weights, as ranks hold
+            different experts.
+            """
             more = layout.copies_sharing - 1 if layout.zero else 0
             return tuple(
                 size * (p.trained + more * p.trained_experts) for p in self.pieces

@@ -1,7 +1,8 @@
-"""A software profile: fitted numbers and known facts about the software that runs on a machine.
+"""Software profiles: fitted numbers and known facts about the software on a machine.
 
-Every fitted number measures the distance from the machine's abilities: 1 means no correction.
-`profiles.toml` holds our own and those of published runs; `benchmarks/planner_fit.py` fits them.
+Every fitted number is a factor on what the machine can do: 1 means no correction.
+`profiles.toml` holds our own profile and those of published runs;
+`benchmarks/planner_fit.py` fits them.
 """
 
 from __future__ import annotations
@@ -17,126 +18,122 @@ from ..layout.state_bytes import MASTER, StateBytes
 from ..program import StepOptions
 from .device import MachineError, MachineFileError, catalogue
 
-SCORES = "scores"  # attention as products with a softmax between them
-# each generation of fused ones is faster
+SCORES = "scores"  # attention as two products with a softmax between them
+# each generation of fused kernels is faster
 KERNELS = (SCORES, "flash-1", "flash-2", "flash-3")
-# What the loss makes of the logits: the gradient over them, or beside them; or a float32 softmax in
-# place of them, whose gradient is written over it (Megatron's), or beside it (plain torch's).
+# How the loss handles the logits. Their gradient overwrites them ("over") or has its
+# own buffer ("beside"). Or a float32 softmax replaces them, whose gradient overwrites
+# it ("wide-over", Megatron) or has its own buffer ("wide", plain PyTorch).
 LOSSES = ("over", "beside", "wide-over", "wide")
 
-# The numbers that a fit may change, with the range it may use.
+# Numbers that a fit may change, with their ranges.
 FITTED: dict[str, tuple[float, float]] = {
     "speed": (0.45, 1.05),
     "traffic": (0.1, 2.5),
     "host": (0.0, 9.0),
 }
-NUMBERS = (*FITTED, "slower")  # what runs tell of software
+NUMBERS = (*FITTED, "slower")  # measured on runs
 
 
 @dataclass(frozen=True)
 class SoftwareProfile:
-    """One software profile. The first three numbers are fitted on runs, the others are facts of it."""
+    """One software profile. The first three numbers are fitted on runs, the others are
+    facts.
+    """
 
-    speed: float = key(0.845, "of the best product's rate", minimum=0)
+    speed: float = key(0.845, "share of the best matrix product's rate", minimum=0)
     traffic: float = key(
-        1.03, "of the bytes that operations move when nothing is fused", minimum=0
+        1.03, "share of the bytes that unfused operations move", minimum=0
     )
     host: float = key(
-        0.55, "of the time to start every operation on its own", minimum=0
+        0.55, "share of the time to start every operation separately", minimum=0
     )
     slower: float = key(
-        1.0, "what computing takes beside that, by runs of one's own", minimum=0
+        1.0, "factor on the time of computing, from your own runs", minimum=0
     )
-    frameworks: tuple[str, ...] = key((), "what tables call it: beginnings of names")
-    attention: str = key("flash-2", "its kernel", choices=KERNELS)
-    loss: str = key("wide", "what it makes of the logits", choices=LOSSES)
+    frameworks: tuple[str, ...] = key((), "prefixes of its names in tables")
+    attention: str = key("flash-2", "attention kernel", choices=KERNELS)
+    loss: str = key("wide", "how the loss stores logits and gradients", choices=LOSSES)
     regathers: bool = key(
-        False, "with `seq`: inputs of columns are kept sharded, gathered again"
+        False,
+        "with `seq`: inputs of column-parallel layers stay sharded, gathered again",
     )
-    repeats: float = key(
-        0.0, "part of the products that `selective` computes again too"
-    )
+    repeats: float = key(0.0, "share of products that `selective` recomputes as well")
     ends_early: bool = key(
         False,
-        "`all` computes a block again up to what its last product takes, and no further",
+        "`all` recomputes a block only up to the input of its last product",
     )
     joint: bool = key(
-        False, "one product makes query, key and value: it stays while the value does"
+        False, "one product makes query, key and value, all kept as long as the value"
     )
     call_host: float = key(
-        0.0, "seconds to start a message; in a pipeline over servers also a rank"
+        0.0, "seconds to start a message; in a pipeline on several servers, per rank"
     )
-    pipe_host: float = key(0.55, "how much slower a pipeline starts its operations")
-    strain: float = key(
-        0.0, "part of the step that is added where memory is nearly full"
-    )
-    recompute: str = key(
-        "none", "what it computes again where a table says nothing of it"
-    )
+    pipe_host: float = key(0.55, "factor on the start of operations in a pipeline")
+    strain: float = key(0.0, "share of the step that is added if memory is nearly full")
+    recompute: str = key("none", "recomputation if a table does not name one")
     fused: bool = key(
-        False, "norms, activations and rotary are compiled, or kernels of their own"
+        False, "norms, activations and rotary embedding are compiled or fused kernels"
     )
-    overlaps_data: bool = key(
-        True, "data-parallel messages travel while the device computes"
-    )
+    overlaps_data: bool = key(True, "data-parallel messages overlap with computing")
     gathers_at_once: bool = key(
-        False, "at a step's start, not each before the next one's use"
+        False, "gathers all weights when a step starts, not each before its use"
     )
     overlaps_tensor: bool = key(
-        False, "tensor-parallel messages travel beside their products"
+        False, "tensor-parallel messages overlap with their products"
     )
-    overlaps_sends: bool = key(
-        True, "sends between stages travel while the device computes"
-    )
+    overlaps_sends: bool = key(True, "sends between stages overlap with computing")
     scatters_sends: bool = key(
-        False, "a tensor-parallel rank sends its part to the next stage"
+        False, "each tensor-parallel rank sends its share to the next stage"
     )
     one_port: bool = key(
         False, "a data-parallel collective uses one port of a server, not all"
     )
     rolls: bool = key(
-        False, "a stage begins its next step when its own has ended: norms come later"
+        False, "a stage begins its next step when its own has ended; norms come later"
     )
     balanced: bool = key(
-        False, "stages count embedding and head as blocks; else blocks are even"
+        False, "embedding and head count as blocks when stages are divided"
     )
-    muon: bool = key(False, "the matrices of blocks are updated whole, by Muon")
-    weight_bytes: float = key(2.0, "of a parameter that computing reads")
-    gradient_bytes: float = key(4.0, "of a gradient that is kept")
-    reduce_bytes: float = key(4.0, "of a gradient on the group")
+    muon: bool = key(False, "Muon updates the matrices of blocks, each as a whole")
+    weight_bytes: float = key(2.0, "bytes per parameter that computing reads")
+    gradient_bytes: float = key(4.0, "bytes per gradient element that is kept")
+    reduce_bytes: float = key(4.0, "bytes per gradient element in a reduction")
     adding: float = key(
         10.0,
-        "bytes moved to add a weight's gradient to those before it; 0: a product does it",
+        "bytes moved per gradient element to add it to earlier ones; 0: fused in a product",
     )
-    flat_gradients: bool = key(
-        False, "gradients have a buffer from the start of a run on"
+    flat_gradients: bool = key(False, "gradients have a buffer during the whole run")
+    optimizer_bytes: float = key(
+        12.0, "bytes per parameter: float32 copy and two moments"
     )
-    optimizer_bytes: float = key(12.0, "float32 copy and two averages")
-    gathered_bytes: float = key(2.0, "of a weight on the group")
+    gathered_bytes: float = key(2.0, "bytes per weight element in a gather")
     bucket: float = key(
         0.0,
-        "weights of a piece that are gathered, and gradients that are sent, at once; 0: all",
+        "most elements of a piece that are gathered or reduced at once; 0: all",
     )
     logs_first_rank: bool = key(
-        False, "its log has the memory of a pipeline's first rank"
+        False, "its log shows the memory of a pipeline's first rank"
     )
-    logs_gib: bool = key(False, "the GB of its log are 2^30 bytes")
-    context: float = key(1.5e9, "bytes that no tensor holds: driver, communicators")
-    reserve: float = key(1.04, "what an allocator holds for each byte in use")
-    known: bool = key(True, "its numbers were fitted on runs of this software")
-    own_runs: int = key(0, "runs that `plan calibrate` fitted it on", minimum=0)
+    logs_gib: bool = key(False, "GB in its log are 2^30 bytes")
+    context: float = key(1.5e9, "bytes outside of tensors: driver, communicators")
+    reserve: float = key(1.04, "bytes that the allocator holds per byte in use")
+    known: bool = key(True, "numbers were fitted on runs of this software")
+    own_runs: int = key(0, "number of runs that `plan calibrate` fitted", minimum=0)
     own_below: float = key(
         0.0, "log of the range's width below a prediction", minimum=0
     )
-    own_above: float = key(0.0, "log of the range's width above it", minimum=0)
-    own_causes: tuple[str, ...] = key((), "causes of uncertainty that those runs had")
-    own_amounts: tuple[float, ...] = key((), "largest strength of each of them")
+    own_above: float = key(
+        0.0, "log of the range's width above a prediction", minimum=0
+    )
+    own_causes: tuple[str, ...] = key((), "causes of uncertainty in those runs")
+    own_amounts: tuple[float, ...] = key((), "largest strength of each cause")
     source: str = ""
     name: str = ""
 
     @cached_property
     def options(self) -> StepOptions:
-        """This software's step options, beside the layout."""
+        """Options of this software's step that the layout does not set."""
         return StepOptions(
             whole_matrices=self.muon,
             agree=not self.rolls,
@@ -146,7 +143,7 @@ class SoftwareProfile:
 
     @cached_property
     def state(self) -> StateBytes:
-        """Bytes of one trained element in each buffer of this software."""
+        """Bytes per trained element in each buffer of this software."""
         return StateBytes(
             weight=self.weight_bytes,
             gathered=self.gathered_bytes,
@@ -156,7 +153,9 @@ class SoftwareProfile:
         )
 
     def with_moments(self, count: int) -> SoftwareProfile:
-        """The profile with an optimizer that keeps so many moments in place of Adam's two."""
+        """The profile with an optimizer that keeps `count` moments instead of Adam's
+        two.
+        """
         width = max(MASTER, self.weight_bytes)
         return replace(self, optimizer_bytes=self.optimizer_bytes - (2 - count) * width)
 
@@ -168,12 +167,12 @@ class SoftwareProfile:
 
 @cache
 def profiles() -> dict[str, SoftwareProfile]:
-    """Every profile that is known, by name."""
+    """All known profiles, by name."""
     return catalogue(SoftwareProfile, Path(__file__).parent / "profiles.toml")
 
 
 def profile(name: str) -> SoftwareProfile:
-    """The profile of that name, or of a file that ends in .toml: what `plan calibrate` writes."""
+    """The profile of a name, or of a .toml file that `plan calibrate` wrote."""
     if name.endswith(".toml"):
         found = load(SoftwareProfile, name, "profile file", MachineFileError)
         causes, amounts = len(found.own_causes), len(found.own_amounts)
@@ -191,7 +190,7 @@ def profile(name: str) -> SoftwareProfile:
     return known[name]
 
 
-# The attention kernel that a table names beside the framework, the newest first: it may name several.
+# Attention kernels that a table may name beside the framework, the newest first.
 _NAMED_KERNELS = (
     ("flash-3", r"\bfa-?[34]\b|flash[-_ ]?att\w*[-_ ]?v?[34]\b|cudnn"),
     ("flash-2", r"\bfa-?2\b|flash[-_ ]?att[a-z]*[-_ ]?v?2\b"),
@@ -201,7 +200,7 @@ _NAMED_FUSED = r"liger|\brms(?:norm)?[-_ ]kernel|transformer[-_ ]?engine"
 
 
 def profile_named(framework: str) -> SoftwareProfile:
-    """The profile that a table's `framework` means, with the kernels that the text names."""
+    """The profile that a table's `framework` means, with the kernels that it names."""
     found = _profile_named(framework)
     kernels = (
         kernel
@@ -215,8 +214,10 @@ def profile_named(framework: str) -> SoftwareProfile:
 
 
 def _profile_named(framework: str) -> SoftwareProfile:
-    """The profile by the longest name that the text begins with, else that it has in it; `default`
-    where none is known."""
+    """The profile with the longest name that the text begins with, or else contains.
+
+    `default` if none is known.
+    """
     names = {name: each for each in profiles().values() for name in each.frameworks}
     places = {name: framework.lower().find(name.lower()) for name in names}
     fits = [name for name, place in places.items() if place >= 0]

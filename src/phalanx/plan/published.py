@@ -1,4 +1,4 @@
-"""Published runs predicted: rows of tables costed, priced and simulated."""
+"""Predicts published runs: costs, prices and simulates rows of tables."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,22 +15,24 @@ from .profile import SoftwareProfile
 from .step import Choice, CostFunction
 from .table import PublishedRow
 
-# Families with a pathological tail: the most devices of a run that is judged, and the part of a
-# device's memory above which its allocator thrashes.
+# Families whose large runs are pathological: the most devices of a run that counts, and
+# the share of memory above which the device's allocator thrashes.
 MOST = {"ultrascale": 64}
 FULL = 0.8
 
 
 @dataclass(frozen=True)
 class PublishedRun(CostedRun):
-    """A row of a table, costed."""
+    """A costed row of a table."""
 
     row: PublishedRow
 
     @property
     def counts(self) -> bool:
-        """True if the run says something about its software: it ended, and lacked neither memory
-        nor network."""
+        """True if the run is representative of its software.
+
+        It completed, and neither its memory nor its network was exhausted.
+        """
         row = self.row
         if row.step <= 0 or row.ranks > MOST.get(row.family, row.ranks):
             return False
@@ -45,19 +47,19 @@ def logged(choice: Choice, profile: SoftwareProfile) -> float:
 
 
 def at_line(row: PublishedRow, error: Exception) -> str:
-    """Explains why a row is left out, in one line with its place."""
+    """Explain why a row is left out, in one line with its place."""
     return f"line {row.line}: {' '.join(str(error).split())}"
 
 
 def predict(run: PublishedRun, numbers: SoftwareProfile) -> Choice:
-    """A row's prediction under a profile's numbers, if it is plausible."""
+    """The prediction of a row with a profile's numbers; raises if it is implausible."""
     found = run.choice(numbers)
     refuse_too_long(found.case, run.hardware, found.parts)
     return found
 
 
 def why_not(run: PublishedRun, numbers: SoftwareProfile) -> str:
-    """Explains why a row has no plausible prediction, or returns ""."""
+    """Explain why a row has no plausible prediction; empty if it has one."""
     try:
         predict(run, numbers)
     except (ValueError, PredictionError) as error:
@@ -68,7 +70,7 @@ def why_not(run: PublishedRun, numbers: SoftwareProfile) -> str:
 def runs_of(
     rows: Sequence[PublishedRow], piece_costs: CostFunction
 ) -> tuple[list[PublishedRun], dict[int, str]]:
-    """All rows that can be predicted; and why the others cannot."""
+    """The rows that can be predicted, and the reason for each of the others."""
     refused, found = {}, dict[int, PublishedRun]()
     known: dict[Any, PieceKinds] = {}
     for i, row in enumerate(rows):

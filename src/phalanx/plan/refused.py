@@ -1,4 +1,6 @@
-"""The reasons why other kinds of layout lost: illegal, too large, or slower and by which part of the step."""
+"""Explains why other kinds of layout lost: illegal, too large, or slower and in which
+part.
+"""
 
 from __future__ import annotations
 
@@ -23,28 +25,32 @@ _PARTS = {
     "pipe": "sends between stages", "bubble": "the bubble", "update": "the update",
 }  # fmt: skip
 _MISSES, _EMPTIER = 4, 0.8
-_LONG = 20_000  # operations that are not simulated: its computing tells enough
+_LONG = 20_000  # operations; a larger program is not simulated, its bound suffices
 Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A family of layouts that holds none of the best: `kind` is illegal, memory or slower."""
+    """A family of layouts that has none of the best. `kind` is illegal, memory or
+    slower.
+    """
 
     family: str
     kind: str
     reason: str
-    layout: str = ""  # the best of the family, or an example
-    times: float = 0.0  # how much slower
+    layout: str = ""  # the family's best, or an example
+    times: float = 0.0  # step time relative to the best
 
 
 def refusals(
     screened: Screened, best: Sequence[int], room: float, budget: int
 ) -> tuple[Refusal, ...]:
-    """Every family but those of the winner, and what no layout here may be. So many operations may
-    be simulated to say by how much families lost."""
+    """A refusal for every family but the winner's, and for what no layout here may be.
+
+    At most `budget` operations are simulated to measure how much families lost by.
+    """
     fits = screened.bytes <= room
-    # what is known of each candidate: its step, or its bound
+    # the simulated step of each candidate, or its lower bound
     least = screened.step.copy()
     for i, choice in screened.choices.items():
         fits[i] &= choice.bytes <= room
@@ -54,7 +60,7 @@ def refusals(
     known = screened.known()
 
     def lowest(some: NDArray[np.intp]) -> int:
-        """The candidate with the lowest step, of bounds by all that is costed."""
+        """The candidate with the lowest step, with bounds refreshed by all costs known."""
         i = int(some[np.argmin(least[some])])
         while screened.refresh(i):
             np.maximum(least, screened.step, out=least)
@@ -68,7 +74,7 @@ def refusals(
         limit = screened.spent + budget // len(lost)
         able = np.flatnonzero(mask & fits) if best else np.empty(0, int)
         for _ in range(_MISSES):
-            # Of those that are costed, if any: what is not costed says little.
+            # Prefer candidates with known costs: the bounds of others are loose.
             some = able[known[able]] if known[able].any() else able
             i = lowest(some) if len(some) else -1
             if i < 0 or i in screened.choices or screened.spent >= limit:
@@ -80,7 +86,7 @@ def refusals(
                 break
             fits[i] = False
             able = able[screened.bytes[able] <= _EMPTIER * screened.bytes[i]]
-        if not len(able):  # unless the one that holds least fits
+        if not len(able):  # unless the candidate with the least memory fits
             rows = np.flatnonzero(mask)
             i = int(rows[np.argmin(screened.bytes[rows])])
             if best and screened.simulate(i).parts:
@@ -94,7 +100,7 @@ def refusals(
 
 
 def _families(screened: Screened) -> Iterator[tuple[str, Mask]]:
-    """Names, and which candidates belong to each."""
+    """The name of each family, with a mask of the candidates in it."""
     options = screened.space.options
     columns: dict[str, list[NDArray[np.generic]]] = defaultdict(list)
     for x in options:
@@ -146,8 +152,10 @@ def _families(screened: Screened) -> Iterator[tuple[str, Mask]]:
 def _slower(
     family: str, screened: Screened, i: int, least: float, winner: int
 ) -> Refusal:
-    """A family beside the best of all: by how much at least, and one of its layouts with what costs it
-    most. The family's best is as slow as that, or faster by a little."""
+    """A slower family: by how much, one of its layouts, and what costs it most.
+
+    Its best is as slow as the given lower bound, or slightly faster.
+    """
     best = screened.choices[winner]
     simulated = screened.choices.get(i)
     parts = simulated.parts if simulated else _least(screened, i)
@@ -164,8 +172,10 @@ def _slower(
 
 
 def _least(screened: Screened, i: int) -> dict[str, float]:
-    """Least time of a candidate's busiest rank, for computing and for messages inside its pieces;
-    the rest of its bound is waiting."""
+    """A lower bound of the parts of a candidate's step, by its busiest rank.
+
+    The rest of the bound counts as bubble.
+    """
     layout, shape = screened.layout(i), screened.space.request.shape
     each = []  # of every piece of the program, at one microbatch
     for piece in screened.pricer.priced(layout).pieces:
@@ -202,7 +212,7 @@ def _large(family: str, screened: Screened, i: int, room: float) -> Refusal:
 
 
 def _illegal(screened: Screened) -> Iterator[Refusal]:
-    """Sizes that divide the ranks, and that the model or the batch does not allow."""
+    """Divisors of the ranks that the model or the batch does not allow."""
     request, near = screened.space.request, screened.space.near
     ranks = request.hardware.ranks
     for name, rules in _RULES.items():
@@ -231,5 +241,5 @@ def _illegal(screened: Screened) -> Iterator[Refusal]:
                 yield Refusal(f"{name}{each}", "illegal", str(own[0].what), str(layout))
 
 
-# Which broken rules are the fault of an axis.
+# The rules that an axis can break.
 _RULES = {"dp": ("batch",), "tp": ("heads", "kv", "ffn", "width"), "pp": ("stages",)}

@@ -15,21 +15,28 @@ from ..layout.files import parse_json, read_text
 
 BALANCED = "balanced"
 _ZIPF = re.compile(r"zipf:([0-9]{1,2}(?:\.[0-9]{1,6})?)")
-_WAYS = "balanced, zipf:1.0 (the n-th expert has n^-1.0 of the first's), or a JSON file of counts"
+_WAYS = "balanced, zipf:1.0 (expert n gets n^-1.0 of the first's tokens), or a JSON file of counts"
 
 
 @dataclass(frozen=True)
 class Routing:
-    """The part of all choices that each expert has, layer by layer; no layers: all as many. They stand
-    in the order of experts, as ranks of ep have them."""
+    """The share of tokens that each expert receives, layer by layer; no layers: all
+    equal.
+
+    Experts are in the order in which ranks of ep hold them.
+    """
 
     text: str = BALANCED
     layers: tuple[tuple[float, ...], ...] = ()
 
     @classmethod
     def parse(cls, text: str, shape: Shape) -> Routing:
-        """From `balanced`, `zipf:S`, or a file with a list of counts or one of each layer, as a run's
-        routing.json. Of zipf the busiest experts are neighbours: no other placement is worse."""
+        """Parse `balanced`, `zipf:S`, or the name of a JSON file.
+
+        The file has a list of counts, or one list for each layer as in a run's
+        routing.json. With zipf the busiest experts are neighbours: no other placement
+        is worse.
+        """
         if text == BALANCED:
             return cls()
         if not shape.experts:
@@ -47,8 +54,10 @@ class Routing:
         return cls(text, tuple(parts))
 
     def busiest(self, ep: int) -> float:
-        """The tokens of the rank that has most, where one is the mean; the mean over layers, as ranks
-        wait for each other in each."""
+        """The load of the busiest rank of ep, relative to the mean rank.
+
+        It is averaged over layers: ranks wait for each other in each layer.
+        """
         if not self.layers or ep == 1:
             return 1.0
         most = 0.0
@@ -73,7 +82,7 @@ def _counts(file: str, shape: Shape) -> list[list[float]]:
             or not any(counts)
         ):
             raise LayoutError(
-                f"{file}: is not a list of {shape.experts} counts, one for each expert of {shape.name},"
+                f"{file} is not a list of {shape.experts} counts, one for each expert of {shape.name},"
                 " nor a list of such lists, one for each layer with experts."
             )
     return [[float(n) for n in counts] for counts in layers]
