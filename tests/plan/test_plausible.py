@@ -109,9 +109,7 @@ def test_a_price_that_is_no_time_is_refused_as_our_mistake(
     words: str, time: float
 ) -> None:
     hardware = replace(hardware_of(cluster("h100x8")), network=_Broken(time))
-    with pytest.raises(
-        PredictionError, match=r"impossible.*This is a bug in phalanx"
-    ):
+    with pytest.raises(PredictionError, match=r"impossible.*This is a bug in phalanx"):
         choice(_priced(words, profile("default"), hardware))
 
 
