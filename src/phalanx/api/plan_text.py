@@ -147,6 +147,7 @@ def plan_figures(
     request: Request, plan: Plan, beside: Sequence[Baseline]
 ) -> dict[str, object]:
     best = plan.layouts[0]
+    fastest = plan.fastest or best
     return {
         "model": request.name,
         "cluster": request.hardware.name,
@@ -165,11 +166,14 @@ def plan_figures(
         "simulated": plan.simulated,
         "sharding": sharding_text(request, best.layout),
         "layouts": [choice_figures(request, choice) for choice in plan.layouts],
+        "fastest": {"layout": str(fastest.layout), "step_time_s": fastest.step},
         "rules": [
             {
                 "rule": baseline.rule,
                 "fits": baseline.fits,
-                "slower": baseline.choice.step / best.step if baseline.choice else None,
+                "slower": baseline.choice.step / fastest.step
+                if baseline.choice
+                else None,
                 **(choice_figures(request, baseline.choice) if baseline.choice else {}),
             }
             for baseline in beside
@@ -212,10 +216,23 @@ def _head(request: Request, plan: Plan) -> Iterator[str]:
         f" ({r.limit:.0%} of it); {plan.simulated:,} simulated."
     )
     first = plan.layouts[0]
+    yield from wrapped(_advice(plan))
     uncertainty = uncertainty_text(range_of(r, first), first.step)
     yield from wrapped(f"Layout 1 takes {seconds_text(first.step)}. {uncertainty}")
     if sharding := sharding_text(r, first.layout):
         yield from wrapped(f"Its ZeRO stage is {sharding}.")
+
+
+def _advice(plan: Plan) -> str:
+    """Explains why the first layout is the first."""
+    first, fastest = plan.layouts[0], plan.fastest
+    if fastest is None or first is fastest:
+        return "Layout 1 is the fastest."
+    faster = 100 * (1 - fastest.step / first.step)
+    name = str(fastest.layout)
+    if fastest in plan.layouts:
+        name = f"layout {plan.layouts.index(fastest) + 1}"
+    return f"Layout 1 is the simplest within 2 % of the fastest: {name} is {faster:.1f} % faster."
 
 
 def _table(request: Request, plan: Plan) -> Iterator[str]:
@@ -268,7 +285,7 @@ def _indented(text: str, by: int) -> list[str]:
 
 def _rules(plan: Plan, beside: Sequence[Baseline]) -> Iterator[str]:
     yield "Choices of simple rules:"
-    best = plan.layouts[0].step
+    best = (plan.fastest or plan.layouts[0]).step
     for baseline in beside:
         choice, picked = baseline.choice, baseline.why
         if choice and baseline.fits:

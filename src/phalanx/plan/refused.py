@@ -45,9 +45,10 @@ class Refusal:
 def refusals(
     screened: Screened, best: Sequence[int], room: float, budget: int
 ) -> tuple[Refusal, ...]:
-    """A refusal for every family but the winner's, and for what no layout here may be.
+    """A refusal for every family without a layout in `best`, and for what no layout here may be.
 
-    At most `budget` operations are simulated to measure how much families lost by.
+    `best` begins with the fastest layout, which the others are compared with. At most `budget`
+    operations are simulated to measure how much families lost by.
     """
     fits = screened.bytes <= room
     # the simulated step of each candidate, or its lower bound
@@ -68,7 +69,7 @@ def refusals(
         return i
 
     lost = [
-        f for f in _families(screened) if f[1].any() and not (best and f[1][best[0]])
+        f for f in _families(screened) if f[1].any() and not any(f[1][i] for i in best)
     ]
     for family, mask in lost:
         limit = screened.spent + budget // len(lost)

@@ -32,14 +32,22 @@ _MORE = 80_000  # to say of families that lost by how much
 _EMPTIEST = 60  # tried where the fast ones do not fit
 _ALIKE = 0.998  # of a step: what could be no faster is not simulated
 _NEARLY = 1.1  # of the memory: what other microbatches may make fit
+# A simpler layout is advised if its step is at most this much longer than the fastest. Predictions
+# are not right to 2 %, and a run with fewer techniques has fewer ways to go wrong.
+_WORTH = 1.02
+_SIMPLER = 200_000  # operations simulated to find one
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The best layouts, best first, and why each kind of other layout is not among them."""
+    """The best layouts, and why each kind of other layout is not among them.
+
+    The first is the advised one: the simplest of those that are at most 2 % slower than the fastest.
+    The others follow by their time."""
 
     layouts: tuple[Choice, ...]
+    fastest: Choice | None
     refused: tuple[Refusal, ...]
     considered: int
     fitting: int
@@ -235,16 +243,8 @@ class Screened:
                 return True
             if self.spent > missed and len(ahead) < top:
                 return False
-            # What is known closer comes back when nothing else could be faster.
-            if i not in looked_at:
-                looked_at.add(i)
-                self.costs(i)
-                if not self._legal(i) or queue.later(i):
-                    continue
-            if i not in self.followed:
-                self.follow(i)
-                if queue.later(i):
-                    continue
+            if not self._next_is(i, queue, looked_at):
+                continue
             idea = self.idea(i)
             known = self.choices[ideas[idea]].step if idea in ideas else math.inf
             if _ALIKE * known <= self.step[i]:
@@ -253,6 +253,61 @@ class Screened:
             if found.bytes <= room and found.step < known:
                 ideas[idea] = i
         return True
+
+    def _next_is(self, i: int, queue: Queue, looked_at: set[int]) -> bool:
+        """Bound a candidate more closely. False if it is illegal, or if another is now ahead of it: then
+        it comes back when nothing else could be faster."""
+        if i not in looked_at:
+            looked_at.add(i)
+            self.costs(i)
+            if not self._legal(i) or queue.later(i):
+                return False
+        if i not in self.followed:
+            self.follow(i)
+            if queue.later(i):
+                return False
+        return True
+
+    def techniques(self, i: int) -> int:
+        """The number of techniques that a candidate combines."""
+        _, x, (z, c, p, q) = self.at(i)
+        grid, zero, pipe, inner = x.grid, x.zeros[z], x.pipelines[p], x.inners[q]
+        sizes = (grid.dp, grid.pp, grid.ring, grid.ulysses, grid.tp, grid.ep)
+        used = (
+            *(size > 1 for size in sizes),
+            zero.stage > 0 and 1 < zero.shards < grid.dp,  # HSDP
+            pipe.chunks > 1,
+            traits(pipe.schedule).splits_backward,
+            overlaps(pipe, x.counts[c]),
+            inner.recompute != "none",
+            bool(self.space.offload),
+        )
+        return sum(map(bool, used))
+
+    def simplest(self, best: Sequence[int], room: float) -> int:
+        """The candidate with the fewest techniques among those that fit and are at most 2 % slower than
+        the fastest; of several the fastest."""
+        limit = _WORTH * self.choices[best[0]].step
+
+        def rank(i: int) -> tuple[int, float]:
+            return self.techniques(i), self.choices[i].step
+
+        near = [
+            i
+            for i, choice in self.choices.items()
+            if choice.bytes <= room and choice.step <= limit
+        ]
+        first = min(near, key=rank)
+        queue, looked_at = Queue(self.step, self.bytes, room), set[int]()
+        most = self.spent + _SIMPLER
+        while (i := queue.next()) >= 0 and self.step[i] <= limit and self.spent < most:
+            least = self.techniques(i), float(self.step[i])
+            if least >= rank(first) or not self._next_is(i, queue, looked_at):
+                continue
+            choice = self.simulate(i)
+            if choice.bytes <= room and choice.step <= limit:
+                first = min(first, i, key=rank)
+        return first
 
     def _legal(self, i: int) -> bool:
         request = self.space.request
@@ -295,9 +350,16 @@ def search(request: Request, *, top: int = 10) -> Plan:
         refuse_too_long(
             screened.choices[i].case, request.hardware, screened.choices[i].parts
         )
+    fastest, shown = None, list[int]()
+    if best:
+        fastest = screened.choices[best[0]]
+        first = screened.simplest(best, room)
+        idea = screened.idea(first)
+        shown = [first, *(i for i in best if screened.idea(i) != idea)][:top]
     return Plan(
-        layouts=tuple(screened.choices[i] for i in best),
-        refused=refusals(screened, best, room, _MORE),
+        layouts=tuple(screened.choices[i] for i in shown),
+        fastest=fastest,
+        refused=refusals(screened, [*best[:1], *shown[:1]], room, _MORE),
         considered=len(screened),
         fitting=int(fits.sum()),
         simulated=len(screened.choices),
