@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from phalanx.api.plan_text import utilization
 from phalanx.api.request import request_for
 from phalanx.layout import (
     Layout,
@@ -16,10 +17,12 @@ from phalanx.layout import (
     piece_layout,
     staged_pieces,
 )
+from phalanx.layout.choices import BF16, FP16
 from phalanx.layout.families import shape_of
+from phalanx.plan import devices
 from phalanx.plan.hardware import hardware_of
 from phalanx.plan.link import cluster
-from phalanx.plan.profile import profile
+from phalanx.plan.profile import profile, profiles
 from phalanx.plan.search import Screened, judge, search
 from phalanx.plan.space import Space
 from phalanx.plan.step import Choice, Pricer, Request
@@ -297,3 +300,21 @@ def test_screening_never_loses_the_best_layout_of_a_mixed_model() -> None:
 
 def _every(screened: Screened) -> Iterable[int]:
     return range(0, len(screened), max(1, len(screened) // 400))
+
+
+@pytest.mark.parametrize("sequence", [2048, 65536])
+@pytest.mark.parametrize("name", [x for x in Shape.names() if x != "mlp"])
+def test_no_prediction_exceeds_the_peak_of_a_device(name: str, sequence: int) -> None:
+    """Every size of model on every device, and on one under every profile."""
+    shape = Shape.load(name)
+    asked = [_asked(shape, f"{each}x2", 2, sequence) for each in devices()]
+    asked += [replace(asked[0], profile=profile(other)) for other in profiles()]
+    for request in asked:
+        precision = BF16 if request.hardware.peak.get(BF16) else FP16
+        layout = Layout.parse(f"dp2 zero1 {precision}")
+        (found,) = judge(replace(request, precision=precision), [layout])
+        used = utilization(request, found)
+        assert 0 < used.mfu <= used.hfu <= 1, (
+            request.hardware.name,
+            request.profile.name,
+        )
