@@ -164,7 +164,7 @@ def test_a_picture_is_svg_in_a_notebook_and_a_file_by_its_suffix(
         (lambda: phalanx.simulate("1f1b", stage=4), "stage is not a valid option"),
         (lambda: phalanx.draw("dp2 pp2", "8b", stages=4), "part of the layout"),
         (lambda: phalanx.check("dp2", "8bb"), "Did you mean '8b'"),
-        (lambda: phalanx.verify(object, "dp2"), r"no function describe\(model\)"),
+        (lambda: phalanx.verify(object, "dp2"), r"must be a torch.nn.Module"),
         (lambda: phalanx.load("nowhere"), "the folder does not exist"),
         (lambda: phalanx.plan("8b", "h100y8"), "unknown cluster"),
     ],

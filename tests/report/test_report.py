@@ -185,7 +185,7 @@ def test_a_record_that_is_not_as_it_should_be_spoils_nothing(
 
 
 def test_a_folder_without_a_run_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    with pytest.raises(ReportError, match=r"holds no run.*phalanx train"):
+    with pytest.raises(ReportError, match=r"is not the folder of a run.*phalanx train"):
         report(tmp_path)
 
 

@@ -196,7 +196,7 @@ def test_metrics_that_ranks_do_not_expect_are_refused() -> None:
         ({"layout": "auto"}, "phalanx.plan"),
         ({"layout": "dp2"}, "torchrun --nproc-per-node 2"),
         ({"layout": "recompute:fit"}, "recompute:all"),
-        ({"loss": None}, "metrics come from a loss"),
+        ({"loss": None}, "metrics need a loss function"),
     ],
 )
 def test_arguments_that_cannot_be_taken_are_refused(
@@ -287,7 +287,7 @@ def test_no_stage_is_cut_from_a_module_that_is_one_piece() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     terms: dict[str, Any] = {"loss": F.mse_loss, "backend": "threads"}
-    for layout, text in (("pp2 1f1b:2", "one piece"), ("tp2", "how this module's")):
+    for layout, text in (("pp2 1f1b:2", "one piece"), ("tp2", "how to shard")):
         with pytest.raises(RankFailed, match=text):
             launch(_whole, 2, model, optimizer, layout, backend=terms["backend"])
 

@@ -1,11 +1,11 @@
-"""The user's own training loop, on the executor that `train` uses.
+"""Training loops written by the user, on the executor that `train` uses.
 
     run = phalanx.prepare(model, optimizer, layout="dp2 zero3", loss=my_loss)
     for batch in run.shard(loader):
         result = run.step(batch)
 
-`prepare` makes this rank's part of a torch module; a step is the layout's program. What `train` has of a run
-beyond that (its file, data, log, restarts) is here the user's script.
+`prepare` builds this rank's part of a torch module; a step runs the layout's program.
+The run file, data, logs and restarts of `train` are left to the user's script.
 """
 
 from __future__ import annotations
@@ -59,19 +59,23 @@ Count = Callable[[Mapping[str, Tensor]], Any]
 GivenBatch = Mapping[str, Tensor] | Sequence[Tensor] | Tensor
 
 
-LOOP = "loop"  # in a checkpoint's `config`: what of it is a loop's
+LOOP = "loop"  # key of the loop's entries in a checkpoint's `config`
 
 
 class LoopError(ValueError):
-    """A call of a user's loop that cannot be carried out: why, and what to do."""
+    """Raised for a call of a user's loop that cannot be carried out; explains what to
+    do."""
 
     exit_code = 1
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """A step, alike on all ranks. `loss` and `metrics` are means over the batch of all ranks. A step
-    whose loss or gradient was not `finite` updated nothing."""
+    """Result of a step, equal on all ranks.
+
+    `loss` and `metrics` are means over the batch of all ranks. If the loss or gradient
+    was not `finite`, nothing was updated.
+    """
 
     step: int
     loss: float
@@ -82,7 +86,7 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The mean loss and the mean metrics of batches, over all ranks."""
+    """Mean loss and metrics of a batch over all ranks."""
 
     loss: float
     metrics: Mapping[str, float]
@@ -101,25 +105,25 @@ def prepare(
     example: GivenBatch | None = None,
     world: World | None = None,
 ) -> PreparedRun:
-    """This rank's part of a torch module, ready for the steps of your own loop; every rank calls it.
+    """Build this rank's part of a torch module, for a training loop of your own. Collective.
 
         run = phalanx.prepare(model, optimizer, layout="dp2 zero3", loss=my_loss)
 
-    model: a module with its weights; all ranks begin with those of rank 0
-    optimizer: of torch, over the module's parameters. It is read and never stepped: its rates may be
-        changed, by torch's schedulers too
-    layout: by default dp over all ranks
-    loss: called as loss(output, batch), it returns the loss of a microbatch as a sum, or that and a dict
-        of sums of metrics; by default the model's own loss
-    count: called as count(batch), what losses and metrics are divided by, summed over all ranks; by
-        default the targets that are not -100, or the rows
-    metrics: the names of the metrics that the loss returns
-    clip: largest norm of the gradient of all weights; 0 for any
+    model: a module with its weights; all ranks start with those of rank 0
+    optimizer: a torch optimizer over the module's parameters. Its options are read, but it is never
+        stepped; you or torch's schedulers may change its learning rates
+    layout: layout as text; by default dp over all ranks
+    loss: function loss(output, batch) that returns the summed loss of a microbatch, optionally with
+        a dict of summed metrics; by default the model's own loss
+    count: function count(batch) whose sum over all ranks divides losses and metrics; by default the
+        number of targets other than -100, or of rows
+    metrics: names of the metrics that the loss returns
+    clip: maximum norm of the gradient of all weights; 0: no clipping
     describe: function that returns the pieces and the rule table of the module
-        (docs/bring-your-model.md); by default the one of that name in the module's file
-    example: a batch, by which the blocks of a module are found that nothing describes: it is run whole.
-        Without one such a module is a single piece, for dp and ZeRO
-    world: this rank among the others, where they are threads; by default `phalanx.join()`
+        (docs/bring-your-model.md); by default `describe` in the module's file
+    example: a batch on which a module without a description is run once to find its blocks.
+        Without an example such a module is a single piece, for dp and ZeRO
+    world: this rank's connection to the others; by default `phalanx.join()`
     """
     world = world or join()
     with agreement(world) as facts:
@@ -155,9 +159,10 @@ def prepare(
 
 
 class PreparedRun:
-    """One rank of a user's loop. Methods that communicate are called by all ranks, in the same order.
+    """One rank of a user's training loop.
 
-    `steps` counts the steps that were made.
+    Methods that communicate are collective: all ranks call them, in the same order.
+    `steps` is the number of steps done.
     """
 
     def __init__(
@@ -185,14 +190,17 @@ class PreparedRun:
 
     @property
     def first(self) -> bool:
-        """True on the rank that prints and writes."""
+        """True on the rank that prints and writes files."""
         return self.world.rank == 0
 
     # ---- batches
 
     def shard(self, loader: Iterable[GivenBatch]) -> Iterator[dict[str, Tensor]]:
-        """This rank's rows of each batch of a loader, by name. Every rank iterates over the same batches:
-        the first one is compared, so that a loader which shuffles by another seed is noticed."""
+        """Yield this rank's rows of each batch of a loader, by name.
+
+        Every rank must iterate over the same batches. The first batch is compared
+        across ranks, to catch loaders that shuffle with different seeds.
+        """
         for number, batch in enumerate(loader):
             entries = _named(batch)
             if not number:
@@ -201,9 +209,9 @@ class PreparedRun:
             least = self.layout.data * self.layout.microbatches
             if rows < least:
                 raise LoopError(
-                    f"a batch of {rows} rows is less than one for each of {self.layout.data} shares of"
-                    f" the data in {self.layout.microbatches} microbatches. Use larger batches, and"
-                    " drop_last=True of the loader."
+                    f"a batch of {rows} rows is too small: {self.layout.data} data-parallel ranks with"
+                    f" {self.layout.microbatches} microbatches need at least {least}. Use larger batches, and"
+                    " drop_last=True in the loader."
                 )
             mine = share(rows, self.layout.data, self.part.local.coordinates["data"])
             yield {name: x[mine] for name, x in entries.items()}
@@ -217,8 +225,8 @@ class PreparedRun:
         other = [rank for rank, each in enumerate(seen) if each != seen[0]]
         if other:
             raise LoopError(
-                f"the first batch of rank {other[0]} is not that of rank 0, and each takes its rows of"
-                " the same batches. Give the loader a seed:"
+                f"the first batch of rank {other[0]} differs from that of rank 0, but all ranks must iterate"
+                " over the same batches. Give the loader a seed:"
                 " generator=torch.Generator().manual_seed(0)."
             )
 
@@ -227,26 +235,27 @@ class PreparedRun:
         if _rows(entries) < self.layout.microbatches:
             raise LoopError(
                 f"{_rows(entries)} rows are fewer than the {self.layout.microbatches} microbatches of"
-                f" {self.layout}. Use larger batches, and drop_last=True of the loader."
+                f" {self.layout}. Use larger batches, and drop_last=True in the loader."
             )
         return self.part.microbatches(entries)
 
     # ---- steps
 
     def step(self, batch: GivenBatch) -> StepOutcome:
-        """One step on this rank's rows of a batch: forward, backward, clipping, update."""
+        """Run one step on this rank's rows of a batch: forward, backward, clipping and
+        update."""
         own = self._microbatches(batch)
         result = self.part.trainer.step(own, 0.0, timed=False)
         self._updater.stepped()
         self.steps += 1
         metrics = dict(zip(self._metrics, result.metrics, strict=True))
-        assert result.norm is not None  # every program of `prepare` agrees on one
+        assert result.norm is not None  # every program of `prepare` computes the norm
         return StepOutcome(
             self.steps, result.total, result.norm, metrics, result.finite
         )
 
     def evaluate(self, batch: GivenBatch) -> Evaluation:
-        """The loss of this rank's rows of a batch, with those of all ranks; nothing is updated."""
+        """Return the loss and metrics over the rows of all ranks, without an update."""
         sums, count = self.part.validator.sums_over_ranks(self._microbatches(batch))
         loss, *metrics = (each / (count or 1.0) for each in sums)
         return Evaluation(loss, dict(zip(self._metrics, metrics, strict=True)))
@@ -259,7 +268,8 @@ class PreparedRun:
 
     @torch.no_grad()
     def _begin_alike(self) -> None:
-        """Gives all ranks the weights of rank 0, as a module that each rank draws may differ."""
+        """Copy rank 0's weights to all ranks, because each rank may have initialized
+        its own."""
         group = self.part.everyone
         values = self._own.values(self._names)
         for name in sorted(values):
@@ -272,7 +282,8 @@ class PreparedRun:
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Tensor]:
-        """The whole weights on every rank, on the CPU, by the names of the module's own `state_dict`."""
+        """Return the whole weights on every rank, on the CPU, by the names in the
+        module's `state_dict`."""
         group = self.part.everyone
         wholes: dict[str, Tensor] = {}
         mine: dict[str, list[tuple[Any, Tensor]]] = {}
@@ -305,9 +316,11 @@ class PreparedRun:
         count: int = 32,
         sampling: Sampling = Sampling(),  # noqa: B008 - a frozen value
     ) -> list[int]:
-        """The tokens with which the model continues a sequence, on every rank. For a
-        `phalanx.models.Decoder`, whose keys and values are kept; other modules have a forward of their
-        own to call, with the weights of `state_dict()`."""
+        """Return the model's continuation of a sequence, on every rank.
+
+        It works for a `phalanx.models.Decoder`, with a cache of keys and values. Other
+        modules have a forward of their own to call, with the weights of `state_dict()`.
+        """
         weights = self.state_dict()
         model, names = self._own.model()
         own = {name: weights[theirs] for name, theirs in names.items()}
@@ -319,9 +332,12 @@ class PreparedRun:
     # ---- checkpoints
 
     def save(self, folder: str | Path, state: Mapping[str, Any] | None = None) -> Path:
-        """Saves weights, optimizer state and count of steps into a folder, each rank its part, and
-        returns the path of the checkpoint. `state` is kept with it: values that JSON has, such as the
-        `state_dict` of a scheduler."""
+        """Save weights, optimizer state and the step count to a folder; return the
+        checkpoint's path.
+
+        Each rank writes its part. `state` is stored with it: values that JSON can
+        represent, such as a scheduler's `state_dict`.
+        """
         scaling = self.part.trainer.scaling
         config = {
             "state": dict(state or {}),
@@ -331,7 +347,9 @@ class PreparedRun:
         try:
             kept = json.loads(json.dumps(config))
         except TypeError as error:
-            raise LoopError(f"state holds what JSON has not: {error}.") from error
+            raise LoopError(
+                f"state has a value that JSON cannot represent: {error}."
+            ) from error
         if self._saver is None or self._saver.folder != Path(folder):
             self._saver = Saver(Path(folder), self.part.local, self.part.updates)
         progress = Progress(self.steps, layout=str(self.layout), config={LOOP: kept})
@@ -339,9 +357,11 @@ class PreparedRun:
         return saved.path
 
     def load(self, folder: str | Path) -> dict[str, Any] | None:
-        """Continues from the newest sound checkpoint of a folder, in whatever layout it was saved: weights,
-        optimizer state, rates and count of steps. Returns the `state` that was saved with them, or None
-        if there is no checkpoint."""
+        """Resume from the newest intact checkpoint of a folder, saved in any layout.
+
+        Restores weights, optimizer state, learning rates and the step count. Returns
+        the `state` saved with them, or None if there is no checkpoint.
+        """
         name = self._updater.name.lower()
         part = self.part
         loaded = load(Path(folder), part.local, part.updates, optimizer=name)
@@ -352,7 +372,7 @@ class PreparedRun:
         state = kept.get("state") if isinstance(kept, dict) else None
         if not isinstance(kept, dict) or not isinstance(state, dict):
             raise CheckpointError(
-                f"{loaded.path} is of phalanx.train, not of a loop of your own: continue it with its"
+                f"{loaded.path} was saved by phalanx.train, not by a loop of your own: resume it with its"
                 " run file."
             )
         self._updater.restore_groups(kept.get("groups"), str(loaded.path))
@@ -362,25 +382,25 @@ class PreparedRun:
         return state
 
     def close(self) -> None:
-        """Leaves the world of ranks."""
+        """Leave the world of ranks."""
         self.world.close()
 
 
-# ---- what is checked before ranks begin
+# ---- checks before training
 
 
 def _layout_of(given: str | Layout, model: nn.Module, ranks: int) -> Layout:
-    """The layout for this world; weights of float64 are computed in it."""
+    """Return the layout for this world, in float64 if the model has float64 weights."""
     text = given if isinstance(given, str) else str(given)
     if text.strip() == "auto":
         raise LayoutError(
-            "layout = auto needs sizes of a model, which a module has not. Ask phalanx.plan for a"
-            " layout, or leave it out: dp over all ranks."
+            "layout = auto needs the sizes of a model, which a module does not give. Get a layout from"
+            " phalanx.plan, or omit it for dp over all ranks."
         )
     layout = Layout.parse(text.strip() or (f"dp{ranks}" if ranks > 1 else ""))
     if layout.ranks != ranks:
         raise LayoutError(
-            f"layout {str(layout)!r} is for {layout.ranks} ranks, and there are {ranks}. Start"
+            f"layout {str(layout)!r} is for {layout.ranks} ranks, but there are {ranks}. Start"
             f" {layout.ranks}: torchrun --nproc-per-node {layout.ranks}, or phalanx.launch."
         )
     if layout.recompute == "fit":
@@ -397,8 +417,11 @@ def _layout_of(given: str | Layout, model: nn.Module, ranks: int) -> Layout:
 
 
 def _refuse_other_forward(own: OwnModule, layout: Layout) -> None:
-    """Compares the pieces with the module's own forward: those of a description as `train` does, those
-    that were found on the example."""
+    """Compare the pieces with the module's own forward.
+
+    The pieces of a description are compared as in `train`, those found by running it on
+    the example.
+    """
     if own.describe is None and own.example is None:
         return
     model, names = own.model()
@@ -425,8 +448,8 @@ def _refuse_illegal(model: Model, layout: Layout) -> None:
     cut = [axis for axis in ("tp", "cp", "ep") if layout.mesh.of(axis) > 1]
     if cut:
         raise LayoutError(
-            f"{' and '.join(cut)} of {layout}: nothing says how this module's weights are cut. Describe"
-            " it (docs/bring-your-model.md), or use dp, ZeRO and pp."
+            f"{' and '.join(cut)} of {layout}: this module has no description of how to shard its weights."
+            " Describe it (docs/bring-your-model.md), or use dp, ZeRO and pp."
         )
 
 
@@ -442,7 +465,7 @@ def _give_loss(
         give_loss(model, loss)
     elif measure.metrics:
         raise LayoutError(
-            "metrics come from a loss that is given: prepare(..., loss=my_loss)."
+            "metrics need a loss function that returns them: prepare(..., loss=my_loss)."
         )
 
 
@@ -466,7 +489,7 @@ def _facts(
     measure: Measure,
     clip: float,
 ) -> dict[str, str]:
-    """Everything that ranks must have alike."""
+    """Return all facts that must be equal on every rank."""
     weights = [f"{n} {list(w.shape)} {w.dtype}" for n, w in model.weights.items()]
     groups = [
         {key: str(x) for key, x in group.items() if key != "params"}
@@ -486,7 +509,7 @@ def _facts(
 
 
 def _named(batch: GivenBatch) -> dict[str, Tensor]:
-    """The tensors of a batch by name."""
+    """Return the tensors of a batch by name."""
     if isinstance(batch, Mapping):
         entries = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
     elif isinstance(batch, Tensor):
@@ -495,7 +518,7 @@ def _named(batch: GivenBatch) -> dict[str, Tensor]:
         tensors = [x for x in batch if isinstance(x, Tensor)]
         if len(tensors) != len(batch) or not 1 <= len(tensors) <= 2:
             raise LoopError(
-                f"a batch is a dict of tensors, or an input with its targets, not {len(batch)} values."
+                f"a batch must be a dict of tensors, or an input with its targets, not {len(batch)} values."
                 " Give the loader a collate_fn that returns a dict."
             )
         names = (_input_name(tensors[0]), "targets")
@@ -504,13 +527,13 @@ def _named(batch: GivenBatch) -> dict[str, Tensor]:
     if len(sizes) != 1:
         shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in entries.items())
         raise LoopError(
-            f"the tensors of a batch have one row for each sample, and these have {shapes or 'none'}."
+            f"the tensors of a batch must have one row for each sample; their shapes: {shapes or 'none'}."
         )
     return entries
 
 
 def _entries(batch: GivenBatch) -> dict[str, Tensor]:
-    """The tensors of a batch by name, with the positions of its tokens."""
+    """Return the tensors of a batch by name, including the positions of its tokens."""
     entries = _named(batch)
     if "tokens" in entries and "positions" not in entries:
         tokens = entries["tokens"]
@@ -528,7 +551,7 @@ def _rows(entries: Mapping[str, Tensor]) -> int:
 
 
 def _put(whole: Tensor, shard: Any, numbers: Tensor) -> None:
-    """Writes a rank's numbers of a weight where they belong in the whole."""
+    """Copy a rank's elements of a weight to their place in the whole weight."""
     local = torch.zeros(shard.local, dtype=whole.dtype, device=whole.device)
     local.view(-1)[shard.start : shard.stop] = numbers.to(whole.device)
     inside = tuple(slice(0, stop - start) for start, stop in shard.box)

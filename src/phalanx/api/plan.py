@@ -88,21 +88,21 @@ def plan(
     top: int = 10,
     **terms: Unpack[PlanTerms],
 ) -> Planned:
-    """The `top` best layouts of a model on a cluster.
+    """Return the `top` best layouts of a model on a cluster.
 
         plan("8b", "h100x64", sequence=8192, batch_tokens="4Mi").best
 
     model: a shape by name, a Shape, a .toml file, hf:FOLDER or FILE.py:Class
-    cluster: a device and a count, as "h100x64"; "this" is the measured machine.toml
+    cluster: a device and a count, such as "h100x64"; "this" is the measured machine.toml
     top: number of layouts to return
-    machine: a machine file instead of a cluster, as `phalanx doctor --out` writes it
+    machine: a machine file, written by `phalanx doctor --out`, instead of a cluster
     ranks: number of ranks to use of `machine`
-    sequence: tokens of a sequence, as 4096 or "4Ki"; by default the model's
-    batch_tokens: tokens of a step, as 4194304 or "4Mi"; by default the model's batch
-    precision: number format, as "fp32" or "fp8"; by default bf16, on a CPU fp32
-    limit: usable part of a device's memory, by default 0.85
+    sequence: tokens in a sequence, such as 4096 or "4Ki"; by default the model's
+    batch_tokens: tokens in a step, such as 4194304 or "4Mi"; by default the model's batch
+    precision: number format, such as "fp32" or "fp8"; by default bf16, on a CPU fp32
+    limit: usable share of a device's memory, by default 0.85
     profile: the software whose speed is assumed; by default phalanx
-    routing: spread of tokens over experts: "balanced", "zipf:S" or FILE.json
+    routing: distribution of tokens over experts: "balanced", "zipf:S" or FILE.json
     """
     asked = request(model, cluster, **terms)
     return Planned(asked, search(asked, top=top))

@@ -44,8 +44,8 @@ def lower_stages(request: Request, layout: Layout) -> tuple[LowerStage, ...]:
 
 
 def less_sent_text(layout: Layout, stages: Sequence[LowerStage], memory: float) -> str:
-    """A sentence on the lower stage that sends least of those that fit in a device's memory, or on
-    each of them where memory is unlimited; empty if none fits."""
+    """Describe the lower stage that sends least among those that fit in a device's
+    memory, or each of them if memory is unlimited; "" if none fits."""
     fitting = [stage for stage in stages if stage.fits(memory)]
     if memory < math.inf:
         fitting = fitting[:1]

@@ -110,7 +110,7 @@ def simulate(
     model: str | Shape = "",
     **terms: Unpack[StepTerms],
 ) -> Timeline:
-    """The timeline of a step: when each rank does what, its makespan and its bubble.
+    """Return the timeline of a step: each rank's operations over time, the makespan and the bubble.
 
     `what` is a schedule's name, a layout with its `model`, a run or its file, a program, or `program FILE`.
 
@@ -130,12 +130,13 @@ def draw(
     model: str | Shape = "",
     **terms: Unpack[StepTerms],
 ) -> Picture | MeshPicture:
-    """The picture of a step, of a mesh (`mesh LAYOUT`), or of a step that ran (`run FILE`).
+    """Return the picture of a step, a mesh (`mesh LAYOUT`), or a recorded step (`run FILE`).
 
-    The step of a run (a `Run`, or the name of its file) or of a layout with its `model` is the one that
-    `phalanx train` carries out.
+    For a run (a `Run`, or the name of its file) or a layout with its `model`, it is the step that
+    `phalanx train` executes.
 
-    A notebook shows it, `print` draws it as text, and its `save` writes a file by its suffix.
+    A notebook displays it, `print` draws it as text, and `save` writes a file in the format of its
+    suffix.
 
         draw("dp2 pp2 zero3 1f1b:4", "124m", costs="F=1,B=2,G=0.2,S=0.2")
 
@@ -143,28 +144,28 @@ def draw(
         "mesh LAYOUT" or "run FILE"
     model: the model of a layout: a shape by name, a Shape or a .toml file
 
-    Of a schedule by itself:
+    For a schedule by itself:
     stages: pipeline stages, by default 4
-    microbatches: of a step, by default 8
-    chunks: of the model on each stage
-    layers: pieces, spread evenly over the stages; by default one per chunk
-    zero: 0 to 3, sharded over two copies; by default 0
-    gather: weights once a "step" or for each use ("micro")
-    reduce: gradients once a "step" or per microbatch ("micro")
-    prefetch: units that are gathered ahead, by default 1
+    microbatches: number in a step, by default 8
+    chunks: number of model chunks on each stage
+    layers: number of pieces, spread evenly over the stages; by default one per chunk
+    zero: ZeRO stage 0 to 3, over two data-parallel ranks; by default 0
+    gather: when to gather weights: once a "step" or for each use ("micro")
+    reduce: when to reduce gradients: once a "step" or per microbatch ("micro")
+    prefetch: number of units gathered ahead, by default 1
     recompute: none, all, every=C, sqrt or fit
 
-    Of a layout:
-    batch: sequences of a step; by default the model's
-    seq: tokens of a sequence; by default the model's
-    cluster: hardware that prices the operations in seconds, as "h100x64"
-    optimizer: adamw, sgd or muon; by default that of a run file that names the model, or adamw
+    For a layout:
+    batch: sequences in a step; by default the model's
+    seq: tokens in a sequence; by default the model's
+    cluster: hardware on which to time the operations in seconds, such as "h100x64"
+    optimizer: adamw, sgd or muon; by default that of the run file given as model, or adamw
 
-    Of all:
-    costs: time by kind of operation, as "F=1,B=2,send=0.1" or {"F": 1, "B": 2}
+    For both:
+    costs: time by kind of operation, such as "F=1,B=2,send=0.1" or {"F": 1, "B": 2}
     memory_limit: microbatches that a stage may hold (searched), or pieces (recompute fit)
-    clip: with gradient clipping, for which all ranks agree on the norm, as they do in every run
-    repeat: steps in a row, by default 1
+    clip: include gradient clipping, for which all ranks agree on the norm, as in every run
+    repeat: number of consecutive steps, by default 1
     """
     kind, _, name = str(what).partition(" ") if isinstance(what, str) else ("", "", "")
     if kind == "mesh":

@@ -113,26 +113,26 @@ def verify(
     memory: float | None = None,
     **terms: Unpack[VerifyTerms],
 ) -> Verified:
-    """Train a few steps in each layout and on one process, and compare every number of them.
+    """Train a few steps in each layout and on one process, and compare every value.
 
         verify("gqa", "dp2 tp2 zero3; pp2 cp2 1f1b:3").passed
 
-    model: a shape by name, a Shape, FILE.py:Class, or a class, which may stand in a notebook
-    layouts: the layouts to compare, in one text separated by ";" or as a list; by default all of up to
+    model: a shape by name, a Shape, FILE.py:Class, or a class, which may be defined in a notebook
+    layouts: the layouts to compare, as text separated by ";" or a list; by default all with up to
         `ranks` ranks
-    describe: function that describes a class; by default the one of that name in the class's module
+    describe: function that describes a class; by default `describe` in the class's module
     ranks: largest number of ranks of a layout
-    cover: take only so many layouts or more, with every pair of choices
-    dtype: number format in which all is computed, by default "float64"
-    memory: GiB that may be used; by default what is free
+    cover: select at least this many layouts, which cover every pair of choices; 0: all
+    dtype: number format of the computation, by default "float64"
+    memory: GiB that may be used; by default the free memory
     backend: threads, shm, gloo or nccl; by default threads
     steps: training steps, by default 3
     seed: seed of weights and batches
-    packed: several documents in a sequence
-    dropout: rate, of the built-in models
+    packed: put several documents into a sequence
+    dropout: dropout rate of the built-in models
     optimizer: adamw, sgd or muon; by default adamw
-    log: file of results; layouts in it are not run again
-    record: file for the last layout's last step, for `phalanx draw run`
+    log: file of results; layouts found in it are skipped
+    record: file for the last step of the last layout, for `phalanx draw run`
     """
     shape, make = (
         own_model(model, describe) if callable(model) else model_to_verify(model)

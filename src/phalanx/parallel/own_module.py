@@ -139,7 +139,7 @@ def as_it_is(instance: object, make: Made) -> Model:
     weights. `instance` has parameters on meta; `make` makes another one."""
     if not isinstance(instance, nn.Module):
         raise LayoutError(
-            f"a model is a torch.nn.Module, and this is a {type(instance).__name__}."
+            f"a model must be a torch.nn.Module, not a {type(instance).__name__}."
         )
     ids = torch.zeros(2, _TOKENS, dtype=torch.int64)
     positions = torch.arange(_TOKENS).expand(2, -1)

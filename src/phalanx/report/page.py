@@ -290,7 +290,7 @@ def _loss(journal: _Journal) -> Section:
 
 
 def _written(journal: _Journal) -> Html:
-    """The texts that the model wrote, by step; nothing of a run without any."""
+    """Return the texts that the model wrote, by step; empty without any."""
     samples = journal.of("sample")
     rows = [(str(s.get("step")), _text_of(s)) for s in samples if "step" in s]
     return table(("step", "text"), rows) if rows else Html("")

@@ -139,9 +139,11 @@ def step_extras(
     make: Callable[[], Model] | None,
     optimizer: OptimizerChoice = USUAL_OPTIMIZER,
 ) -> Extras:
-    """The step of a run's folder as a picture, predicted by what a plan counts where there is a
-    comparison, with what each rank holds and which part of each weight. `make` makes a model of
-    somebody's own, whose code is run; `optimizer` is the run's."""
+    """Return the picture of a run's measured step, and the shards that each rank holds.
+
+    The step is shown over its prediction if `compared` is given. `make` builds a user's own
+    model, which runs its code; `optimizer` is the run's.
+    """
     try:
         recorded, _, number = read_recorded(folder)
     except ReportError as error:

@@ -1,8 +1,9 @@
-"""The user's torch optimizer on a rank's shards: an instance of the same class for each unit, with a run of
-numbers for each weight and the options of the user's parameter groups.
+"""The user's torch optimizer on a rank's shards.
 
-The user's own instance updates nothing. Its groups are where options are read before each update, so
-torch's learning-rate schedulers change it as usual.
+Each unit has an instance of the same class, with one parameter per run of elements of a
+weight, and the options of the user's parameter groups. The user's own instance updates
+nothing; its groups' options are read before each update, so torch's learning-rate
+schedulers work as usual.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from ..parallel import Unit
 from .checkpoint_format import CheckpointError
 from .optimizer import Scale, State, Update, beside
 
-# Each element is updated by itself, and all that is kept is one value for each, and a count.
+# These update each element independently; their state is one value per element, and a
+# step count.
 ELEMENTWISE = (
     "Adadelta",
     "Adagrad",
@@ -32,15 +34,16 @@ ELEMENTWISE = (
     "SGD",
 )
 WAY_OUT = {
-    "Muon": "phalanx.train has it as optimizer.name = muon",
-    "NAdam": "it keeps a product of its rates for each weight; Adam and RAdam are taken",
-    "ASGD": "it keeps rates for each weight; SGD is taken",
+    "Muon": "phalanx.train supports it with optimizer.name = muon",
+    "NAdam": "it stores a product of its rates for each weight; use Adam or RAdam",
+    "ASGD": "it stores rates for each weight; use SGD",
     "LBFGS": "it calls the loss several times in a step",
 }
 
 
 def refuse_other_than_elementwise(optimizer: object) -> None:
-    """Raise a LayoutError for an optimizer that does not update each element of a weight by itself."""
+    """Raise a LayoutError for an optimizer that does not update elements
+    independently."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise LayoutError(
             f"prepare takes a torch.optim.Optimizer, not a {type(optimizer).__name__}."
@@ -51,10 +54,10 @@ def refuse_other_than_elementwise(optimizer: object) -> None:
         return
     reason = WAY_OUT.get(kind.__name__, "") if torchs else ""
     reason = reason or (
-        f"taken are {', '.join(ELEMENTWISE)} of torch.optim, and a class that says elementwise = True"
+        f"use {', '.join(ELEMENTWISE)} of torch.optim, or a class that sets elementwise = True"
     )
     raise LayoutError(
-        f"{kind.__name__} is not known to update each element of a weight by itself, and a rank may"
+        f"{kind.__name__} is not known to update each element of a weight independently, but a rank may"
         f" hold any part of a weight: {reason}."
     )
 
@@ -62,7 +65,8 @@ def refuse_other_than_elementwise(optimizer: object) -> None:
 class OwnOptimizer:
     """The user's optimizer, for all units of this rank.
 
-    `names` maps the weights of the model to parameters of the user's module, by which groups are found.
+    `names` maps the model's weights to parameters of the user's module, which determine
+    the groups.
     """
 
     whole_matrices: ClassVar[bool] = False
@@ -85,12 +89,12 @@ class OwnOptimizer:
             shapes = sorted(str(list(x.shape)) for x in strange)
             raise LayoutError(
                 f"the optimizer has {len(strange)} parameters that are not the model's (of the shapes"
-                f" {', '.join(shapes[:3])}). Make it of model.parameters()."
+                f" {', '.join(shapes[:3])}). Create it from model.parameters()."
             )
         left = [n for n, x in names.items() if x.requires_grad and x not in group_of]
         if left:
             raise LayoutError(
-                f"{left[0]} ({len(left)} of the model's weights) is trained and not in the optimizer."
+                f"{left[0]} ({len(left)} of the model's weights) is trained but not in the optimizer."
                 " Add it, or freeze it with requires_grad_(False)."
             )
         self.group_of = {
@@ -103,26 +107,29 @@ class OwnOptimizer:
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """The options of the user's groups as they are now."""
+        """Current options of the user's groups."""
         return [
             {key: value for key, value in group.items() if key != "params"}
             for group in self.optimizer.param_groups
         ]
 
     def stored_groups(self) -> list[dict[str, Any]]:
-        """The options of the groups as JSON has them; a rate may be a tensor."""
+        """Return the groups' options in a form for JSON. A learning rate may be a
+        tensor."""
         return [
             {key: float(x) if isinstance(x, Tensor) else x for key, x in group.items()}
             for group in self.groups
         ]
 
     def restore_groups(self, stored: object, where: str) -> None:
-        """Sets the options of a checkpoint, as torch's own `load_state_dict` does: schedulers go on from
-        these rates."""
+        """Restore the options saved in a checkpoint.
+
+        As with torch's `load_state_dict`, schedulers continue from these rates.
+        """
         groups = self.optimizer.param_groups
         if not isinstance(stored, list) or len(stored) != len(groups):
             raise CheckpointError(
-                f"{where} was saved with another number of parameter groups than the {len(groups)} of"
+                f"{where} was saved with a different number of parameter groups than the {len(groups)} of"
                 " this optimizer."
             )
         for group, options in zip(groups, stored, strict=True):
@@ -133,13 +140,14 @@ class OwnOptimizer:
         return OwnUpdate(unit, self)
 
     def stepped(self) -> None:
-        """Notes a step in the user's instance; a scheduler warns where it sees none."""
+        """Mark a step in the user's instance, so that schedulers do not warn of a
+        missing one."""
         noted: Any = self.optimizer
         noted._opt_called = True
 
 
 class OwnUpdate(Update):
-    """The update of one unit by an instance of the user's optimizer class."""
+    """Update of one unit by an instance of the user's optimizer class."""
 
     def __init__(self, unit: Unit, own: OwnOptimizer) -> None:
         self.unit, self.own, self.name = unit, own, own.name
@@ -169,13 +177,13 @@ class OwnUpdate(Update):
 
     @property
     def _on_device(self) -> bool:
-        """True if counts of steps are kept where the weights are."""
+        """True if step counts are stored on the device of the weights."""
         return any(
             group.get("fused") or group.get("capturable") for group in self.own.groups
         )
 
     def __call__(self, lr: float, scale: Scale | None = None) -> None:
-        """One step with the unit's gradient, by the rates of the user's groups."""
+        """Run one step with the unit's gradient, at the rates of the user's groups."""
         if self.instance is not None:
             self._step(self.instance, scale and scale.on(self.unit.home.device))
         self.unit.spend()
@@ -192,7 +200,8 @@ class OwnUpdate(Update):
             view.grad = gradient if same else beside(gradient, view)
         skips = False
         if scale is not None and all(group.get("fused") for group in options):
-            # As torch's GradScaler hands them to fused optimizers: nothing is read on the host.
+            # As torch's GradScaler passes them to fused optimizers, without a read on
+            # the host.
             instance.grad_scale, instance.found_inf = scale.divisor, scale.skip
         elif scale is not None:
             skips = bool(scale.skip)
@@ -207,7 +216,7 @@ class OwnUpdate(Update):
 
 
 def _alike(optimizer: Any, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Another instance of an optimizer's class, with other parameters."""
+    """Create another instance of the optimizer's class, with other parameters."""
     kind = type(optimizer)
     taken = inspect.signature(kind.__init__).parameters
     defaults = {key: x for key, x in optimizer.defaults.items() if key in taken}
@@ -215,7 +224,7 @@ def _alike(optimizer: Any, groups: list[dict[str, Any]]) -> torch.optim.Optimize
         made: torch.optim.Optimizer = kind(groups, **defaults)
     except TypeError as error:
         raise LayoutError(
-            f"{kind.__name__} cannot be made for a rank's part of the weights: {error}. Its arguments"
-            " must be those that it keeps as `defaults`."
+            f"{kind.__name__} cannot be created for a rank's part of the weights: {error}. Its arguments"
+            " must be those that it stores as `defaults`."
         ) from error
     return made

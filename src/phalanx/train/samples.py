@@ -1,6 +1,6 @@
-"""A text that the model writes now and then while it is trained, beside its loss.
+"""Text that the model writes at intervals during training, logged like its loss.
 
-The weights come together on rank 0, one at a time, and the text is written there on the CPU; the other
+Rank 0 collects the weights one at a time and writes the text on its CPU; the other
 ranks wait for the next step.
 """
 
@@ -19,8 +19,8 @@ from .step import CompletedStep
 from .text import continued, prompt_of, vocabulary_of_run
 from .whole_weights import whole_weights
 
-_BYTES = 4  # of a weight: text is written in float32
-_SHARE = 0.5  # of the machine's memory, the most that whole weights may take
+_BYTES = 4  # of a weight: text is generated in float32
+_SHARE = 0.5  # largest share of the machine's memory that whole weights may take
 
 
 class Samples:
@@ -38,8 +38,8 @@ class Samples:
             self.every = 0
             log.event(
                 "sample",
-                f"sample.every: no text is written, as whole weights are {bytes_text(held)} in the memory"
-                f" of rank 0, which has {bytes_text(memory)}; phalanx sample reads a checkpoint elsewhere",
+                f"sample.every: no text is written, because whole weights take {bytes_text(held)} of rank 0's"
+                f" memory, which is {bytes_text(memory)}; use phalanx sample on another machine",
             )
         elif not rank.world.rank:
             self.vocabulary = vocabulary_of_run(rank.run, rank.run.sample.tokenizer)

@@ -1,7 +1,8 @@
-"""Claims of a layout's program that no number of its training shows, each tried before it runs.
+"""Claims about a layout's program that training does not test, checked before it runs.
 
-The text of a layout and of its program says all of it. The counts of memory follow what ranks hold, which
-the executor compares with real buffers. The proof of a step refuses the program once it is damaged.
+The texts of a layout and its program parse back to the same values. The memory counts
+agree with what ranks hold, which the executor compares with real buffers. The check of
+a program rejects it once it is damaged.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from ..program import Op, Program, check, faults, ops
 from ..program.memory import Sizes, peaks
 from ..program.state import INPUT, SENT, WHOLE, State
 
-# Microbatches of a step that is long enough for a proof by a few of them.
+# microbatches of a step long enough for the check to simulate only a few of them
 LONG = 12
-DAMAGES = 12  # of a program that are tried, drawn by its layout
-# Another program, as good, has none of these: no count, no clipping, everything kept, weights that stay
-# gathered, and ones that a gather brings from the host itself. Which units need the sums over tp and over the
-# choices is not in a program.
+DAMAGES = 12  # number of damaged variants to try, drawn with the layout as seed
+# Operations without which a program is still correct: a count, clipping, recomputation,
+# weights that stay gathered, and weights that a gather loads from the host itself. A
+# program does not say which units need sums over tp or of routing choices.
 OPTIONAL = {
     ops.COUNT,
     ops.AGREE,
@@ -33,13 +34,15 @@ OPTIONAL = {
 }
 # Axes whose ranks compute the same pieces together.
 INNER = ("cp", "tp", "ep")
-# What these need never stands at the beginning of a list.
+# operations with requirements, which therefore never come first
 EARLY = {*ops.BACKWARDS, *ops.REDUCTIONS, ops.UPDATE, ops.SEND}
 
 
 def false_claim(layout: Layout, program: Program, long: Program | None) -> str:
-    """The first claim about a program that does not hold, or "". `long` is the same step with `LONG`
-    microbatches, where the layout has any."""
+    """Return the first claim about a program that does not hold, or "".
+
+    `long` is the same step with `LONG` microbatches, or None if the layout has none.
+    """
     claims = (
         _texts(layout, program),
         _books(program),
@@ -60,7 +63,8 @@ def _texts(layout: Layout, program: Program) -> Iterator[str]:
 
 
 def _books(program: Program) -> Iterator[str]:
-    """Buffers taken and given back, beside what the state holds after each operation."""
+    """Compare the buffers taken and released with what the state holds after each
+    operation."""
     for row in range(len(program.rows)):
         for in_place in (False, True):
             yield from _row_books(State(program, row, in_place=in_place))
@@ -70,7 +74,7 @@ def _row_books(state: State) -> Iterator[str]:
     books: Counter[tuple[str, int]] = Counter()
     walked = 0
     for op, _ in state.walk():
-        # The state is that before `op`, and the flow that of all operations before it.
+        # The state is that before `op`; the flow covers all operations before it.
         for number in state.flow[walked:]:
             _enter(books, state, number)
         walked = len(state.flow)
@@ -90,7 +94,8 @@ def _enter(books: Counter[tuple[str, int]], state: State, number: int) -> None:
 
 
 def _unequal(books: Counter[tuple[str, int]], state: State, op: Op) -> Iterator[str]:
-    """Buffers whose count is not what the state holds before an operation."""
+    """Describe buffers whose count differs from what the state holds before an
+    operation."""
     held = Counter((what, piece) for (piece, _), what in state.kept.items())
     held.update((ops.WEIGHTS, unit) for unit in {*state.gathered, *state.loaded})
     exact = {ops.KEPT, ops.SELECTED, ops.FACTORS, INPUT, ops.WEIGHTS}
@@ -109,7 +114,7 @@ def _unequal(books: Counter[tuple[str, int]], state: State, op: Op) -> Iterator[
 
 
 def _undetected(program: Program, seed: str) -> Iterator[str]:
-    """Damages that the proof does not notice."""
+    """Describe damaged programs that the check accepts."""
     every = [*_damages(program)]
     draw = random.Random(seed)
     for what, row, operations in draw.sample(every, min(DAMAGES, len(every))):
@@ -123,7 +128,7 @@ def _undetected(program: Program, seed: str) -> Iterator[str]:
 
 
 def _parted(program: Program, axis: str) -> Program:
-    """The program whose ranks away from the first place along an axis have rows of their own."""
+    """Return a program in which ranks beyond the first along an axis have separate rows."""
     owner = [*program.owner]
     rows = [*program.rows]
     copies: dict[int, int] = {}
@@ -138,21 +143,22 @@ def _parted(program: Program, axis: str) -> Program:
     return replace(program, rows=tuple(rows), owner=tuple(owner))
 
 
-# What is wrong with a row, its number, and its operations.
+# a description of the damage, the row's number, and its operations
 Damage = tuple[str, int, tuple[Op, ...]]
 
 
 def _damages(program: Program) -> Iterator[Damage]:
-    """Rows with one mistake each: an operation that is missing, that stands twice or that comes too early, or
-    two messages in another order than their sender has them."""
+    """Yield rows with one mistake each: an operation missing, duplicated or too early,
+    or two messages received in another order than they are sent."""
     for number, row in enumerate(program.rows):
-        # The last one of each kind on each piece: an earlier one may be optional, as what it sums is then
-        # part of the next sum.
+        # The last of each kind on each piece: an earlier one may be optional, because
+        # the next sum includes what it would sum.
         last = {(op.kind, op.piece): place for place, op in enumerate(row)}
         counts = Counter(op.kind for op in row)
         for (kind, _), place in last.items():
             op, before, after = row[place], row[:place], row[place + 1 :]
-            # A row that gathers nothing has its weights at home, one that sums nothing its gradients.
+            # A row without gathers has its weights at home; one without reductions has
+            # its gradients.
             alone = kind in (ops.GATHER, ops.REDUCE) and counts[kind] == 1
             if kind not in OPTIONAL and not alone:
                 yield f"{op} is missing", number, (*before, *after)
@@ -163,7 +169,8 @@ def _damages(program: Program) -> Iterator[Damage]:
 
 
 def _crossed(number: int, row: tuple[Op, ...]) -> Iterator[Damage]:
-    """Two neighbouring messages of one flow whose receives are exchanged."""
+    """Yield rows in which the receives of two consecutive messages of one flow are
+    swapped."""
     received: dict[tuple[int, str, int], int] = {}
     for place, op in enumerate(row):
         if op.kind != ops.RECEIVE:
@@ -177,7 +184,7 @@ def _crossed(number: int, row: tuple[Op, ...]) -> Iterator[Damage]:
 
 
 def _shortened(program: Program | None) -> Iterator[str]:
-    """A proof by a few microbatches that says something else than one by all of them."""
+    """Compare the check with a few microbatches to a check with all of them."""
     if program is None:
         return
     sizes = Sizes.counts(program.pieces)

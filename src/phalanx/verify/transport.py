@@ -1,8 +1,9 @@
-"""Every call of a transport against its formula, before layouts are trained over it.
+"""Tests of every call of a transport against its formula, before layouts train over it.
 
-Layouts call groups in a few ways, with tensors of few sizes. Here ranks make each call on some awkward
-tensors: of one element and of more than a transport sends at once, not contiguous, of 16 bits, with a NaN.
-Their values are small whole numbers, so that sums are exact in every order and dtype.
+Layouts call groups in a few ways, with tensors of few sizes. Here ranks make each call
+with difficult tensors: of one element, larger than a slot of the transport,
+non-contiguous, in 16 bits, or with a NaN. Values are small integers, so that sums are
+exact in every order and dtype.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from torch import Tensor
 from ..comm import Group, World
 from ..comm.regions import carry, exchange, gather_sum, scatter_sum
 
-LARGE = 70_001  # elements: more than a slot of shared memory has
-# Elements of each rank's part of a call, but for the large one.
+LARGE = 70_001  # elements; more than a slot of shared memory holds
+# elements of each rank's part of a call, besides the large one
 SIZES = (1, 5)
 DTYPES = (torch.float64, torch.bfloat16, torch.float16, torch.int64)
 REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -30,11 +31,12 @@ Faults = Iterator[str]
 
 
 def transport_fault(world: World) -> str:
-    """The first call whose result on this rank is not that of its formula, or ""."""
+    """Return the first call whose result on this rank differs from its formula, or
+    ""."""
     ranks = range(world.size)
     neighbours = [(a, b) for a in ranks for b in ranks if a != b]
     everyone = world.split("transport", [ranks], neighbours)
-    # All calls are made on every rank, also after one that is wrong.
+    # Every rank makes all calls, even after a wrong result.
     found: list[str] = []
     for check in (_collectives, _narrow_sums, _nans, _messages, _strided):
         found += check(everyone, world.device)
@@ -43,7 +45,7 @@ def transport_fault(world: World) -> str:
 
 
 def values(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """What a rank brings to a call: whole numbers from 0 to 10."""
+    """Return a rank's input to a call: integers from 0 to 10."""
     return ((torch.arange(numel) * 7 + rank * 3) % 11).to(dtype)
 
 
@@ -80,7 +82,7 @@ def _each_collective(
         group.reduce_scatter(part, mine.clone(), op)
         parts = total.view(n, size)
         yield from _unlike(f"reduce_scatter({op}) {what}", part, parts[me])
-    # two calls that are under way together, waited for in the other order
+    # two calls in flight, waited for in reverse order
     out, back = torch.empty_like(mine), torch.empty_like(mine)
     first = group.all_gather(out, mine[:size].clone(), wait=False)
     second = group.all_to_all(back, mine.clone(), wait=False)
@@ -98,7 +100,8 @@ def _each_collective(
 def _uneven(
     group: Group, device: torch.device, every: Tensor, dtype: torch.dtype
 ) -> Faults:
-    """An all-to-all of rank i's j elements to rank j: one of them gets none."""
+    """Test an all-to-all in which rank i sends j elements to rank j, so that one rank
+    gets none."""
     n, me = group.size, group.rank
     sends = [min(to, every.shape[1] // n) for to in range(n)]
     takes = [sends[me]] * n
@@ -111,8 +114,11 @@ def _uneven(
 
 
 def _narrow_sums(group: Group, device: torch.device) -> Faults:
-    """Sums of 16 bits are rounded once: 256 and ones, of which each alone would be lost in bfloat16."""
-    # Over NCCL they are as NCCL has them.
+    """Test that 16-bit sums are rounded only once.
+
+    The inputs are 256 and ones, each of which alone would be lost in bfloat16.
+    """
+    # NCCL rounds in its own way
     if device.type == "cuda":
         return
     x = torch.full((3,), 1.0 if group.rank else 256.0, dtype=torch.bfloat16)
@@ -132,7 +138,8 @@ def _nans(group: Group, device: torch.device) -> Faults:
 
 
 def _messages(group: Group, device: torch.device) -> Faults:
-    """All send before any receives, more than once, and write to what they have sent."""
+    """Test messages when all ranks send several before any receives, and then overwrite
+    the sent tensors."""
     n, me = group.size, group.rank
     to, source = (me + 1) % n, (me - 1) % n
     sizes = (*SIZES, LARGE, *SIZES)
@@ -148,7 +155,7 @@ def _messages(group: Group, device: torch.device) -> Faults:
 
 
 def _strided(group: Group, device: torch.device) -> Faults:
-    """The regions of a model, on a tensor that is transposed, and on such a gradient."""
+    """Test a model's regions with a transposed tensor and a transposed gradient."""
     n, me = group.size, group.rank
     size = 2 * n, 3 * n
     every = [
@@ -172,10 +179,10 @@ def _strided(group: Group, device: torch.device) -> Faults:
 
 
 def _gradients(group: Group, mine: Tensor, every: list[Tensor], dim: int) -> Faults:
-    """Gradients that come strided, through the regions whose backward communicates."""
+    """Test strided gradients through the regions whose backward communicates."""
     n, me = group.size, group.rank
     total = torch.stack(every).sum(0)
-    # Each region's output is as large as `mine`, whose values are its gradient.
+    # Each region's output has the size of `mine`, whose values serve as its gradient.
     there = partial(_gradient, mine)
     part = mine.chunk(n, dim)[0].contiguous()
     got = there(lambda x: gather_sum(x, group, dim), part)
@@ -187,7 +194,7 @@ def _gradients(group: Group, mine: Tensor, every: list[Tensor], dim: int) -> Fau
     yield from _unlike(
         f"scatter_sum's gradient along dim {dim}", got, torch.cat(every, dim)
     )
-    # what was joined along the other dim is cut there again
+    # the parts joined along the other dim are split again
     back = torch.cat([x.chunk(n, 1 - dim)[me] for x in every], dim)
     cut = torch.empty_like(back, device=mine.device)
     got = there(lambda x: exchange(x, group, dim, 1 - dim), cut)
