@@ -57,6 +57,7 @@ QUICK: dict[str, list[list[str]]] = {
     "train": [["train", "steps=2", "batch=4", "sequence=8", MODEL, "layout=", "out=run"]],
     "top": [["top", "run", "--once"]],
     "sample": [["sample", "run", "--tokens", "4"]],
+    "eval": [["eval", "run", "--data", "text.txt"]],
     "report": [["report", "run"], ["report", "run", "--svg", "pictures"]],
     "checkpoint-show": [["checkpoint", "show", "run"]],
     "checkpoint-verify": [["checkpoint", "verify", "run"]],

@@ -36,6 +36,7 @@ VERBS: dict[str, str] = {
     "checkpoint": "show, verify, export or import a checkpoint",
     "sample": "generate text with a trained model",
     "chat": "chat with a trained model",
+    "eval": "measure a trained model's loss on text, or in tasks of lm-eval",
     "report": "write a run's report as one HTML page",
     "top": "watch a running run in a terminal: step, speed, ranks",
     "bench": "measure collectives, matmuls, MFU and overlap on this machine",

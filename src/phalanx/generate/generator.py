@@ -17,6 +17,7 @@ from ..models import Core
 from ..models.decoder import Head
 from ..parallel import Model
 from .cached import CachedCore
+from .filled import fill
 from .sampling import GenerateError, Sampling
 
 
@@ -46,7 +47,7 @@ class Generator:
     ) -> Generator:
         """A model on the meta device with these weights, by their names in it."""
         generator = cls(model, dtype)
-        _fill(model, weights, dtype)
+        fill(model, weights, dtype)
         return generator
 
     @property
@@ -80,6 +81,14 @@ class Generator:
         for block in self.blocks:
             x = block(x, positions=positions, **shared)
         return self.head.logits(x)
+
+    def log_probabilities(self, tokens: list[int], count: int) -> Tensor:
+        """The log-probabilities of all words for each of the last `count` tokens of a sequence, given
+        those before it: (count, vocabulary)."""
+        self._refuse(tokens[:-1], 0)
+        self.reset()
+        rows = self.logits(torch.tensor([tokens[:-1]]))[0, -count:]
+        return rows.float().log_softmax(-1)
 
     def generate(
         self,
@@ -145,30 +154,3 @@ def _cached(block: nn.Module) -> CachedCore:
     assert isinstance(attention.core, Core)
     attention.core = CachedCore(attention.core)
     return attention.core
-
-
-def _fill(model: Model, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Gives a model on the meta device these weights, and its buffers their values."""
-    names = {parameter: name for name, parameter in model.weights.items()}
-    if missing := sorted(names[p] for p in names if names[p] not in weights):
-        raise GenerateError(
-            f"the checkpoint has no {missing[0]} ({len(missing)} weights missing)."
-        )
-    filled = {
-        parameter: nn.Parameter(weights[name].to(dtype), requires_grad=False)
-        for parameter, name in names.items()
-    }
-    for _, piece in model.pieces:
-        for module in piece.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    module._parameters[name] = filled[parameter]
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_meta:
-                    module._buffers[name] = torch.empty(
-                        buffer.shape, dtype=buffer.dtype
-                    )
-        for module in piece.modules():
-            reset = getattr(module, "reset_buffers", None)
-            if reset is not None:
-                reset()

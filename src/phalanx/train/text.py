@@ -11,16 +11,23 @@ import torch
 from ..generate import GenerateError, Generator, Sampling
 from ..layout.run import Run
 from ..layout.shape import HUB
-from ..parallel import build_model
+from ..parallel import Model, build_model
 from .checkpoint_exchange import HubReader
 from .checkpoint_format import WEIGHT, read_manifest
 from .checkpoint_load import TensorReader
 from .data.token_files import AS_BYTES, tokenizer_of
 from .data.vocabulary import Bytes, Tokenizer, Vocabulary, open_vocabulary
 
+Weights = dict[str, torch.Tensor]
+
 
 def open_generator(source: Path | str, dtype: torch.dtype = torch.float32) -> Generator:
     """The model of a checkpoint in any layout, or of a folder of Hugging Face named as hf:FOLDER."""
+    return Generator.of(*model_of(source), dtype)
+
+
+def model_of(source: Path | str) -> tuple[Model, Weights]:
+    """A saved decoder on the meta device, and its weights by name."""
     name = str(source)
     reader = (
         HubReader(Path(name.removeprefix(HUB)))
@@ -39,13 +46,20 @@ def open_generator(source: Path | str, dtype: torch.dtype = torch.float32) -> Ge
             for tensor in reader.manifest.tensors
             if tensor.kind == WEIGHT
         }
-    return Generator.of(model, weights, dtype)
+    return model, weights
 
 
 def run_of(source: str) -> Run:
-    """The model and the data of the run that a checkpoint is of."""
+    """What a checkpoint's run was trained on, with which model, and how its text was cut."""
     settings: Any = read_manifest(Path(source)).config.get("run", {})
-    return Run(model=settings.get("model", ""), data=_data(settings.get("data", "")))
+    plain = Run()
+    return Run(
+        model=settings.get("model", ""),
+        data=_data(settings.get("data", "")),
+        sequence=settings.get("sequence", plain.sequence),
+        packing=settings.get("packing", plain.packing),
+        document_masks=settings.get("document_masks", plain.document_masks),
+    )
 
 
 def vocabulary_of(source: str, tokenizer: str = "") -> Vocabulary:
@@ -53,14 +67,19 @@ def vocabulary_of(source: str, tokenizer: str = "") -> Vocabulary:
 
     `tokenizer`: a tokenizer.json or its folder, which is taken instead.
     """
-    if source.startswith(HUB) and not tokenizer:
-        return open_vocabulary(Path(source.removeprefix(HUB)))
-    run = Run() if tokenizer else run_of(source)
-    if (vocabulary := vocabulary_of_run(run, tokenizer)) is None:
+    if (vocabulary := vocabulary_if_known(source, tokenizer)) is None:
         raise GenerateError(
             f"{source}: the tokenizer of its data is not known. Name it: --tokenizer FOLDER."
         )
     return vocabulary
+
+
+def vocabulary_if_known(source: str, tokenizer: str = "") -> Vocabulary | None:
+    """The same, or None where the run's data does not name its tokenizer."""
+    if source.startswith(HUB) and not tokenizer:
+        return open_vocabulary(Path(source.removeprefix(HUB)))
+    run = Run() if tokenizer else run_of(source)
+    return vocabulary_of_run(run, tokenizer)
 
 
 def vocabulary_of_run(run: Run, tokenizer: str = "") -> Vocabulary | None:

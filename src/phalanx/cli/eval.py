@@ -1,0 +1,159 @@
+"""`phalanx eval`: the loss of a trained model on text, and its results in the tasks of lm-eval.
+
+  phalanx eval runs/first
+  phalanx eval runs/first --data book.txt
+  phalanx eval hf:Llama-3.2-1B --data chats.jsonl --sequence 2048 --json
+  phalanx eval runs/first --tasks hellaswag,arc_easy --limit 100
+
+SOURCE is a run, one of its checkpoints, or hf:FOLDER. Without --data it is what the run's own data
+holds out. Text and chats (.txt, .jsonl, .parquet, a folder) are read whole, token files in the part that
+--split names. The loss is in nats per token; of chats, answers alone count. Memory is that of the
+weights in float32 and of one batch of windows. --tasks needs lm-eval: pip install lm_eval.
+Exit code 1: the data of a task cannot be reached.
+"""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import ExitStack
+from typing import Any
+
+from ..draw import text_table
+from ..layout.choices import PYTHON
+from ..layout.shape import HUB
+from .eval_tasks import task_rows, task_scores
+from .sampling import add_source, source_of
+from .usage import Parser, UsageError, result, whole
+
+_SEQUENCE = 1024  # of a window, where no run says how long its sequences are
+_SPLITS = ("validation", "train")
+
+
+def run(argv: list[str]) -> int:
+    parser = Parser(__doc__)
+    add_source(parser)
+    add = parser.add
+    add("--data", default="", metavar="PATH", help="text, chats or token files")
+    add(
+        "--split",
+        choices=_SPLITS,
+        default=_SPLITS[0],
+        help="the part of token files; default what is held out",
+    )
+    add(
+        "--sequence",
+        type=whole(2, 1 << 24),
+        default=0,
+        help="tokens of a window; default those of the run",
+    )
+    add("--field", default="", metavar="NAME", help="of rows, as for data prepare")
+    what = "a tokenizer.json or its folder; default: that of the run"
+    add("--tokenizer", default="", metavar="PATH", help=what)
+    add("--tasks", default="", metavar="A,B", help="tasks of lm-eval, instead of data")
+    what = "with --tasks: documents of each task"
+    add("--limit", type=whole(1, 1 << 30), metavar="N", help=what)
+    add("--shots", type=whole(0, 1 << 10), help="with --tasks: examples in the prompt")
+    args = parser.read(argv)
+    if args.tasks and (args.data or args.field):
+        raise UsageError("--tasks brings its own text: leave --data and --field out.")
+    if not args.tasks and (args.limit or args.shots is not None):
+        raise UsageError("--limit and --shots go with --tasks.")
+    source = source_of(args.source)
+    if args.tasks:
+        return _tasks(args, source)
+    return _text(args, source)
+
+
+def _text(args: argparse.Namespace, source: str) -> int:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from ..generate import Reader
+    from ..layout.run import Run
+    from ..train.evaluate import evaluation_batches, text_corpus, text_loss
+    from ..train.text import model_of, run_of, vocabulary_if_known
+
+    hub = source.startswith(HUB)
+    run = Run() if hub else run_of(source)
+    if hub and not args.data:
+        raise UsageError(f"{source} has no data of its own. Name some: --data PATH")
+    paths = [args.data] if args.data else [path for path, _ in run.sources]
+    vocabulary = vocabulary_if_known(source, args.tokenizer)
+    with ExitStack() as stack:
+        named = {"field": args.field} if args.field else {}
+        corpora = tuple(
+            stack.enter_context(text_corpus(path, vocabulary, args.split, **named))
+            for path in paths
+        )
+        model, weights = model_of(source)
+        shape = model.shape
+        assert shape is not None  # of every decoder that is read from a file
+        length = args.sequence or run.sequence
+        length = length or (min(shape.sequence, _SEQUENCE) if hub else shape.sequence)
+        if shape.positions == "learned" and length > shape.sequence:
+            raise UsageError(
+                f"--sequence {length}: the model has learned {shape.sequence} positions."
+                f" Write --sequence {shape.sequence} or less."
+            )
+        batches = evaluation_batches(run, corpora, shape.vocab, length)
+        reader = Reader(model, weights)
+        del weights  # the model has them
+        bar = Progress(console=Console(stderr=True), transient=True)
+        with bar:
+            task = bar.add_task("batches", total=None)
+            found = text_loss(
+                reader,
+                batches,
+                lambda done, total: bar.update(task, completed=done, total=total),
+            )
+    figures: dict[str, Any] = {
+        "source": source,
+        "data": paths,
+        "sequence": length,
+        "tokens": found.tokens,
+        "loss": found.loss,
+        "perplexity": found.perplexity,
+        "bits_per_byte": found.bits_per_byte,
+    }
+    bits = found.bits_per_byte
+    rows = [
+        ("loss", f"{found.loss:.4f}", "nats per token"),
+        ("perplexity", f"{found.perplexity:.4f}", ""),
+        ("bits per byte", "unknown" if bits is None else f"{bits:.4f}", ""),
+    ]
+    whole_text = f"{found.tokens:,} tokens of {', '.join(paths)}"
+    which = f"{_part_of(args, paths)} in windows of {length:,}"
+    return result(
+        args,
+        figures,
+        f"{source}: {whole_text}, {which}\n{text_table((), rows, left='lrl', indent=2)}",
+    )
+
+
+def _part_of(args: argparse.Namespace, paths: list[str]) -> str:
+    """The part of the data that was evaluated, in words."""
+    from pathlib import Path
+
+    from ..train.data.token_files import has_tokens
+
+    in_parts = any(path == PYTHON or has_tokens(Path(path)) for path in paths)
+    parts = {"validation": "what is held out", "train": "what is trained on"}
+    return parts[args.split] if in_parts else "all of it"
+
+
+def _tasks(args: argparse.Namespace, source: str) -> int:
+    from ..train.text import open_generator, vocabulary_of
+
+    vocabulary = vocabulary_of(source, args.tokenizer)
+    names = [name.strip() for name in args.tasks.split(",") if name.strip()]
+    scores = task_scores(
+        open_generator(source),
+        vocabulary,
+        names,
+        limit=args.limit,
+        shots=args.shots,
+        longest=args.sequence,
+    )
+    rows = task_rows(scores)
+    figures = {"source": source, "tasks": scores}
+    return result(args, figures, f"{source}\n{text_table((), rows, left='llr')}")
