@@ -23,7 +23,8 @@ from ..layout.choices import PYTHON
 from ..layout.shape import HUB
 from .eval_tasks import task_rows, task_scores
 from .sampling import add_source, source_of
-from .usage import Parser, UsageError, result, whole
+from .parser import Parser, whole
+from .usage import UsageError, result
 
 _SEQUENCE = 1024  # of a window, where no run says how long its sequences are
 _SPLITS = ("validation", "train")
