@@ -22,8 +22,8 @@ from ..draw import text_table
 from ..layout.choices import PYTHON
 from ..layout.shape import HUB
 from .eval_tasks import task_rows, task_scores
-from .sampling import add_source, source_of
 from .parser import Parser, whole
+from .sampling import add_source, source_of
 from .usage import UsageError, result
 
 _SEQUENCE = 1024  # of a window, where no run says how long its sequences are
