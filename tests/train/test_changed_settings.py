@@ -48,7 +48,7 @@ def test_no_table_names_a_key_that_no_run_has(table: Any) -> None:
 OTHER: dict[str, object] = {
     "batch": 16, "sequence": 24, "optimizer.betas": (0.5, 0.6), "packing": "bfd",
     "optimizer.schedule": "linear", "optimizer.name": "muon", "optimizer.min_lr": 1e-5,
-    "optimizer.momentum": 0.5, "optimizer.adjust_lr": "original",
+    "optimizer.momentum": 0.5, "loss": "dpo", "optimizer.adjust_lr": "original",
 }  # fmt: skip
 
 

@@ -303,6 +303,14 @@ def test_every_form_of_chat_is_the_same_chat(folder: Path, tmp_path: Path) -> No
             for chat in pairs
         ],
         "lists": [{"prompt": chat[:1], "completion": chat[1:]} for chat in pairs],
+        "alpaca": [
+            {
+                "instruction": chat[0]["content"],
+                "input": "",
+                "output": chat[1]["content"],
+            }
+            for chat in pairs
+        ],
     }
     wanted = [by_hand(folder, chat) for chat in pairs]
     for name, each in rows.items():
@@ -313,6 +321,37 @@ def test_every_form_of_chat_is_the_same_chat(folder: Path, tmp_path: Path) -> No
         assert made(tmp_path / f"{name}.parquet", folder)[0] == wanted, name
     said = [{"said": chat} for chat in pairs]
     assert made(lines(tmp_path / "said.jsonl", said), folder, field="said")[0] == wanted
+
+
+def test_what_an_instruction_is_about_stands_behind_it(
+    folder: Path, tmp_path: Path
+) -> None:
+    row = {"instruction": "add", "input": "1 2", "output": "3"}
+    chat = turns("add\n\n1 2", "3")
+    found = made(lines(tmp_path / "alpaca.jsonl", [row]), folder)[0]
+    assert found == [by_hand(folder, chat)]
+    wrong = [row, row | {"output": 3}]
+    _, done = made(lines(tmp_path / "wrong.jsonl", wrong), folder)
+    assert done.skipped == 1
+
+
+def test_two_answers_to_one_prompt_are_two_chats_that_follow_each_other(
+    folder: Path, tmp_path: Path
+) -> None:
+    chat = CHATS[5]
+    other = [*chat[:-1], chat[-1] | {"content": "something else"}]
+    ids, marks = by_hand(folder, chat)
+    more, _ = by_hand(folder, other)
+    asked = len(by_hand(folder, chat[:-1])[0])
+    # Answers of the assistant within the prompt are not trained on.
+    wanted = [(ids, [0] * asked + marks[asked:]), (more, [0] * asked)]
+    apart = {"prompt": chat[:-1], "chosen": chat[-1:], "rejected": other[-1:]}
+    whole = {"chosen": chat, "rejected": other}
+    for name, row in {"apart": apart, "whole": whole}.items():
+        found = made(lines(tmp_path / f"{name}.jsonl", [row]), folder)[0]
+        assert found[0] == wanted[0], name
+        assert found[1][0] == more, name
+        assert found[1][1][:asked] == wanted[1][1], name
 
 
 def test_of_a_prompt_with_turns_the_completion_alone_is_trained_on(

@@ -69,7 +69,7 @@ def _text(args: argparse.Namespace, source: str) -> int:
     from rich.console import Console
     from rich.progress import Progress
 
-    from ..generate import Reader
+    from ..generate import Evaluator
     from ..layout.run import Run
     from ..train.evaluate import evaluation_batches, text_corpus, text_loss
     from ..train.text import model_of, run_of, vocabulary_if_known
@@ -97,7 +97,7 @@ def _text(args: argparse.Namespace, source: str) -> int:
                 f" Write --sequence {shape.sequence} or less."
             )
         batches = evaluation_batches(run, corpora, shape.vocab, length)
-        reader = Reader(model, weights)
+        reader = Evaluator(model, weights)
         del weights  # the model has them
         bar = Progress(console=Console(stderr=True), transient=True)
         with bar:

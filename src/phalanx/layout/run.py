@@ -29,6 +29,7 @@ from .source import with_arguments
 from .url import Url
 
 CLASS = "class"  # key of [model] for the user's own class; the others are its arguments
+DPO = "dpo"  # the loss of preference pairs
 RANDOM = "random"  # weights drawn from `seed`
 # Their place in a run's folder, unless checkpoint.dir names another.
 CHECKPOINTS = "checkpoints"
@@ -236,6 +237,15 @@ class Preparing:
 
 
 @dataclass(frozen=True)
+class PreferenceChoice:
+    """Direct Preference Optimization."""
+
+    beta: float = key(
+        0.1, "smaller values let the model move farther from its start", above=0
+    )
+
+
+@dataclass(frozen=True)
 class LoraChoice:
     """Low-rank adapters in the linears of the blocks; all other weights are frozen."""
 
@@ -301,6 +311,11 @@ class Run:
     )
     sequence: int = key(0, "sequence length in tokens; 0: the shape's", maximum=1 << 28)
     steps: int = key(100, "optimizer steps", minimum=1, maximum=10**12)
+    loss: str = key(
+        "",
+        "empty: cross-entropy of the next token; dpo: of two answers one is preferred",
+        choices=("", DPO),
+    )
     z_loss: float = key(
         0.0, "weight of log(Z)^2 in each token's loss; Z is the sum of exp(logits)"
     )
@@ -321,6 +336,7 @@ class Run:
         " process, as `phalanx verify` does; a run that differs is refused",
     )
     lora: LoraChoice = key(LoraChoice(), "LoRA: adapters are trained, and nothing else")
+    dpo: PreferenceChoice = key(PreferenceChoice(), "the loss of pairs of answers")
     optimizer: OptimizerChoice = key(
         OptimizerChoice(), "optimizer and learning-rate schedule"
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,6 +46,7 @@ def mistakes_of(run: Run) -> Iterator[Mistake]:
                 what,
                 "Leave it out; your own class may use requires_grad_(False)",
             )
+    yield from _preference(run)
     if run.sample.every and run.own:
         what = f"sample.every with model = {run.own!r}, no built-in decoder"
         yield Mistake(
@@ -71,6 +73,26 @@ def mistakes_of(run: Run) -> Iterator[Mistake]:
     yield from _layout(run, shape)
     for each in run.fallbacks:
         yield from (m._replace(place="train.fallback") for m in _layout(each, shape))
+
+
+def _preference(run: Run) -> Iterator[Mistake]:
+    """Yields what does not go with the loss of pairs."""
+    if not run.loss:
+        return
+    if run.own:
+        what = f"loss = {run.loss!r} with model = {run.own!r}, no built-in decoder"
+        yield Mistake("loss", what, "Write it in your own loop: docs/your-own-loop.md")
+    if run.z_loss:
+        what = f"z_loss = {run.z_loss:g} with loss = {run.loss!r}"
+        yield Mistake("z_loss", what, "Leave it out")
+    if run.verify:
+        what = f"verify = true with loss = {run.loss!r}, which verify does not know"
+        yield Mistake("verify", what, "Leave it out")
+    if "compile" in re.split("[ ,]+", run.layout):
+        what = (
+            f"layout = {run.layout!r} compiles, and loss = {run.loss!r} is not compiled"
+        )
+        yield Mistake("layout", what, "Leave compile out")
 
 
 def _layout(run: Run, shape: Shape | None) -> Iterator[Mistake]:

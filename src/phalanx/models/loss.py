@@ -80,7 +80,7 @@ class _TokenLoss(torch.autograd.Function):
         ctx.z = z
         if totals is not None:
             losses += torch.where(targets != IGNORED, z * totals.square(), 0.0)
-        return losses.sum()
+        return losses
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -138,7 +138,7 @@ class _CutTokenLoss(torch.autograd.Function):
         losses = total - chosen
         if z:
             losses += z * total.square()
-        return torch.where(valid, losses, 0.0).sum()
+        return torch.where(valid, losses, 0.0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -193,8 +193,22 @@ def token_loss(
     agree: Agree | None = None,
     z: float = 0.0,
 ) -> Tensor:
-    """The sum of the tokens' cross-entropies, in float32 or wider. Backward overwrites
-    the logits.
+    """The sum of the tokens' cross-entropies: see `token_losses`."""
+    terms: Any = {"first": first, "width": width, "agree": agree, "z": z}
+    return token_losses(logits, targets, **terms).sum()
+
+
+def token_losses(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    first: int = 0,
+    width: int | None = None,
+    agree: Agree | None = None,
+    z: float = 0.0,
+) -> Tensor:
+    """Each token's cross-entropy, flat, in float32 or wider; 0 without a target. Backward
+    overwrites the logits.
 
     With `z`, each token adds z log(Z)^2, where Z is the sum of exp of its logits:
     PaLM's z-loss.
@@ -206,12 +220,12 @@ def token_loss(
     words = logits.shape[-1]
     width = words if width is None else width
     given = logits.flatten(0, -2), targets.flatten()
-    loss: Tensor
+    losses: Tensor  # (tokens,)
     if agree is None and width == words and not first:
-        loss = _TokenLoss.apply(*given, z)  # type: ignore[no-untyped-call]
+        losses = _TokenLoss.apply(*given, z)  # type: ignore[no-untyped-call]
     else:
-        loss = _CutTokenLoss.apply(*given, first, width, agree, z)  # type: ignore[no-untyped-call]
-    return loss
+        losses = _CutTokenLoss.apply(*given, first, width, agree, z)  # type: ignore[no-untyped-call]
+    return losses
 
 
 class CrossEntropy(nn.Module):

@@ -21,6 +21,7 @@ from ..models import IGNORED, Core, ExpertProducts, LoraLinear
 from ..models.loss import CrossEntropy
 from .mixing import mixing
 from .model import Model
+from .preference import PreferenceLoss
 
 _HOOKS = (
     "_forward_hooks",
@@ -224,6 +225,8 @@ def _loss(name: str, piece: nn.Module, path: str) -> Iterator[str]:
     beside = name.rpartition(".")[0]
     loss = owner._modules.get("loss")
     if type(loss) is CrossEntropy:  # replaced with its z-loss
+        return
+    if isinstance(loss, PreferenceLoss):  # which takes a part of the words itself
         return
     if loss is None:
         yield (

@@ -26,6 +26,7 @@ from .model import Derive, Model, start
 from .narrow import NarrowUnit, narrow_names
 from .pieces import Bundle, Piece
 from .pool import BufferPool
+from .preference import preference_loss
 from .tensor import Weight, cut_of, cut_weights, install_regions
 
 
@@ -132,6 +133,8 @@ def build_local(
     weights = cut_weights(model, layout, at)
     install_context(model, layout, groups.ring, groups.ulysses)
     install_regions(model, layout, groups)
+    if pairs := preference_loss([piece for _, piece in model.pieces]):
+        pairs.shard_time((groups.ring, groups.ulysses))
     pool = BufferPool(world.device, empty=world.empty, poison=poison)
     maker = _UnitMaker(model, layout, program, role, groups, pool, precision, weights)
     trained, frozen = maker.units(frozen=False), maker.units(frozen=True)

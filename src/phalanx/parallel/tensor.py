@@ -34,6 +34,7 @@ from ..models import (
 )
 from .groups import Groups
 from .model import Model
+from .preference import PreferenceLoss
 
 
 @dataclass(frozen=True)
@@ -360,12 +361,20 @@ class _Installer:
         self._fork(module)
         owner = self._at(name.rpartition(".")[0])
         if dim == "vocab":
-            z = getattr(owner.loss, "z", 0.0)
-            owner.loss = VocabularyCrossEntropy(self._vocabulary(module), tp, z)
+            self._shard_loss(owner, self._vocabulary(module))
         else:
             module.register_forward_hook(
                 lambda m, args, y: regions.gather(y, tp, y.dim() - 1)
             )
+
+    def _shard_loss(self, owner: Any, cut: Cut) -> None:
+        """Make the loss of a head take this rank's words of the logits."""
+        tp = self.groups.tp
+        if isinstance(owner.loss, PreferenceLoss):
+            owner.loss.shard_words(cut.start, cut.stop - cut.start, tp)
+            return
+        z = getattr(owner.loss, "z", 0.0)
+        owner.loss = VocabularyCrossEntropy(cut, tp, z)
 
     def _cut_time(self) -> None:
         """Under seq, give modules between the regions only this rank's tokens.

@@ -408,7 +408,7 @@ REFUSED = {
 }
 TOLD = (
     "precision", "document_masks", "packing", "batch", "microbatch", "sequence", "steps", "z_loss",
-    "optimizer", "validation.batches",
+    "optimizer", "validation.batches", "loss", "dpo",
 )  # fmt: skip
 UNTOLD = {
     "weights": "only where a run begins: later weights are the checkpoint's",

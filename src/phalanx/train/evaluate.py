@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..generate import GenerateError, Reader
+from ..generate import Evaluator, GenerateError
 from ..layout.choices import PYTHON
 from ..layout.run import Run
 from ..parallel.batch import count_valid
@@ -80,9 +80,13 @@ def evaluation_batches(
     """The windows of what corpora hold out, cut as the run's own validation cuts them."""
     rows = max(1, min(8, LOGITS // (sequence * vocab)))
     batches = Batches(
-        corpora, sequence, rows,
-        masks=run.document_masks, vocab=vocab, packing=run.packing,
-    )  # fmt: skip
+        corpora,
+        sequence,
+        rows,
+        masks=run.document_masks,
+        vocab=vocab,
+        packing=run.packing,
+    )
     if not batches.validations:
         raise DataError(
             f"{batches.name} holds nothing out. Write --split {TRAIN} for the part that is trained on."
@@ -92,7 +96,7 @@ def evaluation_batches(
 
 @torch.no_grad()
 def text_loss(
-    reader: Reader, batches: Batches, progress: Callable[[int, int], None]
+    reader: Evaluator, batches: Batches, progress: Callable[[int, int], None]
 ) -> TextLoss:
     """The loss over all windows; `progress` is called with how many batches are done, and with all."""
     nats, tokens, count = 0.0, 0, batches.validations

@@ -203,7 +203,8 @@ class RunLog:
     ) -> None:
         """Log a validation; write how often each expert was chosen in each layer to
         routing.json."""
-        text = f"step {step}  validation loss {loss:.4f} nats per token"
+        unit = "pair" if self.run.loss else "token"
+        text = f"step {step}  validation loss {loss:.4f} nats per {unit}"
         text += "" if bits is None else f", {bits:.4f} bits per byte"
         values: dict[str, Any] = {"step": step, "loss": loss, "bits_per_byte": bits}
         if experts:

@@ -29,6 +29,7 @@ from .peak import peak_of
 from .precision import device_notices
 from .program import layout_for
 from .rank import Rank, keep_freed_memory
+from .reference_margins import give_reference
 from .resume import RunState, load_or_draw
 from .samples import Samples
 from .saves import DiskSaves, MemorySaves
@@ -133,6 +134,7 @@ def _from_start_to_end(
             uploads.claimed(),
         ):
             start = load_or_draw(state, log, memory.checkpoints)
+            give_reference(rank, log, start)
         disk = DiskSaves(rank, log, state.progress, uploads)
         copies = CopyCheck(rank, log, disk, memory, uploads)
         validations = Validations(rank, log)

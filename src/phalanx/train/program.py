@@ -11,10 +11,11 @@ from torch import Tensor
 from ..cost import sizes_of
 from ..layout import Layout, LayoutError, Shape, recipe
 from ..layout.choices import FP32
-from ..layout.run import USUAL_OPTIMIZER, OptimizerChoice, Run
+from ..layout.run import DPO, USUAL_OPTIMIZER, OptimizerChoice, Run
 from ..models.loss import CrossEntropy
 from ..parallel import Model, Precision, build_model, load_model
 from ..parallel.experts import cut_blocks
+from ..parallel.preference import give_preference_loss
 from ..parallel.rows import model_pieces
 from ..program import Program, StepOptions, build, check
 from ..program.build import DEFAULT
@@ -27,6 +28,9 @@ def maker_of(run: Run) -> Maker:
     """Return a function that builds the run's model on the meta device, anew in each
     call."""
     made = partial(load_model, run.own) if run.own else partial(build_model, run.shape)
+    if run.loss == DPO:
+        beta = run.dpo.beta
+        return lambda: give_preference_loss(made(), beta)
     return partial(with_z_loss, made, run.z_loss) if run.z_loss else made
 
 

@@ -14,7 +14,7 @@ from rank_watch import Positions
 from ..comm import World, agreement
 from ..cost import step_flops
 from ..layout import Layout, LayoutError, Shape
-from ..layout.run import Run
+from ..layout.run import DPO, Run
 from ..parallel import (
     Model,
     UntriedPieces,
@@ -23,11 +23,13 @@ from ..parallel import (
     refuse_mixing,
 )
 from ..parallel.experts import cut_blocks
+from ..parallel.own_loss import BY_TARGETS
+from ..parallel.preference import BY_PAIRS
 from ..program import Program, options_of
 from .agreement import facts_of
 from .checkpoint_load import ModelIdentity
 from .data.batches import Batches
-from .data.token_files import open_corpus
+from .data.token_files import DataError, open_corpus
 from .host_threads import use_threads_of_host
 from .muon import Muon
 from .next_batch import NextBatch
@@ -61,6 +63,16 @@ def batches_of(run: Run, shape: Shape) -> Batches:
     corpora = tuple(
         replace(open_corpus(path), weight=weight) for path, weight in run.sources
     )
+    pairs = any(corpus.pairs for corpus in corpora)
+    if pairs and run.loss != DPO:
+        raise DataError(
+            f"{corpora[0].name} holds pairs of answers, of which one is preferred. Write loss = {DPO!r}."
+        )
+    if run.loss == DPO and not pairs:
+        raise DataError(
+            f"loss = {DPO!r} needs rows with chosen and rejected (and prompt), and {corpora[0].name} has"
+            " none. Prepare such rows: phalanx data prepare."
+        )
     return Batches(
         corpora, run.tokens(shape), shape.batch,
         seed=run.seed, masks=run.document_masks, vocab=shape.vocab, packing=run.packing,
@@ -134,6 +146,7 @@ class Rank:
             optimizer_of(run),
             precision=self.precision,
             clip=run.optimizer.clip,
+            measure=BY_PAIRS if run.loss == DPO else BY_TARGETS,
             seed=run.seed if drawn and not run.hub else None,
         )
         if layout.weights_on_host and world.device.type != "cpu":

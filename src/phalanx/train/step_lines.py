@@ -43,6 +43,8 @@ class StepLines:
         table = self._numbers_of_ranks()
         norm = math.nan if step.result.norm is None else step.result.norm
         numbers = {"loss": step.result.total, "norm": norm, "lr": step.lr}
+        names = self.rank.part.trainer.measure.metrics
+        numbers |= dict(zip(names, step.result.metrics, strict=True))
         seconds, self.seconds = self.seconds, []
         self.log.step(
             step.done, seconds, numbers | {"memory": float(table[:, 0].max())}

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..comm import CommError, World
-from ..layout import Layout, Shape
+from ..layout import Layout, LayoutError, Shape
 from ..layout.choices import FP16, FP64, THREADS
 from ..layout.journal import read_journal
 from ..layout.proportions import STEPS, small_run
@@ -105,6 +105,11 @@ class NumberedBatches:
 def run_trial(run: Run, shape: Shape, layout: Layout, out: str) -> RunTrial:
     """Return the scaled-down form of a run, with its data below `out`. A user's class
     keeps its sizes."""
+    if run.loss:
+        raise LayoutError(
+            f"verify compares no run with loss = {run.loss!r} yet. tests/train/test_dpo.py compares it with"
+            " the formula, in every kind of layout."
+        )
     small = small_run(run, shape, layout, out)
     few = shape_of(small)
     size = few.batch

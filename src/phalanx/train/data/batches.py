@@ -18,9 +18,9 @@ import hashlib
 import math
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,12 +66,15 @@ class Batches:
     vocab: int = 0
     packing: str = ""
     origin: int = 0
+    # Of pairs: the reference model's margin of each, those that are trained on first.
+    margins: NDArray[np.float64] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.sequence < 1 or self.size < 1:
             raise DataError(
                 f"sequence={self.sequence}, size={self.size}: both are 1 or more."
             )
+        self._refuse_mixed_pairs()
         for cut in self._train:
             corpus = cut.corpus
             if corpus.train.size < 2:
@@ -88,6 +91,24 @@ class Batches:
                     f"{corpus.name} has a vocabulary of {corpus.vocab}, the model knows"
                     f" {self.vocab}; give the model as many, or prepare with its tokenizer."
                 )
+
+    def _refuse_mixed_pairs(self) -> None:
+        if not self.pairs:
+            return
+        if len(self.corpora) > 1:
+            raise DataError(
+                f"{self.name}: pairs of answers come from one source. Put them into one file or folder."
+            )
+        if not self.masks or self.packing not in ("", "none"):
+            raise DataError(
+                f"{self.name} holds pairs of answers: each is a row of its own, whose two documents are kept"
+                " apart. Leave packing and document_masks out."
+            )
+
+    @property
+    def pairs(self) -> bool:
+        """True if a row is a pair of answers, of which one is preferred."""
+        return any(corpus.pairs for corpus in self.corpora)
 
     @property
     def name(self) -> str:
@@ -164,6 +185,42 @@ class Batches:
             taken.append((cut, Permutation(cut.count, self.seed, epoch)[index]))
         return self._stacked(taken)
 
+    # ---- pairs of answers
+
+    @property
+    def pair_rows(self) -> tuple[int, int]:
+        """Number of rows with pairs: those that are trained on, and those held out."""
+        (train,), (held,) = self._train, self._validation
+        return train.count, held.count
+
+    def pair_batch(self, first: int, rows: slice) -> Batch:
+        """Rows of a batch of pairs in their own order, from pair `first` on, counted from 0 through both
+        parts; filled up with padding."""
+        (train,), (held,) = self._train, self._validation
+        counted = [(train, n) for n in range(train.count)]
+        counted += [(held, n) for n in range(held.count)]
+        numbers = range(*rows.indices(self.size))
+        taken = (counted[first + n : first + n + 1] for n in numbers)
+        return self._stacked([one[0] if one else None for one in taken])
+
+    def _pair_entries(
+        self, taken: Sequence[tuple[Sequences, int] | None], documents: NDArray[Any]
+    ) -> dict[str, NDArray[Any]]:
+        """The signs of documents, the numbers of pairs and the margins of the reference model."""
+        signs = np.where(documents % 2 == 0, 1, -1)
+        signs = np.where(documents == PADDING, 0, signs).astype(np.int64)
+        pair = np.zeros(documents.shape, np.int64)
+        reference = np.zeros(documents.shape, np.float64)
+        for row, place in enumerate(taken):
+            if place is None:
+                continue
+            cut, index = place
+            before = 0 if cut is self._train[0] else self._train[0].count
+            pair[row, 0] = before + index + 1
+            if self.margins is not None:
+                reference[row, 0] = self.margins[before + index]
+        return {"signs": signs, "pair": pair, "reference": reference}
+
     @property
     def validations(self) -> int:
         """The number of batches that cover the held-out parts."""
@@ -190,6 +247,8 @@ class Batches:
     def bits_per_byte(self, loss: float) -> float | None:
         """Convert a loss in nats per token to bits per byte, or return None if the
         bytes are unknown."""
+        if self.pairs:  # whose loss is of no token
+            return None
         held = [
             (c.validation.size, c.bytes_per_token)
             for c in self.corpora
@@ -213,6 +272,8 @@ class Batches:
         for row, place in enumerate(taken):
             if place is not None:
                 self._fill(*place, {name: x[row] for name, x in arrays.items()})
+        if self.pairs:
+            arrays |= self._pair_entries(taken, arrays["documents"])
         if not self.masks:
             del arrays["documents"]
         return {name: torch.from_numpy(x) for name, x in arrays.items()}
@@ -286,6 +347,8 @@ class Sequences:
 
 @lru_cache(maxsize=64)  # a resumed run makes its batches anew
 def _cut(corpus: Corpus, stream: Stream, sequence: int, packing: str) -> Sequences:
+    if corpus.pairs:
+        return _cut_pairs(corpus, stream, sequence)
     packing = packing or ("wrapped" if stream.answers is None else "bfd")
     if packing == "wrapped":
         # The last token of a stream has no target, so no sequence begins with it.
@@ -319,6 +382,20 @@ def _cut(corpus: Corpus, stream: Stream, sequence: int, packing: str) -> Sequenc
     return Sequences(
         corpus, stream, sequence, len(rows), documents[order], edges, notice
     )
+
+
+def _cut_pairs(corpus: Corpus, stream: Stream, sequence: int) -> Sequences:
+    """A pair of documents in each sequence. Pairs that are longer are left out: cut, an answer would be
+    another one."""
+    lengths = np.diff(stream.starts)
+    both = lengths[::2] + lengths[1::2]  # (pairs,)
+    kept = np.flatnonzero(both <= sequence)
+    documents = np.stack((2 * kept, 2 * kept + 1), 1).reshape(-1)
+    edges = 2 * np.arange(len(kept) + 1)
+    notice, lost = "", len(both) - len(kept)
+    if lost:
+        notice = f"{lost:,} of {len(both):,} pairs are longer than sequence = {sequence:,} and are left out"
+    return Sequences(corpus, stream, sequence, len(kept), documents, edges, notice)
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:

@@ -32,7 +32,7 @@ from ...layout.codec import decode
 from ...layout.files import write_text
 from ..folder import Folder, count
 from .digests import blocks_of, kept_digest
-from .rows import BadRow, Form, Rows, form_of, place, read_rows
+from .rows import Answered, BadRow, Chat, Form, Rows, form_of, place, read_rows
 from .sources import BadFile, Source, SourceBlock, blocks, find_sources
 from .token_files import (
     ANSWERS,
@@ -101,7 +101,7 @@ def prepare(
     """
     sources = find_sources(source)
     form = form_of(sources, field)
-    if form.chat:
+    if form.chat and not form.plain:
         vocabulary.refuse_chats()
     done = _begun(
         out, sources, [*vocabulary.marks, vocabulary.end, share, str(form)], str(form)
@@ -143,7 +143,14 @@ def prepare(
         sums.append(Split(*both, tokens, documents, text, answers))
     dtype, size = dtype_for(vocabulary.size), vocabulary.size
     index = Index(
-        FORMAT, VERSION, vocabulary.name, Splits(*sums), dtype, size, vocabulary.end
+        FORMAT,
+        VERSION,
+        vocabulary.name,
+        Splits(*sums),
+        dtype,
+        size,
+        vocabulary.end,
+        form.pairs,
     )
     write_text(out / INDEX, json.dumps(asdict(index), indent=1) + "\n", durable=True)
     return done
@@ -243,7 +250,7 @@ def _part_of(vocabulary: Vocabulary, form: Form, share: float, task: Task) -> To
         return TokenPart(faults=(block,))
     rows = read_rows(block, form)
     if form.chat:
-        made = _encoded_chats(vocabulary, block, rows)
+        made = _encoded_chats(vocabulary, block, rows, 2 if form.pairs else 1)
         text = np.zeros(len(rows.numbers), np.int64)
     else:
         made, text = vocabulary.encode(rows.raw, rows.lengths), rows.lengths
@@ -265,29 +272,38 @@ def _part_of(vocabulary: Vocabulary, form: Form, share: float, task: Task) -> To
     )
 
 
-def _encoded_chats(vocabulary: Vocabulary, block: SourceBlock, rows: Rows) -> Encoded:
-    """Tokenize a block's chats. Chats that the template cannot write are removed from
-    the rows."""
+def _encoded_chats(
+    vocabulary: Vocabulary, block: SourceBlock, rows: Rows, documents: int
+) -> Encoded:
+    """Tokenize a block's chats. Each row is so many documents. Rows that the template
+    cannot write are removed."""
     numbers, made = rows.numbers, list[Encoded]()
     rows.numbers = []
-    for number, chat in zip(numbers, rows.chats, strict=True):
+    for first in range(0, len(numbers), documents):
+        number, chats = numbers[first], rows.chats[first : first + documents]
         try:
-            one = vocabulary.encode_chat(*chat)
+            each = [_encoded_chat(vocabulary, chat) for chat in chats]
         except BadRow as error:
             rows.faults.append(f"{place(block, number)}: {error}")
             continue
         # The first token of a document is never a target.
-        if one.answers is None or not one.answers[1:].any():
+        if any(one.answers is None or not one.answers[1:].any() for one in each):
             rows.unanswered += 1
             continue
-        rows.numbers.append(number)
-        made.append(one)
+        rows.numbers += [number] * documents
+        made += each
     if not made:
         return Encoded(np.empty(0, np.uint8), np.empty(0, np.int64))
     tokens, lengths, answers = (
         np.concatenate(each) for each in zip(*made, strict=True)
     )
     return Encoded(tokens, lengths, answers)
+
+
+def _encoded_chat(vocabulary: Vocabulary, chat: Chat) -> Encoded:
+    if isinstance(chat, Answered):
+        return vocabulary.encode_answer(*chat)
+    return vocabulary.encode_chat(*chat)
 
 
 def _parted(

@@ -9,7 +9,7 @@ import importlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,8 @@ TEXT, MESSAGES, SHAREGPT, PAIR = (
     "conversations",
     ("prompt", "completion"),
 )
+ALPACA = ("instruction", "input", "output")
+PREFERENCE = ("prompt", "chosen", "rejected")
 ASSISTANT = "assistant"
 _CALLED = {  # names of roles in ShareGPT files
     "user": ("human", "user"),
@@ -35,26 +37,48 @@ _ROLES = {name: role for role, names in _CALLED.items() for name in names}
 Message = dict[str, Any]
 
 
+class Answered(NamedTuple):
+    """A prompt and its answer as plain text, which no chat template writes."""
+
+    prompt: str
+    answer: str
+
+
+# Messages with their tools, or plain text.
+Chat = tuple[list[Message], Any] | Answered
+
+
 @dataclass(frozen=True)
 class Form:
     """The form of a row: text in the column `field`, or a chat.
 
-    A chat without a field is a `prompt` with its `completion`.
+    A chat without a field has the columns `names`: a prompt with its completion, an
+    instruction with its output, or a preference pair. `plain` answers need no chat
+    template.
     """
 
     field: str
     chat: bool
+    names: tuple[str, ...] = PAIR
+    plain: bool = False
+
+    @property
+    def pairs(self) -> bool:
+        """True if each row is two documents, the chosen answer and the rejected one."""
+        return not self.field and self.names == PREFERENCE
 
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns to read from a table."""
         return (
-            *([self.field] if self.field else PAIR),
+            *([self.field] if self.field else self.names),
             *(["tools"] if self.chat else []),
         )
 
     def __str__(self) -> str:
-        what = self.field or " and ".join(PAIR)
+        what = self.field or " and ".join(self.names)
+        if self.pairs:
+            return f"pairs of answers ({what}), of which the chosen one is preferred"
         return (
             f"chats ({what}), of which answers are trained on"
             if self.chat
@@ -73,8 +97,8 @@ class Rows:
     numbers: list[int] = field(default_factory=list)
     raw: bytes | memoryview = b""
     lengths: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    # messages and tools of each
-    chats: list[tuple[list[Message], Any]] = field(default_factory=list)
+    # messages and tools of each; of a pair, the chosen answer and then the rejected one
+    chats: list[Chat] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     empty: int = 0
     unanswered: int = 0
@@ -124,11 +148,15 @@ def _form(row: Any, name: str, where: str) -> Form | None:
         return Form(there[0], there[0] != TEXT)
     if all(each in row for each in PAIR):
         return Form("", True)
+    if "chosen" in row and "rejected" in row:
+        return Form("", True, PREFERENCE, isinstance(row["chosen"], str))
+    if "instruction" in row and "output" in row:
+        return Form("", True, ALPACA)
     if known:
         return None
     raise BadRow(
-        f"{where}: has {_names(row)}, and no text, messages, conversations or prompt with"
-        " completion. Name the field: --field NAME"
+        f"{where}: has {_names(row)}, and no text, messages, conversations, prompt with"
+        " completion, instruction with output, or chosen with rejected. Name the field: --field NAME"
     )
 
 
@@ -144,7 +172,7 @@ def read_rows(block: SourceBlock, form: Form) -> Rows:
     for number, row in _objects(block, rows.faults):
         try:
             if form.chat:
-                _add_chat(row, number, form.field, rows)
+                _add_chat(row, number, form, rows)
                 continue
             text = _named(row, form.field)
             if text is not None and not isinstance(text, str):
@@ -321,9 +349,14 @@ def _named(row: Any, name: str) -> Any:
 # ---- chats
 
 
-def _add_chat(row: Any, number: int, name: str, rows: Rows) -> None:
-    if name:
-        messages = _messages(_named(row, name))
+def _add_chat(row: Any, number: int, form: Form, rows: Rows) -> None:
+    if form.pairs:
+        _add_pair(row, number, form, rows)
+        return
+    if form.field:
+        messages = _messages(_named(row, form.field))
+    elif form.names == ALPACA:
+        messages = _instruction(row)
     else:  # a prompt and its completion, each a text or messages
         prompt, completion = (_named(row, each) for each in PAIR)
         messages = _turn(prompt, "user", PAIR[0]) + _turn(
@@ -331,11 +364,67 @@ def _add_chat(row: Any, number: int, name: str, rows: Rows) -> None:
         )
     if not messages:
         rows.empty += 1
-    elif not any(answers(n, message) for n, message in enumerate(messages)):
+    elif not _is_answered(messages):
         rows.unanswered += 1
     else:
         rows.numbers.append(number)
         rows.chats.append((messages, row.get("tools") or None))
+
+
+def _instruction(row: Any) -> list[Message]:
+    """An instruction, with what it is about where there is such an input, and its output."""
+    instruction, output = (_named(row, each) for each in ("instruction", "output"))
+    about = row.get("input")
+    for value in (instruction, output, about):
+        if value is not None and not isinstance(value, str):
+            raise BadRow("its instruction, input and output are not all text")
+    asked = "\n\n".join(part for part in (instruction, about) if part)
+    return _turn(asked, "user", "instruction") + _turn(output, ASSISTANT, "output")
+
+
+def _add_pair(row: Any, number: int, form: Form, rows: Rows) -> None:
+    """The chosen and the rejected answer to one prompt, each with the prompt as a document."""
+    both = [_named(row, name) for name in ("chosen", "rejected")]
+    prompt = row.get("prompt")
+    if not any(both):
+        rows.empty += 1
+        return
+    made: list[Chat]
+    if form.plain:
+        for value in (*both, prompt):
+            if value is not None and not isinstance(value, str):
+                raise BadRow("its prompt, chosen and rejected are not all text")
+        made = [Answered(prompt or "", answer or "") for answer in both]
+        if not all(pair.answer for pair in made):
+            rows.unanswered += 1
+            return
+    else:
+        chats = _pair_of_chats(prompt, both)
+        if not all(_is_answered(messages) for messages in chats):
+            rows.unanswered += 1
+            return
+        made = [(messages, row.get("tools") or None) for messages in chats]
+    rows.numbers += [number, number]
+    rows.chats += made
+
+
+def _pair_of_chats(prompt: Any, both: list[Any]) -> list[list[Message]]:
+    """Two chats with one prompt: the messages before the answers, or what both chats begin with."""
+    asked = _turn(prompt, "user", "prompt")
+    chats = [_messages(value) for value in both]
+    if not asked:
+        shared = 0
+        for one, other in zip(*chats, strict=False):
+            if one != other:
+                break
+            shared += 1
+        asked = [message | {"weight": 0} for message in chats[0][:shared]]
+        chats = [messages[shared:] for messages in chats]
+    return [asked + messages for messages in chats]
+
+
+def _is_answered(messages: list[Message]) -> bool:
+    return any(answers(n, message) for n, message in enumerate(messages))
 
 
 def answers(number: int, message: Message) -> bool:

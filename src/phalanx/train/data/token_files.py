@@ -100,6 +100,7 @@ class Corpus:
     weight: int = 0
     files: tuple[tuple[str, Path], ...] = ()
     reading: str = ""
+    pairs: bool = False  # documents 2n and 2n + 1 are a chosen and a rejected answer
 
     @cached_property
     def fingerprint(self) -> str:
@@ -287,6 +288,8 @@ class Index:
     dtype: str = key(choices=tuple(DTYPES))
     vocab: int = key(minimum=1, maximum=1 << 32)
     end: int | None = key(minimum=0)
+    # Two documents after each other are a chosen and a rejected answer to one prompt.
+    pairs: bool = False
 
 
 def dtype_for(vocab: int) -> str:
@@ -322,6 +325,7 @@ def open_prepared(path: Path) -> Corpus:
         each,
         files=tuple(files),
         reading=reading,
+        pairs=index.pairs,
     )
 
 

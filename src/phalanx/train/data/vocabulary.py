@@ -83,6 +83,10 @@ class Bytes:
     def encode_chat(self, messages: list[Message], tools: Any) -> Encoded:
         self.refuse_chats()
 
+    def encode_answer(self, prompt: str, answer: str) -> Encoded:
+        """The tokens of a prompt and its answer, of which the answer is trained on."""
+        return _answered(self, prompt, answer)
+
 
 class Tokenizer:
     """A `tokenizer.json`, alone or in its folder. The files are data and run nothing.
@@ -194,6 +198,10 @@ class Tokenizer:
 
     # ---- chats
 
+    def encode_answer(self, prompt: str, answer: str) -> Encoded:
+        """The tokens of a prompt, its answer and the end of the text. The prompt is not trained on."""
+        return _answered(self, prompt, answer)
+
     def encode_chat(self, messages: list[Message], tools: Any) -> Encoded:
         """Tokenize one chat with its template and mark its answers."""
         template = self._chat_template
@@ -289,6 +297,14 @@ class Tokenizer:
 
 
 Vocabulary = Bytes | Tokenizer
+
+
+def _answered(vocabulary: Vocabulary, prompt: str, answer: str) -> Encoded:
+    closing = [] if vocabulary.end is None else [vocabulary.end]
+    asked, answered = vocabulary.prompt(prompt), vocabulary.prompt(answer) + closing
+    tokens = np.array(asked + answered, f"<{dtype_for(vocabulary.size)}")
+    marks = np.array([0] * len(asked) + [1] * len(answered), np.uint8)
+    return Encoded(tokens, np.array([len(tokens)]), marks)
 
 
 def open_vocabulary(path: Path | None, end: str | None = None) -> Vocabulary:

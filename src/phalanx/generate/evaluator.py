@@ -11,7 +11,7 @@ from ..parallel import Model
 from .filled import fill
 
 
-class Reader:
+class Evaluator:
     """A decoder with its weights, which computes the loss of whole sequences."""
 
     def __init__(
