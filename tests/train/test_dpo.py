@@ -223,8 +223,6 @@ def test_pairs_that_are_no_pairs_are_left_out_and_long_ones_are_named(
     assert code == 0
     said = capsys.readouterr()
     assert "in 4 documents" in said.out
-    assert "left out: 1 places that cannot be read" in said.out
-    assert "1 chats without an answer" in said.out
     assert "line 3: its prompt, chosen and rejected are not all text" in said.err
     batches = Batches((open_corpus(out),), 16, 1)
     assert batches.pair_rows == (1, 0)
