@@ -394,10 +394,10 @@ def _add_pair(row: Any, number: int, form: Form, rows: Rows) -> None:
         for value in (*both, prompt):
             if value is not None and not isinstance(value, str):
                 raise BadRow("its prompt, chosen and rejected are not all text")
-        made = [Answered(prompt or "", answer or "") for answer in both]
-        if not all(pair.answer for pair in made):
+        if not all(both):
             rows.unanswered += 1
             return
+        made = [Answered(prompt or "", answer) for answer in both]
     else:
         chats = _pair_of_chats(prompt, both)
         if not all(_is_answered(messages) for messages in chats):
