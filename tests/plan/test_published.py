@@ -393,7 +393,7 @@ def test_a_format_without_a_price_leaves_its_row_out_and_the_others_are_scored(
     assert found["predicted"] == 2
     assert sorted(found["left_out"]) == [
         "line 3, precision: 'NVFP4' is not planned: there is no price for fp4 matmuls",
-        "line 4, precision: '' is not what v100-32 computes in",
+        "line 4, precision: '' is not supported by v100-32",
         "line 6, precision: 'fp8/nvfp4' is not planned: there is no price for fp4 matmuls",
     ]
     assert plan_score.run([str(path)]) == 0
@@ -448,7 +448,7 @@ def test_a_stage_without_a_block_is_predicted_where_steps_roll(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("cells", "column", "why"),
     [
-        ({"micro_batch": "one"}, "micro_batch", "'one' is no number"),
+        ({"micro_batch": "one"}, "micro_batch", "'one' is not a number"),
         ({"step_time_s": "nan"}, "step_time_s", "'nan' is not finite"),
         ({"peak_mem_gb": "inf"}, "peak_mem_gb", "is not finite"),
         ({"hidden": "-2048"}, "hidden", "below 0"),
@@ -462,7 +462,7 @@ def test_a_stage_without_a_block_is_predicted_where_steps_roll(tmp_path: Path) -
         (
             {"precision": "FP8", "hardware": "A100-SXM-80GB"},
             "precision",
-            "not what a100-80",
+            "not supported by a100-80",
         ),
         ({"schedule": "magic"}, "schedule", "interleaved"),
         ({"zero": "4"}, "zero", "not known"),
@@ -474,7 +474,7 @@ def test_a_stage_without_a_block_is_predicted_where_steps_roll(tmp_path: Path) -
         (
             {"step_time_s": "0.002"},
             "step_time_s",
-            "is faster than 16 of h100-sxm can be",
+            "is faster than the peak of 16 x h100-sxm",
         ),
         ({"step_time_s": "", "tok_s_gpu": "1e7"}, "tok_s_gpu", "is faster than"),
     ],
@@ -611,7 +611,7 @@ def test_rows_whose_experts_are_unknown_are_left_out_with_what_to_write(
     rows = read_table(table(tmp_path / "t.csv", [{**GOOD, **each} for each in said]))
     assert [row.case is None for row in rows] == [False, True, True, False, True]
     assert "columns experts, top_k and expert_ffn" in rows[1].why
-    assert "is not the 32 of 8x7b" in rows[4].why
+    assert "differs from the 32 of 8x7b" in rows[4].why
     (bad,) = read_table(
         table(tmp_path / "u.csv", [{**EXPERTS, "model": "DeepSeek-V3", "ep": 6}])
     )

@@ -81,15 +81,15 @@ def test_blanks_in_place_of_tabs_mean_the_same(name: str) -> None:
 
 
 GARBAGE = {
-    "": "no line begins with GPU0 as a column. It begins ''",
+    "": "no row of columns begins with GPU0. It begins ''",
     "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.": "has failed",
     "\tGPU0\tGPU1\nGPU0\t X \tNV4\n": "ends before the row of GPU1",
-    "\tGPU0\tGPU1\nGPU0\t X \tNV4\n\nGPU1\tNV4\t X \n": "line 3: nothing where the row of GPU1",
-    "\tGPU0\tGPU1\nGPU0\t X \tNV4\nGPU2\tNV4\t X \n": "line 3: 'GPU2' where the row of GPU1",
-    "\tGPU0\tGPU1\nGPU0\t X \nGPU1\tNV4\t X \n": "line 2: GPU0 has 1 links, of 2",
+    "\tGPU0\tGPU1\nGPU0\t X \tNV4\n\nGPU1\tNV4\t X \n": "line 3: nothing instead of the row of GPU1",
+    "\tGPU0\tGPU1\nGPU0\t X \tNV4\nGPU2\tNV4\t X \n": "line 3: 'GPU2' instead of the row of GPU1",
+    "\tGPU0\tGPU1\nGPU0\t X \nGPU1\tNV4\t X \n": "line 2: GPU0 has 1 links instead of 2",
     "\tGPU0\tGPU1\nGPU0\t X \tNVL\nGPU1\tNVL\t X \n": "line 2: 'NVL' between GPU0 and GPU1",
     "\tGPU0\tGPU1\nGPU0\tSYS\tPIX\nGPU1\tPIX\t X \n": "line 2: 'SYS' between GPU0 and GPU0",
-    "\tGPU0\tGPU1\nGPU0\t X \tPIX\nGPU1\tSYS\t X \n": "GPU0 says PIX of GPU1, which says SYS",
+    "\tGPU0\tGPU1\nGPU0\t X \tPIX\nGPU1\tSYS\t X \n": "GPU0 has PIX to GPU1, but GPU1 has SYS",
 }
 
 

@@ -26,9 +26,9 @@ from .published import MOST, PublishedRun, at_line, logged, predict, why_not
 from .step import LIMIT
 from .table import PublishedRow
 
-# How far nine of ten repeats of one configuration are from each other at most; pairs that are closer
-# have no order. It is taken from a table's own repeats where it has so many pairs of them, and else from
-# what is usual of its source.
+# The 90th percentile of the distance between repeats of one configuration. Pairs that
+# are closer have no order. It is computed from a table's own repeats if it has enough
+# pairs of them.
 NOISE = {"llm": 0.015, "ultrascale": 0.12}
 _USUAL_NOISE = 0.02
 _REPEATS = 10
@@ -48,7 +48,7 @@ class StepErrors:
 
     @classmethod
     def of(cls, ratios: NDArray[np.float64]) -> StepErrors | None:
-        """From predicted over measured; None where there is nothing to compare."""
+        """Errors of predicted over measured times; None without any."""
         if not len(ratios):
             return None
         off = np.abs(ratios - 1)
@@ -64,8 +64,9 @@ class StepErrors:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The numbers of a family that has not been seen, and of each kind of its runs after the rows of it
-    that are `seen`."""
+    """A family's numbers from a fit without it, and after the rows in `seen`, for each
+    kind of run.
+    """
 
     numbers: SoftwareProfile
     after: Mapping[Any, SoftwareProfile]
@@ -75,7 +76,9 @@ class HeldOut:
 def held_out(
     start: SoftwareProfile, runs: Sequence[PublishedRun], count: int
 ) -> HeldOut:
-    """Numbers that no run of a family has seen, and after so many of them."""
+    """A family's numbers from a fit without it, and from `count` of its own runs as
+    well.
+    """
     counted = [run for run in runs if run.counts]
     seen = spread_over(counted, count) if count else []
     seen = [run for run in seen if not why_not(run, start)]
@@ -86,7 +89,7 @@ def held_out(
 
 @dataclass(frozen=True)
 class ScoredRow:
-    """A row with what was predicted of it."""
+    """A row with its predictions."""
 
     row: PublishedRow
     case: Case
@@ -94,10 +97,10 @@ class ScoredRow:
     step: float
     memory: float  # of the fullest rank
     least: float  # the same, if its allocator wastes nothing
-    reported: float  # of the rank whose memory the software reports
-    parts: Mapping[str, float]  # of the step, with the family held out where it was
+    reported: float  # of the rank whose memory the software logs
+    parts: Mapping[str, float]  # of the step; with the family held out, if it was
     held: float = 0.0  # the step with the family held out of the fit; 0: it was not
-    # the step after a few other rows of the family; 0: it is one of them
+    # the step after some other rows of the family; 0: it is one of them
     after: float = 0.0
 
     @property
@@ -109,7 +112,9 @@ class ScoredRow:
         return (self.held or self.step) / self.case.tokens
 
     def within(self, held: float, limit: float = 1.0) -> bool:
-        """True if these bytes fit in a share of the device's memory, and no stage is empty."""
+        """True if so many bytes fit in a share of the device's memory, and no stage is
+        empty.
+        """
         return held <= limit * self.hardware.memory and not self.row.empty
 
     @property
@@ -121,7 +126,7 @@ class ScoredRow:
         return self.within(self.memory, LIMIT)
 
     def plain(self) -> dict[str, Any]:
-        """The run as JSON has it; null where the table, or a fit, has no such number."""
+        """The run as JSON; null for numbers that the table or a fit lacks."""
         row = self.row
         return {
             "row": row.name,
@@ -143,8 +148,10 @@ class ScoredRow:
 
 @dataclass(frozen=True)
 class FamilyScore:
-    """One family. What its tables have no data for is None. Order and regret are of predictions with
-    the family held out, where it was."""
+    """The score of one family. None if its tables have no data for a number.
+
+    Order and regret use predictions with the family held out, if there are any.
+    """
 
     family: str
     rows: int
@@ -155,17 +162,20 @@ class FamilyScore:
     scaled: StepErrors | None = None
     tau: float | None = None
     groups: int = 0
-    regret: Mapping[int, float] | None = None  # by how many picks may be tried
+    # by the number of picks that may be tried
+    regret: Mapping[int, float] | None = None
     misses: int = 0  # first picks that ran out of memory
     rule_regrets: Mapping[str, float] | None = None
     memory_error: float | None = None
-    # precision, recall, accuracy, and `refused` of what ran
+    # precision, recall and accuracy; `refused`: the share of completed runs predicted
+    # not to fit
     oom: Mapping[str, float] | None = None
-    left_out: Mapping[str, int] = field(default_factory=dict)  # why, and how many
+    # number of rows, by reason
+    left_out: Mapping[str, int] = field(default_factory=dict)
     runs: tuple[ScoredRow, ...] = ()
 
     def plain(self) -> dict[str, Any]:
-        """The score as JSON has it."""
+        """The score as JSON."""
         regret, oom, errors = self.regret or {}, self.oom or {}, self.errors
 
         def plain(found: StepErrors | None) -> dict[str, float] | None:
@@ -199,7 +209,7 @@ class FamilyScore:
 
 @uncollected()
 def scored_row(run: PublishedRun, held: HeldOut | None) -> ScoredRow:
-    """Predictions of a row, with its own profile's numbers and with those of `held`."""
+    """Predictions of a row, with numbers of its own profile and with those of `held`."""
     row, case = run.row, run.run.case
     own = predict(run, row.profile)
     least, _ = own.range(row.profile)
@@ -216,7 +226,7 @@ def scored_row(run: PublishedRun, held: HeldOut | None) -> ScoredRow:
 
 
 def scored_or_why(run: PublishedRun, held: HeldOut | None) -> ScoredRow | str:
-    """A row with what was predicted of it, or why it is left out."""
+    """A row with its predictions, or the reason why it is left out."""
     try:
         return scored_row(run, held)
     except (ValueError, PredictionError) as error:
@@ -232,13 +242,16 @@ def score(
     held: Mapping[str, HeldOut] | None = None,
     each: Callable[..., Iterable[ScoredRow | str]] = map,
 ) -> tuple[FamilyScore, ...]:
-    """Every family of the rows. `held` are the numbers of each without it; `most_ranks` leaves
-    larger runs out; `each` is what maps `scored_or_why` over them."""
+    """The scores of all families of the rows.
+
+    `held` are each family's numbers without it. `most_ranks` leaves larger runs out.
+    `each` maps `scored_or_why` over the rows.
+    """
     scored: dict[str, dict[int, ScoredRow]] = defaultdict(dict)
     left: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for i, why in refused.items():
         left[rows[i].family][why] += 1
-    # Runs of one program one after the other: it is built once.
+    # Runs of one program are neighbours: it is built once.
     order = []
     for n in sorted(range(len(published)), key=lambda n: _program(published[n])):
         row = published[n].row
@@ -320,8 +333,11 @@ def _by_group(runs: Sequence[ScoredRow]) -> list[list[ScoredRow]]:
 
 
 def _tau(timed: Sequence[ScoredRow], noise: float) -> float | None:
-    """Kendall's, over pairs of one group that are further apart than the source's own noise. One
-    layout measured twice is no pair."""
+    """Kendall's tau over pairs of one group that are further apart than the source's
+    noise.
+
+    Repeats of one layout are no pair.
+    """
     agree = differ = 0
     for group in _by_group(timed):
         measured = np.array([x.per_token for x in group])
@@ -339,9 +355,13 @@ def _tau(timed: Sequence[ScoredRow], noise: float) -> float | None:
 def _regrets(
     runs: Sequence[ScoredRow],
 ) -> tuple[dict[int, float] | None, int, dict[str, float] | None, int]:
-    """Mean loss of the first pick, and of the best of the first 3 and 5, among layouts that ran, over
-    groups of three or more; how many first picks of all ran out of memory; and the loss of plain rules.
-    Picks are made as a search makes them: what leaves an allocator no room comes last."""
+    """Mean regrets over groups of three or more layouts that ran, misses, and number of
+    groups.
+
+    The regret of the first pick, and of the best among the first 3 and 5. Misses are
+    first picks that ran out of memory. The regrets of simple rules come third. Picks
+    are made as in a search: layouts that leave the allocator no room come last.
+    """
     mine: dict[int, list[float]] = {1: [], 3: [], 5: []}
     rules: dict[str, list[float]] = defaultdict(list)
     misses = count = 0
@@ -370,16 +390,18 @@ def _regrets(
 
 
 def _by_rules(scored: ScoredRow) -> dict[str, Any]:
-    """By what plain rules pick the least of the layouts that somebody has tried."""
+    """Sort keys by which simple rules pick a layout, the least first."""
     row, case, x = scored.row, scored.case, scored.case.layout
     large, plain = case.shape.total > 1e9, x.recompute == "none"
     tp = 1 if case.shape.total < 50e9 and row.ranks <= 1000 else 8
     return {
-        # The most data parallel, recomputed, the biggest microbatch.
+        # The most data parallelism, recomputed, the largest microbatch.
         "data parallel": (-x.dp, plain, -x.zero, -case.rows),
-        # The smallest tp and pp that ran, the biggest microbatch. Knowing what ran is a gift to it.
+        # The smallest tp and pp that ran, the largest microbatch. It has the advantage
+        # of knowing what ran.
         "smallest tp pp": (row.out_of_memory, x.tp * x.pp, x.tp, -case.rows),
-        # Large models sharded and recomputed, small ones plain; tensor parallel inside a node.
+        # Large models sharded and recomputed, small ones not; tensor parallelism inside
+        # a node.
         "recipe": (
             abs(x.tp - tp),
             x.pp,
@@ -398,9 +420,9 @@ def _memory_error(runs: Sequence[ScoredRow]) -> float | None:
 
 
 def _oom(runs: Sequence[ScoredRow]) -> dict[str, float] | None:
-    """Out of memory, as predicted and as it was."""
-    # Others were computed by their authors: they tell neither a time nor that they failed. What ran
-    # once has failed elsewhere for another reason.
+    """Precision and recall of predicting out of memory, against what happened."""
+    # Rows that neither ran nor ran out of memory are their authors' estimates. A case
+    # that ran once and failed elsewhere failed for another reason.
     ran = {x.case for x in runs if x.row.step > 0}
     runs = [
         x for x in runs if x.row.step > 0 or (x.row.out_of_memory and x.case not in ran)
@@ -414,7 +436,7 @@ def _oom(runs: Sequence[ScoredRow]) -> dict[str, float] | None:
         "precision": both / max(1.0, float(failing.sum())),
         "recall": both / max(1.0, float(was.sum())),
         "accuracy": float(np.mean(was == failing)),
-        # Of those that ran: what cannot run, as a plan says.
+        # Of the runs that completed: those that a plan would reject.
         "refused": sum(not x.within(x.least) for x in runs if x.row.step > 0)
         / max(1.0, float(np.sum(~was))),
     }

@@ -1,8 +1,9 @@
-"""The best layouts for a request: all are screened by lower bounds, the most promising simulated.
+"""Searches the best layouts for a request: lower bounds screen all, the most promising
+are simulated.
 
-Candidates are simulated in the order of their bounds until the next one could be faster than the
-worst of those that are asked for by no more than 0.2 %, far less than times are right to. A piece is
-costed only when a layout with it comes up.
+Candidates are simulated in the order of their bounds. The search ends when the next
+bound is less than 0.2 % below the worst step asked for, far less than the error of
+predictions. A piece is costed when the first layout with it comes up.
 """
 
 import logging
@@ -25,15 +26,17 @@ from .refused import Refusal, refusals
 from .space import ORDERS, Grid, Inner, Options, Space, divisors, overlaps
 from .step import Choice, Pricer, Request
 
-_OPS = 2_000_000  # operations simulated in all
-_MISSES = 300_000  # of these while too few fit, before those that hold less are tried
-_ROOMS = (1.0, 0.85, 0.7, 0.55, 0.4)  # parts of the memory that bounds may fill
-_MORE = 80_000  # to say of families that lost by how much
-_EMPTIEST = 60  # tried where the fast ones do not fit
-_ALIKE = 0.998  # of a step: what could be no faster is not simulated
-_NEARLY = 1.1  # of the memory: what other microbatches may make fit
-# A simpler layout is advised if its step is at most this much longer than the fastest. Predictions
-# are not right to 2 %, and a run with fewer techniques has fewer ways to go wrong.
+_OPS = 2_000_000  # operations simulated in total
+# operations simulated before smaller candidates are tried, if too few fit
+_MISSES = 300_000
+_ROOMS = (1.0, 0.85, 0.7, 0.55, 0.4)  # shares of the memory that bounds may fill
+_MORE = 80_000  # operations simulated to measure by how much families lost
+_EMPTIEST = 60  # smallest candidates, tried if the fast ones do not fit
+# a candidate that cannot be faster than this share of a known step is not simulated
+_ALIKE = 0.998
+_NEARLY = 1.1  # of the memory: with other microbatches a layout may fit
+# A simpler layout is advised if its step is at most this much longer than the fastest.
+# Predictions are not accurate to 2 %, and fewer techniques have fewer ways to go wrong.
 _WORTH = 1.02
 _SIMPLER = 200_000  # operations simulated to find one
 _LOG = logging.getLogger(__name__)
@@ -43,8 +46,9 @@ _LOG = logging.getLogger(__name__)
 class Plan:
     """The best layouts, and why each kind of other layout is not among them.
 
-    The first is the advised one: the simplest of those that are at most 2 % slower than the fastest.
-    The others follow by their time."""
+    The first is the advised one: the simplest of those at most 2 % slower than the
+    fastest. The others follow by time.
+    """
 
     layouts: tuple[Choice, ...]
     fastest: Choice | None
@@ -54,24 +58,27 @@ class Plan:
     simulated: int
     costed: int
     room: float  # bytes that a rank may hold
-    # Least seconds and bytes of all candidates, for a picture, and the layout of each.
+    # The lower bounds of all candidates, in seconds and bytes, and the layout of each.
     points: tuple[Array, Array]
     named: Callable[[int], Layout]
 
 
 class Queue:
-    """Candidates in the order of their bounds, which may grow meanwhile: those that may hold no more than
-    `least`, and of two that are as fast first the one that holds less."""
+    """Candidates in the order of their bounds of step time, which may grow meanwhile.
+
+    Only candidates with a bound of memory up to `least`. Among equally fast ones, the
+    smaller is first.
+    """
 
     def __init__(self, step: Array, held: Array, least: float) -> None:
         self._step, self._held, self._least = step, held, least
         fits = np.flatnonzero(held <= least)
         rounded = np.round(np.log(step[fits]), 6)
         order = fits[np.lexsort((held[fits], rounded))][::-1]
-        # The first stands last. Bounds as they were when they were put in order.
+        # In reverse, with the bounds at the time of sorting.
         self._order: list[int] = order.tolist()
         self._then: list[float] = step[order].tolist()
-        # a heap of those whose bound has grown since
+        # a heap of candidates whose bound has grown since
         self._grown: list[tuple[float, int]] = []
 
     def next(self) -> int:
@@ -89,7 +96,9 @@ class Queue:
         return -1
 
     def later(self, i: int) -> bool:
-        """True if another candidate is now ahead of this one, which comes again when it is not."""
+        """True if another candidate now comes before this one, which then comes up
+        again later.
+        """
         heappush(self._grown, (float(self._step[i]), i))
         if self._grown_first() and self._grown[0][1] == i:
             heappop(self._grown)
@@ -103,7 +112,7 @@ class Queue:
 
 
 class Screened:
-    """All candidates with their bounds, and those that have been simulated."""
+    """All candidates with their bounds, and those that were simulated."""
 
     def __init__(self, space: Space, pricer: Pricer) -> None:
         self.space, self.pricer = space, pricer
@@ -125,14 +134,14 @@ class Screened:
         self.choices: dict[int, Choice] = {}
         self.followed: dict[int, float] = {}
         self.spent = 0
-        # Of each grid, how many cuts were costed when it was bounded.
+        # The number of costed cuts when each grid was bounded.
         self._costed = [len(pricer.pieces)] * len(space.options)
 
     def __len__(self) -> int:
         return len(self.step)
 
     def at(self, i: int) -> tuple[int, Options, tuple[int, int, int, int]]:
-        """The options of a candidate, with their number, and which of them it takes."""
+        """The options of a candidate with their index, and its choice of each."""
         o = int(np.searchsorted(self.starts, i, side="right")) - 1
         x = self.space.options[o]
         z, c, p, q = (int(n) for n in np.unravel_index(i - self.starts[o], x.sizes))
@@ -143,8 +152,11 @@ class Screened:
         return self.space.layout(x, *at)
 
     def idea(self, i: int) -> tuple[object, ...]:
-        """The identity of a candidate, ignoring the order of its axes, the split of dp into
-        replicas and shards, and the division of blocks into stages."""
+        """The identity of a candidate.
+
+        It ignores the order of axes, the split of dp into replicas and shards, and the
+        division of blocks into stages.
+        """
         _, x, (z, c, p, q) = self.at(i)
         pipe = x.pipelines[p]
         zero = x.zeros[z]._replace(shards=0)
@@ -165,8 +177,11 @@ class Screened:
         return np.concatenate(each)
 
     def costs(self, i: int) -> None:
-        """Cost the pieces of a candidate, if they are not, and bound its grid again. Other grids keep bounds
-        that are lower than they need be, until one of their candidates comes up."""
+        """Cost the pieces of a candidate, if needed, and bound its grid again.
+
+        Bounds of other grids stay lower than necessary until one of their candidates
+        comes up.
+        """
         _, options, (_, _, _, chosen) = self.at(i)
         split = self.layout(i).splits_backward
         self.pricer.cost(
@@ -175,7 +190,9 @@ class Screened:
         self.refresh(i)
 
     def refresh(self, i: int) -> bool:
-        """Bound the grid of a candidate by all that is costed. True if more was than before."""
+        """Bound the grid of a candidate by everything costed so far. True if something
+        was new.
+        """
         number, options, _ = self.at(i)
         if self._costed[number] == len(self.pricer.pieces):
             return False
@@ -188,7 +205,7 @@ class Screened:
         return True
 
     def follow(self, i: int) -> float:
-        """The bound of a candidate of which the pieces are costed, by its own schedule as well."""
+        """The bound of a costed candidate, raised by following its own schedule."""
         if i not in self.followed:
             number, options, at = self.at(i)
             collectives = self.found[number].collectives
@@ -207,7 +224,9 @@ class Screened:
         return self.choices[i]
 
     def operations(self, i: int) -> int:
-        """About how many a simulation has: the rest repeats them."""
+        """The approximate number of operations in a simulation; it leaves out
+        repetitions.
+        """
         layout = self.layout(i)
         return (
             3
@@ -216,10 +235,10 @@ class Screened:
         )
 
     def best(self, top: int, room: float) -> list[int]:
-        """The best candidates that fit, each of another idea, best first.
+        """The best candidates that fit, best first, no two with one identity.
 
-        Where too many turn out to hold more than they may, those whose bound leaves more room are
-        tried: then a faster one may be missed.
+        If too many turn out to be too large, only candidates with a lower bound of
+        memory are tried. A faster one may then be missed.
         """
         ideas: dict[tuple[object, ...], int] = {}
         for part in _ROOMS:
@@ -230,8 +249,10 @@ class Screened:
     def _walk(
         self, ideas: dict[tuple[object, ...], int], top: int, room: float, least: float
     ) -> bool:
-        """Simulate candidates whose bound of memory is no more than `least`, in the order of time,
-        until no other can be among the best. False: too many did not fit."""
+        """Simulate candidates with a bound of memory up to `least`, by bounds of time.
+
+        Ends when no other can be among the best. Returns False if too many did not fit.
+        """
         missed = self.spent + _MISSES
         queue = Queue(self.step, self.bytes, least)
         looked_at = set[int]()
@@ -315,7 +336,9 @@ class Screened:
         return not legal(self.layout(i), request.shape, **terms)
 
     def emptiest(self, room: float) -> list[int]:
-        """One that fits, if a closed look at those with the lowest bounds of memory shows any."""
+        """A candidate that fits, if one is among those with the lowest bounds of
+        memory.
+        """
         for i in np.argsort(self.bytes, kind="stable")[:_EMPTIEST].tolist():
             self.costs(i)
             if self.simulate(i).bytes <= room:
@@ -325,11 +348,11 @@ class Screened:
 
 @uncollected()
 def search(request: Request, *, top: int = 10) -> Plan:
-    """The plan: the best layouts of a request."""
+    """The plan for a request: its best layouts."""
     pricer, room = Pricer(request), request.room
     space = Space(request)
     space = replace(space, seq_only=_seq_only(space, pricer))
-    # Only where nothing fits: keep the input of fewer blocks, then the optimizer on the host.
+    # Only if nothing fits: keep the inputs of fewer blocks, then offload the optimizer.
     fewer = replace(space, recomputes=("every=2", "every=4", "every=8"))
     away = replace(space, recomputes=("all", "every=4"), offload=("optimizer",))
     for each in (space, fewer, away):
@@ -371,8 +394,11 @@ def search(request: Request, *, top: int = 10) -> Plan:
 
 
 def _seq_only(space: Space, pricer: Pricer) -> frozenset[int]:
-    """The sizes of tensor parallel that are never faster without `seq`, which holds more and sends
-    as many bytes in fewer messages: the shortest microbatch decides for all."""
+    """The sizes of tensor parallelism that are never faster without `seq`.
+
+    Without it, more is held and as many bytes are sent in fewer messages. The shortest
+    microbatch decides for all.
+    """
     if space.request.shape.kind != "decoder" or "seq" in space.request.without:
         return frozenset()
     found = set()
@@ -392,7 +418,7 @@ def _seq_only(space: Space, pricer: Pricer) -> frozenset[int]:
 
 
 def judge(request: Request, layouts: Sequence[Layout]) -> tuple[Choice, ...]:
-    """Layouts that somebody named, simulated as those of a search are; schedules of one's own too."""
+    """Simulate given layouts as a search does; they may have custom schedules."""
     pricers = {
         x.precision: Pricer(replace(request, precision=x.precision)) for x in layouts
     }
@@ -407,7 +433,9 @@ def judge(request: Request, layouts: Sequence[Layout]) -> tuple[Choice, ...]:
 
 @dataclass(frozen=True)
 class Baseline:
-    """A rule and its pick, or why it has none. `fits`: its memory does."""
+    """A simple rule and its pick, or why it has none. `fits`: whether the pick fits in
+    memory.
+    """
 
     rule: str
     choice: Choice | None
@@ -417,7 +445,7 @@ class Baseline:
 
 @uncollected()
 def baselines(request: Request) -> tuple[Baseline, ...]:
-    """Each rule's pick: what a search is worth, and to what it is compared."""
+    """The picks of simple rules, to compare a search with."""
     r, pricer, ranks = request, Pricer(request), request.hardware.ranks
     terms = {"batch": r.batch, "sequence": r.sequence}
     try:
@@ -430,11 +458,12 @@ def baselines(request: Request) -> tuple[Baseline, ...]:
         own = []
 
     def pick(meshes: Iterable[Iterable[Layout]]) -> Choice | None:
-        """The first that fits; else the one that needs least."""
+        """The first layout that fits, or else the one that needs the least memory."""
         least: Choice | None = None
         for each in meshes:
             layouts = [x for x in each if r.takes(x) and not legal(x, r.shape, **terms)]
-            # The smallest microbatch holds least, or nearly: where it is far too large, all are.
+            # The smallest microbatch needs about the least memory: if it is far too
+            # large, all are.
             smallest = [pricer.choose(x, r.room) for x in layouts[-1:]]
             near = any(choice.bytes <= _NEARLY * r.room for choice in smallest)
             for choice in (
@@ -444,7 +473,7 @@ def baselines(request: Request) -> tuple[Baseline, ...]:
                     return choice
                 if least is None or choice.bytes < least.bytes:
                     least = choice
-        # Too large, so that only its memory is known.
+        # Known so far by its memory only, because it is too large.
         return least and pricer.choose(least.layout)
 
     rules = {
@@ -462,13 +491,13 @@ def _baseline(rule: str, choice: Choice | None, room: float) -> Baseline:
         return Baseline(rule, None, False, "no legal layout")
     if choice.step > LONGEST_STEP:
         return Baseline(
-            rule, None, False, f"{choice.layout} takes more than a day for one step"
+            rule, None, False, f"one step of {choice.layout} takes more than a day"
         )
     return Baseline(rule, choice, choice.bytes <= room)
 
 
 def _layouts(request: Request, words: str, **sizes: int) -> Iterator[Layout]:
-    """Layouts of a mesh, the biggest microbatch first."""
+    """Layouts of a mesh, the largest microbatch first."""
     axes = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
     layout = Layout.parse(f"{axes} {words} {request.precision}")
     for count in divisors(request.batch // sizes["dp"]):
@@ -476,8 +505,9 @@ def _layouts(request: Request, words: str, **sizes: int) -> Iterator[Layout]:
 
 
 def _smallest(request: Request) -> Iterator[Iterator[Layout]]:
-    """Meshes with the fewest ranks to a copy of the model, tensor parallel inside a server before
-    pipelines."""
+    """Meshes with the fewest ranks per copy of the model, tensor parallelism inside a
+    server before pipelines.
+    """
     ranks, node, profile, shape = (
         request.hardware.ranks,
         request.hardware.node,
@@ -488,7 +518,7 @@ def _smallest(request: Request) -> Iterator[Iterator[Layout]]:
         dp = ranks // model
         held = held_bytes(Layout(Mesh((Axis("dp", (1, dp)),)), zero=1), profile.state)
         states = held.weight + held.gradient + held.optimizer
-        # What a rank always holds does not fit: no microbatch is small enough.
+        # If the permanent state does not fit, no microbatch is small enough.
         least_held = states * shape.trained + held.frozen * (
             shape.total - shape.trained
         )

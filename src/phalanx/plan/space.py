@@ -1,17 +1,20 @@
-"""Every layout of so many ranks that is worth a look: meshes, ZeRO, microbatches, pipelines, recomputation.
+"""Choices of layout for a number of ranks, grid by grid, without those that cannot win.
 
-No `Layout` is made until one is asked for. What is left out cannot win, by what is priced here:
-tensor parallel beyond the fastest links (where these join 8 devices or more), GPipe and naive
-sharding (1F1B has the bubble of the first and holds less), ZeRO-2 in a pipeline (it sums after every
-microbatch, where ZeRO-3 holds less still), ZeRO-3 that gathers, or gathers and sums, once a step (it
-takes as long as ZeRO-2 without a pipeline, or ZeRO-1, and holds as much within 1 %), and microbatches
-whose blocks alone are larger than the memory. Fewer microbatches than half the stages are tried only
-where the batch has no more of them: a larger microbatch cannot win back a pipeline that is empty most
-of the time. Parts of a sequence shorter than 2,048 tokens are tried only where the batch has too few
-sequences for data parallel:
-they divide work that whole sequences divide without a message. Experts are shared by as many ranks of
-ep, or of ep and tp, as divide their number, each rank with whole ones; only where those of ep do, one
-microbatch's tokens may travel beside the computing of another. That cp shares them is never tried.
+A `Layout` is created only when it is asked for. By the prices here these cannot win:
+- tensor parallelism beyond the fastest links, if these connect 8 devices or more;
+- GPipe and naive pipelines: 1F1B has the bubble of GPipe and holds less;
+- ZeRO-2 in a pipeline: it sums after every microbatch, and ZeRO-3 holds even less;
+- ZeRO-3 that gathers, or gathers and sums, once per step: it takes as long as ZeRO-2
+  without a pipeline, or ZeRO-1, and holds as much within 1 %;
+- microbatches whose blocks alone exceed the memory;
+- fewer microbatches than half the stages, unless the batch has no more: a larger
+  microbatch does not make up for a pipeline that is mostly empty;
+- parts of a sequence below 2,048 tokens, unless the batch has too few sequences for
+  data parallelism: whole sequences divide the same work without a message.
+
+Experts are divided over as many ranks of ep, or of ep and tp, as divide their number,
+each rank with whole experts. Only with ep may one microbatch's tokens travel while
+another is computed. Experts are never divided over cp.
 """
 
 import math
@@ -37,17 +40,21 @@ from ..layout.kinds import parts_of_pieces
 from .hardware import Network
 from .step import Request
 
-# which neighbours are near: axes, outermost first
+# Axes from the outermost to the innermost, whose ranks are nearest.
 ORDERS = ("dp pp cp ep tp", "pp dp cp ep tp")
-_SHARDS = (8, 64)  # HSDP's groups, besides those that fill a level of the network
-_PART = 2048  # tokens of a sequence's part that are worth a message
-_CHUNKS = 16  # the most of a stage that are tried
-_NEVER = (GPIPE, ZB_H2)  # one holds more than 1F1B, one twice as much
+_SHARDS = (8, 64)  # sizes of HSDP groups, besides those that fill a network level
+_PART = 2048  # tokens of a part of a sequence that are worth a message
+_CHUNKS = 16  # the most chunks per stage that are tried
+_NEVER = (GPIPE, ZB_H2)  # one holds more than 1F1B, the other twice as much
 
 
 class Pipeline(NamedTuple):
-    """A schedule, its chunks, the blocks of each virtual stage (none: as the layout balances), and
-    whether a forward stands beside another microbatch's backward."""
+    """A schedule, its chunks, the blocks of each virtual stage, and whether
+    microbatches overlap.
+
+    No stages: the layout balances them. With overlap, a forward runs beside another
+    microbatch's backward.
+    """
 
     schedule: str
     chunks: int
@@ -69,7 +76,7 @@ class Inner(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """Sizes of a mesh and the order of its axes."""
+    """Sizes of a mesh's axes, and their order."""
 
     dp: int
     pp: int
@@ -85,7 +92,9 @@ class Grid(NamedTuple):
 
     @property
     def data(self) -> int:
-        """Ranks with sequences of their own, at one place of the other axes."""
+        """The number of ranks with sequences of their own, at one place of the other
+        axes.
+        """
         return self.dp * self.ep
 
     def mesh(self, shards: int) -> Mesh:
@@ -100,7 +109,7 @@ class Grid(NamedTuple):
         return Mesh(tuple(Axis(name, parts[name]) for name in names))
 
     def apart(self, name: str) -> int:
-        """Distance between neighbours along an axis."""
+        """The distance in ranks between neighbours along an axis."""
         sizes = {
             "dp": self.dp,
             "pp": self.pp,
@@ -114,7 +123,7 @@ class Grid(NamedTuple):
 
 @dataclass(frozen=True)
 class Options:
-    """The choices that one grid has; a candidate is one of each."""
+    """The choices for one grid; a candidate is one of each."""
 
     grid: Grid
     zeros: tuple[Zero, ...]
@@ -132,17 +141,17 @@ class Space:
     request: Request
     recomputes: tuple[str, ...] = ("none", "selective", "all")
     offload: tuple[str, ...] = ()
-    # sizes of tensor parallel that are never faster without
+    # sizes of tensor parallelism that are never faster without `seq`
     seq_only: frozenset[int] = frozenset()
 
     @property
     def near(self) -> int:
-        """Devices among which tensor parallel is tried."""
+        """The number of devices within which tensor parallelism is tried."""
         return max(self.request.hardware.node, 8)
 
     @cached_property
     def tensor(self) -> list[int]:
-        """Sizes of tensor parallel that the model and the hardware allow."""
+        """The sizes of tensor parallelism that the model and the hardware allow."""
         return [
             d
             for d in divisors(self.request.hardware.ranks)
@@ -155,7 +164,7 @@ class Space:
 
     @property
     def least(self) -> float:
-        """The shortest microbatch that is tried, in sequences: a part of one."""
+        """The shortest microbatch that is tried, in sequences: less than one is a part."""
         return min(1.0, _PART / self.request.sequence)
 
     @cached_property
@@ -173,7 +182,7 @@ class Space:
         )
 
     def rows(self, grid: Grid, count: int) -> float:
-        """Sequences of a microbatch on the fullest rank."""
+        """Sequences of a microbatch on the rank that has most."""
         return -(-self.request.batch // grid.data) / count
 
     def layout(self, x: Options, z: int, c: int, p: int, q: int) -> Layout:
@@ -187,14 +196,17 @@ class Space:
         )  # fmt: skip
 
     def cut(self, grid: Grid, inner: Inner, *, split: bool) -> Layout:
-        """The part of a candidate on which its pieces depend."""
+        """The part of a candidate that its pieces depend on."""
         own = grid.ring, grid.ulysses, grid.tp, grid.ep
         return _cut(*own, inner, split, self.request.precision, self.compile)
 
     @property
     def compile(self) -> str:
-        """Products in 8 bits are tried with rounding that a compiler joins, where it can, and beside
-        them wider ones compiled too."""
+        """The compilation of every candidate.
+
+        8-bit products are tried with compiled rounding, if a compiler fuses it. Wider
+        ones beside them are then compiled as well.
+        """
         narrow = self.request.matmul
         return COMPILE if narrow and not MATMULS[narrow].power else ""
 
@@ -226,18 +238,21 @@ class Space:
                             )
 
     def _parts(self, copies: int, cp: int) -> bool:
-        """True if a sequence may be cut into this many parts: it is long, or there are too few
-        sequences."""
+        """True if a sequence may be divided into so many parts: it is long, or
+        sequences are few.
+        """
         r = self.request
         if r.shape.kind != "decoder" or r.sequence < 2 * cp:
             return False
         return cp * _PART <= r.sequence or cp * r.batch <= 2 * copies
 
     def _counts(self, grid: Grid) -> Iterator[int]:
-        """Microbatches of one sequence, of two, four ..., and the batch of a rank as one."""
+        """Numbers of microbatches: of 1, 2, 4, ... sequences, and a rank's batch as
+        one.
+        """
         r = self.request
         s, most = r.shape, -(-r.batch // grid.data)
-        # What a block makes between its two largest products has to be somewhere.
+        # A block's intermediate result between its two largest products has to fit.
         one = (
             2.0
             * r.sequence
@@ -289,7 +304,8 @@ class Space:
         seqs = seqs[:1] if grid.tp in self.seq_only else seqs
         seqs = seqs if "seq" not in self.request.without else (False,)
         matmuls = ("", self.request.matmul) if self.request.matmul else ("",)
-        # As many whole ones on each rank, or a part of each on all.
+        # Whole experts divided evenly over ranks, or a part of each expert on all ranks
+        # of tp.
         even = grid.tp > 1 and self.request.shape.experts % (grid.ep * grid.tp) == 0
         shared = [(), ("tp",)] if even and self.request.shape.experts else [()]
         every = (
@@ -304,7 +320,7 @@ def divisors(n: int) -> list[int]:
 
 
 def _ulysses(cp: int, heads: int, near: int) -> list[int]:
-    """None of it, or as much as the heads and the fastest links allow; a ring for the rest."""
+    """No Ulysses, or as much as heads and fastest links allow; a ring covers the rest."""
     return sorted(
         {1, max(u for u in divisors(cp) if u == 1 or (heads % u == 0 and u <= near))}
     )
@@ -341,11 +357,13 @@ def _cut(
 
 @lru_cache(maxsize=512)
 def pipelines(shape: Shape, pp: int, routed: bool = False) -> tuple[Pipeline, ...]:
-    """Schedules with their chunks, and blocks balanced with embedding and head or left even. Where
-    tokens are `routed` to other ranks, each with what they travel beside and without."""
+    """Schedules with their chunks, and blocks either balanced by cost or spread evenly.
+
+    With `routed` tokens, each with and without overlapping microbatches.
+    """
     found = []
     for schedule, chunks in _schedules(shape.layers, pp) if pp > 1 else [(ACCUM, 1)]:
-        first = traits(schedule).forward_first  # then it stands beside another always
+        first = traits(schedule).forward_first  # such a schedule always overlaps
         plain = Layout(
             mesh=Mesh((Axis("pp", (pp,)),)), schedule=schedule, chunks=chunks
         )
@@ -358,7 +376,7 @@ def pipelines(shape: Shape, pp: int, routed: bool = False) -> tuple[Pipeline, ..
 
 
 def overlaps(pipe: Pipeline, count: int) -> bool:
-    """True if there are microbatches that can run side by side."""
+    """True if there are microbatches that can overlap."""
     return pipe.overlap and count > 1
 
 
@@ -376,7 +394,7 @@ def _schedules(layers: int, pp: int) -> Iterator[tuple[str, int]]:
 
 
 def blocks_of(layout: Layout, shape: Shape) -> tuple[int, ...]:
-    """Blocks of each virtual stage, as the layout names or balances them."""
+    """Blocks of each virtual stage, as the layout gives or balances them."""
     pieces = parts_of_pieces(shape, layout.experts_apart)
     return tuple(
         len({pieces[n][0] for n in stage} & {*range(1, 1 + shape.layers)})
@@ -385,7 +403,7 @@ def blocks_of(layout: Layout, shape: Shape) -> tuple[int, ...]:
 
 
 def spread(layers: int, stages: int) -> tuple[int, ...]:
-    """Blocks as even as can be; where some stages hold one more, these are in the middle."""
+    """Blocks spread as evenly as possible; stages with one more are in the middle."""
     least, more = divmod(layers, stages)
     begin = (stages - more) // 2
     return tuple(least + (begin <= i < begin + more) for i in range(stages))

@@ -15,17 +15,19 @@ MTBF_HOURS = 54 * 24 * 16384 / 419
 
 @dataclass(frozen=True)
 class Spending:
-    """The time and cost of a whole run. Hours are wall-clock hours unless stated otherwise."""
+    """The time and cost of a whole run. Hours are wall-clock hours unless stated
+    otherwise.
+    """
 
     steps: int
     computing: float  # hours without a failure or a checkpoint
     interval: float  # seconds between checkpoints
     failures: float  # expected
     checkpoints: float
-    lost: float  # hours computed twice or spent on starting again
-    saving: float  # hours in which checkpoints hold training up
+    lost: float  # hours computed twice or spent on restarts
+    saving: float  # hours for which checkpoints block training
     devices: int
-    price: float  # of a device for an hour
+    price: float  # of one device hour
 
     @property
     def hours(self) -> float:
@@ -41,22 +43,22 @@ class Spending:
 
     @property
     def goodput(self) -> float:
-        """The part of the time that makes the model better."""
+        """The share of the time that advances training."""
         return self.computing / self.hours
 
 
-# float32 weights and two averages: what a checkpoint holds of each parameter.
+# A checkpoint has float32 weights and two moments of each parameter, in bytes.
 SAVED = 12.0
-_DISK = 1e9  # bytes a second that each device is assumed to write
+_DISK = 1e9  # bytes per second that each device is assumed to write
 
 
 def saving_seconds(parameters: float, devices: int) -> float:
-    """For how long a checkpoint holds training up where nobody has measured it."""
+    """Seconds for which a checkpoint blocks training, if nobody has measured it."""
     return max(1.0, SAVED * parameters / devices / _DISK)
 
 
 def interval(saving: float, between: float) -> float:
-    """Seconds from one checkpoint to the next that lose least: Daly 2006, eq. 37."""
+    """The optimal seconds between two checkpoints: Daly 2006, eq. 37."""
     if saving >= 2 * between:
         return between
     x = saving / (2 * between)
@@ -67,14 +69,18 @@ def spending(
     *, tokens: float, batch_tokens: float, step: float, devices: int, price: float,
     mtbf_hours: float = MTBF_HOURS, saving: float, restart: float,
 ) -> Spending:  # fmt: skip
-    """A run of so many tokens with steps of so many seconds. `saving`: seconds for which a
-    checkpoint holds training up; `restart`: from a failure until the next step begins."""
+    """The cost of a run of `tokens` with steps of `step` seconds.
+
+    `saving`: seconds for which a checkpoint blocks training. `restart`: seconds from a
+    failure until the next step begins.
+    """
     steps = math.ceil(tokens / batch_tokens)
     computing = steps * step
     between = 3600 * mtbf_hours / devices
     every = interval(saving, between)
     checkpoints = computing / every
-    # Failures also strike what is computed again: the whole is longer by that in turn.
+    # Failures also strike while lost work is recomputed, which makes the run longer in
+    # turn.
     each = restart + (every + saving) / 2
     busy = computing + checkpoints * saving
     whole = busy / (1 - each / between) if each < between else math.inf

@@ -1,7 +1,7 @@
-"""Time and memory of one layout: the makespan of its program, and its peak bytes.
+"""Time and memory of one layout: its program's makespan and peak bytes.
 
-Neither torch nor numpy is needed. Ranks that differ only along dp, cp or tp do the same, so one of
-them stands for all, and programs that differ only in these sizes are built once.
+Neither torch nor numpy is needed. Ranks that differ only along dp, cp or tp do the
+same, so one represents all. Programs that differ only in these sizes are built once.
 """
 
 import math
@@ -46,28 +46,31 @@ from .price import Priced, nearest
 from .profile import SoftwareProfile
 from .routing import Routing
 
-# The kinds of memory and the parts of a step, in the order in which they are printed.
+# Kinds of memory and parts of a step, in printed order.
 _MEMORY = (
     "weights gradients optimizer activations inputs gathered messages temporary other"
 )
 MEMORY = tuple(_MEMORY.split())
-# and goes, in every step
+# kinds that are allocated and freed in every step
 _COMES = ("activations", "inputs", "gathered", "messages", "temporary")
-# of it: what torchtitan's runs have reserved beyond their tensors, at most about
+# share of those that torchtitan's runs reserve beyond their tensors, at most
 _HOLES = 0.25
 PARTS = ("compute", "tensor", "data", "pipe", "bubble", "update")
-LIMIT = 0.85  # of a device's memory: what a search uses
-# of a device's memory: where an allocator begins to thrash, and does
+LIMIT = 0.85  # share of a device's memory that a search uses
+# shares of a device's memory at which the allocator begins to thrash, and thrashes
+# fully
 FULL = (0.93, 0.99)
-_BUILT = 48  # programs that are kept
-# Lanes of collectives over units, of which each rank waits for its own alone.
+_BUILT = 48  # programs kept in the cache
+# Lanes of collectives over units: a rank waits only for its own.
 _OVER_UNITS = (ops.AGREE_SCALES, ops.GATHER, ops.REDUCE, ops.REDUCE_REPLICAS)
 _UNIT_LANES = frozenset(KINDS[kind].lane for kind in _OVER_UNITS)
 
 
 class CostFunction(Protocol):
-    """The cost of a shape's pieces under the cuts of layouts; keys are the cuts. It is handed in, so
-    that planning from cached costs never loads torch."""
+    """Computes the cost of a shape's pieces for cuts of layouts; keys are the cuts.
+
+    It is passed in, so that planning from cached costs never imports torch.
+    """
 
     def __call__(
         self, model: Shape | str, layouts: Iterable[Layout], *, sequence: int
@@ -83,19 +86,19 @@ class Request:
     profile: SoftwareProfile
     piece_costs: CostFunction
     sequence: int
-    batch: int  # sequences of a step
+    batch: int  # sequences per step
     precision: str = BF16
-    # in which products of blocks are tried beside the precision; none: ""
+    # number format tried for products of blocks, besides the precision; "": none
     matmul: str = ""
-    limit: float = LIMIT  # the part of a device's memory that may be used
-    model: str = ""  # FILE.py:Class of somebody's own; the shape's if empty
+    limit: float = LIMIT  # share of a device's memory that may be used
+    model: str = ""  # FILE.py:Class of a custom model; empty: the shape's name
     cluster: str = ""  # its name; empty for a measured machine
     routing: Routing = Routing()
-    # Of tp, seq, ring and ulysses those that a model of the user's own does not allow.
+    # those of tp, seq, ring and ulysses that a custom model does not support
     without: frozenset[str] = frozenset()
 
     def takes(self, layout: Layout) -> bool:
-        """True if the model allows the ways in which a layout cuts it."""
+        """True if the model supports every way in which the layout divides it."""
         used = {"tp": layout.tp > 1, "seq": layout.seq and layout.tp > 1}
         used |= {way: layout.mesh.of(f"cp.{way}") > 1 for way in ("ring", "ulysses")}
         return not any(used[way] for way in self.without)
@@ -115,19 +118,22 @@ class Request:
 
 
 def case_of(shape: Shape, layout: Layout, *, batch: int = 0, sequence: int = 0) -> Case:
-    """A layout as our own engine runs it: its fullest rank has the most rows."""
+    """The case of a layout in our engine: the rank with the most rows counts."""
     rows = -(-(batch or shape.batch) // layout.data) / layout.microbatches
     return Case(shape, layout, rows, sequence or shape.sequence)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One layout with what it takes: seconds of a step in parts, bytes of the fullest rank. It has no
-    parts where it holds more than a search has room for."""
+    """One layout with its prediction: seconds of a step in parts, bytes of the fullest
+    rank.
+
+    It has no parts if it exceeds the memory of a search.
+    """
 
     layout: Layout
     case: Case
-    # of the rank that computes most; they add up to the step
+    # of the rank that computes most; they sum to the step
     parts: Mapping[str, float]
     memory: Mapping[str, float]
     stages: tuple[Mapping[str, float], ...] = ()  # bytes of every rank of a pipeline
@@ -138,12 +144,13 @@ class Choice:
 
     @cached_property
     def bytes(self) -> float:
-        """Expected bytes, including an allocator's usual waste."""
+        """Expected bytes, including the allocator's usual waste."""
         return sum(self.memory.values())
 
     def range(self, profile: SoftwareProfile) -> tuple[float, float]:
-        """Bytes if an allocator wastes nothing, and if what comes and goes leaves as many holes as
-        published runs show."""
+        """Bytes with a perfect allocator, and with as much fragmentation as in
+        published runs.
+        """
         if not self.memory["other"]:
             return self.bytes, self.bytes
         least = self.bytes - self.memory["other"] + profile.context
@@ -153,7 +160,7 @@ class Choice:
 
 
 class Pricer:
-    """Pieces by cut and rows, costed and priced when they are first needed."""
+    """Costs and prices pieces when they are first needed, by cut and rows."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -161,7 +168,7 @@ class Pricer:
         self._times: dict[tuple[Layout, float, bool], KindTimes] = {}
 
     def cost(self, cuts: Iterable[Layout]) -> None:
-        """Cost those that are not, together."""
+        """Cost the cuts that are not costed yet, together."""
         r = self.request
         names = {
             cut: costed_as(cut, r.profile) for cut in cuts if cut not in self.pieces
@@ -173,7 +180,9 @@ class Pricer:
             self.pieces |= {cut: made[name] for cut, name in names.items()}
 
     def times(self, cut: Layout, rows: float, piped: bool) -> KindTimes:
-        """The times of every kind of piece at so many rows, in a pipeline or without one."""
+        """The times of every kind of piece for a number of rows, in a pipeline or
+        without one.
+        """
         if (cut, rows, piped) not in self._times:
             self.cost([cut])
             r = self.request
@@ -188,7 +197,7 @@ class Pricer:
         return self._times[cut, rows, piped]
 
     def priced(self, layout: Layout) -> Priced:
-        """A layout for the request's batch with the times of its pieces."""
+        """A layout for the request's batch, with the times of its pieces."""
         r = self.request
         case = case_of(r.shape, layout, batch=r.batch, sequence=r.sequence)
         cut = piece_layout(layout)
@@ -196,11 +205,15 @@ class Pricer:
         return Priced(case, times, r.hardware, r.profile, self.pieces[cut].rows)
 
     def choose(self, layout: Layout, room: float = math.inf) -> Choice:
-        """Time and memory of a layout for the request's batch; memory only if it exceeds the room."""
+        """Time and memory of a layout for the request's batch; memory only if it
+        exceeds the room.
+        """
         return choice(self.priced(layout), room)
 
     def costs(self, layout: Layout) -> Costs:
-        """Seconds of every operation of a layout's step, as they take beside those of all ranks."""
+        """Seconds of every operation of a layout's step, slowed by ranks that share
+        cores.
+        """
         alone, crowding = self.priced(layout).costs(), self.request.hardware.crowding
         return replace(
             alone, pieces={of: time * crowding for of, time in alone.pieces.items()}
@@ -215,8 +228,10 @@ class Pricer:
 
 
 def _representative(layout: Layout, count: int) -> Layout:
-    """The layout with so many microbatches, one rank along tp, cp and ep, and as few along dp as need
-    the same operations."""
+    """A small layout with the same operations per rank and so many microbatches.
+
+    One rank along tp, cp and ep, and as few along dp as have the same operations.
+    """
     shards = 2 if layout.shards > 1 else 1
     replicas = 2 if layout.mesh.of("dp.replicate") > 1 and shards > 1 else 1
     axes = [Axis("dp", (replicas, shards)), Axis("pp", (layout.pp,))]
@@ -228,10 +243,10 @@ def _representative(layout: Layout, count: int) -> Layout:
 
 @dataclass(frozen=True)
 class _Built:
-    """A program with what is read of it, each when it is first asked for."""
+    """A program with results derived from it, each computed on first use."""
 
     program: Program
-    in_place: bool  # gradients have no shards
+    in_place: bool  # gradients are not sharded
     blocking: Collection[str]
     joint: Collection[str]
 
@@ -277,9 +292,12 @@ def _built(
 
 
 def joint_lanes(layout: Layout, hardware: Hardware) -> frozenset[str]:
-    """Lanes of collectives over the same links. Those over one group are on one communicator, which
-    runs them in the order in which they are issued; replicas have links of their own where shards
-    stay in a server. On a CPU messages were measured among ranks that share its cores."""
+    """Lanes of collectives over the same links.
+
+    Those over one group share a communicator, which runs them in the order of issue.
+    Replicas have links of their own if shards stay inside a server. On CPUs, messages
+    were measured among ranks that share the cores.
+    """
     if hardware.cores:
         return frozenset()
     inside = nearest(layout) * layout.shards <= hardware.node < layout.ranks
@@ -304,8 +322,11 @@ def planned_program(priced: Priced, count: int) -> Program:
 
 
 class _Stretch(NamedTuple):
-    """A repeating stretch of a program: `period` microbatches, `tail` microbatches after it, and
-    the number of repetitions left out."""
+    """A repeating stretch of a program.
+
+    `period` microbatches that repeat, `tail` microbatches after them, and the number of
+    repetitions left out.
+    """
 
     period: int
     tail: int
@@ -313,9 +334,11 @@ class _Stretch(NamedTuple):
 
 
 def _programs(priced: Priced) -> Iterator[tuple[_Built, _Stretch | None]]:
-    """Programs of a case: with few of its microbatches, such that the others may repeat what is
-    simulated, then with more, and at last with all. Once a pipeline is full, further microbatches take
-    the same time each."""
+    """Programs of a case with more and more microbatches, the last with all of them.
+
+    The first ones suffice if the microbatches left out repeat those simulated. Once a
+    pipeline is full, every further microbatch takes the same time.
+    """
     layout = priced.case.layout
     known, pp, most = SCHEDULES.get(layout.schedule), layout.pp, layout.microbatches
     rounds = known and layout.chunks > 1 and not known.v_shape
@@ -325,7 +348,8 @@ def _programs(priced: Priced) -> Iterator[tuple[_Built, _Stretch | None]]:
         and not priced.hardware.cores
         and not (rounds and most % pp)
     ):
-        # Of which so many at the end are not waited for any more when the pipeline begins to empty.
+        # (microbatches, those at the end that nothing waits for when the pipeline
+        # drains)
         first = (3 * pp, 2 * pp - 1) if known.v_shape else (2 * pp + 2, pp)
         for count, tail in (
             (4 * pp, 2 * pp) if rounds else first,
@@ -342,22 +366,24 @@ def _programs(priced: Priced) -> Iterator[tuple[_Built, _Stretch | None]]:
 
 
 class _Played(NamedTuple):
-    """A program's events in time, each as often as `weight` says in the whole step."""
+    """Simulated events of a program, with the number of times each occurs in the whole
+    step.
+    """
 
     made: Compiled
     starts: list[float]
     ends: list[float]
     weight: list[float]
-    step: float  # seconds, of what is simulated
-    longer: float  # seconds that the rest adds
+    step: float  # seconds of the simulated part
+    longer: float  # seconds that repetitions add
     last: int  # the event that the step ends with
-    before: int  # the last before it begins; -1: none
+    before: int  # the last event before the step begins; -1: none
 
 
 def _played(
     priced: Priced, built: _Built, stretch: _Stretch | None, costs: Costs
 ) -> _Played | None:
-    """A program simulated; None where the stretch of it does not repeat."""
+    """Simulate a program; None if its stretch does not repeat."""
     part = built.repeat(stretch.period, stretch.tail) if stretch else None
     if stretch and not part:
         return None
@@ -369,8 +395,8 @@ def _played(
     if not priced.profile.rolls:
         last = max(range(len(ends)), key=ends.__getitem__)
         return _Played(made, starts, ends, weight, ends[last], longer, last, -1)
-    # Where steps roll a step is the time of the stage that is longest at work, from its first
-    # computation to its last.
+    # If stages begin their next step separately, a step is the time of the stage that
+    # works longest, from its first computation to its last.
     found = []
     for row in filter(None, made.computing):  # a stage may hold no piece
         first, last = row[0][0], max((n for n, _ in row), key=ends.__getitem__)
@@ -381,7 +407,7 @@ def _played(
 
 
 def _cores(priced: Priced) -> float:
-    """Cores for the ranks of one pipeline."""
+    """Cores available to the ranks of one pipeline."""
     hardware = priced.hardware
     if not hardware.cores:
         return math.inf
@@ -389,8 +415,10 @@ def _cores(priced: Priced) -> float:
 
 
 def choice(priced: Priced, room: float = math.inf) -> Choice:
-    """Time and memory of a case: builds, measures and simulates its program; only measures it if it
-    exceeds the room. An impossible prediction is refused."""
+    """Time and memory of a case: build its program, measure its memory, simulate it.
+
+    Not simulated if it exceeds the room. An impossible prediction raises.
+    """
     found = _choice(priced, room)
     refuse_impossible(found.case, priced.hardware, found.parts, found.memory)
     return found
@@ -426,7 +454,7 @@ def _choice(priced: Priced, room: float) -> Choice:
 def _held(
     kinds: Mapping[str, float], hardware: Hardware, profile: SoftwareProfile
 ) -> dict[str, float]:
-    """Bytes of a rank, with what no tensor holds."""
+    """Bytes of a rank by kind, including memory outside tensors."""
     held = {kind: kinds.get(kind, 0.0) for kind in MEMORY}
     if not hardware.cores:
         held["other"] = profile.context + (profile.reserve - 1) * sum(held.values())
@@ -434,7 +462,7 @@ def _held(
 
 
 def _inside(priced: Priced) -> dict[tuple[str, int], float]:
-    """The part of each operation's time that is messages inside it."""
+    """The share of each operation's time that is messages inside it."""
     part: dict[tuple[str, int], float] = {}
     for piece, each in enumerate(priced.pieces):
         t = each.times
@@ -454,8 +482,12 @@ def _inside(priced: Priced) -> dict[tuple[str, int], float]:
 def _parts(
     played: _Played, inside: Mapping[tuple[str, int], float]
 ) -> dict[str, float]:
-    """The step of the rank that computes most: what it computes, and what it waits for. The rank
-    begins with the step, or where it ends sooner than that with its first computation."""
+    """Parts of the step on the rank that computes most: computing, and waiting by
+    cause.
+
+    The rank's time begins with the step, or with its first computation if stages begin
+    steps separately.
+    """
     made, starts, ends, weight = played[:4]
     busiest = max(
         made.computing,
@@ -492,7 +524,7 @@ def _parts(
 
 
 def predicted(priced: Priced, most: int = 0) -> Timeline:
-    """The timeline of a case's step, of at most so many microbatches."""
+    """The timeline of a case's step, of at most `most` microbatches."""
     count = priced.case.layout.microbatches
     made = _program(priced, min(count, most or count)).compiled
     timeline = spans(made, *times(made, priced.costs(), _cores(priced)))
@@ -502,7 +534,9 @@ def predicted(priced: Priced, most: int = 0) -> Timeline:
 
 
 def longest(priced: Priced) -> dict[tuple[int, Op], float]:
-    """Number of times that each (rank, operation) occurs on the step's critical path."""
+    """The number of times that each (rank, operation) occurs on the step's critical
+    path.
+    """
     costs = priced.costs()
     for built, stretch in _programs(priced):
         if not (played := _played(priced, built, stretch, costs)):

@@ -1,4 +1,6 @@
-"""Tables of published runs, read strictly as data: each row a case that can be predicted, or why not."""
+"""Reads tables of published runs strictly as data: each row is a case to predict, or
+the reason why not.
+"""
 
 import csv
 import math
@@ -33,7 +35,8 @@ _WORDS = tomllib.loads(
     (Path(__file__).parent / "words.toml").read_text(encoding="utf-8")
 )
 _COMMON = _WORDS.pop("common")
-# Words that say nothing by themselves: "bf16 mixed precision", "states of the optimizer on CPU".
+# Words without meaning of their own: "bf16 mixed precision", "states of the optimizer
+# on CPU".
 _FILLING = frozenset(_WORDS.pop("filling")["words"])
 _MEANINGS: dict[str, dict[str, list[str]]] = {
     column: {
@@ -44,13 +47,13 @@ _MEANINGS: dict[str, dict[str, list[str]]] = {
 }
 _TIMES = ("step_time_s", "tok_s_gpu", "tflops_gpu")
 _MEASURED = (*_TIMES, "peak_mem_gb")
-# where a row may say that it trains LoRA
+# columns that may say that a row trains LoRA
 _TITLES = ("model", "row_id", "framework", "notes")
 _ZERO = r"(?:zero-?)?(?:stage-?)?([0-3])"
 _WHERE_TO = re.compile("->|=>|→|-to-(?=cpu|host)")  # optimizer->CPU
-# Of mixed precision the narrowest format counts: matmuls run in it.
+# In mixed precision the narrowest format counts: matmuls use it.
 _NARROWEST_FIRST = ("fp4", "fp8", "fp16", "bf16", "tf32", "fp32")
-# The sizes of experts, and what tables call their columns.
+# Sizes of experts, with the names of their columns.
 _EXPERT_COLUMNS = {
     "experts": ("experts", "num_experts", "n_experts"),
     "top_k": ("top_k", "topk", "moe_top_k"),
@@ -62,7 +65,7 @@ _EXPERTS = r"moe|mixtral|\b\d+x\d+(\.\d+)?b|deepseek.?v[23]|-a\d+(\.\d+)?b\b|dbr
 
 
 class CellError(MachineError):
-    """A cell of a table that says nothing that can be true, by its column."""
+    """A cell of a table that cannot be right, with its column."""
 
     def __init__(self, column: str, text: str, why: str) -> None:
         super().__init__(f"{column}: {text[:40]!r} {why}")
@@ -70,7 +73,7 @@ class CellError(MachineError):
 
 @dataclass(frozen=True)
 class PublishedRow:
-    """One published run. `case` is None where it cannot be predicted; then `why` says why."""
+    """One published run. `case` is None if it cannot be predicted; `why` is the reason."""
 
     source: str
     name: str
@@ -80,25 +83,27 @@ class PublishedRow:
     case: Case | None
     hardware: Hardware | None
     profile: SoftwareProfile
-    step: float = 0.0  # seconds as measured, 0 if the run has none
+    step: float = 0.0  # measured seconds; 0 if there are none
     memory: float = 0.0  # bytes
     out_of_memory: bool = False
     why: str = ""
     notes: str = ""
     batch: float = 0.0
-    empty: bool = False  # a stage would hold nothing
-    line: int = 0  # of the table's file
+    empty: bool = False  # a stage would have no block
+    line: int = 0  # in the table's file
     software: str = ""  # as the table names it
 
     @property
     def family(self) -> str:
-        """Sources that are siblings have one: the first word of their name."""
+        """The first word of the source's name: related sources share it."""
         found = re.match(r"[A-Za-z]+", self.source)
         return found[0].lower() if found else self.source
 
     @property
     def group(self) -> tuple[str, str, str, int, int]:
-        """Runs that answer the same question: which layout is best for it."""
+        """The question that a run answers: runs with an equal group compare layouts for
+        it.
+        """
         sequence = self.case.sequence if self.case else 0
         return (self.source, self.model, self.device, self.ranks, sequence)
 
@@ -144,9 +149,11 @@ def _row(
     try:
         if any(cells[len(columns) :]):
             raise CellError(
-                "cells", str(len(cells)), f"in a row, the table has {len(columns)}"
+                "cells",
+                str(len(cells)),
+                f"in a row of a table with {len(columns)} columns",
             )
-        # One that ran out of memory may say so in place of what it measured.
+        # A run out of memory may say so in place of a measurement.
         measured = (fields.get(key, "").lower() for key in _MEASURED)
         oom = any(text in _MEANINGS["status"]["oom"] for text in measured)
         status = "oom" if oom else _meaning(fields, "status")
@@ -177,12 +184,14 @@ def _row(
         if 0 < step < work / (ranks * kind.peak(made.dtype or made.layout.precision)):
             column = next(key for key in _TIMES if _number(fields, key))
             raise CellError(
-                column, fields[column], f"is faster than {ranks} of {kind.name} can be"
+                column,
+                fields[column],
+                f"is faster than the peak of {ranks} x {kind.name}",
             )
         case = made
     except CellError as error:
         why = f"line {number}, {error}"
-    except MachineError as error:  # of many rows alike
+    except MachineError as error:  # for many rows at once
         why = str(error)
     except ValueError as error:
         why = f"line {number}: {' '.join(str(error).split())}"
@@ -208,7 +217,7 @@ def _row(
 
 
 def _number(fields: Mapping[str, str], key: str) -> float:
-    """The number of a cell, 0 where it says none."""
+    """The number in a cell; 0 if it has none."""
     text = fields.get(key, "")
     if text.lower() in ("", "-", "n/a", "none"):
         return 0.0
@@ -220,14 +229,14 @@ def _number(fields: Mapping[str, str], key: str) -> float:
     try:
         number = float(plain)
     except ValueError:
-        raise CellError(key, text, "is no number") from None
+        raise CellError(key, text, "is not a number") from None
     if not math.isfinite(number) or number < 0:
-        raise CellError(key, text, "is not finite, or is below 0")
+        raise CellError(key, text, "is not finite or is below 0")
     return number
 
 
 def _count(fields: Mapping[str, str], key: str, usual: int = 1) -> int:
-    """The whole number of a cell, `usual` where it says none; 0: it has to."""
+    """The whole number in a cell; `usual` if it has none, an error if `usual` is 0."""
     number, text = _number(fields, key), fields.get(key, "")
     none = not number and (
         not usual or (text.startswith("0") and key in ("tp", "pp", "dp"))
@@ -238,7 +247,7 @@ def _count(fields: Mapping[str, str], key: str, usual: int = 1) -> int:
 
 
 def _meaning(fields: Mapping[str, str], key: str, kind: str = "") -> str:
-    """The meaning of a cell's word, as `words.toml` lists it."""
+    """The meaning of a cell's word, as listed in `words.toml`."""
     text, kind = fields.get(key, ""), kind or key
     lower = re.sub(r"\.0$", "", text.lower())
     for spelled in (re.sub(r"[()]", " ", lower), re.sub(r"\(.*?\)", " ", lower)):
@@ -255,7 +264,9 @@ def _meaning(fields: Mapping[str, str], key: str, kind: str = "") -> str:
 
 
 def _known(word: str, kind: str) -> str | None:
-    """The meaning of a word, or of several words with / between them, in any order; None: unknown."""
+    """The meaning of one word or several with separators, in any order; None if
+    unknown.
+    """
     bag = _bag(word)
     for meaning, words in _MEANINGS[kind].items():
         if word in words or (bag and bag in map(_bag, words)):
@@ -277,20 +288,20 @@ def _known(word: str, kind: str) -> str | None:
 
 @lru_cache(maxsize=1024)
 def _bag(word: str) -> frozenset[str]:
-    """The parts of a word that mean something, in no order; () if it has none, or only one letter."""
+    """The meaningful parts of a word, unordered; empty if they have one letter in all."""
     parts = frozenset(word.split("-")) - _FILLING
     return parts if len("".join(parts)) > 1 else frozenset()
 
 
 def _refuse_format(case: Case, device: Device, text: str) -> None:
-    """Raise if a device has no matmuls in the format of a case, or the planner no price for them."""
+    """Raise if the device has no matmuls in a case's format, or the planner no price."""
     name = case.dtype or case.layout.precision
     if name not in DTYPES:
         raise CellError(
             "precision", text, f"is not planned: there is no price for {name} matmuls"
         )
     if not device.peak(name):
-        raise CellError("precision", text, f"is not what {device.name} computes in")
+        raise CellError("precision", text, f"is not supported by {device.name}")
 
 
 def _device(hardware: str) -> Device:
@@ -301,7 +312,7 @@ def _device(hardware: str) -> Device:
 
 
 def _case(fields: Mapping[str, str], profile: SoftwareProfile) -> Case:
-    """The row as a layout. What it does not say is taken as its profile's default."""
+    """The row as a case; its profile provides what the row does not state."""
     shape = _shape(fields)
     n = {key: _count(fields, key) for key in ("gpus", "tp", "pp", "cp", "vpp")}
     if not fields.get("tp") and not fields.get("pp") and not fields.get("dp"):
@@ -309,7 +320,7 @@ def _case(fields: Mapping[str, str], profile: SoftwareProfile) -> Case:
     inner, ep = n["tp"] * n["pp"] * n["cp"], _count(fields, "ep")
     dp = _count(fields, "dp", max(1, n["gpus"] // inner))
     if dp * ep * inner == n["gpus"]:
-        dp *= ep  # the table counts ranks that share experts apart from dp
+        dp *= ep  # the table counts ranks that share experts separately from dp
     if dp * inner != n["gpus"]:
         product = f"{dp} x {n['tp']} x {n['pp']} x {n['cp']} = {dp * inner}"
         raise CellError("gpus", fields["gpus"], f"is not dp x tp x pp x cp = {product}")
@@ -319,7 +330,7 @@ def _case(fields: Mapping[str, str], profile: SoftwareProfile) -> Case:
     if not batch:
         raise MachineError("the row does not give its batch")
     schedule = _meaning(fields, "schedule") if n["pp"] > 1 else "accum"
-    # Where a row says none: one sequence in a pipeline, else what can be at once.
+    # Without a microbatch: one sequence in a pipeline, else up to 4.
     rows = _number(fields, "micro_batch") or (
         1.0 if n["pp"] > 1 else min(batch / dp, 4.0)
     )
@@ -379,7 +390,9 @@ def _case(fields: Mapping[str, str], profile: SoftwareProfile) -> Case:
 
 
 def _chunks(shape: Shape, n: Mapping[str, int]) -> int:
-    """Chunks of an interleaved schedule that says none: three or so blocks in each."""
+    """The usual chunks of an interleaved schedule without a number: about three blocks
+    in each.
+    """
     per = shape.layers // n["pp"]
     fit = [v for v in range(2, per + 1) if per % v == 0]
     return min(fit, key=lambda v: abs(per / v - 3), default=2)
@@ -388,7 +401,7 @@ def _chunks(shape: Shape, n: Mapping[str, int]) -> int:
 def _stages(
     layers: int, pp: int, chunks: int, first: int, last: int
 ) -> tuple[int, ...]:
-    """Blocks of every virtual stage. With chunks they are as even as can be."""
+    """Blocks of every virtual stage; with chunks, spread as evenly as possible."""
     if chunks == 1 and pp == 2 and first + last == layers:
         return (first, last)
     if chunks > 1 or pp == 2 or not (first or last):
@@ -397,9 +410,12 @@ def _stages(
 
 
 def _ends(shape: Shape, pp: int, *, less: bool, balanced: bool) -> tuple[int, int]:
-    """Blocks of the first and last stage: one `less` each, for embedding and head; or, where stages are
-    filled one after the other, until each has its share of the cost, the head's with it, which our own
-    `stage_pieces` evens out instead. 0: as many as the others."""
+    """Blocks of the first and last stage; 0: as many as the others.
+
+    With `less` both have one block fewer, for the embedding and the head. If
+    `balanced`, stages are filled one after the other up to their share of the cost,
+    with the head's in the last. Our own `stage_pieces` evens that out instead.
+    """
     if less or not balanced:
         fewer = less and (shape.layers + 2) % pp == 0
         return ((shape.layers + 2) // pp - 1,) * 2 if fewer else (0, 0)
@@ -410,8 +426,11 @@ def _ends(shape: Shape, pp: int, *, less: bool, balanced: bool) -> tuple[int, in
 
 
 def _empty(case: Case, profile: SoftwareProfile) -> bool:
-    """True if a stage has no block: too many stages, or a head as costly as two of them when stages
-    are cut by cost."""
+    """True if a stage has no block.
+
+    There are too many stages, or stages are divided by cost and the head costs as much
+    as two.
+    """
     pp, shape = case.layout.pp, case.shape
     if pp == 1 or not profile.balanced:
         return pp > shape.layers
@@ -421,8 +440,11 @@ def _empty(case: Case, profile: SoftwareProfile) -> bool:
 
 
 def _shape(fields: Mapping[str, str]) -> Shape:
-    """The model of a row: by its sizes, or, where it has experts and the row does not give theirs, by
-    the name of a published model."""
+    """The model of a row, from its sizes.
+
+    If it has experts and the row lacks their sizes, the model's published shape by
+    name.
+    """
     experts = {ours: _first(fields, names) for ours, names in _EXPERT_COLUMNS.items()}
     if not experts["experts"] and _has_experts(fields):
         return _published_shape(fields)
@@ -431,7 +453,7 @@ def _shape(fields: Mapping[str, str]) -> Shape:
         return dense
     if not experts["top_k"]:
         raise MachineError(
-            "the row does not give how many experts a token goes through (top_k)"
+            "the row does not give the number of experts per token (top_k)"
         )
     return replace(
         dense,
@@ -451,12 +473,12 @@ def _has_experts(fields: Mapping[str, str]) -> bool:
 
 
 def _first(fields: Mapping[str, str], names: Sequence[str]) -> int:
-    """The count of the first of these columns that has one, or 0."""
+    """The first nonzero count among these columns, or 0."""
     return next((_count(fields, name) for name in names if _number(fields, name)), 0)
 
 
 def _published_shape(fields: Mapping[str, str]) -> Shape:
-    """The catalogue's shape of the model that a row names, if the row's own sizes agree with it."""
+    """The catalogue's shape for the model that a row names, if its sizes agree."""
     title = fields.get("model", "")
     known = {name: Shape.load(name) for name in Shape.names()}
     titles = {_plain(shape.source.partition(",")[0]): shape for shape in known.values()}
@@ -465,20 +487,20 @@ def _published_shape(fields: Mapping[str, str]) -> Shape:
     if shape is None or not shape.experts:
         names = ", ".join(name for name, each in known.items() if each.experts)
         raise MachineError(
-            f"model {title[:40]!r} has experts, and the row does not give their sizes: write columns"
+            f"model {title[:40]!r} has experts, but the row does not give their sizes: add columns"
             f" experts, top_k and expert_ffn, or name one of {names}"
         )
     for column, size in (("layers", shape.layers), ("hidden", shape.hidden)):
         given = _number(fields, column)
         if given and given != size:
             raise CellError(
-                column, fields[column], f"is not the {size} of {shape.name}"
+                column, fields[column], f"differs from the {size} of {shape.name}"
             )
     return replace(shape, sequence=_count(fields, "seq", 0))
 
 
 def _plain(title: str) -> str:
-    """A model's name without case and punctuation: DeepSeek-V3 as DeepSeekV3."""
+    """A model's name without case and punctuation: deepseekv3 for DeepSeek-V3."""
     return re.sub(r"[^a-z0-9]", "", title.lower())
 
 
@@ -494,7 +516,7 @@ def _dense_shape(fields: Mapping[str, str]) -> Shape:
         hidden=hidden,
         heads=heads,
         kv_heads=_count(fields, "kv_heads", heads),
-        # One that is no whole number was derived wrongly, and is taken as usual.
+        # A fractional size was derived wrongly: round it to a multiple of 8.
         head_dim=int(size) if size == int(size) else 8 * round(size / 8),
         ffn=_count(fields, "ffn", 4 * hidden),
         vocab=_count(fields, "vocab", 51200),
@@ -508,8 +530,11 @@ def _dense_shape(fields: Mapping[str, str]) -> Shape:
 
 
 def _seconds(fields: Mapping[str, str], case: Case) -> float:
-    """Measured seconds of a step: fields, or from tokens a second, or from the FLOP rate that a
-    source states by a formula that it names."""
+    """Measured seconds of a step.
+
+    Given, or from tokens per second, or from a FLOP rate with the formula that the
+    source names.
+    """
     if step := _number(fields, "step_time_s"):
         return step
     ranks = _number(fields, "gpus")
@@ -521,22 +546,24 @@ def _seconds(fields: Mapping[str, str], case: Case) -> float:
 
 
 def _formula(fields: Mapping[str, str], case: Case) -> float:
-    """FLOPs of a step as the row's source counts them."""
+    """FLOPs of a step, by the formula of the row's source."""
     s, l = case.sequence, case.shape.layers  # noqa: E741
     h, v, tokens = case.shape.hidden, case.shape.vocab, case.tokens
     text = fields.get("mfu_formula", "")
     if text.startswith(("96", "Megatron-DeepSpeed")):
         return 96.0 * tokens * l * h * h * (1 + s / (6 * h) + v / (16 * l * h))
-    # of tokens, as the source counts them
+    # the share of (query, key) pairs that the source counts
     pairs = 0.5 if "causal" in text.lower() else 1.0
     model = 6.0 * case.shape.active * tokens + 12.0 * pairs * l * h * s * tokens
-    # the embedding is a lookup
+    # the embedding is a lookup, without FLOPs
     return model - (0.0 if case.shape.tied else 6.0 * v * h * tokens)
 
 
 @lru_cache(maxsize=256)
 def _hardware(name: str, ranks: int, link: str, node: int) -> Hardware:
-    """The cluster of a row: its device's family, with the servers and the network that it tells of."""
+    """The hardware of a row: its device's cluster, with the servers and network it
+    states.
+    """
     efa = "h100-efa-fading" if "bandwidth falls" in link.lower() else "h100-efa"
     family = {"h100-sxm": efa if "efa" in link.lower() else "h100"}.get(name, name)
     inside, port = device(name).pod or node, _port(link, node)
@@ -553,7 +580,9 @@ def _hardware(name: str, ranks: int, link: str, node: int) -> Hardware:
 
 
 def _port(link: str, node: int) -> float:
-    """Bytes a second of one device, from what a row says of its network; 0 if it says nothing."""
+    """Bytes per second of one device, from a row's description of its network; 0:
+    unknown.
+    """
     link = re.sub(r"(?i)gbps|gbit/s", "Gb/s", link)
     link = re.sub(
         r"([\d.]+) ?T(?=b)", lambda found: f"{1000 * float(found[1]):g} G", link

@@ -1,5 +1,6 @@
-"""Links between devices, parsed from `nvidia-smi topo -m`: link kinds, groups, nearest NICs and
-CPUs."""
+"""Links between devices, parsed from `nvidia-smi topo -m`: kinds, groups, nearest NICs
+and CPUs.
+"""
 
 import re
 import shutil
@@ -7,7 +8,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# From near to far, as nvidia-smi explains them.
+# From near to far, in the words of nvidia-smi.
 KINDS: dict[str, str] = {
     "NV": "NVLink, the number of links follows",
     "PIX": "one PCIe bridge",
@@ -21,18 +22,18 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 class TopologyError(ValueError):
-    """A text that is no topology: which line, and what was expected there."""
+    """A text that is not a topology: the line, and what was expected there."""
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Devices and NICs, and the kind of link between each two of them (`NV18`, `PIX`, ...)."""
+    """Devices and NICs, and the kind of link between each pair (`NV18`, `PIX`, ...)."""
 
     names: tuple[str, ...]  # devices first, then NICs
-    links: tuple[tuple[str, ...], ...]  # in the order of names; X is oneself
-    cpus: tuple[tuple[int, ...], ...] = ()  # of each device: the CPUs next to it
-    numa: tuple[int | None, ...] = ()  # of each device
-    nics: tuple[tuple[str, str], ...] = ()  # what NIC0 is called: mlx5_0
+    links: tuple[tuple[str, ...], ...]  # in the order of names; X for the same device
+    cpus: tuple[tuple[int, ...], ...] = ()  # by device: the nearest CPUs
+    numa: tuple[int | None, ...] = ()  # by device
+    nics: tuple[tuple[str, str], ...] = ()  # name of each NIC: NIC0 is mlx5_0
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -48,7 +49,9 @@ class Topology:
         return tuple(sorted(found, key=lambda kind: (_far(kind), kind)))
 
     def groups(self, kind: str) -> tuple[tuple[str, ...], ...]:
-        """The devices that reach each other over links of this kind or nearer ones."""
+        """Groups of devices that reach each other over links of this kind or nearer
+        ones.
+        """
         left, found = list(self.devices), []
         while left:
             group = [left.pop(0)]
@@ -60,7 +63,7 @@ class Topology:
         return tuple(found)
 
     def nearest_nics(self, device: str) -> tuple[str, ...]:
-        """The NICs that this device reaches over the nearest kind of link, by what they are called."""
+        """The names of the NICs that a device reaches over its nearest kind of link."""
         nics = [name for name in self.names if name not in self.devices]
         least = min((_far(self.between(device, nic)) for nic in nics), default=0)
         called = dict(self.nics)
@@ -71,7 +74,7 @@ class Topology:
         )
 
     def lines(self) -> list[str]:
-        """The groups and neighbours, in lines for people."""
+        """Groups and neighbours as lines of text."""
         if not self.devices:
             return ["no GPUs"]
         lines = []
@@ -108,13 +111,13 @@ def read_topology() -> Topology:
     if done.returncode:
         output = (done.stdout + done.stderr).strip().splitlines() or ["nothing"]
         raise TopologyError(
-            f"nvidia-smi topo -m ended with code {done.returncode}: {output[0].rstrip('.')}."
+            f"nvidia-smi topo -m failed with code {done.returncode}: {output[0].rstrip('.')}."
         )
     return parse_topology(done.stdout)
 
 
 def parse_topology(text: str) -> Topology:
-    """The topology that `nvidia-smi topo -m` printed."""
+    """Parse the output of `nvidia-smi topo -m`."""
     lines = [_ESCAPES.sub("", line).rstrip() for line in text.splitlines()]
     if any(line.startswith("No devices were found") for line in lines):
         return Topology((), ())
@@ -124,11 +127,11 @@ def parse_topology(text: str) -> Topology:
     if start is None:
         first = next((line for line in lines if line.strip()), "")
         raise TopologyError(
-            f"this is not what nvidia-smi topo -m prints: no line begins with GPU0 as a column."
+            "this is not the output of nvidia-smi topo -m: no row of columns begins with GPU0."
             f" It begins {first[:60]!r}."
         )
-    # Up to `CPU Affinity`, whose rows differ by their position. No other cell has a blank in it, so it
-    # does not matter whether tabs or a terminal's blanks part them.
+    # Up to `CPU Affinity`, whose cells are found by their position. No other cell
+    # contains a blank, so tabs and a terminal's blanks both separate cells.
     names = tuple(re.split(r"\bCPU\b", lines[start])[0].split())
     rows: list[tuple[str, ...]] = []
     rest: list[list[str]] = []
@@ -155,11 +158,11 @@ def _row(
     name = names[place]
     if not cells or cells[0] != name:
         seen = repr(cells[0]) if cells else "nothing"
-        raise TopologyError(f"line {number}: {seen} where the row of {name} belongs.")
+        raise TopologyError(f"line {number}: {seen} instead of the row of {name}.")
     links = tuple(cells[1 : 1 + len(names)])
     if len(links) < len(names):
         raise TopologyError(
-            f"line {number}: {name} has {len(links)} links, of {len(names)}."
+            f"line {number}: {name} has {len(links)} links instead of {len(names)}."
         )
     for other, kind in zip(names, links, strict=True):
         good = (
@@ -170,7 +173,7 @@ def _row(
         if not good:
             raise TopologyError(
                 f"line {number}: {kind!r} between {name} and {other} is not a kind of link;"
-                f" there are NV1, NV2, ..., {', '.join(_ORDER[1:])}, and X for oneself."
+                f" kinds are NV1, NV2, ..., {', '.join(_ORDER[1:])}, and X for the same device."
             )
     return links
 
@@ -182,12 +185,12 @@ def _check_square(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
         for j, kind in enumerate(row):
             if rows[j][i] != kind:
                 raise TopologyError(
-                    f"{names[i]} says {kind} of {names[j]}, which says {rows[j][i]} of it."
+                    f"{names[i]} has {kind} to {names[j]}, but {names[j]} has {rows[j][i]} to {names[i]}."
                 )
 
 
 def _cpus(text: str) -> tuple[int, ...]:
-    """`0-2,8` as 0, 1, 2, 8; anything else as none, since drivers also write N/A."""
+    """`0-2,8` as 0, 1, 2, 8; any other text as no CPU, since drivers also write N/A."""
     if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
         return ()
     found: list[int] = []
