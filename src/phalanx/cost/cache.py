@@ -1,9 +1,10 @@
-"""Costs of pieces kept on disk, so that a plan finds them only once and need not even load torch.
+"""Caches costs of pieces on disk, so that a plan computes them only once and need not
+load torch.
 
-One file for each model and sequence length, holding every cut that was asked for: JSON under
-`$XDG_CACHE_HOME/phalanx/costs`. What a piece can feel is in the file's name, hashed, and so is the
-source of what costing runs: changed code is costed again. A file that is damaged is written anew, and
-one that cannot be written is no loss.
+JSON under `$XDG_CACHE_HOME/phalanx/costs`: one file for each model and sequence length,
+with every cut that was asked for. The file's name is a hash of everything that a
+piece's cost depends on, including the source of the code that costing runs. A damaged
+file is rewritten. A file that cannot be written is skipped.
 """
 
 from __future__ import annotations
@@ -53,9 +54,11 @@ def cached_costs(
     target: str = "cuda",
     place: Path | None = None,
 ) -> dict[Layout, PieceKinds]:
-    """The pieces of a model under the cut of each layout, from the cache where they are in it.
+    """The costs of a model's pieces for the cut of each layout, from the cache if
+    present.
 
-    `model` is a shape, or `FILE.py:Class` for somebody's own. The keys are `piece_layout(layout)`.
+    `model` is a shape, or `FILE.py:Class` for a custom model. The keys are
+    `piece_layout(layout)`.
     """
     cuts = list(dict.fromkeys(map(piece_layout, layouts)))
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -71,17 +74,17 @@ def cached_costs(
     return {cut: _pieces(model, known[str(cut)]) for cut in cuts}
 
 
-# ---- what is known by what name
+# ---- the key of a file
 
 
 def _key(model: Shape | str, sequence: int, target: str) -> str:
-    """A name for all that the cuts of one file have in common."""
+    """A hash of everything that the cuts in one file have in common."""
     if isinstance(model, Shape):
         sizes = asdict(
             replace(one_block_of_each(model)[0], name="", batch=1, source="")
         )
         if model.positions == "rope":
-            # then it is only the default of the one that is asked for
+            # RoPE: the shape's sequence is only the default of the argument
             sizes["sequence"] = 0
         key = {"shape": sizes, "sequence": sequence or model.sequence}
     else:
@@ -100,15 +103,15 @@ def _key(model: Shape | str, sequence: int, target: str) -> str:
 
 @cache
 def _source() -> str:
-    """The code that costing runs, ours and torch's."""
+    """A hash of the code that costing runs, ours and torch's."""
     digest = hashlib.sha256(str(_FORMAT).encode())
     for pattern in _RUN:
         paths = sorted(_SOURCE.glob(pattern))
         assert paths, f"{pattern} matches no file: changed code would read stale costs"
         for path in paths:
             digest.update(path.name.encode() + path.read_bytes())
-    with suppress(PackageNotFoundError):  # cached costs are as good without it
-        digest.update(version("torch").encode())  # read and not run
+    with suppress(PackageNotFoundError):  # costs remain valid without torch
+        digest.update(version("torch").encode())  # read, not imported
     return digest.hexdigest()
 
 
@@ -118,8 +121,11 @@ def _source() -> str:
 def _costed(
     model: Shape | str, cuts: Sequence[Layout], sequence: int, target: str
 ) -> dict[str, Any]:
-    """The costs of these cuts that a file holds: the kind of each piece, and for each kind the costs of its
-    parts at one row, at two, and the temporary bytes at many."""
+    """The costs of these cuts as the file stores them.
+
+    For each piece its kind. For each kind the costs of its parts with 1 row and 2 rows,
+    and the temporary bytes with `_MANY` rows.
+    """
     from ..parallel import build_model, load_model
     from ..parallel.experts import cut_blocks
     from ..parallel.kinds import alike
@@ -139,7 +145,7 @@ def _costed(
             for one, two, many in zip(*all_rows, strict=True)
         ]
         rows = model_rows(made, cut)
-        # of each piece of the model, the costs of its parts
+        # the costs of the parts of each piece
         parts: dict[int, list[int]] = {}
         for row, cost in zip(rows, alike(cut_blocks(made, cut)), strict=True):
             parts.setdefault(row.piece, []).append(cost)
@@ -166,13 +172,16 @@ def _pieces(model: Shape | str, entry: Mapping[str, Any]) -> PieceKinds:
 
 
 def _at(one: PieceCost, two: PieceCost, many: float) -> Callable[[float], PieceCost]:
-    """The piece for any rows. All of it is a straight line but the temporary peak: the highest of
-    several lines, one for each moment, so that a chord is never below it and what is beyond the
-    chord's end follows the steepest."""
+    """The cost of a piece as a function of rows.
+
+    All numbers are linear in rows except the temporary peak. It is the maximum of
+    several lines, one for each moment. So a chord is never below it, and beyond the
+    chord's end it follows the steepest line.
+    """
     line = at_rows(one, two)
     slope = (many - two.temporary) / (_MANY - 2)
 
-    @cache  # a search asks for few numbers of rows, and for none with each of them
+    @cache  # a search asks for few different numbers of rows, but often
     def costed(rows: float) -> PieceCost:
         cost = line(rows)
         if rows <= 2:
@@ -186,7 +195,7 @@ def _at(one: PieceCost, two: PieceCost, many: float) -> Callable[[float], PieceC
 
 
 def _written_rows(rows: Sequence[PieceRow]) -> dict[str, Any]:
-    """The rows of a program, with the weights of each kind of row once."""
+    """The rows of a program, with the weights of each kind of row stored once."""
     weights = {
         str(row.kind): [astuple(weight) for weight in row.weights] for row in rows
     }
@@ -221,7 +230,7 @@ def _weight(row: Sequence[Any]) -> WeightRow:
 
 
 def cost_of_row(row: Sequence[Any]) -> PieceCost:
-    """The cost that stands as a list of its fields."""
+    """The cost from the list of its fields."""
     loads, numbers = row[:4], row[4:]
     forward, into_input, into_weights, again = map(_load, loads)
     return PieceCost(forward, into_input, into_weights, again, *map(float, numbers))
@@ -247,7 +256,7 @@ def _read(file: Path) -> dict[str, Any]:
         return {}
 
 
-@lru_cache(maxsize=4)  # a search asks several times
+@lru_cache(maxsize=4)  # a search reads it several times
 def _parsed(file: Path, changed: int, size: int) -> dict[str, Any]:
     known: dict[str, Any] = json.loads(file.read_bytes())
     for entry in known.values():
@@ -260,10 +269,10 @@ def _parsed(file: Path, changed: int, size: int) -> dict[str, Any]:
 
 
 def _write(file: Path, known: Mapping[str, Any]) -> None:
-    with suppress(OSError):  # a place that cannot be written only costs costing again
+    with suppress(OSError):  # an unwritable place only means costing again
         file.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=file.parent, suffix=".tmp")
-        # At once, which json does in C; `json.dump` does it in Python.
+        # `json.dumps` encodes in C, `json.dump` in Python.
         text = json.dumps(known, separators=(",", ":"))
         with os.fdopen(handle, "w") as out:
             out.write(text)

@@ -1,7 +1,8 @@
-"""Counts the bytes of live tensor storages, as operations make them.
+"""Counts the bytes of live tensor storages as operations create them.
 
-Neither the allocator nor the process's size can be asked: both round, cache and hold unused memory.
-The profiler cannot either: with its memory events, ranks over gloo end with a corrupted heap.
+Neither the allocator nor the size of the process can tell: both round, cache and hold
+unused memory. Nor can the profiler: with its memory events, ranks over gloo end with a
+corrupted heap.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from ..parallel.pool import storage_of
 
 
 class Live(TorchDispatchMode):
-    """While it is on (in this thread), every storage that an operation makes is known until it is
-    gone. What a kernel takes for itself inside is not seen."""
+    """While active in this thread, tracks every storage that an operation creates until
+    it is freed.
+
+    Memory that a kernel allocates internally is not seen.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now = 0  # bytes of the storages that are alive
-        self.most = 0  # the highest that `now` has been
+        self.now = 0  # bytes of live storages
+        self.most = 0  # the peak of `now`
         self.known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(
@@ -35,7 +39,8 @@ class Live(TorchDispatchMode):
         }
         out = func(*args, **(kwargs or {}))
         for tensor in tree_iter(out):
-            # A view of, or a write into, what was there before is nothing new; meta holds nothing.
+            # A view of an existing storage or a write into it is not new. Meta tensors
+            # hold nothing.
             if isinstance(tensor, Tensor) and not (
                 tensor.is_meta or storage_of(tensor) in given
             ):
@@ -55,6 +60,6 @@ class Live(TorchDispatchMode):
         self.count(size)
 
     def count(self, size: int) -> None:
-        """Adds to the live bytes, or subtracts."""
+        """Add to the live bytes; a negative size subtracts."""
         self.now += size
         self.most = max(self.most, self.now)

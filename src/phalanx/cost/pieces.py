@@ -1,8 +1,9 @@
-"""A piece costed by running it: the one that trains, on meta tensors, over a group that sends nothing.
+"""Costs a piece by running it on meta tensors, over a group that sends nothing.
 
-No formula per model: the piece is cut as the layout cuts it, and the lines that compute, keep and
-send in training do so here. The sums of gradients that stand in S (data parallel's, and those of
-norms and of repeated k and v heads along tp) are not part of a piece's operations.
+There is no formula per model: the layout cuts the piece as in training, and the same
+lines compute, keep and send. Gradient sums in operation S do not count as a piece's
+own. These are data parallelism's, and those of norms and of repeated k and v heads
+along tp.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from ..program import PieceCost, build
 from .scales import PREFIX, Known, Scales
 from .target import Target, fuse
 
-Like = tuple[tuple[int, ...], torch.dtype]  # of a tensor on meta
+Like = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a tensor on meta
 
 COMPUTE = {name: getattr(torch, DTYPES[name].torch) for name in PRECISIONS}
 
@@ -40,12 +41,14 @@ COMPUTE = {name: getattr(torch, DTYPES[name].torch) for name in PRECISIONS}
 def piece_costs(
     model: Model, layout: Layout, rows: int, *, sequence: int = 0, target: str = "cuda"
 ) -> tuple[PieceCost, ...]:
-    """Every piece of the model on one rank of the layout, with `rows` sequences in a microbatch.
+    """The costs of all pieces of a model on one rank, with `rows` sequences in a
+    microbatch.
 
-    Pieces that are alike are run once, and the model stays as it is. Where the places of a group
-    differ, it is the one that does most. Only a layout whose backward is split (zb) has an
-    input_gradient and a weight_gradient apart; else the whole backward stands under the first, and
-    a piece without an input has all of it under the second.
+    Pieces that are alike are run once, and the model is not changed. If ranks of a
+    group differ, the one with the most work counts. Only layouts that split the
+    backward (zb) have a separate input_gradient and weight_gradient. Otherwise the
+    whole backward counts as input_gradient, or as weight_gradient for a piece without
+    an input.
     """
     (found,) = cost_kinds(model, layout, (rows,), sequence=sequence, target=target)
     return tuple(found[kind] for kind in alike(model))
@@ -60,8 +63,10 @@ def cost_kinds(
     target: str = "cuda",
     known: Known | None = None,
 ) -> list[tuple[PieceCost, ...]]:
-    """One PieceCost for each kind of piece, for each number of rows. Who costs many layouts passes
-    one `known` to all."""
+    """One PieceCost for each kind of piece, for each number of rows.
+
+    Pass the same `known` when costing many layouts.
+    """
     if model.shape is None:
         raise LayoutError(
             "a model without a shape cannot be costed: add shape=Shape(...) to it."
@@ -74,7 +79,7 @@ def cost_kinds(
     wide = torch.promote_types(compute, torch.float32)
     known = {} if known is None else known
     blocks = range(1, len(few.pieces) - 1)
-    # The last place of a ring merges most; along tp all places are as large.
+    # The last rank of a ring merges most; along tp all ranks are equal.
     world = TallyWorld(cut.mesh.rank(cp=cut.cp - 1), cut.ranks)
     try:
         precision = Precision(compute, wide, wide, matmul_named(cut.matmul))
@@ -96,7 +101,8 @@ def cost_kinds(
                     known,
                     target=target,
                     selected=cut.recompute == "selective" and n in blocks,
-                    # The head is its loss above all, which stays outside the graph.
+                    # The head is mostly the loss, which stays outside the compiled
+                    # graph.
                     compiled=bool(cut.compile) and n in blocks,
                 )
                 costs.append(with_derived(cost, held, held.pieces[n], batch))
@@ -110,7 +116,9 @@ def cost_kinds(
 def with_derived(
     cost: PieceCost, held: LocalModel, piece: Piece, batch: Mapping[str, Tensor]
 ) -> PieceCost:
-    """The cost with the bytes of what the piece takes and a rank derives once for all its pieces."""
+    """The cost with the bytes that a rank derives once for all pieces and that this
+    piece uses.
+    """
     names = [name for name in held.derived if name in piece.takes]
     return replace(cost, derived=float(sum(batch[name].nbytes for name in names)))
 
@@ -132,8 +140,11 @@ def _batch(
 
 
 def into(piece: Piece, edge: Like, comes: Mapping[str, Like]) -> dict[str, Like]:
-    """Inputs of a piece: an `edge`, or the named outputs of the previous pieces in its block, if
-    each rank receives as many tokens as it sends."""
+    """The inputs of a piece, by name.
+
+    An edge, or outputs of earlier pieces in its block, assuming that each rank receives
+    as many tokens as it sends.
+    """
     if SENT not in piece.takes:
         return {} if piece.first else {"x": edge}
     comes = {**comes, "routes": ((1, *comes["counts"][0]), torch.long)}
@@ -157,21 +168,25 @@ def run(
     selected: bool = False,
     compiled: bool = False,
 ) -> tuple[PieceCost, dict[str, Like]]:
-    """One piece forward and backward on meta tensors, and what it puts out. `comes` is what it takes.
-    `selected`: its forward keeps a part, and the rest is computed again before the backward."""
+    """Run one piece forward and backward on meta tensors; returns its cost and its
+    outputs.
+
+    `comes` are its inputs. With `selected`, its forward keeps a part, and the rest is
+    recomputed before the backward.
+    """
     for unit in piece.units:
         if unit.buffer is None:
             unit.gather()
         if not unit.frozen:
             unit.open()
-        # as for all microbatches but the first, whose products need no adding
+        # as in all microbatches but the first, which only writes gradients
         unit.fresh.clear()
     scales = Scales(ledger, known, compiled=compiled)
     with scales, Target(target, scales):
         cost, out = _run(piece, comes, batch, scales, deque() if selected else None)
     if not (selected and compiled):
         return cost, out
-    inside = replace(  # the graph of the backward has in it what is computed again
+    inside = replace(  # the compiled backward includes what is recomputed
         cost,
         input_gradient=cost.again + cost.input_gradient,
         again=cost.forward,

@@ -1,7 +1,7 @@
-"""Records a piece's operations as it runs: products, attention, bytes, kernels.
+"""Records a piece's operations as it runs: products, attention, bytes and kernels.
 
-`target.py` handles operations that the target device runs differently from meta tensors, and
-`plan.price` their time.
+`target.py` handles operations that the target device runs differently from meta
+tensors. `plan.price` computes their time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..parallel.pool import storage_of
 from ..program import AttentionLoad, Load, MessageLoad, Product
 from .live import Live
 
-# Groups of a costing have names of their own: the process may have a world at work.
+# Prefix of the groups of a costing: the process may have a real world as well.
 PREFIX = "piece_costs."
 _AXES = {"tp": "tp", "ring": "cp.ring", "ulysses": "cp.ulysses"}
 
@@ -40,7 +40,7 @@ def _bmm(a: Tensor, b: Tensor) -> Product:
     )
 
 
-# Where in the arguments the two factors stand.
+# Functions of the two factors, and the position of the first among the arguments.
 _PRODUCTS: dict[Any, tuple[Callable[[Tensor, Tensor], Product], int]] = {
     _aten.mm: (_mm, 0),
     _aten.addmm: (_mm, 1),
@@ -50,24 +50,26 @@ _PRODUCTS: dict[Any, tuple[Callable[[Tensor, Tensor], Product], int]] = {
     _aten.baddbmm: (_bmm, 1),
     _aten.baddbmm_: (_bmm, 1),
 }
-# On meta every target's attention takes this operation's shapes: where q, k and the causal flag are.
+# On meta, attention has this operation's shapes for every target. Position of q,
+# position of the causal flag, and number of products.
 _ATTENTION: dict[Any, tuple[int, int, float]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: (0, 4, 2.0),
-    # Flash attention keeps no scores: q k', and then dv, dp, dq and dk.
+    # Flash attention stores no scores: it recomputes q k', then dv, dp, dq and dk.
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: (1, 7, 5.0),
 }
 _EMPTY = "empty empty_like empty_strided new_empty new_empty_strided"
 _ALLOCATES = {getattr(_aten, name) for name in _EMPTY.split()}
-# The argument that is not read, or of which only as much as is put out.
+# The argument that is not read, or of which only as much as the output is.
 _UNREAD: dict[Any, int] = {
     _aten.zero_: 0, _aten.fill_: 0, _aten.copy_: 0,
     _aten.nll_loss_forward: 0, _aten.nll_loss_backward: 1,
 }  # fmt: skip
 _PICKS = {_aten.embedding, _aten.gather, _aten.index, _aten.index_select}
-# What a compiler joins in one kernel: each number by itself, and sums over rows.
+# Operations that a compiler fuses into one kernel: elementwise ones, and reductions
+# over rows.
 _ELEMENTS = {torch.Tag.pointwise, torch.Tag.reduction}
 _MOVES = {_aten._to_copy, _aten.cat}
-# Into the first argument only as much is added as the last one holds.
+# Operations that add only as much to the first argument as the last one holds.
 _ADDS_INTO = {_aten.scatter_add_, _aten.index_add_}
 
 
@@ -85,8 +87,8 @@ def _gradients(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return ring_gradients(gradient, q, kv, ids, sinks, out, lse, group_named(name))
 
 
-# Opaque operations, which under selective recomputation stand where a group is called: opened, so
-# that what goes on inside is counted and what is sent is counted.
+# Opaque operations under selective recomputation. They are opened, so that their
+# operations and messages are counted.
 _OPAQUE: dict[Any, Callable[..., Any]] = {
     torch.ops.phalanx.region: _region,
     torch.ops.phalanx.attention: kernels.attend_own,
@@ -98,7 +100,7 @@ _OPAQUE: dict[Any, Callable[..., Any]] = {
 
 @dataclass
 class _Page:
-    """Everything that one operation of the program has done so far."""
+    """Everything recorded for one operation of the program."""
 
     products: list[Product] = field(default_factory=list)
     attention: list[AttentionLoad] = field(default_factory=list)
@@ -111,14 +113,14 @@ Known = dict[Any, Any]
 
 
 class Scales(Live):  # type: ignore[no-untyped-call]
-    """While it is on, everything that runs is written on the page of the operation that is on.
+    """While active, records everything that runs on the page of the current operation.
 
-    `known` remembers what operations have put out for which tensors: finding a shape on meta costs
-    many times what it costs to look it up.
+    `known` caches outputs by the tensors given: computing a shape on meta takes many
+    times as long as a lookup.
 
-    `compiled`: an operation on elements belongs to the kernel that made one of its inputs, and what it
-    puts out is written once, when something else than such an operation asks for it or it is kept. It
-    reads what no kernel of its chain made. This is what a compiler fuses at best.
+    `compiled`: an elementwise operation joins the kernel that made one of its inputs.
+    Its output is written once, when another kind of operation reads it or it is kept.
+    It reads what no kernel of its chain made. This is the best a compiler can fuse.
     """
 
     def __init__(
@@ -126,12 +128,13 @@ class Scales(Live):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__()
         self.compiled = compiled
-        # What operations on elements have put out and nothing else has asked for: storage and bytes.
+        # Outputs of elementwise operations that nothing else has read: storage and
+        # bytes, by storage.
         self.inside: dict[int, tuple[Any, float]] = {}
         self.outputs = known
         self.messages, self.assigned = messages, len(messages)
         self.pages: dict[str, _Page] = {}
-        self.page = _Page()  # nobody's, until an operation is on
+        self.page = _Page()  # belongs to no operation until one is on
 
     @contextmanager
     def on(self, operation: str) -> Iterator[None]:
@@ -159,18 +162,18 @@ class Scales(Live):  # type: ignore[no-untyped-call]
         return number in self.inside and self.inside[number][0]() is not None
 
     def _leaves(self, number: int) -> None:
-        """Counts a storage's bytes as written by its kernel, unless it is gone."""
+        """Count a storage's bytes as written by its kernel, unless it was freed."""
         if self._is_inside(number):
             self.page.moved += self.inside[number][1]
         self.inside.pop(number, None)
 
     def _fuse(self, given: list[Tensor], out: Any) -> None:
-        """An operation on elements, as compiled code does it."""
+        """Count an elementwise operation as compiled code runs it."""
         read = {storage_of(x): x for x in given if not self._is_inside(storage_of(x))}
         self.page.launches += len(read) == len({storage_of(x) for x in given})
         self.page.moved += sum(map(_extent, read.values()))
         for x in _tensors(out):
-            if storage_of(x) in read:  # written where it was read
+            if storage_of(x) in read:  # written in place
                 self.page.moved += _extent(x)
             else:
                 self.inside[storage_of(x)] = (
@@ -179,7 +182,7 @@ class Scales(Live):  # type: ignore[no-untyped-call]
                 )
 
     def kernel(self, reads: Sequence[Tensor | None], writes: Sequence[Tensor]) -> None:
-        """One kernel that the target has and meta tensors have not."""
+        """Count one kernel that the target has and meta tensors lack."""
         for x in reads:
             if x is not None:
                 self._leaves(storage_of(x))
@@ -187,7 +190,10 @@ class Scales(Live):  # type: ignore[no-untyped-call]
         self.page.moved += sum(_extent(x) for x in (*reads, *writes) if x is not None)
 
     def _assign(self) -> None:
-        """The messages sent since, to the page that is on. A receive is the other end of a send."""
+        """Assign messages sent since the last call to the current page.
+
+        A receive is the other end of a send, and does not count.
+        """
         for sent in self.messages[self.assigned :]:
             if sent.collective != "receive":
                 name = sent.group.removeprefix(PREFIX)
@@ -205,7 +211,7 @@ class Scales(Live):  # type: ignore[no-untyped-call]
         if packet in _OPAQUE:
             with self:
                 return _OPAQUE[packet](*args)
-        # Function modes are for what the model says, not for what is asked of tensors here.
+        # Function modes are for calls in the model, not for calls on tensors here.
         with torch._C.DisableTorchFunction():
             if func.is_view:
                 return func(*args, **(kwargs or {}))
@@ -216,7 +222,8 @@ class Scales(Live):  # type: ignore[no-untyped-call]
                 for x in _tensors(out):
                     self._note(x.untyped_storage())
             if packet not in _ALLOCATES and (fresh or func._schema.is_mutable):
-                # An output that is handed in is written, and read only where it is an argument too.
+                # An `out` argument is written. It is read only if it is another
+                # argument as well.
                 read = {name: x for name, x in (kwargs or {}).items() if name != "out"}
                 self._write(func, args, list(_tensors((args, read))), out)
         return out
@@ -224,7 +231,7 @@ class Scales(Live):  # type: ignore[no-untyped-call]
     def _put_out(
         self, func: Any, args: Any, kwargs: Any, storages: set[int]
     ) -> tuple[Any, bool]:
-        """The operation's output, and whether it is new and not a view of something given."""
+        """The operation's output, and whether it is new instead of a view of an input."""
         key = func, _key(args), _key(kwargs)
         if key in self.outputs:
             known = self.outputs[key]
@@ -261,7 +268,7 @@ class Scales(Live):  # type: ignore[no-untyped-call]
         self.page.launches += 1
 
 
-# In place of an output: the operation wrote into its first argument and returned it.
+# Markers in place of an output: the operation wrote into an argument and returned it.
 _FIRST = "the first argument"
 _OUT = "the argument `out`"
 
@@ -277,14 +284,14 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _key(value: Any) -> Any:
-    """All of an argument that an output's shape depends on."""
+    """The properties of an argument that an output's shape depends on."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype
     if isinstance(value, tuple | list):
         return tuple(map(_key, value))
     if isinstance(value, dict):
         return tuple((name, _key(x)) for name, x in value.items())
-    return type(value), value  # 1 and 1.0 and True are not the same
+    return type(value), value  # 1, 1.0 and True are different
 
 
 def _form(out: Any) -> Any:
@@ -325,7 +332,7 @@ def _moved(packet: Any, args: Any, given: list[Tensor], out: Any) -> float:
 
 
 def _extent(x: Tensor) -> float:
-    """Bytes of a tensor's different elements: what is expanded is read from the cache."""
+    """Bytes of a tensor's distinct elements; expanded ones are read from the cache."""
     count = x.element_size()
     for size, stride in zip(x.shape, x.stride(), strict=True):
         if stride:

@@ -1,6 +1,7 @@
-"""Bytes of a layout's pieces and units, for the memory figures of `check` and `simulate`.
+"""Bytes of a layout's pieces and units, for the memory figures of `check` and
+`simulate`.
 
-Pieces are costed as elsewhere in this package; units know their own buffers.
+Pieces are costed as elsewhere in this package. Units know the sizes of their buffers.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ def sizes_of(
     target: str = "cpu",
     backend: str = "",
 ) -> Sizes:
-    """The bytes that every piece and unit of a layout takes, for its largest microbatch.
+    """The bytes of every piece and unit of a layout, for its largest microbatch.
 
-    `batch` is a step's batch, on any device: only its shapes and dtypes count. On the target `cpu`
-    norms are those of the model; CUDA's fused one keeps as much. `backend` is what messages go over, as
-    far as it is known: gloo's keeps what was sent.
+    `batch` is the batch of a step on any device: only shapes and dtypes count. With
+    target `cpu`, norms are the model's own, and CUDA's fused norm keeps as much.
+    `backend` is the backend of messages, if known: gloo holds on to what was sent.
     """
     whole = {name: x.to("meta") for name, x in batch.items()}
     kinds, known = alike(cut_blocks(make(), layout)), dict[Any, Any]()
@@ -96,7 +97,10 @@ def _costed(
     target: str,
     parts: Container[int],
 ) -> dict[int, PieceCost]:
-    """The rank's pieces; of those that are alike one is run. Of `parts` a part is recomputed."""
+    """Costs of the rank's pieces; of those that are alike, one is run.
+
+    A part of each piece in `parts` is recomputed.
+    """
     found: dict[int, PieceCost] = {}
     comes: dict[str, Like] = {}
     for number, piece in held.pieces.items():
@@ -128,13 +132,15 @@ def _of_units(
         )
 
     def always(unit: Unit) -> int:
-        """The home and, beside it or around it, weights that never leave."""
+        """Bytes that always stay: the home, its extra buffers, and weights that are
+        never freed.
+        """
         held = unit.bytes
         stay = held.weights - held.shared if unit.resident else 0
         return held.home + held.beside + stay
 
     def moments(unit: Unit) -> int:
-        """Elements that the optimizer keeps for this rank's part."""
+        """Number of moment elements that the optimizer keeps for this rank's part."""
         of_matrices = len(optimizer.moments(matrix=True)) * unit.moved
         return of_matrices + len(optimizer.moments()) * (unit.part - unit.moved)
 

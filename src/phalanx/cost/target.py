@@ -23,7 +23,7 @@ TARGETS = ("cuda", "cpu")
 
 
 class Target(TorchFunctionMode):
-    """While it is on, attention and norms on meta tensors are the target's kernels."""
+    """While active, runs attention and norms on meta tensors as the target's kernels."""
 
     def __init__(self, target: str, scales: Scales) -> None:
         super().__init__()
@@ -45,8 +45,10 @@ class Target(TorchFunctionMode):
 
 
 def fuse(modules: Iterable[nn.Module], target: str) -> None:
-    """On meta our norm cannot see that the target is a GPU: its class becomes the one that runs
-    there."""
+    """Replace the class of RMSNorm modules with the variant that runs on a GPU.
+
+    On meta the norm cannot see that the target is a GPU.
+    """
     for module in modules:
         if target == "cuda" and isinstance(module, RMSNorm):
             module.__class__ = _FusedNorm
@@ -70,7 +72,7 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     if attn_mask is not None and attn_mask.dtype == torch.bool:
-        # as torch itself turns it
+        # as torch itself converts it
         attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype)
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     result: Tensor = op(q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
@@ -89,8 +91,10 @@ def _norm(
 
 
 class _RmsNorm(torch.autograd.Function):
-    """CUDA's fused norm: keeps x, the weight and a number a row; one kernel forward, one backward
-    for each gradient."""
+    """CUDA's fused norm: one kernel forward, and one backward for each gradient.
+
+    It keeps x, the weight, and one number per row.
+    """
 
     @staticmethod
     def forward(

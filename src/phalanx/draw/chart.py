@@ -1,5 +1,6 @@
-"""Charts as SVG: lines and points over two axes, rows of bars, and a matrix of things that were tried
-together, with a word and a colour in a cell."""
+"""Charts as SVG: lines and points over two axes, bars, and triangular matrices of
+pairs.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -24,17 +25,19 @@ from .words import ticks, wrapped
 Points = Sequence[tuple[float, float]]
 
 _TOP, _HEIGHT, _SMALL = 68.0, 300.0, 110.0
-# Lines are thin: on white they need darker colours than areas do.
+# Thin lines on white need darker colours than areas.
 _COLOURS = "#0072b2 #d55e00 #009e73 #cc79a7 #b08900 #56b4e9 #8a5a44 #7f7f7f #5e3c99"
 _INK = tuple(_COLOURS.split())
 
 
 @dataclass(frozen=True)
 class Series:
-    """Points of one name. `line` is what was fitted to them, dashed; without it a line joins the
-    points if `joined`. `tips` are shown under the mouse in place of the numbers, and `more` beside
-    them after a click; series that share a name share a line of the key, and `faint` ones are not in
-    it."""
+    """Named points of a chart.
+
+    `line` is a fit to them, drawn dashed. Without it a line joins the points if
+    `joined`. `tips` replace the numbers of a tooltip, and `more` is shown after a
+    click. Series with one name share an entry of the key; `faint` ones have none.
+    """
 
     name: str
     points: Points
@@ -66,7 +69,9 @@ def chart(
     marks: Sequence[tuple[float, str]] = (),
     width: float = WIDE,
 ) -> Html:
-    """One SVG document; `marks` are vertical lines with words, which stand above the plot."""
+    """A chart as one SVG document; `marks` are vertical lines with words above the
+    plot.
+    """
     points = _seen([p for s in series for p in (*s.points, *s.line)], x, y)
     up = _Scale([p[1] for p in points], y, _TOP + _HEIGHT, _TOP)
     left = 30 + LETTER * max((len(words) for _, words in up.ticks()), default=0)
@@ -99,8 +104,11 @@ def panels(
     notes: Sequence[str] = (),
     width: float = WIDE,
 ) -> Html:
-    """One SVG document with a small chart for each series, all to the same scale, the others faint
-    behind it: where many curves are alike, each is seen by itself and against the rest."""
+    """Small charts with one scale, one for each series, as one SVG document.
+
+    The other series are faint in the background. If many curves are alike, each can be
+    seen by itself and against the others.
+    """
     points = _seen([p for s in series for p in (*s.points, *s.line)], x, y)
     columns = max(1, min(len(series), int((width - 40) // 230)))
     wide, top = (width - 40) / columns, _TOP + 10
@@ -124,13 +132,13 @@ def panels(
 
 
 def _seen(points: Points, x: ChartAxis, y: ChartAxis) -> Points:
-    """The points that can be shown: a logarithmic axis cannot show 0."""
+    """The points that can be shown; a logarithmic axis has no 0."""
     on_x = [p for p in points if math.isfinite(p[0]) and (p[0] > 0 or not x.base)]
     return [p for p in on_x if math.isfinite(p[1]) and (p[1] > 0 or not y.base)]
 
 
 class _Scale:
-    """An axis between two coordinates of the page."""
+    """The mapping from values of an axis to coordinates of the page."""
 
     def __init__(
         self, values: Sequence[float], axis: ChartAxis, start: float, end: float
@@ -144,7 +152,7 @@ class _Scale:
         elif self.high <= self.low:
             wide = abs(self.high) / 10 or 1.0
             self.low, self.high = self.low - wide * (not axis.zero), self.high + wide
-        elif start > end:  # a vertical axis: a line along the edge is hard to see
+        elif start > end:  # a vertical axis: a line along its edge is hard to see
             self.high += (self.high - self.low) / 12
 
     def _log(self, value: float) -> float:
@@ -156,7 +164,7 @@ class _Scale:
 
     def ticks(self) -> Iterator[tuple[float, str]]:
         span, room = self.high - self.low, abs(self.end - self.start)
-        # as many as there is room for
+        # as many ticks as fit
         most = room / (70 if self.start < self.end else 36)
         if not self.axis.base:
             values = ticks(self.low, self.high, span / most)
@@ -182,9 +190,11 @@ def _grid(across: _Scale, up: _Scale) -> Iterator[Html]:
 def _marks(
     marks: Sequence[tuple[float, str]], across: _Scale
 ) -> tuple[list[Html], int]:
-    """Lines down the plot, and how many lines of words stand above it: words that find no room in
-    four are shown under the mouse only."""
-    free = [-math.inf] * 4  # where the words of each line end
+    """Lines through the plot, and the number of rows of words above it.
+
+    Words that do not fit in four rows appear as tooltips only.
+    """
+    free = [-math.inf] * 4  # where the words of each row end
     lines, out = list[tuple[float, int, str]](), list[Html]()
     for at, words in sorted(marks):
         x, wide = across.at(at), LETTER * len(words)
@@ -214,7 +224,7 @@ def _series(series: Series, colour: str, across: _Scale, up: _Scale) -> Iterator
             "opacity": opacity,
         }
         dash = "5 4" if series.line else ""
-        # Where there are no dots to point at, the page's script shows these.
+        # Without dots to point at, the page's script shows the values.
         bare = not (series.dots or series.line)
         values = "; ".join(
             f"{across.axis.write(x)}, {up.axis.write(y)}" for x, y in path
@@ -239,7 +249,9 @@ def _series(series: Series, colour: str, across: _Scale, up: _Scale) -> Iterator
 
 @dataclass(frozen=True)
 class Bars:
-    """One row: its name, how long its bar is, and words beside, below and under the mouse."""
+    """One row: its name, the length of its bar, words beside and below it, and a
+    tooltip.
+    """
 
     name: str
     length: float
@@ -251,7 +263,7 @@ class Bars:
 def bars(
     title: str, rows: Sequence[Bars], notes: Sequence[str] = (), width: float = WIDE
 ) -> Html:
-    """One SVG document: a bar a row, all to the same scale."""
+    """One SVG document with a bar for each row, all with one scale."""
     margin = 36 + LETTER * min(30, max(len(row.name) for row in rows))
     room = width - margin - 30 - LETTER * max(len(row.beside) for row in rows)
     scale = room / max(row.length for row in rows)
@@ -290,7 +302,7 @@ def matrix_svg(
     notes: Sequence[str] = (),
     width: float = WIDE,
 ) -> Html:
-    """The lower half of a square, with its diagonal: `cell` is asked for each pair."""
+    """The lower triangle of a matrix with its diagonal; `cell` is called for each pair."""
     margin = 30 + LETTER * max(map(len, names))
     size = max(22.0, min(44.0, (width - margin - 20) / len(names)))
     top, body = 40 + 0.75 * margin, list[Html]()

@@ -1,18 +1,22 @@
-"""A picture as a Chrome trace: JSON that opens in Perfetto, a track for every rank and lane."""
+"""A picture as a Chrome trace: JSON for Perfetto, with a track for each rank and lane."""
 
 import json
 from collections.abc import Mapping
 
 from .picture import Picture, apart
 
-# The trace's clock counts microseconds. A measured second is a second there; a unit of cost, which
-# is no time at all, becomes a millisecond, so that a step is neither invisible nor hours long.
+# The trace counts microseconds. A measured second stays a second. A unit of cost, which
+# is not a time, becomes a millisecond, so that a step is neither invisible nor hours
+# long.
 _CLOCKS = {"s": 1e6, " ms": 1e3, "": 1e3}
 
 
 def chrome(picture: Picture) -> str:
-    """The trace's text. Each rank is a process, each lane a thread; the ranks of a second timeline
-    follow those of the first."""
+    """The trace as text.
+
+    Each rank is a process and each lane a thread. Ranks of a second timeline follow
+    those of the first.
+    """
     events: list[dict[str, object]] = []
     scale = _CLOCKS[picture.clock]
 
@@ -36,7 +40,7 @@ def chrome(picture: Picture) -> str:
                     _event("M", pid, "process_sort_index", {"sort_index": pid})
                 )
             spans = [s for s in timeline.spans if (s.rank, s.lane) == (rank, lane)]
-            # Perfetto may drop slices of one thread that overlap without being nested.
+            # Perfetto may drop slices of a thread that overlap without nesting.
             for row in apart(spans):
                 tid = {"tid": threads[rank]}
                 events.append(_event("M", pid, "thread_name", {"name": lane}) | tid)

@@ -1,6 +1,6 @@
-"""Elements of HTML and SVG, which escape whatever is put into them, and tables for both outputs.
+"""Elements of HTML and SVG that escape their content, and tables for HTML and text.
 
-Every page and every picture of phalanx is made of these; no other file writes a tag.
+Every page and picture of phalanx is made of these; no other file writes a tag.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,13 +10,15 @@ from typing import NamedTuple
 
 from .words import wrapped
 
-# Okabe and Ito (2008): colour-blind readers can tell them apart. Black text is legible on each.
+# Okabe and Ito (2008): distinguishable with colour blindness, and black text is legible
+# on each.
 _COLOURS = "#56b4e9 #e69f00 #2fb98f #cc79a7 #d55e00 #8fa8c8 #b08900 #b0b0b0 #a58bc9"
 COLOURS = tuple(_COLOURS.split())
 LETTER = 6.3  # the width of an average character at 11 px
-WIDE, PHONE = 860.0, 352.0  # pixels of a picture on a page, and on a screen of 400
+# width of a picture on a page, and on a screen of 400 pixels
+WIDE, PHONE = 860.0, 352.0
 
-# The colours of the page; those of operations are the same on a light and a dark page.
+# The colours of the page; those of operations are the same on light and dark pages.
 _STYLE = Path(__file__).with_name("picture.css").read_text(encoding="utf-8")
 
 
@@ -27,12 +29,17 @@ class Html(str):
 
 
 def escaped(text: str) -> str:
-    """The text as markup. Half of a surrogate pair, which no file can hold, becomes a question mark."""
+    """The text as markup.
+
+    Half of a surrogate pair, which no file can hold, becomes a question mark.
+    """
     return escape(text).encode(errors="replace").decode()
 
 
 def tag(name: str, *children: object, **attributes: object) -> Html:
-    """One element. `cls` is its class, `text_anchor` is text-anchor; empty attributes are left out."""
+    """One element. `cls` is its class; underscores become hyphens; empty attributes are
+    omitted.
+    """
     shown = ""
     for key, value in attributes.items():
         if value is not None and value != "":
@@ -62,7 +69,10 @@ def table(
     left: bool = False,
     caption: str = "",
 ) -> Html:
-    """An HTML table that scrolls where it is too wide. The first column, or all of them, lean left."""
+    """An HTML table that scrolls if it is too wide.
+
+    The first column is aligned left, or all of them with `left`.
+    """
     title = tag("caption", caption) if caption else Html("")
     top = tag(
         "thead",
@@ -83,9 +93,12 @@ def text_table(
     left: str = "",
     indent: int = 0,
 ) -> str:
-    """The table for a terminal. `left` has an l for each column that leans left, as in `lrrl`; the
-    others, and by default all but the first, lean right."""
-    from rich.console import Console  # only what prints a table waits for rich
+    """A table for a terminal.
+
+    `left` has an l for each left-aligned column and an r for the others, as in `lrrl`.
+    By default only the first is aligned left.
+    """
+    from rich.console import Console  # only printing a table imports rich
     from rich.table import Table
 
     grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=bool(head))
@@ -118,13 +131,13 @@ def box(
     tip: str = "",
     **attributes: object,
 ) -> Html:
-    """A rectangle; `tip` is shown under the mouse."""
+    """A rectangle; `tip` is its tooltip."""
     inside = [tag("title", tip)] if tip else []
     return tag("rect", *inside, x=x, y=y, width=width, height=height, **attributes)
 
 
 def label(x: float, y: float, words: object, cls: str = "", ink: str = "") -> Html:
-    """A line of text, by default in the colour of the page's text."""
+    """A line of text, by default in the page's text colour."""
     return tag("text", words, x=x, y=y, cls=cls, style=ink and f"fill:{ink}")
 
 
@@ -147,7 +160,7 @@ class KeyEntry(NamedTuple):
 def key(
     entries: Iterable[KeyEntry], y: float, width: float
 ) -> tuple[list[Html], float]:
-    """The legend of colours, in as many lines as it needs, and the y coordinate at which it ends."""
+    """A legend of colours in as many lines as needed, and the y coordinate of its end."""
     x, out = 20.0, list[Html]()
     for fill, words, letter, ink in entries:
         need = 28 + LETTER * len(words)
@@ -168,7 +181,7 @@ def document(
     parts: Iterable[Html],
     notes: Iterable[str] = (),
 ) -> Html:
-    """A whole SVG document on a card, its title on top and its notes below."""
+    """A whole SVG document on a card, with its title on top and its notes below."""
     body = list(parts)
     for note in notes:
         for words in wrapped(note, int((width - 40) / LETTER)):

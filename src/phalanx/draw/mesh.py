@@ -1,6 +1,4 @@
-"""A mesh as text and as SVG: the coordinates of each rank, its group along each axis, and which part
-of a weight it holds.
-"""
+"""A mesh as text and SVG: ranks' coordinates, groups along axes, and parts of a weight."""
 
 import math
 import re
@@ -16,13 +14,16 @@ from .svg import tinted
 from .words import wrapped
 
 _DIMS = (*AXIS_OF, "embed", "head", "position", "-")
-_RANKS = 64  # more are counted, not listed
+_RANKS = 64  # further ranks are counted, not listed
 
 
 @dataclass(frozen=True)
 class MeshPicture:
-    """A layout's mesh, and the dims of a weight by name where one is to be cut: `heads=4096`, or
-    `heads=4096/128` where 128 belong together, as one head does."""
+    """A layout's mesh, with the dims of a weight to divide if `weight` is given.
+
+    Written as `heads=4096`, or `heads=4096/128` if 128 elements are one unit, as in a
+    head.
+    """
 
     layout: Layout
     weight: tuple[tuple[str, int, int], ...] = ()  # (dim, size, unit)
@@ -31,7 +32,7 @@ class MeshPicture:
         return mesh_text(self)
 
     def _repr_svg_(self) -> str:
-        """The picture as a notebook shows it."""
+        """The picture in a notebook."""
         return mesh_svg(self)
 
     @classmethod
@@ -52,7 +53,7 @@ class MeshPicture:
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        """The axes and, where one has an inner grid, its parts."""
+        """The axes, and the parts of an axis with an inner grid."""
         names: list[str] = []
         for axis in self.mesh.axes:
             names.append(axis.name)
@@ -65,12 +66,15 @@ class MeshPicture:
 
     @cached_property
     def panels(self) -> tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]:
-        """The grid in panels of rows and columns: the innermost axis runs along the columns, the
-        next along the rows, and every coordinate along the outer axes is a panel of its own."""
+        """The grid in panels of rows and columns.
+
+        The innermost axis runs along the columns, the next along the rows. Each
+        coordinate along the outer axes has its own panel.
+        """
         sizes = [axis.size for axis in self.mesh.axes]
         rows, columns = [1, 1, *sizes][-2:]
         panels = []
-        # The last axis counts fastest, so that a panel is a range of ranks.
+        # The last axis varies fastest, so a panel is a range of ranks.
         for first in range(0, self.mesh.size, rows * columns):
             at = self.mesh.coordinates(first)
             title = " ".join(
@@ -82,12 +86,15 @@ class MeshPicture:
 
     @property
     def axes_of(self) -> tuple[tuple[str, ...], ...]:
-        """The axes that cut each dim of the weight."""
+        """The axes that divide each dim of the weight."""
         return self.layout.axes_of([name for name, _, _ in self.weight])
 
     def part(self, rank: int) -> tuple[tuple[Cut, ...], Cut | None]:
-        """A rank's part of the weight: a range of each dim, cut by tensor parallelism, and under
-        ZeRO-3 a range of the values in them."""
+        """A rank's part of the weight.
+
+        A range of each dim by tensor parallelism. With ZeRO-3, a range of the flattened
+        elements as well.
+        """
         at = self.mesh.coordinates(rank)
         cuts = tuple(
             Cut.of(size, *self.mesh.part(axes, at), unit if axes else 1)
@@ -126,7 +133,9 @@ def _dim(word: str) -> tuple[str, int, int]:
 
 
 def mesh_text(picture: MeshPicture, *, width: int = 80) -> str:
-    """The grid, the groups along every axis, each rank's coordinates and its part of the weight."""
+    """The grid, the groups along each axis, the coordinates of each rank, and its part
+    of the weight.
+    """
     lines = [*wrapped(picture.title, width), "", *_grid(picture, width)]
     lines += ["", "groups"] * bool(picture.axes)
     widest = max(map(len, picture.axes), default=0)
@@ -138,7 +147,7 @@ def mesh_text(picture: MeshPicture, *, width: int = 80) -> str:
         line = wrapped(" ".join(shown), max(8, width - len(lead)))
         lines += [lead + line[0], *(" " * len(lead) + part for part in line[1:])]
     table = _table(picture, picture.axes)
-    if len(table[0]) > width:  # the parts of an axis can be read off the groups
+    if len(table[0]) > width:  # groups show the parts of an axis as well
         table = _table(picture, tuple(axis for axis in picture.axes if "." not in axis))
     lines += ["", *table]
     if picture.weight:
@@ -174,7 +183,7 @@ def _grid(picture: MeshPicture, width: int) -> Iterator[str]:
 
 
 def _table(picture: MeshPicture, axes: tuple[str, ...]) -> list[str]:
-    """A line for each rank; of very many, those at both ends."""
+    """A line for each rank; for very many, only the first and last ones."""
     ranks = list(range(picture.mesh.size))
     if len(ranks) > _RANKS:
         ranks = [*ranks[: _RANKS // 2], *ranks[-4:]]
@@ -190,7 +199,7 @@ def _table(picture: MeshPicture, axes: tuple[str, ...]) -> list[str]:
 
 
 def _explained(picture: MeshPicture) -> Iterator[str]:
-    """Explains in sentences how the weight is cut."""
+    """Explain in sentences how the weight is divided."""
     (cuts, shard), whole = (
         picture.part(0),
         " x ".join(f"{n}={size}" for n, size, _ in picture.weight),
@@ -222,7 +231,7 @@ def _explained(picture: MeshPicture) -> Iterator[str]:
 
 
 def mesh_svg(picture: MeshPicture, most: float = 920.0) -> Html:
-    """The grid of ranks, then the same grid once for each axis, coloured and lettered by group."""
+    """The grid of ranks, then one for each axis with colours and letters by group."""
     grids: list[tuple[str, dict[int, int] | None]] = [("ranks", None)]
     for axis in picture.axes:
         groups = picture.mesh.groups([axis])
@@ -243,7 +252,9 @@ def mesh_svg(picture: MeshPicture, most: float = 920.0) -> Html:
 def _panels(
     picture: MeshPicture, top: float, group_of: Mapping[int, int] | None, most: float
 ) -> tuple[list[Html], float, float]:
-    """One grid: its panels in rows as far as they fit; returns where it ends below and right."""
+    """Draw one grid, in as many rows of panels as needed; returns its bottom and right
+    ends.
+    """
     cell, tall = (34, 24) if group_of else (64, 40)
     x, y, right = 20.0, top, 0.0
     out: list[Html] = []

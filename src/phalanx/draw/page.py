@@ -1,8 +1,9 @@
-"""HTML pages that are one file and load nothing: the one frame of all of them, and a timeline with
-zoom, pan, the operation under the mouse and memory over time.
+"""HTML pages of one file that load nothing: the frame of all pages, and an interactive
+timeline.
 
-`page.html` beside this file is the frame, `page.js` draws the timeline, `figure.js` tells of the marks
-of every SVG.
+The timeline has zoom, pan, details of the operation under the mouse, and memory over
+time. `page.html` beside this file is the frame, `page.js` draws the timeline, and
+`figure.js` shows details of marks in SVGs.
 """
 
 import json
@@ -23,8 +24,8 @@ _HINT = (
 
 
 def frame(title: str, *body: str, narrow: bool = True) -> str:
-    """The text of a page. It may run a script only where its body brings one."""
-    # What may be wider than the page can be scrolled with the arrow keys, too.
+    """A page as text. Scripts are allowed only if its body has one."""
+    # Make elements that may be wider than the page scrollable with the arrow keys.
     content = re.sub(
         '<(pre(?=>)|div(?= class="scroll))', r'<\1 tabindex="0"', "\n".join(body)
     )
@@ -48,15 +49,19 @@ def page(picture: Picture) -> str:
 
 
 def figure(draw: Callable[[float], Html]) -> Html:
-    """A picture in a page: as wide as the page, and drawn again for a phone. Its marks answer the
-    pointer and the arrow keys."""
+    """A picture in a page, drawn once for a wide screen and once for a phone.
+
+    Its marks respond to the pointer and the arrow keys.
+    """
     both = (("desk", WIDE), ("phone", PHONE))
     drawn = (tag("div", draw(width), cls=f"scroll {screen}") for screen, width in both)
     return tag("figure", *drawn, tag("p", cls="details", aria_live="polite"))
 
 
 def timeline(picture: Picture) -> Html:
-    """The picture with its legend and tables, as a part of a page; a page can hold one."""
+    """The picture with its legend and tables, as a part of a page. A page can have only
+    one.
+    """
     script = (_HERE / "page.js").read_text(encoding="utf-8")
     legend = []
     for kind in picture.kinds:
@@ -79,7 +84,7 @@ def timeline(picture: Picture) -> Html:
         "Time of all ranks by kind of operation; of messages where nothing else is done"
     )
     data = json.dumps(_data(picture), separators=(",", ":"), ensure_ascii=True)
-    for character in "<>&":  # nothing in it may end the script element
+    for character in "<>&":  # nothing in the data may end the script element
         data = data.replace(character, f"\\u{ord(character):04x}")
     parts = [
         paragraphs([*picture.summary, *picture.notes]),
@@ -96,7 +101,7 @@ def timeline(picture: Picture) -> Html:
 
 
 def _data(picture: Picture) -> dict[str, object]:
-    """The data that the page's script draws: tracks with their spans, labels, and memory."""
+    """The data for the page's script: tracks with their spans, labels, and memory."""
     tracks = [
         track._asdict()
         | {"spans": [_span(picture, track.rank, span) for span in track.spans]}
@@ -106,7 +111,7 @@ def _data(picture: Picture) -> dict[str, object]:
         kind: {"fill": p.fill, "light": tinted(p.fill, 1), "ink": p.ink}
         for kind, p in PAINTS.items()
     }
-    # For each rank: the kinds that it holds and [time, amounts...] wherever they change.
+    # For each rank its kinds of memory, and [time, amounts...] whenever they change.
     memory = []
     for source, timeline in enumerate(picture.timelines):
         for rank, points in (timeline.memory or {}).items():

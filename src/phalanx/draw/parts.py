@@ -1,6 +1,7 @@
-"""A step as parts: how long each kind of operation takes on each rank, and what each rank holds when.
+"""Pictures of a step's parts: time by kind of operation, and memory over time, for each
+rank.
 
-Both are pictures of a `Picture`; when each operation ran is in `svg` and `page`.
+`svg` and `page` show when each operation ran.
 """
 
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ _TALL = 64  # pixels of a rank's memory
 
 
 def _ranks(picture: Picture) -> Iterator[tuple[int, str, Timeline]]:
-    """Every rank of each timeline: its name, the second's right below the first's."""
+    """Every rank of each timeline with its name; the second's follows the first's."""
     for rank in picture.timeline.ranks:
         for source, timeline in enumerate(picture.timelines):
             if rank in timeline.ranks:
@@ -26,7 +27,10 @@ def _ranks(picture: Picture) -> Iterator[tuple[int, str, Timeline]]:
 
 
 def breakdown_svg(picture: Picture, width: float = WIDE) -> Html:
-    """For each rank its step as one bar, cut by kind of operation; messages where nothing is computed."""
+    """For each rank its step as one bar, divided by kind of operation.
+
+    Messages count only while nothing is computed.
+    """
     rows, kinds = [], set[str]()
     for rank, name, timeline in _ranks(picture):
         parts, bars, at = timeline.breakdown(rank), list[Bar](), 0.0
@@ -60,7 +64,9 @@ def breakdown_svg(picture: Picture, width: float = WIDE) -> Html:
 
 
 def memory_svg(picture: Picture, width: float = WIDE) -> Html:
-    """Memory of each rank over the step, by kind and to one scale; "" if it is unknown."""
+    """Memory of each rank over the step, by kind and with one scale; "" if it is
+    unknown.
+    """
     held = [
         (rank, name, timeline.memory[rank])
         for rank, name, timeline in _ranks(picture)

@@ -1,7 +1,7 @@
 """The picture of a run: timelines with a title, and the look of each kind of operation.
 
-The four renderers (`text`, `svg`, `page`, `chrome`) read this value and nothing else. None of them
-knows which operation waits for which, or in which order they run.
+The four renderers (`text`, `svg`, `page`, `chrome`) read only this value. None of them
+knows the dependencies or the order of operations.
 """
 
 from collections import defaultdict
@@ -24,13 +24,16 @@ class Track(NamedTuple):
     rank: int
     lane: str
     label: str
-    source: int  # which of the picture's timelines
+    source: int  # index into the picture's timelines
     spans: tuple[Span, ...]
 
 
 def apart(spans: Sequence[Span]) -> list[tuple[Span, ...]]:
-    """The spans in as few rows as it takes for none to cover another: a measured message is in
-    flight until somebody waits for it, so several of one lane may be under way at once."""
+    """Divide spans into the fewest rows without overlap.
+
+    A measured message is in flight until something waits for it, so messages of one
+    lane can overlap.
+    """
     rows: list[list[Span]] = [[]]
     for span in sorted(spans, key=lambda s: (s.start, s.end)):
         free = next((row for row in rows if not row or row[-1].end <= span.start), None)
@@ -42,10 +45,11 @@ def apart(spans: Sequence[Span]) -> list[tuple[Span, ...]]:
 
 @dataclass(frozen=True)
 class Picture:
-    """One timeline, or a prediction and the measurement of it, with notes about it.
+    """One timeline, or a prediction and its measurement, with notes.
 
-    `names` names the timelines where there are two. `held` are microbatches by rank, `notes` are
-    sentences below the picture, `unit` what the timeline's memory counts, `clock` its time.
+    `names` are the names of two timelines. `held` are microbatches in flight by rank.
+    `notes` are sentences below the picture. `unit` is the unit of memory, `clock` that
+    of time.
     """
 
     title: str
@@ -64,7 +68,7 @@ class Picture:
         return text(self)
 
     def _repr_svg_(self) -> str:
-        """The picture as a notebook shows it."""
+        """The picture in a notebook."""
         from .svg import svg
 
         return svg(self)
@@ -89,10 +93,12 @@ class Picture:
 
     @cached_property
     def tracks(self) -> tuple[Track, ...]:
-        """Every rank's compute lane, then its lanes on which something takes time; where there are
-        two timelines, each lane of the second right under that of the first.
+        """Every rank's compute lane, followed by its other lanes with spans that take
+        time.
 
-        A message is shown where it is sent: its two ends are one event."""
+        Each lane of a second timeline is right below that of the first. A message is
+        shown where it is sent, because its two ends are one event.
+        """
         shown: dict[tuple[int, str, int], list[Span]] = {}
         for source, timeline in enumerate(self.timelines):
             for span in timeline.spans:
@@ -120,7 +126,7 @@ class Picture:
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds that are seen, in the order in which they are explained."""
+        """The kinds that occur, in the order of the legend."""
         seen = {s.op.kind for track in self.tracks for s in track.spans}
         return tuple(kind for kind in LEGEND if kind in seen)
 
@@ -139,14 +145,16 @@ class Picture:
         return any(len(pieces) > 1 for pieces in self.pieces_of.values())
 
     def tint(self, rank: int, op: Op) -> float:
-        """Lightness of an operation's colour, 0 to 1: later pieces of a rank are lighter."""
+        """Lightness of an operation's colour, 0 to 1; later pieces of a rank are
+        lighter.
+        """
         pieces = self.pieces_of.get(rank, ())
         if op.of or op.piece not in pieces or len(pieces) < 2:
             return 0.0
         return pieces.index(op.piece) / (len(pieces) - 1)
 
     def names_of(self, op: Op) -> tuple[str, ...]:
-        """Possible labels of a cell, longest first; a narrow cell takes a short one."""
+        """Possible labels of a cell, longest first; a narrow cell uses a short one."""
         if op.piece < 0:
             return (op.kind,)
         if op.kind in ops.ON_MICROBATCH:
@@ -157,7 +165,7 @@ class Picture:
         return (str(op), str(op.piece))
 
     def explain(self, op: Op) -> str:
-        """Explains an operation in words."""
+        """Explain an operation in words."""
         what = KINDS[op.kind].does
         if op.of:
             way = "to" if op.kind == ops.SEND else "from"
@@ -173,8 +181,9 @@ class Picture:
 
     @cached_property
     def summary(self) -> tuple[str, ...]:
-        """Summary lines: makespan, ideal and bubble of each timeline, then the microbatches in
-        flight."""
+        """Summary lines: makespan, ideal and bubble of each timeline, then microbatches
+        in flight.
+        """
         lines = []
         for name, t in zip(self.names, self.timelines, strict=False):
             words = (
@@ -193,8 +202,11 @@ class Picture:
 
     @cached_property
     def differences(self) -> tuple[tuple[str, str, str, str], ...]:
-        """The step by kind of operation, over all ranks, as cells: its name, time in the first, in the
-        second, and by how much that differs, as a part of the first step."""
+        """Time by kind of operation over all ranks, as cells of a table.
+
+        Name, time in the first timeline, time in the second, and the difference as a
+        share of the first step.
+        """
         rows, whole = [], self.timeline.makespan * len(self.timeline.ranks) or 1.0
         parts = [[t.breakdown(rank) for rank in t.ranks] for t in self.timelines]
         for kind in (*LEGEND, ""):
@@ -209,7 +221,7 @@ class Picture:
 
 
 def named(kind: str) -> str:
-    """A part of a step in words."""
+    """The name of a part of a step."""
     return LEGEND[kind] if kind else "idle"
 
 
@@ -219,8 +231,11 @@ def recorded_picture(
     costs: Costs | None = None,
     title: str = "",
 ) -> Picture:
-    """The measured timeline of a real step over the predicted one, in milliseconds. `costs` are those
-    of a plan; without them it is predicted from the medians of the step itself."""
+    """The measured timeline of a real step with the predicted one, in milliseconds.
+
+    `costs` are those of a plan. Without them, the prediction uses the medians of the
+    step itself.
+    """
     predicted, measured = recorded.predicted(sizes, costs), recorded.measured(sizes)
     note = (
         f"bubble: {predicted.bubble_fraction:.1%} predicted, {measured.bubble_fraction:.1%} measured;"

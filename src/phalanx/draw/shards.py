@@ -1,4 +1,4 @@
-"""A table of shards: a row for each weight, a column for each rank."""
+"""A table of shards as SVG: a row for each weight, a column for each rank."""
 
 import math
 import re
@@ -8,13 +8,16 @@ from typing import NamedTuple
 from .markup import COLOURS, WIDE, Html, KeyEntry, box, document, key, label
 from .svg import tinted
 
-RANKS = 16  # that are shown
+RANKS = 16  # most that are shown
 _CELL, _GAP = 30, 8
 
 
 class Slice(NamedTuple):
-    """A rank's part of a weight: the box that it computes with, and of the numbers in that box, one
-    row after another, those that it keeps and updates; None: none of them."""
+    """A rank's part of a weight.
+
+    `box` is the range of each dim that it computes with. `kept` is the range of the
+    flattened box that it keeps and updates; None: nothing.
+    """
 
     rank: int
     weight: str
@@ -35,8 +38,11 @@ class Slice(NamedTuple):
 
 
 def shards_svg(slices: Sequence[Slice], width: float = WIDE) -> Html:
-    """The picture. Weights whose names differ in numbers alone share a row; each rank shows the first
-    of them that it has."""
+    """The table of shards as one SVG document.
+
+    Weights whose names differ only in numbers share a row. Each rank shows its first
+    one.
+    """
     ranks = sorted({each.rank for each in slices})
     rows: dict[str, dict[int, Slice]] = {}
     more: dict[tuple[str, int], int] = {}
@@ -74,7 +80,7 @@ def shards_svg(slices: Sequence[Slice], width: float = WIDE) -> Html:
 def _part(
     slice: Slice, cell: tuple[float, float, float, float], more: int
 ) -> Iterator[Html]:
-    """The box in light, what is kept of it in full colour."""
+    """The box in a light colour, with the part that is kept in full colour."""
     x, y, width, height = cell
     down, across = (
         (slice.box[0], slice.box[-1]) if len(slice.box) > 1 else ((0, 1), slice.box[0])
@@ -98,7 +104,7 @@ def _part(
         return
     count = math.prod(b - a for a, b in slice.box) or 1
     a, b = (min(at, count) / count for at in slice.kept)
-    if rows > 1:  # numbers run along rows
+    if rows > 1:  # elements run along rows
         top, bottom = top + (bottom - top) * a, top + (bottom - top) * b
     else:
         left, right = left + (right - left) * a, left + (right - left) * b

@@ -1,4 +1,4 @@
-"""A timeline as SVG: a row for each lane, readable on a light and a dark page."""
+"""A timeline as SVG: a row for each lane, readable on light and dark pages."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ _ROW, _LANE, _GAP, _PAD, _TOP = 26, 17, 4, 20, 62
 
 
 class Bar(NamedTuple):
-    """Something that takes time. `names` are what its cell may say, the fullest first."""
+    """Something that takes time. `names` are possible labels, longest first."""
 
     start: float
     end: float
@@ -25,7 +25,10 @@ class Bar(NamedTuple):
 
 
 class Area(NamedTuple):
-    """(time, amount) wherever an amount changes, as the area below it."""
+    """An amount over time, drawn as the area below it.
+
+    `levels` are (time, amount) at each change.
+    """
 
     name: str
     levels: Sequence[tuple[float, float]]
@@ -35,8 +38,11 @@ class Area(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One lane. A main row is taller and stands apart from the row above. `areas` are stacked, the
-    first at the bottom; `most` together are as high as the row."""
+    """One lane. A main row is taller and separate from the row above.
+
+    `areas` are stacked, the first at the bottom. A sum of `most` fills the row's
+    height.
+    """
 
     name: str
     bars: Sequence[Bar] = ()
@@ -51,7 +57,7 @@ class Row:
 
 
 class _TimeScale(NamedTuple):
-    """The mapping from time to x on the page."""
+    """The mapping from time to x coordinates."""
 
     margin: float
     scale: float  # pixels per unit of time
@@ -74,8 +80,10 @@ def gantt(
     width: float = 0.0,
     scale: float = 0.0,
 ) -> Html:
-    """One SVG document of any rows under an axis of time, and what `colours` mean: `width` pixels wide,
-    or as wide as `scale` pixels for a unit of time make it."""
+    """One SVG document with rows over an axis of time, and a legend of `colours`.
+
+    It is `width` pixels wide, or as wide as `scale` pixels per unit of time require.
+    """
     margin = _PAD + max([40.0, *(LETTER * len(row.name) + 12 for row in rows)])
     room = width - margin - _PAD if width else 700.0
     at = _TimeScale(margin, scale or room / ((end - start) or 1), start, end)
@@ -112,7 +120,7 @@ def _row(row: Row, top: float, at: _TimeScale) -> Iterator[Html]:
 
 
 def _areas(row: Row, top: float, at: _TimeScale) -> Iterator[Html]:
-    """From the highest down, each drawn over what is above it: what is seen is its own part."""
+    """The stacked areas from the top down: each is drawn over the one above it."""
     amounts = ([amount for _, amount in area.levels] for area in row.areas)
     sums = accumulate(
         amounts, lambda below, own: [a + b for a, b in zip(below, own, strict=True)]
@@ -135,13 +143,17 @@ def _areas(row: Row, top: float, at: _TimeScale) -> Iterator[Html]:
 
 
 def tinted(colour: str, light: float) -> str:
-    """A colour mixed with white: 0 leaves it, 1 makes it as light as text on it allows."""
+    """A colour mixed with white: 0 leaves it unchanged, 1 makes it as light as text on
+    it allows.
+    """
     parts = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
     return "#" + "".join(f"{round(p + (255 - p) * 0.55 * light):02x}" for p in parts)
 
 
 def svg(picture: Picture, width: float = 0.0) -> Html:
-    """The picture as one SVG document: as wide as its names need, or so many pixels."""
+    """The picture as one SVG document, `width` pixels wide, or as wide as its labels
+    need.
+    """
     rows = []
     for track in picture.tracks:
         bars = [_bar(picture, track, span) for span in track.spans]
@@ -175,7 +187,9 @@ def svg(picture: Picture, width: float = 0.0) -> Html:
 
 
 def _scale(picture: Picture) -> float:
-    """Pixels per unit of time: names fit in the shortest operations, as long as all fits a page."""
+    """Pixels per unit of time: labels fit in the shortest operations, and the whole
+    fits a page.
+    """
     span = (picture.end - picture.start) or 1.0
     spans = [s for t in picture.tracks if t.lane == "compute" for s in t.spans]
     shortest = max(min((s.end - s.start for s in spans), default=span), span / 2000)

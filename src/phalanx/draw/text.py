@@ -1,7 +1,7 @@
-"""A picture as text for a terminal: a row for every rank, cells as wide as their time.
+"""A picture as text for a terminal: a row for each rank, cells as wide as their time.
 
-Kinds are distinguished by their letter as well as by colour. What is wider than the terminal is folded
-into bands, one below the other; nothing runs over the edge.
+Kinds differ by letter as well as by colour. A picture wider than the terminal is folded
+into bands, one below the other.
 """
 
 import math
@@ -16,7 +16,7 @@ from .picture import LEGEND, PAINTS, Picture, Track
 from .words import number, ticks, wrapped
 
 _IDLE = "·"
-_LINES = 150  # a picture that would be longer is drawn with narrower cells
+_LINES = 150  # a longer picture is drawn with narrower cells
 
 
 class _Cell(NamedTuple):
@@ -55,18 +55,21 @@ def text(picture: Picture, *, width: int = 80, colour: bool = False) -> str:
 
 
 def _scale(picture: Picture, room: int) -> float:
-    """Columns per unit of time: labels fit where they can, and one band is better than two."""
-    # Updates are short beside forwards and backwards, and do not set the scale.
+    """Columns per unit of time: labels fit if possible, and one band is better than
+    two.
+    """
+    # Updates are shorter than forwards and backwards, and do not set the scale.
     spans = [s for t in picture.tracks for s in t.spans if s.op.kind in ops.COMPUTES]
     spans = spans or [s for t in picture.tracks for s in t.spans]
     if not spans:
         return 1.0
     total = picture.end - picture.start
     shortest = min(s.end - s.start for s in spans)
-    # A name that begins with a number needs a blank before it: 2F6 and 5B0 are not 2F65B0.
+    # A label that begins with a digit needs a blank before it: 2F6 and 5B0 are not
+    # 2F65B0.
     label = max(len(picture.names_of(s.op)[0]) for s in spans) + picture.several
     most = max(1, _LINES // (len(picture.tracks) + 2))
-    # An instant among long operations does not set the scale for all.
+    # A very short operation among long ones does not set the scale for all.
     shortest = max(shortest, median(s.end - s.start for s in spans) / 4)
     for cell in range(label + 2, label - 1, -1):
         if total / shortest * cell <= room + 1e-6:
@@ -78,7 +81,7 @@ def _scale(picture: Picture, room: int) -> float:
 
 
 def _band(picture: Picture, scale: float, room: int, columns: int) -> int:
-    """Number of columns per band: equal bands, each a whole number of the shortest cells."""
+    """Columns per band: equal bands, each a whole number of the shortest cells."""
     spans = [s for t in picture.tracks for s in t.spans if s.op.kind in ops.COMPUTES]
     cell = min(
         room, max(1, round(min((s.end - s.start for s in spans), default=1.0) * scale))
@@ -89,13 +92,16 @@ def _band(picture: Picture, scale: float, room: int, columns: int) -> int:
 
 
 def _cells(track: Track, begin: float, scale: float) -> list[_Cell]:
-    """The spans in whole columns, none over another; what is too short to be seen gives way."""
+    """The spans in whole columns without overlap; spans too short to be seen are
+    dropped.
+    """
     cells: list[_Cell] = []
     reached = 0
     for span in sorted(track.spans, key=lambda s: s.start):
         start, stop = (round((t - begin) * scale) for t in (span.start, span.end))
         start = max(start, reached)
-        # On a link lane a short message is still worth one column; computing keeps its proportions.
+        # On a link lane a short message still gets one column; compute lanes keep
+        # proportions.
         visible = track.lane != "compute" and span.end > span.start
         if stop > start or (stop == start and visible):
             reached = max(stop, start + 1)
@@ -117,7 +123,8 @@ def _row(
         if start < stop:
             words = _words(picture, cell, window)
             if colour:
-                # Later pieces of a rank are underlined: 256 colours have no tints to spare.
+                # Underline later pieces of a rank: 256 colours do not have enough
+                # tints.
                 op, paint = cell.op, PAINTS[cell.op.kind]
                 later = picture.tint(track.rank, op) > 0.5 and op.kind in ops.COMPUTES
                 ink = 15 if paint.ink == "#ffffff" else 16
@@ -131,7 +138,8 @@ def _row(
 def _words(picture: Picture, cell: _Cell, window: tuple[int, int]) -> str:
     """The characters of the part of a cell that a window shows.
 
-    A cell that is folded over two bands has its name where more of it is seen."""
+    A cell folded over two bands has its label in the larger part.
+    """
     left, band = window[0], window[1] - window[0]
     first = left + (cell.start - left) // band * band
     cuts = [e for e in range(first, cell.stop, band) if e > cell.start]
@@ -143,17 +151,18 @@ def _words(picture: Picture, cell: _Cell, window: tuple[int, int]) -> str:
     for name in picture.names_of(cell.op):
         need = len(name)
         if KINDS[cell.op.kind].lane == ops.COMPUTE:
-            # A number alone names no kind; and where names begin with a number, a blank parts them.
+            # A number alone does not name a kind. Labels that begin with a digit need a
+            # blank between.
             need = size + 1 if name.isdigit() else need + picture.several
         if need <= size:
             rest = size - len(name)
-            # The last column stays free, so that neighbours do not run into each other.
+            # The last column stays free to separate neighbours.
             return name + "─" * (rest - 1) + " " * min(1, rest)
     return cell.op.kind.lower()[:1] * size
 
 
 def _axis(picture: Picture, scale: float, left: int, right: int) -> str:
-    """Times above a band, where they are round."""
+    """Round times above a band."""
     begin = picture.start
     marks = [" "] * (right - left)
     for time in ticks(begin + (left - 0.5) / scale, begin + right / scale, 9 / scale):
@@ -165,7 +174,7 @@ def _axis(picture: Picture, scale: float, left: int, right: int) -> str:
 
 
 def _legend(picture: Picture, scale: float) -> str:
-    # The kinds of which some operation has only its letter.
+    # Kinds of operations that are so short that only their letter is shown.
     narrow = set()
     for span in (span for track in picture.tracks for span in track.spans):
         short = (span.end - span.start) * scale < len(

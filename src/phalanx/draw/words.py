@@ -1,16 +1,16 @@
-"""Numbers, marks on an axis and lines of words, as every picture writes them."""
+"""Numbers, axis ticks and wrapped lines for all pictures."""
 
 import math
 from textwrap import wrap
 
 
 def number(x: float) -> str:
-    """A number in at most four digits: 33, 0.125, 1.047."""
+    """A number with four significant digits: 33, 0.125, 1.047."""
     return f"{x:.4g}" if abs(x) < 1e4 else f"{x:,.0f}"
 
 
 def ticks(start: float, end: float, least: float) -> list[float]:
-    """Round times from start to end, at least `least` apart."""
+    """Round values from start to end, at least `least` apart."""
     power: float = 10.0 ** math.floor(math.log10(least))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= least * (1 - 1e-9))
     first, last = math.ceil(start / step - 1e-9), math.floor(end / step + 1e-9)
@@ -18,7 +18,7 @@ def ticks(start: float, end: float, least: float) -> list[float]:
 
 
 def wrapped(line: str, width: int = 80) -> list[str]:
-    """The words of a line in lines of at most `width`; a word that is longer is cut."""
+    """The words of a line in lines of at most `width`; a longer word is split."""
     if len(line) <= width:
         return [line]
     return wrap(line, width, break_on_hyphens=False) or [""]
