@@ -276,8 +276,11 @@ class Screened:
         return True
 
     def _next_is(self, i: int, queue: Queue, looked_at: set[int]) -> bool:
-        """Bound a candidate more closely. False if it is illegal, or if another is now ahead of it: then
-        it comes back when nothing else could be faster."""
+        """Bound a candidate more closely; False if it is not the next to simulate.
+
+        It may be illegal, or another one is now ahead. It then comes up again when
+        nothing else could be faster.
+        """
         if i not in looked_at:
             looked_at.add(i)
             self.costs(i)
@@ -306,8 +309,9 @@ class Screened:
         return sum(map(bool, used))
 
     def simplest(self, best: Sequence[int], room: float) -> int:
-        """The candidate with the fewest techniques among those that fit and are at most 2 % slower than
-        the fastest; of several the fastest."""
+        """The fitting candidate with the fewest techniques, at most 2 % slower than the
+        fastest; of several the fastest.
+        """
         limit = _WORTH * self.choices[best[0]].step
 
         def rank(i: int) -> tuple[int, float]:
