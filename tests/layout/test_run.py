@@ -413,3 +413,28 @@ def test_random_weights_are_not_asked_of_a_model_that_has_its_own() -> None:
             RunError, match=r"which has weights of its own\. Leave it out"
         ):
             Run.parse(f'model = "{model}"\nweights = "random"\n')
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("model={n_layer=2,hidden=16,layers=2}", "Write model.layers"),
+        ("model={hidden_size=16,layers=2,hidden=8}", "Write model.hidden"),
+        ("model={num_key_value_heads=1,layers=2,hidden=8}", "Write model.kv_heads"),
+        ("num_train_epochs=3", "Write epochs"),
+        ("load_in_4bit=true", "4-bit weights"),
+        ("qlora=true", "4-bit weights"),
+    ],
+)
+def test_words_of_other_libraries_are_answered_with_ours(
+    words: str, named: str
+) -> None:
+    with pytest.raises(RunError, match=named):
+        Run.load("", (words,))
+
+
+def test_a_warmup_is_compared_with_the_steps_that_epochs_take() -> None:
+    words = ("optimizer.warmup_steps=500", "epochs=2")
+    assert Run.load("", words).epochs == 2  # how many these are, the data says
+    with pytest.raises(RunError, match="warmup_steps = 500 is longer"):
+        Run.load("", words[:1])

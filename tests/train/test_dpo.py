@@ -232,3 +232,32 @@ def test_pairs_that_are_no_pairs_are_left_out_and_long_ones_are_named(
     assert bytes(batch["tokens"][0, :5].tolist()) == b"abbac"
     assert batch["signs"][0, :6].tolist() == [1, 1, 1, -1, -1, 0]
     assert batch["targets"][0, :5].tolist() == [98, 98, -100, 99, -100]
+
+
+# ---- epochs, frozen parameters, and nothing held out
+
+TINY = "model={layers=1,hidden=16,heads=2,ffn=32,vocab=256}"
+
+
+def test_epochs_are_as_many_steps_as_their_rows_take(
+    start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = [TINY, "batch=4", "sequence=24", f"data={start}/tokens", "loss=dpo"]
+    named = [f"out={tmp_path}/run", "layout=dp2", "--backend", "threads"]
+    assert main(["train", *sizes, "epochs=1.5", *named]) == 0
+    # 30 pairs one and a half times, four in a step
+    assert [step["step"] for step in steps_of(tmp_path / "run")] == list(range(1, 13))
+    said = capsys.readouterr()
+    assert "epochs = 1.5: 12 steps" in said.out + said.err
+    assert "none of 60 documents" in said.out
+    late = ["optimizer.warmup_steps=13", "epochs=1.5", f"out={tmp_path}/other"]
+    assert main(["train", *sizes, *late, "layout="]) == 2
+    assert "longer than steps = 12" in capsys.readouterr().err
+
+
+def test_of_adapters_it_is_said_how_many_parameters_are_trained(
+    start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained(start, tmp_path / "run", "", "lora.r=2", "lora.targets=['q_proj']")
+    # two blocks, 32 features in and 4 heads of 16 out: 2 x 2 x (32 + 64)
+    assert "28,704 parameters, 384 (1.34%) trained" in capsys.readouterr().out

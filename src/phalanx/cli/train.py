@@ -125,7 +125,7 @@ def run(argv: list[str]) -> int:
                 f"layout {str(layout)!r} is for {layout.ranks} ranks, but --ranks is {args.ranks}."
                 f" Write --ranks {layout.ranks}, or leave it out; or --layout auto."
             )
-        config = _prepared(config)
+        config = _with_steps(_prepared(config))
         refuse_before(config)
     except (ValueError, OSError) as error:
         if (
@@ -176,6 +176,17 @@ def _prepared(run: Run) -> Run:
     pairs = zip(made, run.sources, strict=True)
     data = tuple(f"{path}:{weight}" if weight else path for path, (_, weight) in pairs)
     return replace(run, data=data)
+
+
+def _with_steps(run: Run) -> Run:
+    """The run with the steps of its epochs, which its tokens say."""
+    if not run.epochs:
+        return run
+    from ..train.rank import counted_steps
+
+    counted = counted_steps(run)
+    progress(f"epochs = {run.epochs:g}: {counted.steps:,} steps")
+    return counted
 
 
 def _tokens_of(run: Run, data: str, number: int) -> str:
@@ -346,7 +357,6 @@ def _say_memory(config: Run, layout: Layout, gpus: int, *, force: bool) -> None:
 def _local(config: Run, layout: Layout, args: argparse.Namespace) -> int:
     """Train on local ranks started by this process."""
     from ..train.lock import hold_run
-    from ..train.program import maker_of
     from ..train.starts import Starts
     from ..train.stop import STOP, remove_stale_stop
 
@@ -358,13 +368,25 @@ def _local(config: Run, layout: Layout, args: argparse.Namespace) -> int:
         if config.verify:
             refuse_different(config, layout)
         ranks = "1 rank" if layout.ranks == 1 else f"{layout.ranks} ranks"
-        count = sum(weight.numel() for weight in maker_of(config)().weights.values())
-        progress(f"{layout}: {ranks}, {count:,} parameters".removeprefix(": "))
+        progress(f"{layout}: {ranks}, {_parameters(config)}".removeprefix(": "))
         if notice:
             progress(notice)
         with closing(Starts(Path(config.out), config.train.restarts)) as starts:
             outcome = _until_it_ends(config, layout, args, starts)
     return 1 if outcome is None else _ended(config, outcome, args.json)
+
+
+def _parameters(config: Run) -> str:
+    """The number of the model's parameters, and of those that are trained where others are not."""
+    from ..parallel.rows import model_pieces
+    from ..train.program import maker_of
+
+    model = maker_of(config)()
+    count = sum(weight.numel() for weight in model.weights.values())
+    trained = sum(row.trained_numel for row in model_pieces(model, Layout()).rows)
+    if trained == count:
+        return f"{count:,} parameters"
+    return f"{count:,} parameters, {trained:,} ({trained / count:.2%}) trained"
 
 
 def _until_it_ends(

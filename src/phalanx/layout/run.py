@@ -310,10 +310,15 @@ class Run:
         maximum=1 << 24,
     )
     sequence: int = key(0, "sequence length in tokens; 0: the shape's", maximum=1 << 28)
+    epochs: float = key(
+        0.0,
+        "passes over the data, in place of `steps`; 0: as `steps` says",
+        maximum=1e6,
+    )
     steps: int = key(100, "optimizer steps", minimum=1, maximum=10**12)
     loss: str = key(
         "",
-        "empty: cross-entropy of the next token; dpo: of two answers one is preferred",
+        "empty: cross-entropy of the next token; dpo: preference pairs",
         choices=("", DPO),
     )
     z_loss: float = key(

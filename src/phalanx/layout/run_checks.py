@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .choices import ADAMW, BYTES, MUON, PYTHON
+from .choices import ADAMW, BYTES, MUON, PYTHON, elsewhere
 from .codec import FileError, Mistake, Reader
 from .files import unmakable
 from .layout import Layout
@@ -56,7 +56,9 @@ def mistakes_of(run: Run) -> Iterator[Mistake]:
     try:
         # Read here again, for the keys of its mistakes.
         if isinstance(run.model, dict) and not run.own:
-            reader = Reader(Shape)
+            words = elsewhere("model").items()
+            pointers = {other: f"Write model.{ours}" for other, ours in words}
+            reader = Reader(Shape, pointers=pointers)
             reader.table(Shape, {"name": "model", **run.model}, "model.")
             yield from reader.mistakes
         shape = None if run.own else run.shape
@@ -130,6 +132,12 @@ def _tokens(run: Run, shape: Shape) -> Iterator[Mistake]:
 
 
 def _plan(run: Run) -> Iterator[Mistake]:
+    if not run.epochs:  # else the data says how many steps there are
+        yield from _schedule(run)
+    yield from _optimizer(run)
+
+
+def _schedule(run: Run) -> Iterator[Mistake]:
     o = run.optimizer
     for name, steps in (
         ("warmup_steps", o.warmup_steps),
@@ -143,6 +151,13 @@ def _plan(run: Run) -> Iterator[Mistake]:
         what = f"optimizer.warmup_steps + optimizer.decay_steps = {both} of steps = {run.steps}"
         way_out = f"Write decay_steps = {run.steps - o.warmup_steps} or less"
         yield Mistake("optimizer.decay_steps", what, way_out)
+    if run.profile.steps and run.profile.start + run.profile.steps > run.steps:
+        what = f"profile.start + profile.steps = {run.profile.start + run.profile.steps} of {run.steps} steps"
+        yield Mistake("profile.start", what, "Profile earlier, or fewer steps")
+
+
+def _optimizer(run: Run) -> Iterator[Mistake]:
+    o = run.optimizer
     if o.decay_steps and o.schedule != "wsd":
         what = f"optimizer.decay_steps = {o.decay_steps} has no effect"
         what += f" with schedule = {o.schedule!r}"
@@ -163,9 +178,6 @@ def _plan(run: Run) -> Iterator[Mistake]:
             yield Mistake(
                 f"optimizer.{name}", what, 'Leave it out, or write name = "muon"'
             )
-    if run.profile.steps and run.profile.start + run.profile.steps > run.steps:
-        what = f"profile.start + profile.steps = {run.profile.start + run.profile.steps} of {run.steps} steps"
-        yield Mistake("profile.start", what, "Profile earlier, or fewer steps")
 
 
 def _files(run: Run) -> Iterator[Mistake]:

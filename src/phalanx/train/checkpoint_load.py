@@ -407,7 +407,7 @@ REFUSED = {
     "seed": "all random numbers follow from it",
 }
 TOLD = (
-    "precision", "document_masks", "packing", "batch", "microbatch", "sequence", "steps", "z_loss",
+    "precision", "document_masks", "packing", "batch", "microbatch", "sequence", "epochs", "steps", "z_loss",
     "optimizer", "validation.batches", "loss", "dpo",
 )  # fmt: skip
 UNTOLD = {

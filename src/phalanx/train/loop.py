@@ -28,7 +28,7 @@ from .measured_step import MeasuredStep, log_graphs
 from .peak import peak_of
 from .precision import device_notices
 from .program import layout_for
-from .rank import Rank, keep_freed_memory
+from .rank import Rank, counted_steps, keep_freed_memory
 from .reference_margins import give_reference
 from .resume import RunState, load_or_draw
 from .samples import Samples
@@ -85,6 +85,7 @@ def train(
     `verify` uses it.
     """
     refuse_random_by_name(run)
+    run = counted_steps(run)
     with (
         hold_from_first_rank(world, run, held=held),
         hold_as_rank(Path(run.out), run.checkpoints),
@@ -209,9 +210,21 @@ def make_steps(
     return completed
 
 
+def nothing_held_out(rank: Rank) -> str:
+    """The reason why a run has no validation loss, and a way out."""
+    documents = sum(len(corpus.train.starts) - 1 for corpus in rank.batches.corpora)
+    return (
+        f"no validation loss: none of {documents:,} documents of {rank.batches.name} is held out. Prepare"
+        " the data with a larger share (prepare.held_out, or data prepare --held-out)"
+    )
+
+
 def _log_start(rank: Rank, log: RunLog, start: int) -> None:
+    run = rank.run
     for notice in rank.batches.notices:
         log.event("data", notice)
+    if run.validation.batches and not rank.batches.validations:
+        log.event("data", nothing_held_out(rank))
     for notice in rank.notices:
         log.event("model", notice)
     device = rank.world.device

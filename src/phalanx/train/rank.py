@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from contextlib import suppress
 from dataclasses import replace
 
@@ -14,7 +15,8 @@ from rank_watch import Positions
 from ..comm import World, agreement
 from ..cost import step_flops
 from ..layout import Layout, LayoutError, Shape
-from ..layout.run import DPO, Run
+from ..layout.run import DPO, Run, RunError
+from ..layout.run_checks import mistakes_of
 from ..parallel import (
     Model,
     UntriedPieces,
@@ -77,6 +79,19 @@ def batches_of(run: Run, shape: Shape) -> Batches:
         corpora, run.tokens(shape), shape.batch,
         seed=run.seed, masks=run.document_masks, vocab=shape.vocab, packing=run.packing,
     )  # fmt: skip
+
+
+def counted_steps(run: Run) -> Run:
+    """The run with as many steps as its epochs take; a run that names no epochs is as it was."""
+    if not run.epochs:
+        return run
+    shape = shape_of(run)
+    sequences = batches_of(run, shape).sequences
+    steps = max(1, math.ceil(run.epochs * sequences / shape.batch))
+    counted = replace(run, epochs=0.0, steps=steps)
+    if wrong := list(mistakes_of(counted)):
+        raise RunError("run", wrong)
+    return counted
 
 
 def memory_limit(run: Run, world: World) -> float:
