@@ -65,6 +65,7 @@ CASES = (
     '--model gemma --dtype bfloat16 --packed --layouts "tp2 seq; cp2"',
     '--model sinks --dtype bfloat16 --layouts "tp4 zero1; cp2"',
     '--model latent --dtype bfloat16 --layouts "ep2 tp2 seq; dp2 zero3"',
+    '--model balanced --layouts "dp2 zero1; ep2; cp2 tp2 seq"',
     '--model mlp --dtype bfloat16 --layouts "dp2 tp2; pp2 1f1b:3"',
     '--optimizer muon --layouts "dp2 zero1; tp2 zero3 dp2; pp2 zb-v:3"',
     '--optimizer muon:original --layouts "dp3 zero2; tp2"',

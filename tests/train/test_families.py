@@ -34,7 +34,7 @@ from phalanx.cli.main import main
 from phalanx.cli.train import run as main_train
 from phalanx.cli.usage import UsageError
 from phalanx.comm import launch
-from phalanx.layout import Layout, LayoutError, Shape, staged_pieces
+from phalanx.layout import Layout, LayoutError, Shape, host, staged_pieces
 from phalanx.layout.families import code_of, config_of, family_of, shape_of
 from phalanx.layout.journal import read_journal
 from phalanx.layout.run import Run
@@ -441,6 +441,30 @@ def test_other_commands_take_the_folder(
     folder = saved(theirs(name), tmp_path / "hub")
     assert main(command.format(f"hf:{folder}").split()) == 0
     assert name in capsys.readouterr().out
+
+
+def test_a_run_of_transformers_own_code_is_compared_by_its_own_loop(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its weights are drawn, so the folder needs none."""
+    folder = saved(theirs("granite"), tmp_path / "hub")
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    words = ["verify", f"model=hf:{folder}", "layout=dp2 tp2 seq zero1", "batch=4"]
+    assert main([*words, "sequence=16", "steps=10", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["passed"] == 2
+    assert f"hf:{folder} in its own sizes" in figures["covered"]
+
+
+def test_a_run_of_transformers_code_that_is_too_large_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = saved(theirs("granite"), tmp_path / "hub")
+    monkeypatch.setattr(host, "available_memory", lambda: 1.0)
+    words = ["verify", f"model=hf:{folder}", "layout=dp2", "batch=4", "sequence=16"]
+    assert main([*words, "steps=10"]) == 2
+    assert "a folder whose config.json has fewer" in capsys.readouterr().err
 
 
 def test_pieces_that_are_not_what_transformers_computes_are_not_compared(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import fields
 from itertools import combinations, product
 
 import pytest
 
-from phalanx.layout import Layout, legal
+from phalanx.layout import Layout, Shape, legal
+from phalanx.layout.cases import LARGER
 from phalanx.verify import SHAPES, covering, every_layout
 
 HEADS = 4  # of the shapes below; and two kv heads, which 4 ranks of tp copy
@@ -146,3 +148,13 @@ def test_a_covering_subset_is_filled_up_with_layouts_of_the_list() -> None:
     assert set(covering(every, 1)) <= set(more) <= set(every)
     assert not any(legal(x, SHAPES["gqa"]) for x in more)
     assert len(covering(every, 10**6)) == len(every)
+
+
+def test_every_size_of_a_model_is_unlike_its_default_in_some_small_shape() -> None:
+    """What never varies is never compared: neither it nor the code that reads it."""
+    # keys of a run, which options of `verify` set
+    beside = {"freeze", "lora_r", "lora_alpha", "lora_targets", "source"}
+    shapes = [*SHAPES.values(), *LARGER.values()]
+    for field in fields(Shape):
+        values = {getattr(shape, field.name) for shape in shapes}
+        assert field.name in beside or values != {field.default}, field.name

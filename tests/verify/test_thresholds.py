@@ -62,6 +62,8 @@ ELSEWHERE = {
     "parallel/described.py _LONGEST": "a trial before the first step",
     "parallel/mixing.py _LONGEST": "a trial before the first step",
     "parallel/mixing.py _SHORTEST": "a trial before the first step",
+    "parallel/own_module.py _SEQUENCE": "a length where nobody says one",
+    "parallel/own_module.py _TOKENS": "a trial before the first step",
     "parallel/probe.py _PLAIN": "a trial before the first step",
     "parallel/transformers_apart.py _RUN": "a trial before the first step",
     "comm/agree.py MOST": "lines of an error",

@@ -245,11 +245,6 @@ def verify_run(
 
     `on_cpu`: do not use GPUs.
     """
-    if run.own.startswith(HUB):
-        raise UsageError(
-            f"{run.own} is in transformers' own code, which cannot be scaled down. Compare its layouts:"
-            f" phalanx verify --model {run.own} --layouts '{run.layout}'."
-        )
     from ..train.program import shape_of
 
     shape = shape_of(run)
@@ -281,8 +276,8 @@ def verify_run(
 
 
 def _refuse_large(run: Run, trial: RunTrial) -> None:
-    """Raise if a user's class, which is trained in its own sizes, would not fit into
-    memory."""
+    """Raise if a model of other code, which is trained in its own sizes, would not fit
+    into memory."""
     from ..layout.host import available_memory
     from ..train.program import maker_of, shape_of
     from ..verify.memory import GIB, needed
@@ -299,10 +294,12 @@ def _refuse_large(run: Run, trial: RunTrial) -> None:
         builtin=False,
     )
     if need.total > (limit := available_memory()):
+        smaller = "one of the same file: a function that returns it, such as model=FILE.py:small"
+        if run.own.startswith(HUB):
+            smaller = "model: a folder whose config.json has fewer and narrower layers"
         raise UsageError(
             f"verify of {run.own} in its own sizes needs {need}, but only {limit / GIB:,.1f} GiB are"
-            " available. Name a smaller one of the same file: a function that returns it, such as"
-            " model=FILE.py:small."
+            f" available. Name a smaller {smaller}."
         )
 
 

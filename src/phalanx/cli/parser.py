@@ -164,6 +164,13 @@ class Parser(argparse.ArgumentParser):
         else:
             self._add_value(names, words)
 
+    def get_default(self, dest: str) -> Any:
+        """Return the value of an argument that is not given."""
+        for argument in self.arguments:
+            if argument.field == dest and argument.default is not None:
+                return argument.default
+        return super().get_default(dest)
+
     def _add_flag(self, names: Sequence[str], words: dict[str, Any]) -> None:
         action = self._add_argument(*names, **words)
         self.arguments.append(

@@ -13,8 +13,8 @@ from math import ceil
 
 from .layout import Layout
 from .mesh import Axis, Mesh
-from .run import Checkpoints, Metrics, Run, Training, Validation
-from .shape import Shape
+from .run import CLASS, Checkpoints, Metrics, Run, Training, Validation
+from .shape import HUB, Shape
 
 TOKENS, STEPS, WORDS = 24, 5, 257
 _HEAD = 8  # features of a head
@@ -94,6 +94,12 @@ def small_layout(layout: Layout) -> Layout:
     return replace(layout, mesh=Mesh(tuple(axes)), microbatches=count, stages=())
 
 
+def _own_model(own: str) -> str | dict[str, str]:
+    """The key of a model that is made by its own code. A model of a folder is drawn and
+    does not begin with the weights there."""
+    return {CLASS: own} if own.startswith(HUB) else own
+
+
 def small_run(run: Run, shape: Shape, layout: Layout, out: str) -> Run:
     """The run with a small model and layout, and few steps that still cover its whole
     schedule.
@@ -114,7 +120,7 @@ def small_run(run: Run, shape: Shape, layout: Layout, out: str) -> Run:
     }
     return replace(
         run,
-        model=run.own or table | {"batch": batch},
+        model=_own_model(run.own) or table | {"batch": batch},
         layout=str(few),
         precision="",
         weights="",
