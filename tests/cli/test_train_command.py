@@ -375,7 +375,7 @@ def test_ranks_that_fail_at_one_step_three_times_are_not_started_again(
     assert begun == [2] * starts
     said = capfd.readouterr().err.splitlines()
     assert said[0] == "rank 1 failed: the process was killed by signal 9"
-    assert "with the beginning; restarts left: 8" in said[1]
+    assert "from the beginning; restarts left: 8" in said[1]
     assert ("not restarted" in said[-1]) == bool(why)
     assert why in said[-1]
     assert not list(tmp_path.glob(".run.steps"))

@@ -285,7 +285,7 @@ def _text(layout: Layout, shape: Shape, figures: Mapping[str, Any]) -> str:
         f"\n\n{mesh}{zero}; {many(layout.microbatches, 'microbatch')}, {layout.schedule};"
         f" {figures['operations']} operations\n\n{text_table(head, rows, left='rrrrrr')}"
         f"\nPiece 0 is the embedding, piece {figures['virtual_stages'][-1][1] - 1} the head."
-        "\nMicrobatches: most with kept activations at once. Units: most with gathered weights."
+        "\nMicrobatches: most with kept activations. Units: most with gathered weights."
     )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..comm import Work, World
 from ..layout import Layout
-from ..layout.choices import SEARCHED
+from ..layout.choices import SCHEDULES, SEARCHED
 from ..models import RoutingPart
 from ..parallel import Entry, Model, Piece, Precision, microbatches, on_device
 from ..parallel.experts import cut_blocks
@@ -234,10 +234,14 @@ def program_in(layout: Layout, model: Callable[[], Model], setting: Setting) -> 
 def long_program(
     layout: Layout, model: Callable[[], Model], setting: Setting
 ) -> Program | None:
-    """The program of a layout with `LONG` microbatches; None if it has none, or takes long to find."""
+    """Return the layout's program with `LONG` microbatches.
+
+    None if it has only one microbatch, or if the program takes long to search. A user's own
+    schedule may not exist for other numbers of microbatches.
+    """
     if layout.microbatches == 1 or layout.recompute == "fit" or layout.stages:
         return None
-    if layout.schedule == SEARCHED:
+    if layout.schedule == SEARCHED or layout.schedule not in SCHEDULES:
         return None
     return program_in(replace(layout, microbatches=LONG), model, setting)
 
