@@ -105,6 +105,80 @@ class Plain(nn.Module):
         return logits, F.cross_entropy(flat, targets.view(-1), ignore_index=-1)
 
 
+class Planned(Plain):
+    """With a plan for tp, as the code of its author would hand it to parallelize_module."""
+
+    def tp_plan(self):
+        linears = {"attn.c_attn": "colwise", "attn.c_proj": "rowwise"}
+        return linears | {"mlp.c_fc": "colwise", "mlp.c_proj": "rowwise"}
+
+
+class Shared(nn.Module):
+    """Attention of which query heads share keys and values, with a norm of a head's features."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = 4, 2, 6
+        self.wq, self.wk, self.wv = (nn.Linear(24, n, bias=False) for n in (24, 12, 12))
+        self.norm, self.wo = nn.LayerNorm(6), nn.Linear(24, 24)
+
+    def forward(self, x):
+        b, t, _ = x.shape
+        q = self.norm(self.wq(x).view(b, t, -1, self.head_dim)).transpose(1, 2)
+        k = self.wk(x).view(b, t, self.num_kv_heads, self.head_dim).transpose(1, 2)
+        v = self.wv(x).view(b, t, self.num_kv_heads, self.head_dim).transpose(1, 2)
+        repeated = self.num_heads // self.num_kv_heads
+        k, v = (y.repeat_interleave(repeated, 1) for y in (k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.wo(y.transpose(1, 2).flatten(2))
+
+
+class Gated(nn.Module):
+    """Gate and up in one linear; `over` mixes all features between, which no part of them can."""
+
+    def __init__(self, over):
+        super().__init__()
+        self.gate_up, self.down = nn.Linear(24, 40), nn.Linear(20, 24)
+        self.over = over
+
+    def forward(self, x):
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.softmax(gate, -1) * up if self.over else F.silu(gate) * up)
+
+
+class GroupedBlock(nn.Module):
+    def __init__(self, over):
+        super().__init__()
+        self.attention, self.mlp = Shared(), Gated(over)
+
+    def forward(self, x):
+        x = x + self.attention(x)
+        return x + self.mlp(x)
+
+
+class Grouped(nn.Module):
+    def __init__(self, over: bool = False):
+        super().__init__()
+        self.words = nn.Embedding(37, 24)
+        self.layers = nn.ModuleList(GroupedBlock(over) for _ in range(3))
+        self.head = nn.Linear(24, 37)
+
+    def forward(self, tokens):
+        x = self.words(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class GroupedPlanned(Grouped):
+    tp_plan = {  # noqa: RUF012 - as its author writes it
+        "attention.w[qkv]": "colwise",
+        "attention.wo": "rowwise",
+        "mlp.gate_up": "colwise",
+        "mlp.down": "rowwise",
+    }
+
+
 class Words(nn.Module):
     """Logits alone, and no table of positions; its arguments are its own."""
 

@@ -45,6 +45,7 @@ from ..parallel.own_loss import (
     make_whole,
 )
 from ..parallel.own_module import Describe, OwnModule
+from ..parallel.own_tp import Plan
 from ..program import Program
 from ..train.checkpoint import Saver, owned
 from ..train.checkpoint_format import WEIGHT, CheckpointError, Progress
@@ -103,6 +104,7 @@ def prepare(
     clip: float = 0.0,
     describe: Describe | None = None,
     example: GivenBatch | None = None,
+    tp_plan: Plan | None = None,
     world: World | None = None,
 ) -> PreparedRun:
     """Build this rank's part of a torch module, for a training loop of your own. Collective.
@@ -123,6 +125,8 @@ def prepare(
         (docs/bring-your-model.md); by default `describe` in the module's file
     example: a batch on which a module without a description is run once to find its blocks.
         Without an example such a module is a single piece, for dp and ZeRO
+    tp_plan: which linears of the blocks tp shards, as torch's `parallelize_module` takes it:
+        {"attn.wq": ColwiseParallel(), "attn.wo": RowwiseParallel()}. It needs an example
     world: this rank's connection to the others; by default `phalanx.join()`
     """
     world = world or join()
@@ -130,10 +134,11 @@ def prepare(
         chosen = _layout_of(layout, model, world.size)
         refuse_other_than_elementwise(optimizer)
         entries = None if example is None else _entries(example)
-        own = OwnModule.of(model, describe, entries)
+        own = OwnModule.of(model, describe, entries, tp_plan)
+        measure = Measure(_counted(count), tuple(metrics))
         if not world.rank:
             _refuse_other_forward(own, chosen)
-        measure = Measure(_counted(count), tuple(metrics))
+            _refuse_wrong_plan(own, chosen, loss, measure)
         made, names = own.model()
         _refuse_illegal(made, chosen)
         _give_loss(made, own, OwnLoss(loss, measure) if loss else None, measure)
@@ -438,12 +443,25 @@ def _refuse_other_forward(own: OwnModule, layout: Layout) -> None:
             raise
 
 
+def _refuse_wrong_plan(
+    own: OwnModule, layout: Layout, loss: LossFunction | None, measure: Measure
+) -> None:
+    """Compares ranks of tp with one process on the example."""
+    if own.describe is None and own.example is not None and layout.tp > 1:
+        model, _ = own.model()
+        _give_loss(model, own, OwnLoss(loss, measure) if loss else None, measure)
+        refuse_mixing(model, layout, own.example)
+
+
 def _refuse_illegal(model: Model, layout: Layout) -> None:
     if model.shape is not None:
         rows = layout.data * layout.microbatches
         wrong = legal(layout, model.shape, batch=rows)
         if wrong:
             raise LayoutError("\n".join(map(str, wrong)))
+        return
+    if model.as_it_is:
+        refuse_unfit(model, layout)
         return
     cut = [axis for axis in ("tp", "cp", "ep") if layout.mesh.of(axis) > 1]
     if cut:

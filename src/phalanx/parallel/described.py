@@ -27,6 +27,7 @@ from .probe import (
     ProbeRun,
     bind_weights,
     error_text,
+    loss_of,
     make_buffers,
     probe_dtype,
     random_weight,
@@ -124,11 +125,6 @@ class _PieceTrial:
                 " training divides by the count of all tokens."
             )
         return pieces
-
-
-def loss_of(run: ProbeRun) -> Tensor:
-    """The output of the last piece."""
-    return next(iter(run.gave[-1].values()))
 
 
 class _Comparison:

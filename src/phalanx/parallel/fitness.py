@@ -58,6 +58,7 @@ def fitting(model: Model, layouts: Iterable[Layout]) -> tuple[Layout, ...]:
 def misfits(model: Model, layout: Layout) -> tuple[str, ...]:
     """A sentence for every part of the model that this layout would compute wrongly."""
     wrong = [*_unnamed(model), *_untrainable(model), *_uncuttable(model, layout)]
+    wrong += _uneven(model, layout)
     if model.original and layout.compile:
         wrong.append("transformers' own code cannot be compiled. Leave compile out.")
     if layout.seq and layout.tp > 1 and not wrong:
@@ -101,10 +102,23 @@ def _uncuttable(model: Model, layout: Layout) -> Iterator[str]:
         cut.append("tp")
     cut += ["seq"] * layout.seq
     if cut:
+        why = model.why_whole if cut == ["tp"] else ""
         yield (
-            f"{' and '.join(cut)} of {layout}: nothing says how this module is cut. Describe it"
+            f"{' and '.join(cut)} of {layout}: {why or 'nothing says how this module is cut'}. Describe it"
             " (docs/bring-your-model.md), or use dp, ZeRO and pp."
         )
+
+
+def _uneven(model: Model, layout: Layout) -> Iterator[str]:
+    """The weights of a plan for tp that do not divide among the ranks."""
+    for name, weight in model.weights.items() if model.as_it_is else ():
+        dims = model.rules.dims(name, weight.dim())
+        for dim, size in zip(dims, weight.shape, strict=True):
+            units = model.counts.get(dim, size)
+            repeated = dim == "kv" and layout.tp % units == 0
+            if AXIS_OF.get(dim) == "tp" and units % layout.tp and not repeated:
+                yield f"{layout}: tp{layout.tp} does not divide {units} {dim} of {name}."
+                return
 
 
 # ---- in every layout

@@ -30,10 +30,12 @@ from .batch import held_times, microbatches, time_multiple
 from .context import install_context
 from .kinds import one_of_each
 from .model import Model
+from .own_tp_trial import refuse_wrong_plan
 from .probe import (
     ModuleCall,
     ProbeFailed,
     ProbeRun,
+    bind_part,
     bind_weights,
     error_text,
     frozen_parameters,
@@ -43,7 +45,7 @@ from .probe import (
     refuse_not_finite,
     run_pieces,
 )
-from .tensor import Weight, cut_of, cut_weights, install_regions
+from .tensor import cut_weights, install_regions
 
 _LONGEST, _SHORTEST = 1024, 16  # tokens
 # Multiply-adds of the largest piece. Larger pieces are tried with shorter sequences.
@@ -56,10 +58,15 @@ _SECONDS = 120.0  # time limit for a rank that waits for another
 _known: WeakKeyDictionary[Model, dict[Layout, str]] = WeakKeyDictionary()
 
 
-def refuse_mixing(model: Model, layout: Layout) -> None:
+def refuse_mixing(
+    model: Model, layout: Layout, batch: Mapping[str, Tensor] | None = None
+) -> None:
     """Raise a LayoutError that lists every module to which this layout would give too
     few tokens.
     """
+    if model.as_it_is and layout.tp > 1:
+        tokens = min(_SHORTEST, model.shape.sequence if model.shape else _SHORTEST)
+        refuse_wrong_plan(model, layout, batch or probe_batch(model, tokens))
     if wrong := mixing(model, layout):
         raise LayoutError("\n".join(wrong))
 
@@ -201,7 +208,7 @@ class _Trial:
         held = cut_weights(model, layout, at)
         install_context(model, layout, ring, ulysses)
         install_regions(model, layout, groups)
-        _bind_part(model, held, self, at)
+        bind_part(model, layout, held, self.weights, at)
         (batch,) = microbatches(self.batch, layout, 0, at["cp"])
         with torch.no_grad():
             return run_pieces(model, batch)
@@ -282,33 +289,3 @@ def _same(
         return torch.equal(own, whole)
     scale = whole.abs().max().clamp_min(1e-30)
     return bool((own - whole).abs().max() <= _APART * scale)
-
-
-# ---- a rank's weights
-
-
-def _part(whole: Tensor, weight: Weight) -> Tensor:
-    """A rank's part of a weight, with zeros as padding."""
-    part = whole[weight.box]
-    if tuple(part.shape) == weight.local:
-        return part
-    padded = part.new_zeros(weight.local)
-    padded[tuple(slice(0, size) for size in part.shape)] = part
-    return padded
-
-
-def _bind_part(
-    model: Model, held: Mapping[str, Weight], trial: _Trial, at: Mapping[str, int]
-) -> None:
-    """Bind a rank's parts of the weights and buffers to the modules."""
-    parts = {name: _part(trial.weights[name], weight) for name, weight in held.items()}
-    bind_weights(model, frozen_parameters(parts))
-    for prefix, piece in model.pieces:
-        for path, module in piece.named_modules():
-            for key, x in list(module._buffers.items()):
-                if x is not None:
-                    name = f"{prefix}.{path}".rstrip(".") + f".{key}"
-                    cuts = cut_of(model, trial.layout, name, x.shape, at)
-                    module._buffers[key] = x[
-                        tuple(slice(c.start, c.stop) for c in cuts)
-                    ]

@@ -96,6 +96,7 @@ class Model:
     whole: Callable[[], Whole | None] | None = None
     # A module without a description, whose pieces were found by running it.
     as_it_is: bool = False
+    why_whole: str = ""  # the reason why its plan for tp cannot be followed
     # the weights that its own constructor draws with a seed
     own_start: OwnStart | None = None
     # By the name of a lookup's weight: the row of its padding token.

@@ -7,12 +7,10 @@ another piece gives zeros of the shape that it gave then. Nothing of the weights
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,8 +34,9 @@ from .frame import (
 )
 from .model import Model
 from .own_loss import arguments_for
+from .own_tp import OwnerCut, Plan, UncutError, planned_cuts
 from .probe import bind_weights
-from .transformers_refused import refuse
+from .transformers_refused import code_line, refuse
 from .whole import TARGETS, Whole
 
 Batch = Mapping[str, Tensor]
@@ -193,17 +192,18 @@ class Apart:
     model: Model
     frame: OwnFrame
     blocks: Sequence[nn.Module]
+    cuts: Mapping[str, OwnerCut]  # by the name of the module that owns sharded linears
     width: int
     returned: Any
     words: int
     places: int
 
 
-def take_apart(module: nn.Module, example: Batch) -> Apart:
+def take_apart(module: nn.Module, example: Batch, plan: Plan | None = None) -> Apart:
     """The pieces of a module on meta; a LayoutError says why it cannot be cut, and where."""
     kind = type(module).__name__
     try:
-        return _taken_apart(module, example)
+        return _taken_apart(module, example, plan or {})
     except LayoutError as error:
         raise LayoutError(
             f"{kind} cannot be cut into pieces: {str(error).rstrip('.')}. Describe it"
@@ -211,7 +211,7 @@ def take_apart(module: nn.Module, example: Batch) -> Apart:
         ) from None
 
 
-def _taken_apart(module: nn.Module, example: Batch) -> Apart:
+def _taken_apart(module: nn.Module, example: Batch, plan: Plan) -> Apart:
     path, layers = blocks_of(module)
     blocks = list(layers.children())
     names = {owner: name for name, owner in module.named_modules()}
@@ -230,6 +230,13 @@ def _taken_apart(module: nn.Module, example: Batch) -> Apart:
     outer = take_out(frame, path, layers, named)
     trial = _RunOnMeta(frame, blocks, outer)
     around = around_blocks(trial.run(example), outer)
+    children = [f"{names[layers]}.{child}" for child, _ in layers.named_children()]
+    listed = dict(zip(children, blocks, strict=True))
+    cuts, why_whole = dict[str, OwnerCut](), ""
+    try:
+        cuts = planned_cuts(listed, plan, trial.calls, frame)
+    except UncutError as error:
+        why_whole = str(error)
     for number, block in enumerate(blocks):
         own_kind: Any = type(block)
         block.__class__ = _block_class(own_kind)
@@ -249,11 +256,37 @@ def _taken_apart(module: nn.Module, example: Batch) -> Apart:
     for prefix, piece in pieces:
         for name, x in (*piece.named_parameters(), *piece.named_buffers()):
             lines[f"{prefix}.{name} : {' '.join('-' * x.dim())}"] = None
-    table = Rules.parse("\n".join(lines))
-    model = Model(pieces, table, edges=edges, as_it_is=True)
+    rules = _sharded(listed, cuts) + list(lines)
+    counts = {
+        dim: number
+        for cut in cuts.values()
+        if cut.heads.owner is not None
+        for dim, number in (("heads", cut.heads.query), ("kv", cut.heads.key))
+    }
+    table = Rules.parse("\n".join(rules))
+    model = Model(
+        pieces, table, counts, edges=edges, as_it_is=True, why_whole=why_whole
+    )
     width = trial.edge.shape[-1]
     lookups = trial.words, trial.places
-    return Apart(model, frame, blocks, width, trial.returned, *lookups)
+    return Apart(model, frame, blocks, cuts, width, trial.returned, *lookups)
+
+
+def _sharded(
+    blocks: Mapping[str, nn.Module], cuts: Mapping[str, OwnerCut]
+) -> list[str]:
+    """Rules of the weights that a plan shards, whose modules are changed for it."""
+    lines = []
+    for number, (name, block) in enumerate(blocks.items()):
+        for owner, cut in cuts.items():
+            if not owner.startswith(f"{name}."):
+                continue
+            path = owner.removeprefix(f"{name}.")
+            module = block.get_submodule(path)
+            rules = cut.rules(module)
+            lines += [f"blocks.{number}.{path}.{key} : {dims}" for key, dims in rules]
+            cut.apply(module)
+    return lines
 
 
 def blocks_of(module: nn.Module) -> tuple[list[nn.Module], nn.Module]:
@@ -306,11 +339,14 @@ class _RunOnMeta:
         self.after_other = set[int]()
         self.words = self.places = 0
         self.last: Any = None
+        # Of each module in the blocks its arguments, and the shape of its output.
+        self.calls: dict[nn.Module, tuple[Any, Any, torch.Size]] = {}
         self.returned: Any = None
         # Of each block its arguments besides the first, if none of them is a tensor.
         self.others: dict[int, tuple[Any, Any] | None] = {}
         self.every: dict[Key, Callable[..., Any]] = {}
         self.roots = [frame.module, *blocks, *outer.values()]
+        self.blocks = blocks
         for number, block in enumerate(blocks):
             self.every[number] = partial(self._block, number, block)
         for name, module in outer.items():
@@ -327,6 +363,11 @@ class _RunOnMeta:
             for module in root.modules()
             if isinstance(module, nn.Embedding)
         ]
+        hooks += [
+            module.register_forward_hook(self._called, with_kwargs=True)
+            for block in self.blocks
+            for module in block.modules()
+        ]
         try:
             # What the forward makes by itself, as a mask, is on meta too.
             with torch.no_grad(), self._buffers_on_meta(), seen:
@@ -340,6 +381,11 @@ class _RunOnMeta:
                 hook.remove()
         self.frame.ignored = seen.ignored
         return self.order
+
+    def _called(self, module: nn.Module, args: Any, kwargs: Any, y: Any) -> None:
+        y = y[0] if isinstance(y, tuple) else y
+        if isinstance(y, Tensor):
+            self.calls[module] = args, kwargs, y.shape
 
     def _looked_up(self, first: Tensor, table: nn.Module, args: Any) -> None:
         """Notes how many rows the tables of tokens and of positions have."""
@@ -403,15 +449,8 @@ class _RunOnMeta:
 
 def _with_its_line(error: Exception) -> str:
     """An error with the line of the user's code at which it was raised."""
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = str(Path(__file__).parent)
-    own = [f for f in frames if "/torch/" not in f.filename and ours not in f.filename]
-    at = own[-1] if own else frames[-1]
     text = " ".join(str(error).split())[:200]
-    return (
-        f"its forward cannot be run on meta: {type(error).__name__}: {text} ({at.filename}:{at.lineno}:"
-        f" {at.line})"
-    )
+    return f"its forward cannot be run on meta: {type(error).__name__}: {text} ({code_line(error)})"
 
 
 @dataclass(frozen=True)

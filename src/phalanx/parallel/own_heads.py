@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-_HEADS = ("n_head", "n_heads", "num_heads", "num_attention_heads", "nhead", "heads")
-_KEYS = ("n_kv_head", "n_kv_heads", "num_kv_heads", "num_key_value_heads", "kv_heads")
+HEADS = ("n_head", "n_heads", "num_heads", "num_attention_heads", "nhead", "heads")
+KEYS = ("n_kv_head", "n_kv_heads", "num_kv_heads", "num_key_value_heads", "kv_heads")
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Heads:
 def heads_of(module: nn.Module) -> Heads:
     """The heads that a module, or the first one inside of it, keeps in an attribute."""
     for each in module.modules():
-        if query := _number(each, _HEADS):
-            return Heads(query, _number(each, _KEYS) or query, each)
+        if query := _number(each, HEADS):
+            return Heads(query, _number(each, KEYS) or query, each)
     return Heads()
 
 

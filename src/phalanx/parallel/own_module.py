@@ -25,6 +25,7 @@ from .own_apart import Apart, OwnWhole, blocks_of, take_apart
 from .own_class import Made, OwnStart
 from .own_heads import heads_of
 from .own_loss import Measure, OwnLoss, make_head
+from .own_tp import Plan, mlp_width
 from .whole import (
     TARGETS,
     TOKENS,
@@ -48,6 +49,7 @@ class OwnModule:
     module: nn.Module
     describe: Describe | None
     example: Mapping[str, Tensor] | None = None
+    plan: Plan | None = None  # for tp
 
     @classmethod
     def of(
@@ -55,6 +57,7 @@ class OwnModule:
         module: object,
         describe: Describe | None,
         example: Mapping[str, Tensor] | None = None,
+        plan: Plan | None = None,
     ) -> OwnModule:
         if not isinstance(module, nn.Module):
             raise LayoutError(
@@ -65,7 +68,7 @@ class OwnModule:
         beside = getattr(sys.modules[type(module).__module__], "describe", None)
         if isinstance(module, Decoder):
             beside = _describe_decoder
-        return cls(module, describe or beside, example)
+        return cls(module, describe or beside, example, plan or plan_of(module))
 
     @cached_property
     def names(self) -> dict[str, nn.Parameter]:
@@ -77,7 +80,7 @@ class OwnModule:
         twin, made = self._twin()
         if self.describe is None and self.example is not None:
             _refuse_batch_statistics(twin)
-            model = take_apart(twin, self.example).model
+            model = take_apart(twin, self.example, self.plan).model
         elif self.describe is None:
             model = _one_piece(twin)
         else:
@@ -90,7 +93,7 @@ class OwnModule:
         """The module taken apart by the example, and its name of each weight of the new Model."""
         twin, made = self._twin()
         _refuse_batch_statistics(twin)
-        apart = take_apart(twin, self.example or {})
+        apart = take_apart(twin, self.example or {}, self.plan)
         return apart, self._own_names(apart.model, made)
 
     def _twin(self) -> tuple[nn.Module, dict[nn.Parameter, str]]:
@@ -134,7 +137,17 @@ def described(made: object, where: str, instance: object) -> Model:
     )
 
 
-def as_it_is(instance: object, make: Made) -> Model:
+def plan_of(module: nn.Module) -> Plan | None:
+    """The plan for tp that a module has as its attribute or method `tp_plan`, or a model of transformers in
+    its configuration."""
+    config = getattr(module, "config", None)
+    theirs = getattr(config, "base_model_tp_plan", None)
+    own = theirs or getattr(module, "tp_plan", None)
+    plan: Plan | None = own() if callable(own) else own
+    return plan or None
+
+
+def as_it_is(instance: object, make: Made, plan: Plan | None = None) -> Model:
     """The Model of a class that nothing describes: it reads tokens, and its own constructor draws its
     weights. `instance` has parameters on meta; `make` makes another one."""
     if not isinstance(instance, nn.Module):
@@ -144,7 +157,7 @@ def as_it_is(instance: object, make: Made) -> Model:
     ids = torch.zeros(2, _TOKENS, dtype=torch.int64)
     positions = torch.arange(_TOKENS).expand(2, -1)
     example = {TOKENS: ids, TARGETS: ids, "positions": positions}
-    own = OwnModule(instance, None, example)
+    own = OwnModule(instance, None, example, plan or plan_of(instance))
     apart, names = own.apart()
     name = type(instance).__name__
     own_loss = returned_loss(apart.returned) is not None
@@ -176,6 +189,7 @@ def _shape_of(apart: Apart, name: str) -> Shape:
         words = logits_in(apart.returned, f"{name}.forward").shape[-1]
     numbers = [sum(x.numel() for x in each.parameters()) for each in apart.blocks]
     width, heads = apart.width, heads_of(apart.blocks[0])
+    planned = mlp_width(apart.cuts)
     rest = sum(numbers) // len(numbers) - 4 * width * width
     return Shape(
         name.lower(),
@@ -183,7 +197,7 @@ def _shape_of(apart: Apart, name: str) -> Shape:
         hidden=width,
         heads=heads.query,
         kv_heads=heads.key,
-        ffn=heads.query * max(1, rest // (2 * width * heads.query)),
+        ffn=planned or heads.query * max(1, rest // (2 * width * heads.query)),
         vocab=words,
         sequence=apart.places or _SEQUENCE,
         positions="learned" if apart.places else "rope",

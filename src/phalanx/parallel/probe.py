@@ -18,8 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..layout import Layout
 from .batch import DOCUMENTS
 from .model import Model, entries_named
+from .tensor import Weight, cut_of
 from .whole import TARGETS, TOKENS
 
 _PLAIN = 1 << 20  # weights with more elements overlap in memory
@@ -79,6 +81,43 @@ def bind_weights(model: Model, weights: Mapping[str, nn.Parameter]) -> None:
                 if parameter is not None:
                     module._parameters[key] = weights[names[parameter]]
             make_buffers(module)
+
+
+def bind_part(
+    model: Model,
+    layout: Layout,
+    held: Mapping[str, Weight],
+    weights: Mapping[str, Tensor],
+    at: Mapping[str, int],
+    *,
+    trained: bool = False,
+) -> dict[str, nn.Parameter]:
+    """Put a rank's parts of weights into the modules, and its parts of their buffers."""
+    parts = {
+        name: nn.Parameter(_part(weights[name], weight), requires_grad=trained)
+        for name, weight in held.items()
+    }
+    bind_weights(model, parts)
+    for prefix, piece in model.pieces:
+        for path, module in piece.named_modules():
+            for key, x in list(module._buffers.items()):
+                if x is not None:
+                    name = f"{prefix}.{path}".rstrip(".") + f".{key}"
+                    cuts = cut_of(model, layout, name, x.shape, at)
+                    module._buffers[key] = x[
+                        tuple(slice(c.start, c.stop) for c in cuts)
+                    ]
+    return parts
+
+
+def _part(whole: Tensor, weight: Weight) -> Tensor:
+    """A rank's part of a weight, with zeros where it is padded."""
+    part = whole[weight.box]
+    if tuple(part.shape) == weight.local:
+        return part.clone()
+    padded = part.new_zeros(weight.local)
+    padded[tuple(slice(0, size) for size in part.shape)] = part
+    return padded
 
 
 def make_buffers(module: nn.Module) -> None:
@@ -143,6 +182,11 @@ def run_pieces(model: Model, batch: Mapping[str, Tensor]) -> ProbeRun:
         run.gave.append(gave)
         run.calls.append(notes.calls)
     return run
+
+
+def loss_of(run: ProbeRun) -> Tensor:
+    """The output of the last piece."""
+    return next(iter(run.gave[-1].values()))
 
 
 class CallNotes:

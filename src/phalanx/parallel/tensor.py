@@ -34,6 +34,7 @@ from ..models import (
 )
 from .groups import Groups
 from .model import Model
+from .own_tp import install_views
 from .preference import PreferenceLoss
 
 
@@ -266,6 +267,7 @@ class _Installer:
         for name, dim in columns.items():
             if not any(name.startswith(owner + ".") for owner in owners):
                 self._single(name, dim)
+        install_views(self.piece, self.layout.tp, self.groups.tp.rank)
         if self.seq:
             self._cut_time()
 

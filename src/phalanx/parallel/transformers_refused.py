@@ -4,7 +4,9 @@ reason.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -22,6 +24,15 @@ def refuse(reasons: Mapping[str, Any]) -> None:
 
 def error_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]
+
+
+def code_line(error: BaseException) -> str:
+    """The line of somebody's code at which an error was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = str(Path(__file__).parent)
+    own = [f for f in frames if "/torch/" not in f.filename and ours not in f.filename]
+    at = own[-1] if own else frames[-1]
+    return f"{at.filename}:{at.lineno}: {at.line}"
 
 
 def refuse_attention(

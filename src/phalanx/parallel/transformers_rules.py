@@ -5,18 +5,16 @@ Weights that the plan gets wrong, or does not name, stay whole, with a note.
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..layout import Rules
 from ..layout.rules import Cut
+from .own_tp import failure_of, resized
 from .transformers_apart import TakenApart
-from .transformers_refused import error_line
 
 
 class CutRules:
@@ -193,23 +191,16 @@ class CutRules:
             ),
             1,
         )
-        small = copy.deepcopy(owner, {id(self.apart.frame): self.apart.frame})
         counts = {"heads": self.heads, "kv": self.kv}
+        sizes = {}
         for name, dim in dims.items():
-            linear: Any = small.get_submodule(name)
-            for key, weight in list(linear.named_parameters()):
-                if key == "bias" and name not in outs:
-                    continue
-                size, at = list(weight.shape), 0 if name in outs else 1
-                unit = max(1, size[at] // counts.get(dim, size[at]))
-                size[at] = Cut.of(size[at], parts, 0, unit).length
-                setattr(linear, key, nn.Parameter(torch.empty(size, device="meta")))
-        try:
-            y = small(*args, **kwargs)
-        except Exception as error:
-            return error_line(error)
-        y = y[0] if isinstance(y, tuple) else y
-        return "" if y.shape == shape else "its output has another shape"
+            at = 0 if name in outs else 1
+            linear: Any = owner.get_submodule(name)
+            whole = linear.weight.shape[at]
+            unit = max(1, whole // counts.get(dim, whole))
+            sizes[name] = at, Cut.of(whole, parts, 0, unit).length
+        small = resized(owner, sizes, self.apart.frame)
+        return failure_of(small, (args, kwargs, shape))
 
     def _note(self, where: str, what: str) -> None:
         self.notes[f"{where}: {what}"] = None
