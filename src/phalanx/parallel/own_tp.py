@@ -35,7 +35,7 @@ class UncutError(ValueError):
 
 
 @dataclass(frozen=True)
-class Part:
+class FeaturePart:
     """A run of features that is sharded by whole units: by heads, or one by one."""
 
     size: int
@@ -53,7 +53,7 @@ class FusedLinear(nn.Module):
     the weight is the sum over the ranks.
     """
 
-    def __init__(self, plain: nn.Linear, parts: Sequence[Part]) -> None:
+    def __init__(self, plain: nn.Linear, parts: Sequence[FeaturePart]) -> None:
         super().__init__()
         self.weight, self.bias, self.parts = plain.weight, plain.bias, tuple(parts)
         self.own: tuple[slice, ...] = ()  # this rank's rows; empty for all of them
@@ -76,11 +76,11 @@ class FusedLinear(nn.Module):
 
 
 @dataclass(frozen=True)
-class View:
+class OwnerView:
     """What the code of a module sees under tp: `sizes` are attributes with the part that each counts,
     and `narrow` gives it activations that look as wide as a rank's part."""
 
-    sizes: Mapping[str, Part]
+    sizes: Mapping[str, FeaturePart]
     narrow: bool = False
 
     def install(
@@ -124,11 +124,11 @@ def _see_narrow(owner: nn.Module, columns: Sequence[str], tp: int) -> None:
 class OwnerCut:
     """The sharded linears of one module: the parts of each column linear's output, and its row linears."""
 
-    columns: Mapping[str, tuple[Part, ...]]
+    columns: Mapping[str, tuple[FeaturePart, ...]]
     rows: tuple[str, ...]
-    inner: Part
+    inner: FeaturePart
     heads: Heads
-    view: View = View({})
+    view: OwnerView = OwnerView({})
 
     def rules(self, owner: nn.Module) -> Iterator[tuple[str, str]]:
         """The dims of each weight of the module."""
@@ -243,8 +243,8 @@ def _cut_of(
     heads = heads_of(owner)
     if heads.owner is not None and (heads.query < 2 or width % heads.query):
         raise UncutError(f"{where} has {heads.query} heads, and a width of {width}")
-    inner = Part(width, "heads" if heads.owner else "ffn", heads.query)
-    inner = inner if heads.owner else Part(width, "ffn", width)
+    inner = FeaturePart(width, "heads" if heads.owner else "ffn", heads.query)
+    inner = inner if heads.owner else FeaturePart(width, "ffn", width)
     parts = {
         name: _parts_of(f"{where}.{name}", linears[name].out_features, inner, heads)
         for name in columns
@@ -261,9 +261,11 @@ def _cut_of(
     raise UncutError(f"{where} does not run with a part of its features: {reason}")
 
 
-def _parts_of(where: str, size: int, inner: Part, heads: Heads) -> tuple[Part, ...]:
+def _parts_of(
+    where: str, size: int, inner: FeaturePart, heads: Heads
+) -> tuple[FeaturePart, ...]:
     """The matrices in the output of a column linear."""
-    kv = Part(inner.size // heads.query * heads.key, "kv", heads.key)
+    kv = FeaturePart(inner.size // heads.query * heads.key, "kv", heads.key)
     attention = heads.owner is not None
     fused = (inner, kv, kv) if attention else (inner, inner)
     for parts in ((inner,), (kv,), fused):
@@ -275,24 +277,24 @@ def _parts_of(where: str, size: int, inner: Part, heads: Heads) -> tuple[Part, .
     )
 
 
-def _views(owner: nn.Module, inner: Part, heads: Heads) -> Iterator[View]:
+def _views(owner: nn.Module, inner: FeaturePart, heads: Heads) -> Iterator[OwnerView]:
     """What the code of a module may need to see, from the least: its own sizes, those of a part, and
     activations of a part's width."""
-    yield View({})
+    yield OwnerView({})
     known = {inner.size: inner}
     if heads.owner is owner:
-        kv = Part(inner.size // heads.query * heads.key, "kv", heads.key)
+        kv = FeaturePart(inner.size // heads.query * heads.key, "kv", heads.key)
         known = {kv.size: kv, **known, 3 * inner.size: inner}
-    sizes: dict[str, Part] = {}
+    sizes: dict[str, FeaturePart] = {}
     for name, value in vars(owner).items():
         if name in HEADS and value == heads.query:
-            sizes[name] = Part(heads.query, "heads", heads.query)
+            sizes[name] = FeaturePart(heads.query, "heads", heads.query)
         elif name in KEYS and value == heads.key:
-            sizes[name] = Part(heads.key, "kv", heads.key)
+            sizes[name] = FeaturePart(heads.key, "kv", heads.key)
         elif type(value) is int and value in known and value != 3 * inner.size:
             sizes[name] = known[value]
-    yield View(sizes)
-    yield View(sizes, narrow=True)
+    yield OwnerView(sizes)
+    yield OwnerView(sizes, narrow=True)
 
 
 def _failure(cut: OwnerCut, owner: nn.Module, call: Call, frame: object) -> str:

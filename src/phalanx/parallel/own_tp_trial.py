@@ -30,7 +30,7 @@ _APART = {torch.float64: 1e-8, torch.float32: 1e-3}
 
 
 @dataclass(frozen=True)
-class _Run:
+class _PlanRun:
     """The loss of a trial, and the gradient of each weight or of a rank's part of it."""
 
     loss: float
@@ -81,7 +81,7 @@ class _PlanTrial:
                 return found
         return ""
 
-    def _difference(self, whole: _Run, run: _Run, rank: int) -> str:
+    def _difference(self, whole: _PlanRun, run: _PlanRun, rank: int) -> str:
         within = _APART[next(iter(self.weights.values())).dtype]
         if abs(run.loss - whole.loss) > within * max(abs(whole.loss), 1e-30):
             return (
@@ -98,15 +98,15 @@ class _PlanTrial:
                 return f"with this plan the gradient of {name} is another one in {self.layout}"
         return ""
 
-    def _alone(self) -> _Run:
+    def _alone(self) -> _PlanRun:
         model = one_of_each(self.model)
         weights = {n: nn.Parameter(x.clone()) for n, x in self.weights.items()}
         bind_weights(model, weights)
         loss = loss_of(run_pieces(model, self.batch))
         loss.backward()  # type: ignore[no-untyped-call]
-        return _Run(float(loss.detach()), _gradients(weights))
+        return _PlanRun(float(loss.detach()), _gradients(weights))
 
-    def on_rank(self, world: World) -> _Run:
+    def on_rank(self, world: World) -> _PlanRun:
         model, at = one_of_each(self.model), {"tp": world.rank}
         group = world.split("plan trial", [range(world.size)])
         held = cut_weights(model, self.layout, at)
@@ -119,7 +119,7 @@ class _PlanTrial:
         for name, weight in held.items():
             if weight.adds:
                 group.all_reduce(gradients[name])
-        return _Run(float(loss.detach()), gradients)
+        return _PlanRun(float(loss.detach()), gradients)
 
 
 def _gradients(weights: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
@@ -129,5 +129,5 @@ def _gradients(weights: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     }
 
 
-def _on_rank(world: World, trial: _PlanTrial) -> _Run:
+def _on_rank(world: World, trial: _PlanTrial) -> _PlanRun:
     return trial.on_rank(world)
