@@ -44,6 +44,7 @@ NOT_RUN = {
 # What ends with another code than 0, as the page shows.
 FAILS = {
     "check broken.txt": 1, "check early.txt": 1, "draw stuck.py:early": 2, "--model wrong.py": 2,
+    "--for deepspeed": 1, "--from ds.json": 1,
     "train steps=many": 2, "--model 70b --cluster h100x8 --limit 0.5": 1, 'check "pp3 tp5"': 1,
 }  # fmt: skip
 # Python that is a part of something, and does not run by itself.

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .api.plan import plan as plan
     from .api.step import draw as draw
     from .api.step import simulate as simulate
+    from .api.trainers import check_file as check_file
     from .api.verify import verify as verify
     from .comm import join as join
     from .comm import launch as launch
@@ -47,6 +48,7 @@ _NAMES = {
     "api.own_loop": "prepare",
     "api.plan": "plan",
     "api.step": "draw simulate",
+    "api.trainers": "check_file",
     "api.verify": "verify",
     "comm": "join launch",
     "layout": "Layout Run Shape",

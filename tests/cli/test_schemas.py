@@ -32,6 +32,9 @@ QUICK: dict[str, list[list[str]]] = {
               ["check", "pp3 tp5", "--model", "tiny"], ["check", "dp2", "--model", "tiny"],
               ["check", "dp2 zero3 accum:2", "--model", "tiny", "--device", "h100"],
               ["check", "dp2", "--model", "tiny", "--optimizer", "muon"]],
+    "check-from": [["check", "--from", "pretrain.sh", "--cluster", "h100x4"],
+                   ["check", "--from", "pretrain.sh"], ["check", "--from", "pretrain.sh", "--ranks", "8"],
+                   ["check", "--from", "ds.json", "--ranks", "8"]],
     "draw": [["draw", "1f1b", "--stages", "2", "--microbatches", "2"],
              ["draw", "dp2 zero3", "--model", "tiny", "--costs", "F=1,G=1", "--out", "step.txt"]],
     "check-program": [["check", "step.txt"]],
@@ -39,6 +42,9 @@ QUICK: dict[str, list[list[str]]] = {
     "draw-recompute": [["draw", "recompute", "--layers", "4"]],
     "plan": [["plan", "--model", "tiny", "--cluster", "h100x2", "--top", "1"],
              ["plan", "--model", "long.toml", "--cluster", "h100x2", "--top", "1"]],
+    "plan-for": [["plan", "--model", "tiny", "--cluster", "h100x2", "--for", "accelerate"],
+                 ["plan", "--model", "tiny", "--cluster", "h100x2", "--for", "torchtitan",
+                  "--layout", "tp2"]],
     "plan-explain": [["plan", "--model", "tiny", "--cluster", "h100x2", "--explain", "dp2"],
                      ["plan", "--model", "long.toml", "--cluster", "h100x2", "--explain", "dp2"]],
     "plan-cost": [["plan", "cost", "--model", "tiny", "--cluster", "h100x2", "--tokens", "1M",
@@ -111,6 +117,14 @@ def _recorded(folder: Path, factor: float) -> None:
 
 def _files() -> None:
     Path("text.txt").write_text("some words for a corpus\n" * 400)
+    flags = "--tensor-model-parallel-size 2 --nnodes 1 --nproc-per-node 4 --num-layers 2 --hidden-size 64"
+    flags += " --num-attention-heads 4 --micro-batch-size 1 --global-batch-size 8 --seq-length 128"
+    Path("pretrain.sh").write_text(
+        f"{flags} --recompute-granularity selective --fp16 --bf16"
+    )
+    Path("ds.json").write_text(
+        '{"zero_optimization": {"stage": 1}, "train_batch_size": 9}'
+    )
     Path("run.toml").write_text('steps = 2\nlayout = "dp2"\n')
     for folder, factor in (("one", 1.0), ("twice", 2.0)):
         _recorded(Path(folder), factor)

@@ -9,6 +9,8 @@ from typing import Any, TypedDict, Unpack
 from ..layout import Layout, Shape
 from ..layout.numbers import NumberError, bytes_text, parse_count, parse_length
 from ..layout.run import run_file
+from ..layout.trainer_table import trainer_named
+from ..layout.trainer_write import Written
 from ..plan import MachineError
 from ..plan.routing import BALANCED, Routing
 from ..plan.search import Baseline, Plan, baselines, search
@@ -17,6 +19,7 @@ from . import UsageError
 from .plan_text import plan_figures, plan_text
 from .request import model_of, refuse_unnamed, request_for, ways_refused, where
 from .signature import with_keywords
+from .trainers import trainer_file
 
 SEQUENCES = 1 << 24  # per step, as in a run file
 _MORE_ROOM = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)  # factors on the least memory needed
@@ -34,6 +37,7 @@ class PlanTerms(TypedDict, total=False):
     limit: float
     profile: str | None
     routing: str | None
+    trainer: str | None
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,13 @@ class Planned:
         """Explanations why no layout fits and what would make one fit; empty if one
         does."""
         return () if self.layouts else tuple(_nothing(self.request, self.plan))
+
+    @cached_property
+    def file(self) -> Written:
+        """The best layout as a file of the trainer that was named."""
+        if self.best is None:
+            raise UsageError("\n".join(self.reasons))
+        return trainer_file(self.request, self.best)
 
     @cached_property
     def figures(self) -> dict[str, Any]:
@@ -103,6 +114,8 @@ def plan(
     limit: usable share of a device's memory, by default 0.85
     profile: the software whose speed is assumed; by default phalanx
     routing: distribution of tokens over experts: "balanced", "zipf:S" or FILE.json
+    trainer: plan what this trainer can run, and write its file: megatron, torchtitan, deepspeed,
+        accelerate or nemo; `.file.text` is the file
     """
     asked = request(model, cluster, **terms)
     return Planned(asked, search(asked, top=top))
@@ -172,6 +185,7 @@ def request(model: str | Shape, cluster: str, **terms: Unpack[PlanTerms]) -> Req
             f" Write --seq {shape.sequence} or less."
         )
     run = run_file(model) if isinstance(model, str) else None
+    trainer = trainer_named(str(terms["trainer"])) if terms.get("trainer") else None
     asked = request_for(
         shape,
         hardware,
@@ -179,15 +193,21 @@ def request(model: str | Shape, cluster: str, **terms: Unpack[PlanTerms]) -> Req
         sequence=sequence,
         precision=terms.get("precision"),
         model=str(model) if make else "",
-        profile=terms.get("profile"),
+        profile=terms.get("profile") or (trainer.profile if trainer else None),
         muon=run is not None and run.optimizer.name == "muon",
     )
     cluster = "" if cluster == "this" else cluster
     routing = Routing.parse(terms.get("routing") or BALANCED, asked.shape)
     without = ways_refused(make) if make else frozenset()
+    without |= trainer.without if trainer else frozenset()
     limit = terms.get("limit", 0.85)
     return replace(
-        asked, limit=limit, cluster=cluster, routing=routing, without=without
+        asked,
+        limit=limit,
+        cluster=cluster,
+        routing=routing,
+        without=without,
+        trainer=trainer.name if trainer else "",
     )
 
 

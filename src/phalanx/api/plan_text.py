@@ -1,8 +1,10 @@
 """Renders a plan as a table of at most 80 columns and as JSON: rates, MFU and HFU
 beside the times, the choices of simple rules, and why other layouts lost."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 
 from ..cost import forward_flops, step_flops
 from ..draw import text_table
@@ -13,7 +15,9 @@ from ..plan.interval import StepRange, interval
 from ..plan.plausible import peak_of
 from ..plan.refused import Refusal
 from ..plan.search import Baseline, Plan
-from ..plan.step import PARTS, Choice, Request
+from ..plan.step import MEMORY, PARTS, Choice, Request
+from .check import spans
+from .request import range_text, verdict
 from .sharding import sharding_text
 
 _NAMES = {
@@ -322,3 +326,55 @@ def choice_text(request: Request, choice: Choice) -> Iterator[str]:
         for name, time in choice.parts.items()
     ]
     yield text_table((), rows, indent=2).rstrip("\n")
+
+
+def memory_text(choice: Choice, request: Request) -> Iterator[str]:
+    """Yield the memory of the fullest rank by kind, and that of each pipeline stage."""
+    least, most = choice.range(request.profile)
+    memory, room = request.hardware.memory, request.room
+    if math.isinf(memory):  # no device was named
+        yield from wrapped(
+            f"the fullest rank holds {bytes_text(choice.bytes)} ({range_text(least, most)} with"
+            " allocator fragmentation):"
+        )
+        yield from _kinds(choice)
+        return
+    beyond = (
+        f"; a search takes {bytes_text(room)} at most" if choice.bytes > room else ""
+    )
+    yield from wrapped(
+        f"the fullest rank holds {bytes_text(choice.bytes)} ({range_text(least, most)} with"
+        f" allocator fragmentation), and {verdict(least, most, memory)} in {bytes_text(memory)}{beyond}:"
+    )
+    yield from _kinds(choice)
+
+
+def _kinds(choice: Choice) -> Iterator[str]:
+    """Bytes by kind, of the fullest rank; and of each stage of a pipeline."""
+    rows = [
+        (kind, bytes_text(held), f"{100 * held / choice.bytes:.1f} %")
+        for kind in MEMORY
+        if (held := choice.memory[kind])
+    ]
+    yield text_table((), rows, indent=2).rstrip("\n")
+    if choice.stages:
+        yield "\n" + text_table(*_stages(choice.stages), left="r").rstrip("\n")
+
+
+def _stages(stages: Sequence[Mapping[str, float]]) -> tuple[list[str], list[list[str]]]:
+    """Return a table of each stage's memory in GB; equal neighbouring stages share a
+    row."""
+    used = [kind for kind in MEMORY if any(held[kind] for held in stages)]
+    head = [
+        "GB  stage",
+        *("kept" if kind == "activations" else kind for kind in used),
+        "all",
+    ]
+    numbers = [
+        [f"{held / 1e9:.1f}" for held in (*(each[k] for k in used), sum(each.values()))]
+        for each in stages
+    ]
+    alike = [
+        list(group) for _, group in groupby(range(len(stages)), numbers.__getitem__)
+    ]
+    return head, [[spans(group), *numbers[group[0]]] for group in alike]

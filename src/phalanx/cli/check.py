@@ -13,6 +13,7 @@ precision. A model that has not been costed before loads torch.
   phalanx check "dp64 pp8 tp8 seq zero1 1f1b:8" --model 8b --sums
   phalanx check run.toml layout="dp2 tp2 seq zero1" optimizer.name=muon
   phalanx check step.txt
+  phalanx check --from pretrain.sh --cluster h100x64
 """
 
 import argparse
@@ -21,19 +22,24 @@ from typing import Any
 
 from ..api.check import check as check_layout
 from ..api.step import many
+from ..api.trainers import check_file
 from ..layout import Layout, Shape
 from ..layout.choices import OPTIMIZERS
+from ..layout.trainer_table import trainers
 from ..program import Program, check, faults
-from .parser import Parser
+from .parser import Parser, whole
 from .run_words import run_of_words
 from .usage import UsageError, read, result
+
+_WITH_FROM = ("trainer", "ranks", "microbatches")
 
 
 def run(argv: list[str]) -> int:
     parser = Parser(__doc__)
     help = "a layout's text; a run file and key=value, as for train; or a program file"
-    parser.add("what", nargs="+", metavar="LAYOUT", help=help)
+    parser.add("what", nargs="*", metavar="LAYOUT", help=help)
     parser.add("--model")
+    _from_flags(parser)
     add = parser.add
     add("--batch", default=0)
     add("--seq", dest="sequence", default=0)
@@ -68,6 +74,12 @@ def run(argv: list[str]) -> int:
         help="the layout of a run file, the same as layout=TEXT",
     )
     args = parser.read(argv, intermixed=True)
+    if args.file is not None:
+        return _trainers_file(args)
+    if wrong := [name for name in _WITH_FROM if getattr(args, name) is not None]:
+        raise UsageError(f"--{wrong[0]} goes with --from.")
+    if not args.what:
+        raise UsageError("name a layout, a run file, a program file, or --from FILE.")
     text = " ".join(args.what)
     run_ = run_of_words(args.what, args.layout)
     if run_ is not None or args.model is not None:
@@ -88,6 +100,46 @@ def run(argv: list[str]) -> int:
     raise UsageError(
         f"the layout {text!r} needs a model: add --model with one of {', '.join(Shape.names())}."
     )
+
+
+def _from_flags(parser: Parser) -> None:
+    parser.section("a file of another trainer")
+    add = parser.add
+    add(
+        "--from",
+        dest="file",
+        metavar="FILE",
+        help="Megatron-LM's script, torchtitan's TOML, DeepSpeed's JSON, accelerate's or NeMo's YAML",
+    )
+    names = ", ".join(trainers())
+    help = f"default: by its keys; of {names}"
+    add("--trainer", choices=trainers(), metavar="NAME", help=help)
+    add("--ranks", type=whole(), help="where the file does not say it")
+    add("--microbatches", help="where the file does not say it")
+
+
+def _trainers_file(args: argparse.Namespace) -> int:
+    """Checks a file of another trainer."""
+    if args.what:
+        raise UsageError(
+            f"--from names what is checked; {args.what[0][:60]!r} is one too many."
+        )
+    beside = {"device": args.device, "optimizer": args.optimizer, "sums": args.sums}
+    beside["layout"] = args.layout
+    if wrong := [name for name, value in beside.items() if value]:
+        raise UsageError(f"--{wrong[0]} does not go with --from.")
+    checked = check_file(
+        args.file,
+        args.model or "",
+        trainer=args.trainer or "",
+        cluster=args.cluster,
+        ranks=args.ranks or 0,
+        batch=args.batch,
+        sequence=args.sequence,
+        microbatches=args.microbatches or 0,
+    )
+    good = checked.fits and checked.right
+    return result(args, checked.figures, str(checked), good=good)
 
 
 def _file(path: str, args: argparse.Namespace) -> int:

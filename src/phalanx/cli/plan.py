@@ -5,6 +5,7 @@ Exit code 0: a plan; 1: nothing fits, with the nearest that would; 2: wrong usag
   phalanx plan --model 8b --cluster h100x64 --seq 8192 --batch-tokens 4Mi
   phalanx plan --model 8b --cluster h100x64 --explain "dp32 tp2 seq zero1 accum:16 bf16"
   phalanx plan --model 70b --cluster h100x256 --json --page plan.html --out run.toml --tokens 1T
+  phalanx plan --model 8b --cluster h100x64 --for megatron > pretrain.sh
   phalanx plan cost --model 8b --cluster h100x64 --tokens 1T --price 2.5
 """
 
@@ -22,6 +23,7 @@ from ..layout import Run
 from ..layout.choices import MATMUL_WORDS, PRECISIONS
 from ..layout.numbers import parse_count
 from ..layout.run import RANDOM, random_by_name, run_file
+from ..layout.trainer_table import trainers
 from ..plan.search import search
 from ..plan.spend import MTBF_HOURS, interval, saving_seconds
 from ..plan.step import Choice, Request
@@ -51,6 +53,15 @@ def run(argv: list[str]) -> int:
         metavar="LAYOUT",
         help="show one layout: its time, memory and timeline",
     )
+    names = ", ".join(trainers())
+    parser.add(
+        "--for",
+        dest="trainer",
+        choices=trainers(),
+        metavar="TRAINER",
+        help=f"print the file of another trainer: {names}",
+    )
+    parser.add("--layout", metavar="TEXT", empty=True, help="for --for: this layout")
     parser.add_output(
         "--out", ".toml", help="write a run file with the best layout, for train"
     )
@@ -69,7 +80,13 @@ def run(argv: list[str]) -> int:
         raise UsageError(
             "--tokens sets the number of steps in --out: add --out run.toml."
         )
+    if args.layout is not None and not args.trainer:
+        raise UsageError("--layout goes with --for; to see one layout, use --explain.")
     request = request_of(args)
+    if args.trainer:
+        from .plan_trainer import write_for
+
+        return write_for(args, request)
     if args.explain is not None:
         from .plan_explain import explain
 
@@ -172,5 +189,6 @@ def _count(text: str) -> str:
 
 
 def request_of(args: argparse.Namespace) -> Request:
-    terms: Any = {name: getattr(args, name) for name in PlanTerms.__annotations__}
+    names = PlanTerms.__annotations__
+    terms: Any = {name: getattr(args, name, None) for name in names}
     return plan_request(args.model, args.cluster, **terms)

@@ -4,19 +4,15 @@ rank, and its predicted timeline."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby
 
-from ..api.check import spans
-from ..api.plan_text import choice_figures, choice_text
-from ..api.request import in_precision, range_text, refuse_illegal, verdict
-from ..draw import Picture, text, text_table
-from ..draw.words import wrapped
+from ..api.plan_text import choice_figures, choice_text, memory_text
+from ..api.request import in_precision, refuse_illegal
+from ..draw import Picture, text
 from ..layout import Layout, stage_pieces
-from ..layout.numbers import bytes_text
 from ..plan.search import judge
-from ..plan.step import MEMORY, Choice, Pricer, Request
+from ..plan.step import Choice, Pricer, Request
 from ..program import Op, Span, Timeline, ops
 from .usage import UsageError, print_json, say, screen
 
@@ -58,49 +54,13 @@ def explain(args: argparse.Namespace, request: Request) -> int:
         )
         return 0
     say(f"{choice.layout} on {request.hardware.name}\n")
-    say("\n".join((*choice_text(request, choice), "", *_memory(choice, request), "")))
+    say(
+        "\n".join(
+            (*choice_text(request, choice), "", *memory_text(choice, request), "")
+        )
+    )
     say(_timeline(request, choice), end="", colour=True)
     return 0
-
-
-def _memory(choice: Choice, request: Request) -> Iterator[str]:
-    """Yield the memory of the fullest rank by kind, and that of each pipeline stage."""
-    least, most = choice.range(request.profile)
-    memory, room = request.hardware.memory, request.room
-    beyond = (
-        f"; a search takes {bytes_text(room)} at most" if choice.bytes > room else ""
-    )
-    yield from wrapped(
-        f"the fullest rank holds {bytes_text(choice.bytes)} ({range_text(least, most)} with"
-        f" allocator fragmentation), and {verdict(least, most, memory)} in {bytes_text(memory)}{beyond}:"
-    )
-    rows = [
-        (kind, bytes_text(held), f"{100 * held / choice.bytes:.1f} %")
-        for kind in MEMORY
-        if (held := choice.memory[kind])
-    ]
-    yield text_table((), rows, indent=2).rstrip("\n")
-    if choice.stages:
-        yield "\n" + text_table(*_stages(choice.stages), left="r").rstrip("\n")
-
-
-def _stages(stages: Sequence[Mapping[str, float]]) -> tuple[list[str], list[list[str]]]:
-    """Return a table of each stage's memory in GB; equal neighbouring stages share a
-    row."""
-    used = [kind for kind in MEMORY if any(held[kind] for held in stages)]
-    head = [
-        "GB  stage",
-        *("kept" if kind == "activations" else kind for kind in used),
-        "all",
-    ]
-    numbers = [
-        [f"{held / 1e9:.1f}" for held in (*(each[k] for k in used), sum(each.values()))]
-        for each in stages
-    ]
-    alike = [
-        list(group) for _, group in groupby(range(len(stages)), numbers.__getitem__)
-    ]
-    return head, [[spans(group), *numbers[group[0]]] for group in alike]
 
 
 def _timeline(request: Request, choice: Choice) -> str:

@@ -337,7 +337,8 @@ class Screened:
     def _legal(self, i: int) -> bool:
         request = self.space.request
         terms = {"batch": request.batch, "sequence": request.sequence}
-        return not legal(self.layout(i), request.shape, **terms)
+        layout = self.layout(i)
+        return not legal(layout, request.shape, **terms) and request.says(layout)
 
     def emptiest(self, room: float) -> list[int]:
         """A candidate that fits, if one is among those with the lowest bounds of
@@ -345,7 +346,8 @@ class Screened:
         """
         for i in np.argsort(self.bytes, kind="stable")[:_EMPTIEST].tolist():
             self.costs(i)
-            if self.simulate(i).bytes <= room:
+            says = self.space.request.says(self.layout(i))
+            if says and self.simulate(i).bytes <= room:
                 return [i]
         return []
 

@@ -213,9 +213,10 @@ class Space:
     def _grids(self) -> Iterator[Grid]:
         r = self.request
         s, ranks = r.shape, r.hardware.ranks
+        shares = s.experts and "ep" not in r.without
         for tp in self.tensor:
             for pp in divisors(ranks // tp):
-                if pp > s.layers:
+                if pp > s.layers or (pp > 1 and "pp" in r.without):
                     break
                 for cp in divisors(ranks // tp // pp):
                     data = ranks // (tp * pp * cp)
@@ -224,7 +225,7 @@ class Space:
                     shared = (
                         d
                         for d in divisors(data)
-                        if d == 1 or (s.experts and not s.experts % d)
+                        if d == 1 or (shares and not s.experts % d)
                     )
                     for ulysses, ep in product(
                         _ulysses(cp, s.heads // tp, self.near // tp), shared

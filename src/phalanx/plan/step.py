@@ -12,6 +12,8 @@ from typing import NamedTuple, Protocol
 
 from ..layout import Axis, Layout, Mesh, Shape, StagedPieces, piece_layout
 from ..layout.choices import BF16, FP32, SCHEDULES
+from ..layout.trainer_table import trainer_named
+from ..layout.trainer_write import can_say
 from ..program import (
     KINDS,
     Costs,
@@ -94,14 +96,24 @@ class Request:
     model: str = ""  # FILE.py:Class of a custom model; empty: the shape's name
     cluster: str = ""  # its name; empty for a measured machine
     routing: Routing = Routing()
-    # those of tp, seq, ring and ulysses that a custom model does not support
+    # those of tp, pp, ep, seq, ring and ulysses that a custom model or the trainer does not
+    # support
     without: frozenset[str] = frozenset()
+    trainer: str = ""  # whose files must be able to say the layout
 
     def takes(self, layout: Layout) -> bool:
         """True if the model supports every way in which the layout divides it."""
-        used = {"tp": layout.tp > 1, "seq": layout.seq and layout.tp > 1}
+        used = {"seq": layout.seq and layout.tp > 1}
+        used |= {way: layout.mesh.of(way) > 1 for way in ("tp", "pp", "ep")}
         used |= {way: layout.mesh.of(f"cp.{way}") > 1 for way in ("ring", "ulysses")}
         return not any(used[way] for way in self.without)
+
+    def says(self, layout: Layout) -> bool:
+        """True if the trainer has options for all of a layout."""
+        if not self.trainer:
+            return True
+        trainer = trainer_named(self.trainer)
+        return can_say(layout, self.shape, trainer, self.batch)
 
     @property
     def room(self) -> float:

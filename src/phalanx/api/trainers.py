@@ -1,0 +1,291 @@
+"""Files of other trainers: one written for a layout, and one read, checked and priced.
+
+A file that is read becomes a layout, a model and a batch. Its memory and its step are those of a plan
+under the trainer's software profile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from ..draw.words import wrapped
+from ..layout import Layout, Shape, legal
+from ..layout.numbers import count_text, seconds_text
+from ..layout.trainer_facts import Job
+from ..layout.trainer_read import Fault, Given, Reading, read_trainer_file
+from ..layout.trainer_table import Trainer, trainer_named
+from ..layout.trainer_write import Written, written
+from ..plan.hardware import Hardware, hardware_of
+from ..plan.link import whole_servers
+from ..plan.search import judge, search
+from ..plan.step import Choice, Request
+from . import UsageError
+from .plan_text import choice_figures, choice_text, memory_text
+from .request import held, model_of, request_for, where
+
+_FASTER = 3  # layouts that are named as faster
+_ALIKE = 0.98  # of a step: what is less than 2 % faster is not named
+
+
+def trainer_file(request: Request, layout: Layout) -> Written:
+    """A layout of a request as a file of the request's trainer."""
+    if not request.trainer:
+        raise UsageError('Name whose file it is: plan(..., trainer="megatron").')
+    shape = request.shape
+    node = request.hardware.node
+    per_node = node if 1 < node <= 72 else 8
+    job = Job(layout, shape, request.batch, request.sequence, per_node)
+    return written(job, trainer_named(request.trainer))
+
+
+def file_figures(file: Written) -> dict[str, Any]:
+    """A written file and its sentences, as `phalanx plan --for X --json` prints them."""
+    return {
+        "trainer": file.trainer.name,
+        "versions": file.trainer.versions,
+        "layout": str(file.job.layout),
+        "file": file.text,
+        "unsaid": list(file.unsaid),
+        "near": list(file.near),
+        "elsewhere": list(file.elsewhere),
+    }
+
+
+@dataclass(frozen=True)
+class CheckedFile:
+    """A trainer's file: the layout that it holds, what is wrong in it, its memory and its step.
+
+    It prints as `phalanx check --from` does; `figures` are those of `--json`. `choice` is None where
+    the model is not known or the layout cannot run; its step is 0 without a cluster. `faster` are
+    layouts that the same trainer can run, best first.
+    """
+
+    path: str
+    reading: Reading = field(repr=False)
+    request: Request | None = field(default=None, repr=False)
+    choice: Choice | None = field(default=None, repr=False)
+    faster: Sequence[Choice] = field(default=(), repr=False)
+    impossible: Sequence[Fault] = ()
+
+    @property
+    def trainer(self) -> Trainer:
+        return self.reading.trainer
+
+    @property
+    def layout(self) -> Layout:
+        return self.reading.job.layout
+
+    @property
+    def shape(self) -> Shape | None:
+        return self.reading.job.shape
+
+    @property
+    def faults(self) -> tuple[Fault, ...]:
+        """Contradictions in the file, and what no layout could do."""
+        return (*self.reading.faults, *self.impossible)
+
+    @property
+    def fits(self) -> bool:
+        """True if a device of the cluster has the memory; also without a cluster."""
+        if self.choice is None or self.request is None:
+            return not self.impossible
+        return (
+            self.choice.range(self.request.profile)[0] <= self.request.hardware.memory
+        )
+
+    @property
+    def right(self) -> bool:
+        return not self.faults
+
+    @cached_property
+    def figures(self) -> Mapping[str, Any]:
+        found: dict[str, Any] = {
+            "trainer": self.trainer.name,
+            "layout": str(self.layout),
+            "ranks": self.layout.ranks,
+            "faults": [fault._asdict() for fault in self.faults],
+            "notes": list(self.reading.notes),
+        }
+        if self.shape is not None:
+            found |= {"model": self.shape.name, "parameters": self.shape.total}
+        if self.choice is None or self.request is None:
+            return found
+        request, choice = self.request, self.choice
+        found |= {"batch": request.batch, "sequence": request.sequence}
+        found |= {"profile": request.profile.name, "fits": self.fits}
+        if not choice.step:
+            held = {kind: size / 1e9 for kind, size in choice.memory.items()}
+            least, most = choice.range(request.profile)
+            return found | {
+                "memory_gb": choice.bytes / 1e9,
+                "memory_by_kind_gb": held,
+                "memory_range_gb": [least / 1e9, most / 1e9],
+            }
+        found |= {"cluster": request.hardware.name, **choice_figures(request, choice)}
+        found["faster"] = [
+            {"layout": str(each.layout), "step_time_s": each.step}
+            for each in self.faster
+        ]
+        return found
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    __repr__ = __str__  # what a notebook shows of it
+
+    def _lines(self) -> Iterator[str]:
+        yield from wrapped(self._summary())
+        count = len(self.faults)
+        noun = "inconsistency" if count == 1 else "inconsistencies"
+        yield from _list(f"{count} {noun}:", map(str, self.faults))
+        yield from _list("Assumed, or not the same here:", self.reading.notes)
+        if self.choice is None or self.request is None:
+            why = "the layout cannot run" if self.impossible else "add --model"
+            yield from wrapped(f"No memory and no time are predicted: {why}.")
+            return
+        yield ""
+        if self.choice.step:
+            yield from choice_text(self.request, self.choice)
+            yield ""
+        yield from memory_text(self.choice, self.request)
+        if self.choice.step:
+            yield ""
+            yield from self._advice()
+
+    def _summary(self) -> str:
+        job, trainer = self.reading.job, self.trainer
+        told = f"{self.path} is a file of {trainer.title} ({trainer.versions}):"
+        told += f" {str(job.layout) or 'one rank'}, {job.layout.ranks:,} ranks"
+        if job.shape is not None:
+            size = count_text(job.shape.total)
+            told += f", {size} parameters ({job.shape.name})"
+        if self.request is not None:
+            request = self.request
+            told += (
+                f", {request.batch:,} sequences of {request.sequence:,} tokens a step"
+            )
+            told += f"; software as {request.profile.name!r}"
+        return told + "."
+
+    def _advice(self) -> Iterator[str]:
+        """Faster layouts that the same trainer can run, and how to write one."""
+        assert self.request is not None
+        assert self.choice is not None
+        if not self.faster:
+            yield from wrapped(
+                f"No layout that {self.trainer.title} can run is predicted to be"
+                f" {1 - _ALIKE:.0%} faster on {self.request.hardware.name}."
+            )
+            return
+        yield "Faster, and possible with the same trainer:"
+        for each in self.faster:
+            gain = 100 * (1 - each.step / self.choice.step)
+            yield f"  {seconds_text(each.step)}, {gain:.1f} % less time: {each.layout}"
+        yield from wrapped(
+            f"`phalanx plan --for {self.trainer.name} --layout"
+            f' "{self.faster[0].layout}" ...` writes the first.'
+        )
+
+
+def _list(title: str, lines: Iterator[str] | Sequence[str]) -> Iterator[str]:
+    every = list(lines)
+    if every:
+        yield title
+        for line in every:
+            first, *rest = wrapped(line, 78)
+            yield f"- {first}"
+            yield from (f"  {more}" for more in rest)
+
+
+def check_file(
+    path: str,
+    model: str | Shape = "",
+    *,
+    trainer: str = "",
+    cluster: str = "",
+    ranks: int = 0,
+    batch: int = 0,
+    sequence: int = 0,
+    microbatches: int = 0,
+) -> CheckedFile:
+    """Checks another trainer's file: its layout, contradictions, memory, and with a cluster its step.
+
+    `path` is a shell script with Megatron-LM's arguments, torchtitan's TOML, DeepSpeed's JSON,
+    accelerate's YAML or that of NeMo. The trainer is known by the keys, or named. `model`, `ranks`,
+    `batch`, `sequence` and `microbatches` say what the file leaves open; a model takes the place of
+    sizes in the file.
+
+        check_file("pretrain.sh", cluster="h100x64").faults
+        check_file("ds_config.json", "8b", ranks=64).layout
+    """
+    shape = model if isinstance(model, Shape) else model_of(model)[0] if model else None
+    if cluster and not ranks and cluster != "this":
+        ranks = where(cluster, None).hardware.ranks
+    given = Given(ranks, batch, sequence, microbatches, shape)
+    reading = read_trainer_file(path, trainer, given)
+    job = reading.job
+    if job.shape is None:
+        return CheckedFile(path, reading)
+    sizes = {"batch": job.batch or job.shape.batch}
+    sizes |= {"sequence": job.sequence or job.shape.sequence}
+    impossible = tuple(
+        Fault(
+            reading.trainer.key(_quantity(each.rule)),
+            each.what.rstrip("."),
+            _plain(each.way_out),
+        )
+        for each in legal(job.layout, job.shape, **sizes)
+    )
+    if impossible:
+        return CheckedFile(path, reading, impossible=impossible)
+    request = _request(reading, cluster, **sizes)
+    if not cluster:
+        return CheckedFile(path, reading, request, held(request, job.layout))
+    (choice,) = judge(request, [job.layout])
+    return CheckedFile(path, reading, request, choice, _faster(request, choice))
+
+
+def _plain(way_out: str) -> str:
+    return way_out.rstrip(".")
+
+
+def _quantity(rule: str) -> str:
+    """The quantity of ours whose option a rule of a layout is about."""
+    known = {"ffn": "tp", "heads": "tp", "kv_heads": "tp", "stages": "pp"}
+    return known.get(rule, rule)
+
+
+def _request(reading: Reading, cluster: str, *, batch: int, sequence: int) -> Request:
+    layout, trainer = reading.job.layout, reading.trainer
+    assert reading.job.shape is not None
+    compiled = trainer.compiled if layout.compile else ""
+    request = request_for(
+        reading.job.shape,
+        _hardware(layout, cluster),
+        batch=batch,
+        sequence=sequence,
+        precision=layout.matmul or layout.precision,
+        profile=compiled or trainer.profile,
+    )
+    named = "" if cluster == "this" else cluster
+    return replace(
+        request, cluster=named, without=trainer.without, trainer=trainer.name
+    )
+
+
+def _hardware(layout: Layout, cluster: str) -> Hardware:
+    """The cluster's devices; without one, devices of unlimited memory."""
+    if cluster:
+        return where(cluster, None, layout.ranks).hardware
+    hardware = hardware_of(whole_servers("h100", layout.ranks), layout.ranks)
+    return replace(hardware, name="", memory=math.inf)
+
+
+def _faster(request: Request, choice: Choice) -> tuple[Choice, ...]:
+    """Layouts of the same trainer that are faster by more than they differ in noise."""
+    found = search(request, top=_FASTER).layouts
+    return tuple(each for each in found if each.step < _ALIKE * choice.step)

@@ -1,0 +1,711 @@
+"""A file of another trainer as a job of ours: its layout, model and batch, and what is wrong in it.
+
+Nothing is dropped silently. What a file leaves open is assumed in a sentence (`notes`), what a layout
+here has no word for is named (`notes`), and what contradicts itself is a fault, with its key and rule.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .choices import ACCUM, COMPILE, COMPILE_MAX, FP32, INTERLEAVED, ONE_F_ONE_B, traits
+from .codec import FileError
+from .files import read_text
+from .layout import Layout
+from .mesh import Axis, LayoutError, Mesh
+from .shape import Shape
+from .trainer_facts import SIZES, Job, blocks_of_stages, shipped
+from .trainer_table import FLAGS, Options, Rule, Trainer, trainer_named, trainers
+from .trainer_text import SUFFIXES, options_of
+
+VOCAB = 128_256  # tokens, where a file leaves them to its tokenizer: Llama 3's
+_COUNT = 1 << 28
+_SPARSE = re.compile(r"\[([01])\]\*(\d{1,5})")
+_REPEATED = re.compile(r"\(([^()*]{1,2000})\)\*(\d{1,4})|([a-zA-Z])\*(\d{1,4})")
+
+
+class Fault(NamedTuple):
+    """A contradiction in a file: the option, its value, and the rule that it breaks."""
+
+    key: str
+    what: str
+    rule: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.what}; {self.rule}."
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the user says beside a file; 0 and None where they say nothing."""
+
+    ranks: int = 0
+    batch: int = 0
+    sequence: int = 0
+    microbatches: int = 0
+    model: Shape | None = None
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a trainer's file holds, in words of a layout."""
+
+    trainer: Trainer
+    job: Job
+    faults: tuple[Fault, ...]
+    notes: tuple[str, ...]
+
+
+def read_trainer_file(path: str, name: str = "", given: Given = Given()) -> Reading:
+    """Reads a trainer's file. The trainer is known by the file's keys where it is not named."""
+    text = read_text(path, "trainer's file", LayoutError)
+    format = SUFFIXES.get(Path(path).suffix, FLAGS)
+    options = options_of(text, format, path)
+    trainer = trainer_named(name) if name else _trainer_of(options, format, path)
+    if trainer.format != format:
+        raise LayoutError(
+            f"{path}: {trainer.title} is configured by {_format(trainer.format)}, and this"
+            f" is {_format(format)}. Leave --trainer out, or name another file."
+        )
+    return read_options(options, trainer, given)
+
+
+def _format(format: str) -> str:
+    return "flags in a script" if format == FLAGS else f"{format.upper()}"
+
+
+def _trainer_of(options: Options, format: str, path: str) -> Trainer:
+    """The trainer with the most of its marks among the options."""
+    marks = {
+        name: sum(_marked(options, mark) for mark in trainer.known_by)
+        for name, trainer in trainers().items()
+        if trainer.format == format
+    }
+    best = max(marks, key=marks.__getitem__, default="")
+    if not marks.get(best):
+        names = ", ".join(
+            f"{each.title} ({each.format})" for each in trainers().values()
+        )
+        raise LayoutError(
+            f"{path} has no option by which a trainer is known. Known are {names};"
+            " name one with --trainer."
+        )
+    return trainers()[best]
+
+
+def _marked(options: Options, mark: str) -> bool:
+    return any(key == mark or key.startswith(f"{mark}.") for key in options)
+
+
+def read_options(options: Options, trainer: Trainer, given: Given = Given()) -> Reading:
+    """The job that these options are."""
+    reader = _FileReader(options, trainer, given)
+    job = reader.job()
+    reader.check(job)
+    return Reading(trainer, job, tuple(reader.faults), tuple(reader.notes))
+
+
+def same(a: Any, b: Any) -> bool:
+    """True if two values of an option mean the same, however they are typed."""
+    return _plain(a) == _plain(b)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    text = str(value).strip().lower()
+    return {"false": "no", "none": "no", "null": "no", "true": "yes"}.get(text, text)
+
+
+class _FileReader:
+    """One file that is read."""
+
+    def __init__(self, options: Options, trainer: Trainer, given: Given) -> None:
+        self.options, self.trainer, self.given = options, trainer, given
+        self.faults: list[Fault] = []
+        self.notes: list[str] = []
+        self.numbers = dict(self._numbers())
+        asked = {"batch": given.batch, "sequence": given.sequence}
+        self.numbers |= {name: value for name, value in asked.items() if value}
+        self.chosen = {group: self._choice(group) for group in trainer.words}
+        self._note_others()
+        self.offload = [w for w in trainer.words["offload"] if self._made("offload", w)]
+
+    # ---- options
+
+    def _numbers(self) -> Iterator[tuple[str, Any]]:
+        for quantity, names in self.trainer.read.items():
+            for name in names:
+                value = self.options.get(name, self.trainer.defaults.get(name))
+                if value is not None and not same(value, "auto"):
+                    yield quantity, self._number(name, value, quantity)
+                    break
+
+    def _number(self, name: str, value: Any, quantity: str) -> Any:
+        if quantity in ("stage_layout", "sparse_blocks"):
+            return value
+        if isinstance(value, list) and value:  # more words behind an option's own
+            value = value[0]
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if quantity not in ("rope_theta", "eps"):
+            if not number.is_integer() or not -1 <= number <= _COUNT:
+                what = f"is {str(value)[:60]!r}"
+                self.faults.append(Fault(name, what, "it is a whole number"))
+                return 0
+            return int(number)
+        return number if math.isfinite(number) else 0.0
+
+    def _holds(self, made: Options) -> bool:
+        return all(self._is(key, value) for key, value in made.items())
+
+    def _is(self, key: str, value: Any) -> bool:
+        """True if an option has a value; a flag that stands alone is true."""
+        given = self.options.get(key, self.trainer.defaults.get(key))
+        if value is True:
+            return given is not None and _plain(given) not in ("no", "0")
+        if value is False:
+            return key in self.options and _plain(given) in ("no", "0")
+        if isinstance(value, list):
+            return isinstance(given, list) and set(value) <= set(map(str, given))
+        if isinstance(given, list) and given:
+            given = given[0]
+        return given is not None and same(given, value)
+
+    def _made(self, group: str, word: str) -> int:
+        """Options of the best alternative that make a word; 0 if none does."""
+        rows = self.trainer.words[group][word]
+        return max((len(row) for row in rows if self._holds(row)), default=0)
+
+    def _choice(self, group: str) -> str:
+        """The word of a group that most options make."""
+        words = self.trainer.words[group]
+        held = {
+            word: max(len(row) for row in rows if self._holds(row))
+            for word, rows in words.items()
+            if any(map(self._holds, rows))
+        }
+        return max(held, key=held.__getitem__) if held else ""
+
+    def _note_others(self) -> None:
+        """Notes options of choices with a value for which no word stands."""
+        known = self.trainer.values
+        numbers = {name for names in self.trainer.read.values() for name in names}
+        for key, given in self.options.items():
+            values = known.get(key)
+            if not values or key in numbers or same(given, "no"):
+                continue
+            if not any(self._is(key, value) for value in values):
+                self._note(f"{key} {_shown(given)} has no word in a layout.")
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def of(self, quantity: str, default: int = 1) -> int:
+        return int(self.numbers.get(quantity) or default)
+
+    # ---- the job
+
+    def job(self) -> Job:
+        self.shape = self._shape()
+        self._count_ranks()
+        words = self._words()
+        mesh = self._mesh(words)
+        fields = {**words, **self._schedule(mesh)}
+        layout = Layout(mesh=mesh, **fields)
+        if self.shape is not None and layout.pp > 1:
+            layout = self._with_stages(layout, self.shape)
+        for key, meaning in self.trainer.unread.items():
+            given = self.options.get(key)
+            if meaning and given is not None and not same(given, "no"):
+                self._note(f"{key} is left out: {meaning}.")
+        for group, word in self._near(layout):
+            self._note(f"{self.trainer.near[f'{group}:{word}']}.")
+        return Job(layout, self.shape, self.batch, self.of("sequence", 0))
+
+    def _near(self, layout: Layout) -> Iterator[tuple[str, str]]:
+        for group, word in self.chosen.items():
+            if group == "cp" and layout.cp == 1:
+                continue
+            if f"{group}:{word}" in self.trainer.near:
+                yield group, word
+
+    def _count_ranks(self) -> None:
+        """The ranks, those of a model copy, and the sequences of a step."""
+        self.tp, self.pp = self.of("tp"), self.of("pp")
+        ring, ulysses = self.of("ring"), self.of("ulysses")
+        self.cp = self.of("cp", ring * ulysses)
+        self.copy = self.tp * self.pp * self.cp
+        self.batch = self.of("batch", 0)
+        self.ranks = self.of("ranks", 0) or self.of("nodes", 0) * self.of("per_node", 0)
+        named = self.trainer.key("ranks" if "ranks" in self.numbers else "nodes")
+        given = self.given.ranks
+        if given and self.ranks and given != self.ranks:
+            what = f"starts {self.ranks:,} ranks, and the cluster has {given:,}"
+            self.faults.append(Fault(named, what, "one rank runs on each device"))
+        self.ranks = self.ranks or given or self._ranks_of_batch()
+        if not self.ranks:
+            data = max(self.of("data", 1), 1) * self.of("dp_replicate")
+            data *= max(self.of("dp_shard"), 1)
+            self.ranks = self.copy * data
+            self._note(
+                f"The file does not say how many ranks there are; {self.ranks:,} are"
+                " assumed. Add --ranks or --cluster."
+            )
+
+    def _ranks_of_batch(self) -> int:
+        """The ranks by which a batch is microbatch x accumulation x data-parallel ranks."""
+        each = self.of("microbatch", 0) * self.of("accumulation", 0)
+        return self.copy * (self.batch // each) if self.batch and each else 0
+
+    def _mesh(self, words: dict[str, Any]) -> Mesh:
+        """The mesh; sets `words["experts"]` where ranks of tp or cp share experts."""
+        data = max(self.ranks // self.copy, 1)
+        replicas, shard = self._parts(data)
+        if self.trainer.shards_by_size and shard == 1:
+            words["zero"] = 0
+        if not words["zero"]:
+            replicas, shard = 1, replicas * shard
+        expert = self._experts(words, replicas * shard)
+        if shard % expert == 0:
+            shard //= expert
+        axes = {
+            "pp": Axis("pp", (self.pp,)),
+            "dp": Axis("dp", (replicas, shard)),
+            "ep": Axis("ep", (expert,)),
+            "cp": Axis("cp", self._context()),
+            "tp": Axis("tp", (self.tp,)),
+        }
+        order = [*self.chosen.get("order", "").split(), "pp", "dp", *axes]
+        return Mesh(tuple(axes[name] for name in dict.fromkeys(order)))
+
+    def _parts(self, data: int) -> tuple[int, int]:
+        """Replicas and shards of the data-parallel ranks."""
+        shard = self.numbers.get("dp_shard") or -1
+        if "dp_shard" in self.trainer.written:
+            replicas = self.of("dp_replicate")
+            if shard < 1:
+                shard = max(data // replicas, 1)
+            return replicas, shard
+        size = self.numbers.get("shard_size") or -1
+        replicas = self.of("replicas") if size < 1 else max(data // size, 1)
+        if data % replicas:
+            key = self.trainer.key("replicas" if size < 1 else "shard_size")
+            what = f"cuts {data:,} data-parallel ranks into {replicas:,}"
+            self.faults.append(Fault(key, what, "replicas are of one size"))
+            return 1, data
+        return replicas, data // replicas
+
+    def _context(self) -> tuple[int, int]:
+        way = self.chosen.get("cp", "")
+        if self.of("ulysses") > 1:
+            return max(self.cp // self.of("ulysses"), 1), self.of("ulysses")
+        return (1, self.cp) if way == "ulysses" else (self.cp, 1)
+
+    def _experts(self, words: dict[str, Any], data: int) -> int:
+        """The size of ep here: theirs, without the ranks of tp and cp that share experts."""
+        group, etp = self.of("ep"), self.of("etp", self.tp)
+        if self.shape is None or not self.shape.experts or group == 1:
+            given = self.trainer.key("etp") in self.options
+            if given and self.tp > 1 and self.shape is not None and self.shape.experts:
+                self._note_whole_experts(etp)
+            return 1
+        shared, rest = [], group
+        if self.tp > 1 and etp == 1:
+            shared, rest = ["tp"], group // self.tp
+        if self.cp > 1 and rest > 1:
+            shared, rest = [*shared, "cp"], rest // self.cp
+        inside = math.prod({"tp": self.tp, "cp": self.cp}[axis] for axis in shared)
+        if rest < 1 or group != inside * rest or data % rest:
+            what = f"{group} ranks share experts, with {inside} of tp and cp inside"
+            rule = "here they are all ranks of tp and cp, times a part of dp"
+            self.faults.append(Fault(self.trainer.key("ep"), what, rule))
+            return 1
+        words["experts"] = tuple(shared)
+        return rest
+
+    def _note_whole_experts(self, etp: int) -> None:
+        if etp == 1:
+            self._note(
+                f"Every rank has all experts whole ({self.trainer.key('etp')} 1 without"
+                " expert parallelism); here tp cuts each of them."
+            )
+
+    def _words(self) -> dict[str, Any]:
+        """Fields of a layout that are choices."""
+        chosen = self.chosen
+        precision, _, matmul = (chosen.get("precision") or FP32).partition(" ")
+        compiled = chosen.get("compile", "")
+        fields: dict[str, Any] = {
+            "zero": int((chosen.get("zero") or "zero0").removeprefix("zero")),
+            "seq": chosen.get("seq") == "seq" and self.tp > 1,
+            "precision": precision,
+            "matmul": matmul,
+            "recompute": chosen.get("recompute") or "none",
+            "offload": tuple(self.offload),
+            "overlap": bool(self._made("overlap", "overlap"))
+            if "overlap" in self.trainer.words
+            else False,
+            "compile": {"compile": COMPILE, "compile:max": COMPILE_MAX}.get(
+                compiled, ""
+            ),
+        }
+        if fields["recompute"] == "every":
+            fields["recompute"] = f"every={self.of('every')}"
+        return fields
+
+    def _schedule(self, mesh: Mesh) -> dict[str, Any]:
+        """The schedule with its chunks and microbatches."""
+        count = self._microbatches(mesh)
+        if self.pp == 1:
+            return {"schedule": ACCUM, "microbatches": count}
+        schedule = self.chosen.get("schedule") or ONE_F_ONE_B
+        chunks = self._chunks()
+        if chunks > 1 and schedule == ONE_F_ONE_B:
+            schedule = INTERLEAVED
+        kind = traits(schedule)
+        chunks = min(max(chunks, kind.least), kind.most)
+        found: dict[str, Any] = {"schedule": schedule, "microbatches": count}
+        found["chunks"] = chunks
+        if "gather:micro" in self.trainer.words.get("gather", {}):
+            found["gather"] = self._gather()
+        return found
+
+    def _gather(self) -> str:
+        return "micro" if self._made("gather", "gather:micro") else ""
+
+    def _chunks(self) -> int:
+        if text := self.numbers.get("stage_layout"):
+            return max(len(blocks_of_text(text)) // self.pp, 1)
+        layers = self.shape.layers if self.shape is not None else 0
+        if per_chunk := self.of("layers_per_chunk", 0):
+            return max(layers // (self.pp * per_chunk), 1)
+        if per_chunk := self.of("layers_of_chunk", 0):
+            return max(math.ceil((layers + 2) / per_chunk) // self.pp, 1)
+        return self.of("chunks")
+
+    def _microbatches(self, mesh: Mesh) -> int:
+        """Microbatches of a step on each rank, and the batch where it follows from them."""
+        data = mesh.of("dp") * mesh.of("ep")
+        each, steps = self.of("microbatch", 0), self.of("accumulation", 0)
+        steps = self.given.microbatches or steps
+        if "local_batch" in self.trainer.read:
+            return self._local_batches(data)
+        if not self.batch and each:
+            self.batch = each * max(steps, 1) * data
+        if not self.batch and self.given.model is not None:
+            self.batch = self.given.model.batch
+        if self.given.microbatches or not (each or self.batch):
+            return max(steps, 1)
+        if steps and not each:
+            return steps
+        if not each and self.given.model is not None:
+            self._note("A microbatch of one sequence is assumed. Add --microbatches.")
+        return max(self.batch // (max(each, 1) * data), 1)
+
+    def _local_batches(self, data: int) -> int:
+        local = self.of("local_batch", 1)
+        if not self.batch or self.batch < 0:
+            self.batch = local * data
+        steps = max(self.batch // (local * data), 1)
+        if self.pp == 1:
+            return steps
+        pieces = max(local // self.of("pipe_microbatch"), 1)
+        if steps > 1:
+            self._note(
+                f"{self.trainer.title} fills and empties its pipeline {steps} times a step;"
+                f" here all {steps * pieces} microbatches go through it at once."
+            )
+        return steps * pieces
+
+    def _with_stages(self, layout: Layout, shape: Shape) -> Layout:
+        """The layout with the trainer's blocks of stages, where ours are others."""
+        blocks = self._blocks(layout, shape)
+        if not blocks:
+            return layout
+        if len(blocks) != layout.virtual_stages or sum(blocks) != shape.layers:
+            what = f"{len(blocks)} stages of {sum(blocks)} layers"
+            rule = f"the model has {shape.layers} on {layout.virtual_stages} stages"
+            self.faults.append(Fault(self.trainer.key("stage_layout"), what, rule))
+            return layout
+        with suppress(LayoutError):
+            if blocks == blocks_of_stages(layout, shape):
+                return layout
+        return replace(layout, stages=blocks)
+
+    def _blocks(self, layout: Layout, shape: Shape) -> tuple[int, ...]:
+        """Blocks of every virtual stage as the file has them; none where it leaves them to us."""
+        if text := self.numbers.get("stage_layout"):
+            return blocks_of_text(text)
+        stages, layers = layout.virtual_stages, shape.layers
+        first, last = self.of("first_blocks", 0), self.of("last_blocks", 0)
+        if (first or last) and layout.chunks == 1:
+            inner = stages - bool(first) - bool(last)
+            each, rest = divmod(layers - first - last, max(inner, 1))
+            if not rest and each > 0:
+                ends = [first] * bool(first), [last] * bool(last)
+                return (*ends[0], *[each] * inner, *ends[1])
+        if self.trainer.even_stages and layers % stages == 0:
+            return (layers // stages,) * stages
+        return ()
+
+    # ---- the model
+
+    def _shape(self) -> Shape | None:
+        if self.given.model is not None:
+            return self._as_long(self.given.model)
+        if self.trainer.models:
+            name = (
+                f"{self.options.get('model.name')} {self.options.get('model.flavor')}"
+            )
+            if known := self.trainer.models.get(name):
+                return self._as_long(shipped(known))
+        if not all(self.of(name, 0) for name in ("layers", "hidden", "heads")):
+            return None
+        try:
+            return self._as_long(Shape(**self._sizes()))
+        except FileError as error:
+            for mistake in error.mistakes:
+                key = self.trainer.key(mistake.place.rpartition(" ")[2])
+                self.faults.append(Fault(key, mistake.what, mistake.way_out))
+            return None
+
+    def _as_long(self, shape: Shape) -> Shape:
+        """The shape with the file's sequences, on which the balance of stages depends."""
+        sequence = self.of("sequence", 0)
+        if not sequence or shape.positions == "learned":
+            return shape
+        return replace(shape, sequence=sequence)
+
+    def _sizes(self) -> dict[str, Any]:
+        numbers, chosen = self.numbers, self.chosen
+        found = {name: numbers[name] for name in SIZES if numbers.get(name)}
+        found["name"] = f"the model of {self.trainer.title}'s file"
+        gated = chosen.get("mlp") == "gated silu"
+        found |= {"gated": gated, "norm": chosen.get("norm") or "layer"}
+        found |= {"positions": chosen.get("rope") or "learned"}
+        found |= {"tied": chosen.get("output") != "untied"}
+        found |= {"bias": chosen.get("bias") or "none"}
+        found |= {"qk_norm": bool(self._made("qk_norm", "qk_norm"))}
+        if "ffn" not in found and gated:
+            # Megatron-Core: two thirds of 4 hidden, in multiples of 64.
+            found["ffn"] = int(4 * found["hidden"] * 2 / 3) // 64 * 64
+        if found["positions"] == "learned":
+            found["sequence"] = self.of("positions", self.of("sequence"))
+        grouped = self.trainer.words.get("grouped")
+        if grouped and not self._made("grouped", "grouped"):
+            found.pop("kv_heads", None)
+        if not found.get("vocab"):
+            found["vocab"] = VOCAB
+            self._note(
+                f"The vocabulary is the tokenizer's; {VOCAB:,} tokens are assumed. Add"
+                f" {self.trainer.key('vocab')}."
+            )
+        if found.get("experts", 0):
+            found |= self._expert_sizes(found)
+        else:
+            found.pop("top_k", None)
+            found.pop("experts", None)
+        if self._made("latent", "latent"):
+            found |= self._latent_sizes()
+            found.pop("kv_heads", None)
+        return found
+
+    def _expert_sizes(self, found: Mapping[str, Any]) -> dict[str, Any]:
+        width = self.of("expert_ffn", 0) or found.get("ffn", 0)
+        shared = self.of("shared_ffn", 0)
+        sizes: dict[str, Any] = {"expert_ffn": width}
+        if shared and width:
+            sizes["shared_experts"] = max(round(shared / width), 1)
+            if shared % width:
+                self._note(
+                    f"{self.trainer.key('shared_ffn')} {shared} is counted as"
+                    f" {sizes['shared_experts']} experts of {width}."
+                )
+        if blocks := self.numbers.get("sparse_blocks"):
+            sizes["dense_layers"] = self._dense(blocks, found["layers"])
+        return sizes
+
+    def _dense(self, blocks: Any, layers: int) -> int:
+        """The first blocks that have no experts."""
+        sparse = _sparse(blocks, layers)
+        dense = sparse.index(1) if 1 in sparse else len(sparse)
+        if len(sparse) != layers or 0 in sparse[dense:]:
+            key = self.trainer.key("sparse_blocks")
+            self._note(
+                f"{key} {_shown(blocks)} has no word in a shape: experts are assumed in"
+                f" all blocks from {dense} on."
+            )
+        return min(dense, layers - 1)
+
+    def _latent_sizes(self) -> dict[str, Any]:
+        rope = self.of("rope_dim", 64)
+        return {
+            "kv_latent": self.of("kv_latent", 512),
+            "q_latent": self.of("q_latent", 0),
+            "rope_dim": rope,
+            "head_dim": self.of("nope_dim", 128) + rope,
+            "value_dim": self.of("value_dim", 128),
+        }
+
+    # ---- rules
+
+    def check(self, job: Job) -> None:
+        """Adds a fault for every rule of the trainer that the file breaks."""
+        values = self._known(job)
+        for rule in self.trainer.divides:
+            self._divides(rule, values)
+        for rule in self.trainer.equals:
+            self._equals(rule, values)
+        for rule in self.trainer.needs:
+            self._needs(rule, values)
+
+    def _known(self, job: Job) -> dict[str, int]:
+        layout = job.layout
+        whole = {k: v for k, v in self.numbers.items() if isinstance(v, int) and v}
+        derived = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "ranks": self.ranks}
+        derived |= {"cp_twice": 2 if self.cp > 1 else 1, "batch": self.batch}
+        derived["data"] = max(self.ranks // self.copy, 1)
+        if layout.chunks > 1:
+            derived["chunks"] = layout.chunks
+        if layout.pp > 1:
+            derived["microbatches"] = layout.microbatches
+        if job.shape is not None:
+            derived |= {"layers": job.shape.layers, "heads": job.shape.heads}
+            derived |= {"experts": job.shape.experts}
+        if job.sequence:
+            derived["sequence"] = job.sequence
+        return whole | derived
+
+    def _divides(self, rule: Rule, values: Mapping[str, int]) -> None:
+        terms = rule.terms
+        whole, parts = values.get(terms["what"], 0), terms["by"]
+        unless = any(self.numbers.get(name) for name in terms.get("unless", ()))
+        if (
+            not whole
+            or unless
+            or values.get(terms.get("if", "tp"), 1) < 2 * ("if" in terms)
+        ):
+            return
+        each = [values.get(name, 1) for name in parts]
+        if not whole % math.prod(each):
+            return
+        shown = " x ".join(
+            f"{name} {value}"
+            for name, value in zip(map(self.trainer.key, parts), each, strict=True)
+            if value > 1
+        )
+        shown = shown.replace("cp_twice 2", "2")
+        what = f"{whole:,} is no multiple of {shown}"
+        self.faults.append(Fault(self.trainer.key(terms["what"]), what, rule.text))
+
+    def _equals(self, rule: Rule, values: Mapping[str, int]) -> None:
+        terms = rule.terms
+        present = terms.get("if_any")
+        if present and not any(key in self.options for key in present):
+            return
+        names = [name for name in terms["product"] if values.get(name, 1) > 0]
+        left_open = len(names) < len(terms["product"])
+        missing = {"microbatch", "accumulation", "dataset_sequence"} & set(names)
+        if left_open or any(not values.get(name) for name in missing):
+            return
+        whole = values.get(terms["what"], 0)
+        product = math.prod(values.get(name, 1) for name in names)
+        if whole and whole != product:
+            shown = " x ".join(
+                f"{self.trainer.key(name)} {values[name]:,}"
+                for name in names
+                if values.get(name, 1) > 1
+            )
+            key = self.trainer.key(terms["what"])
+            what = f"{whole:,} is not {shown or 1}"
+            self.faults.append(Fault(key, what, rule.text))
+
+    def _needs(self, rule: Rule, values: Mapping[str, int]) -> None:
+        terms = rule.terms
+        key = self._cause(terms, values)
+        if not key:
+            return
+        lacking = [
+            _option(name, value)
+            for name, value in terms.get("with", {}).items()
+            if not self._is(name, value)
+        ]
+        against = [
+            _option(name, value)
+            for name, value in terms.get("without", {}).items()
+            if self._is(name, value)
+        ]
+        any_of: Sequence[str] = terms.get("with_any", ())
+        if any_of and not any(self._is(name, True) for name in any_of):
+            lacking.append(any_of[0])
+        against += [
+            name for name in terms.get("without_any", ()) if name in self.options
+        ]
+        above = terms.get("above_one")
+        if above and values.get(above, 1) < 2:
+            lacking.append(f"{self.trainer.key(above)} above 1")
+        if lacking:
+            self.faults.append(Fault(key, f"needs {', '.join(lacking)}", rule.text))
+        if against:
+            what = f"does not go with {', '.join(against)}"
+            self.faults.append(Fault(key, what, rule.text))
+
+    def _cause(self, terms: Mapping[str, Any], values: Mapping[str, int]) -> str:
+        """The option by which a rule applies; "" if it does not."""
+        for key, value in terms.get("if", {}).items():
+            return key if key in self.options and self._is(key, value) else ""
+        for key in terms.get("if_any", ()):
+            given = self.options.get(key)
+            off = given is None or same(given, terms.get("unless_value", "off"))
+            if not off:
+                return str(key)
+        above = terms.get("if_above_one", ())
+        if above and all(values.get(name, 1) > 1 for name in above):
+            return self.trainer.key(above[-1])
+        return ""
+
+
+def _option(key: str, value: Any) -> str:
+    return key if value is True else f"{key} {_shown(value)}"
+
+
+def _shown(value: Any) -> str:
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _sparse(blocks: Any, layers: int) -> list[int]:
+    """Which blocks have experts: of a frequency, a list, or Megatron's text of one."""
+    if isinstance(blocks, list):
+        return [int(same(each, 1)) for each in blocks]
+    text = str(blocks)
+    if text.isdigit() and int(text):
+        return [int(block % int(text) == 0) for block in range(layers)]
+    found: list[int] = []
+    for value, count in _SPARSE.findall(text):
+        found += [int(value)] * int(count)
+    return found[:20_000]
+
+
+def blocks_of_text(text: Any) -> tuple[int, ...]:
+    """Blocks of every stage in Megatron-Core's notation, `Et*3|(tt|)*2tL`, or in lists of names."""
+    if isinstance(text, list):
+        return tuple(str(stage).count("decoder") for stage in text)
+    plain = str(text).replace(",", "").replace(" ", "")
+    for _ in range(8):
+        plain, found = _REPEATED.subn(
+            lambda match: (match[1] or match[3]) * int(match[2] or match[4]), plain
+        )
+        if not found or len(plain) > 100_000:
+            break
+    return tuple(stage.count("t") for stage in plain.split("|"))

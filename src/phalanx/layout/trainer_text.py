@@ -1,0 +1,203 @@
+"""Other trainers' files as text: argument lists in shell scripts, TOML, JSON and YAML, as flat options.
+
+An option of a nested file is named by its path, as `training.seq_len`. Reading runs nothing: of a shell
+script only assignments, `$NAME`, `${NAME:-default}` and sums of whole numbers are understood.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from .files import DEPTH, parse_json, parse_toml
+from .mesh import LayoutError
+from .trainer_table import FLAGS, JSON, TOML, YAML, Options
+
+SUFFIXES = {".toml": TOML, ".json": JSON, ".yaml": YAML, ".yml": YAML}
+_ENTRIES = 20_000  # of a nested file: an alias of YAML may stand for very many
+_ASSIGNED = re.compile(r"\s*(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)=(.*)")
+_NAME = r"\$(?:(\w+)|\{(\w+)(?::?[-=]([^{}]*))?\})"
+_SUM = re.compile(r"\$\(\(([\w\s+*/()-]{1,200})\)\)")
+_FLAG = re.compile(r"--?[A-Za-z]")
+_ROUNDS = 8  # names inside names
+_WORDS = 200_000  # characters of a line, with every name replaced
+
+# ---- from text
+
+
+def options_of(text: str, format: str, where: str) -> dict[str, Any]:
+    """The options of a file, flat."""
+    if format == FLAGS:
+        return _flags(text)
+    if format == TOML:
+        nested: Any = parse_toml(text, where, LayoutError)
+    elif format == JSON:
+        nested = parse_json(text, where, LayoutError)
+    else:
+        nested = _yaml(text, where)
+    if not isinstance(nested, Mapping):
+        raise LayoutError(f"{where} is no table of options. Name a trainer's own file.")
+    found: dict[str, Any] = {}
+    for key, value in _flat(nested, "", where, 0):
+        found[key] = value
+        if len(found) > _ENTRIES:
+            raise LayoutError(f"{where} has more than {_ENTRIES:,} options.")
+    return found
+
+
+def _flat(
+    table: Mapping[Any, Any], prefix: str, where: str, depth: int
+) -> Iterator[tuple[str, Any]]:
+    if depth > DEPTH:
+        raise LayoutError(f"{where} nests more than {DEPTH} tables.")
+    for key, value in table.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{name}.", where, depth + 1)
+        else:
+            yield name, value
+
+
+def _yaml(text: str, where: str) -> Any:
+    try:
+        yaml = importlib.import_module("yaml")
+    except ImportError:
+        raise LayoutError(
+            f"{where} is YAML, which PyYAML reads: pip install 'phalanx[yaml]'."
+        ) from None
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        what = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise LayoutError(f"{where} is not plain YAML: {what}.") from None
+
+
+def _flags(text: str) -> dict[str, Any]:
+    """The options of an argument list or a shell script, the last of each."""
+    values: dict[str, str] = {}
+    found: dict[str, Any] = {}
+    for line in text.replace("\\\r\n", " ").replace("\\\n", " ").splitlines():
+        line = _filled(line, values).replace("=(", "=( ")
+        assigned = _ASSIGNED.fullmatch(line)
+        if assigned and not assigned[2].lstrip().startswith("("):
+            values[assigned[1]] = " ".join(_words(assigned[2]))
+        # Options are taken where they stand, in a list, a text or the command itself.
+        found |= _arguments([part for word in _words(line) for part in word.split()])
+    return found
+
+
+def _words(line: str) -> list[str]:
+    try:
+        return shlex.split(line, comments=True)
+    except ValueError:  # a text that goes on in the next line
+        plain = re.sub(r"[\"']", " ", line)
+        return [word for word in plain.partition(" #")[0].split() if word != "#"]
+
+
+def _filled(line: str, values: Mapping[str, str]) -> str:
+    """A line with the values of names, and with sums of whole numbers computed."""
+
+    def value(match: re.Match[str]) -> str:
+        name = match[1] or match[2]
+        default = match[3] if match[3] is not None else match[0]
+        return values.get(name, default)
+
+    for _ in range(_ROUNDS):
+        filled = re.sub(_NAME, value, line)[:_WORDS]
+        filled = _SUM.sub(lambda match: _sum(match, values), filled)
+        if filled == line:
+            break
+        line = filled
+    return line
+
+
+def _sum(match: re.Match[str], values: Mapping[str, str]) -> str:
+    """The value of $((...)): products and quotients from left to right, then sums."""
+    terms = re.sub(r"[A-Za-z_]\w*", lambda name: values.get(name[0], name[0]), match[1])
+    if not re.fullmatch(r"\s*-?\d{1,12}(\s*[-+*/]\s*\d{1,12})*\s*", terms):
+        return match[0]
+    total = 0
+    for sign, product in re.findall(r"(^|[-+])\s*([\d\s*/]+)", terms.strip()):
+        factors = re.findall(r"([*/]?)\s*(\d+)", product)
+        result = 1
+        for operator, factor in factors:
+            number = int(factor)
+            if operator == "/" and not number:
+                return match[0]
+            result = result // number if operator == "/" else result * number
+        total += -result if sign == "-" else result
+    return str(total)
+
+
+def _arguments(words: list[str]) -> dict[str, Any]:
+    """Maps each `--name` to its value: True, a word, or a list of words."""
+    found: dict[str, Any] = {}
+    name, values = "", list[str]()
+    for word in [*words, "--"]:
+        word = word.strip("()")
+        if not word:
+            continue
+        if word != "--" and not _FLAG.match(word):
+            values += [word] if name and not word.startswith("$") else []
+            continue
+        if name:
+            found[name] = values[0] if len(values) == 1 else values or True
+        flag, equals, value = word.partition("=")
+        name = flag.replace("_", "-") if flag.startswith("--") and flag != "--" else ""
+        values = [value] if equals else []
+    return found
+
+
+# ---- to text
+
+
+def text_of(options: Options, format: str, launch: str = "") -> str:
+    """The text of a file with these options."""
+    if format == FLAGS:
+        return _script(options, launch)
+    nested: dict[str, Any] = {}
+    for key, value in options.items():
+        *path, last = key.split(".")
+        table = nested
+        for part in path:
+            table = table.setdefault(part, {})
+        table[last] = value
+    if format == JSON:
+        return json.dumps(nested, indent=2) + "\n"
+    lines = _toml(nested) if format == TOML else _yaml_lines(nested)
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def _script(options: Options, launch: str) -> str:
+    ranks = ("--nnodes", "--nproc-per-node")
+    start = [f"{name} {options[name]}" for name in ranks if name in options]
+    lines = [" ".join(["torchrun", *start, launch])]
+    for name, value in options.items():
+        if name not in ranks:
+            shown = "" if value is True else f" {shlex.quote(str(value))}"
+            lines.append(f"    {name}{shown}")
+    return " \\\n".join(lines) + "\n"
+
+
+def _toml(nested: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    plain = {k: v for k, v in nested.items() if not isinstance(v, Mapping)}
+    if path and plain:
+        yield f"\n[{path}]"
+    for key, value in plain.items():
+        yield f"{key} = {json.dumps(value)}"
+    for key, value in nested.items():
+        if isinstance(value, Mapping):
+            yield from _toml(value, f"{path}.{key}" if path else key)
+
+
+def _yaml_lines(nested: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+    for key, value in nested.items():
+        if isinstance(value, Mapping):
+            yield f"{indent}{key}:"
+            yield from _yaml_lines(value, f"{indent}  ")
+        else:
+            yield f"{indent}{key}: {json.dumps(value)}"
