@@ -17,8 +17,11 @@ from torch import Tensor
 
 from ..comm import Group, World
 from ..comm.regions import carry, exchange, gather_sum, scatter_sum
+from ..comm.threads import ThreadWorld
 
-LARGE = 70_001  # elements; more than a slot of shared memory holds
+# Elements of a large call in float32: more than a chunk of shared memory (4 MiB).
+# Threads pass whole tensors, of any size.
+LARGE, LARGE_OF_THREADS = (1 << 20) + 7, 1 << 10
 # elements of each rank's part of a call, besides the large one
 SIZES = (1, 5)
 DTYPES = (torch.float64, torch.bfloat16, torch.float16, torch.int64)
@@ -38,7 +41,10 @@ def transport_fault(world: World) -> str:
     everyone = world.split("transport", [ranks], neighbours)
     # Every rank makes all calls, even after a wrong result.
     found: list[str] = []
-    for check in (_collectives, _narrow_sums, _nans, _messages, _strided):
+    large = LARGE_OF_THREADS if isinstance(world, ThreadWorld) else LARGE
+    for sized in (_collectives, _messages):
+        found += sized(everyone, world.device, large)
+    for check in (_narrow_sums, _nans, _strided):
         found += check(everyone, world.device)
     world.clear()
     return f"rank {world.rank}: {found[0]}" if found else ""
@@ -59,10 +65,10 @@ def _short(x: Tensor) -> str:
     return f"{x.flatten()[:4].tolist()} ... of {list(x.shape)}"
 
 
-def _collectives(group: Group, device: torch.device) -> Faults:
+def _collectives(group: Group, device: torch.device, large: int) -> Faults:
     for dtype in DTYPES:
         yield from _each_collective(group, device, SIZES[-1], dtype)
-    for size in (SIZES[0], LARGE // group.size):
+    for size in (SIZES[0], large // group.size):
         yield from _each_collective(group, device, size, torch.float32)
 
 
@@ -137,12 +143,12 @@ def _nans(group: Group, device: torch.device) -> Faults:
                 yield f"all_reduce({op}) of a NaN on rank {bad} gives {x.tolist()}"
 
 
-def _messages(group: Group, device: torch.device) -> Faults:
+def _messages(group: Group, device: torch.device, large: int) -> Faults:
     """Test messages when all ranks send several before any receives, and then overwrite
     the sent tensors."""
     n, me = group.size, group.rank
     to, source = (me + 1) % n, (me - 1) % n
-    sizes = (*SIZES, LARGE, *SIZES)
+    sizes = (*SIZES, large, *SIZES)
     for size in sizes:
         x = values(me, size, torch.float32).to(device)
         group.send(x, to)
