@@ -33,7 +33,8 @@ def test_the_claims_of_every_covered_layout_hold(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(claims, "DAMAGES", 40)
-    for layout in covered("gqa", 4)[::8]:
+    narrow = Layout.parse("dp2 zero3 fp8:tile fp64")
+    for layout in (*covered("gqa", 4)[::8], narrow):
         assert false_claim(layout, _program(layout), None) == "", str(layout)
     assert _said() == ""
 

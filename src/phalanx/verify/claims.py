@@ -22,7 +22,7 @@ LONG = 12
 DAMAGES = 12  # number of damaged variants to try, drawn with the layout as seed
 # Operations without which a program is still correct: a count, clipping, recomputation,
 # weights that stay gathered, and weights that a gather loads from the host itself. A
-# program does not say which units need sums over tp or of routing choices.
+# program does not say which units need sums over tp, sums of routing choices or scales.
 OPTIONAL = {
     ops.COUNT,
     ops.AGREE,
@@ -30,6 +30,7 @@ OPTIONAL = {
     ops.DROP,
     ops.SUM_PARTS,
     ops.SUM_CHOICES,
+    ops.AGREE_SCALES,
     *ops.RECOMPUTES,
 }
 # Axes whose ranks compute the same pieces together.
