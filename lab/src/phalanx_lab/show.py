@@ -203,7 +203,8 @@ def _chapter(name: str) -> Html:
 def _ways(names: Sequence[str], name: str) -> Html:
     """Return links to the contents, the previous chapter and the next one."""
     at = names.index(name)
-    near = [("back", names[at - 1 : at]), ("on", names[at + 1 : at + 2])]
+    before, after = names[at - 1 : at], names[at + 1 : at + 2]
+    near = [("back", before), ("on", after)]
     links = [
         tag("span", f" · {words}: ", _chapter(to))
         for words, others in near

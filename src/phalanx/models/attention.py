@@ -71,7 +71,9 @@ class Core(nn.Module):
             grouped = False
         # (B, heads, T, head_dim) or (B, kv_heads, T, head_dim), as torch's kernels
         # expect
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        q = q.transpose(1, 2)
+        k = k.transpose(1, 2)
+        v = v.transpose(1, 2)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         return y.transpose(1, 2)  # (B, T, heads, head_dim)
 
@@ -251,7 +253,8 @@ class LatentAttention(HeadsAttention):
         # shared by all heads: (B, T, heads, rope_dim)
         k_turned = k_turned.expand(*k.shape[:-1], -1)
         # q, k: (B, T, heads, head_dim)
-        q, k = torch.cat((q, q_turned), -1), torch.cat((k, k_turned), -1)
+        q = torch.cat((q, q_turned), -1)
+        k = torch.cat((k, k_turned), -1)
         q = q * self.query_scale if self.query_scale != 1 else q
         # each (B, T, heads, size): kernels take heads of one size only
         q, k, v = (F.pad(each, (0, self.size - each.shape[-1])) for each in (q, k, v))

@@ -232,7 +232,8 @@ class Router(nn.Module):
         # grouped: (B, T, groups, experts / groups)
         grouped = ranked.detach().view(*ranked.shape[:-1], self.groups, -1)
         # best: (B, T, top_groups)
-        best = grouped.topk(2, -1).values.sum(-1).topk(self.top_groups, -1).indices
+        two_best = grouped.topk(2, -1).values.sum(-1)
+        best = two_best.topk(self.top_groups, -1).indices
         left = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(
             -1, best, True
         )

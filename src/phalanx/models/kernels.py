@@ -420,7 +420,8 @@ def _mask_of(block: AttentionBlock, q: Tensor) -> Tensor | None:
     first, window = block.band
     rows, keys = q.shape[2], block.keys.stop - block.keys.start
     # GPU kernels need mask rows aligned to 16 bytes.
-    room = q.new_full((rows, -(-keys // 8) * 8), -math.inf)[:, :keys]
+    columns = -(-keys // 8) * 8
+    room = q.new_full((rows, columns), -math.inf)[:, :keys]
     sees = torch.ones(rows, keys, dtype=torch.bool, device=q.device)
     sees = sees.tril(first).triu(first + 1 - window)
     return room.masked_fill_(sees, 0.0).expand(*q.shape[:2], -1, -1)
@@ -634,7 +635,8 @@ def _efficient_back(
     seed, offset = (
         torch.zeros((), dtype=torch.int64, device=g.device) for _ in range(2)
     )
-    lse, wanted = F.pad(lse, (0, -lse.shape[2] % 32)), [True, True, True, False]
+    lse = F.pad(lse, (0, -lse.shape[2] % 32))
+    wanted = [True, True, True, False]
     into = op(g, q, k, v, mask, out, lse, seed, offset, 0.0, wanted, causal)
     # the gradients of k and v, summed over the query heads that share each
     return into[0], *(x.unflatten(1, (kv_heads, groups)).sum(2) for x in into[1:3])
@@ -652,7 +654,8 @@ def _plain(
         out = (scores - lse.unsqueeze(-1)).exp_() @ v[:, :, :seen].to(scores.dtype)
         shape = *q.shape[:2], -1
         # from heads folded into rows to (B, heads, rows, size) and (B, heads, rows)
-        parts.append((out.view(*shape, q.shape[3]).to(q.dtype), lse.view(shape)))
+        out = out.view(*shape, q.shape[3]).to(q.dtype)
+        parts.append((out, lse.view(shape)))
     outs, lses = zip(*parts, strict=True)
     return torch.cat(outs, 2), torch.cat(lses, 2)
 
@@ -684,7 +687,8 @@ def _plain_back(
         if softcap:
             inside *= (1 - (scores / softcap).square_()).clamp_(min=0)
         inside *= q.shape[-1] ** -0.5
-        into_q[:, :, rows] = (inside @ k[:, :, :seen].to(wide)).view(own.shape)
+        into_rows = inside @ k[:, :, :seen].to(wide)
+        into_q[:, :, rows] = into_rows.view(own.shape)
         into_k[:, :, :seen] += inside.mT @ folded
         into_v[:, :, :seen] += weights.mT @ dy
     return into_q, into_k, into_v
@@ -702,7 +706,8 @@ def _strips(
     for start in range(0, length, STRIP):
         rows = slice(start, min(start + STRIP, length))
         seen = rows.stop if causal else k.shape[2]
-        own, keys = _folded(q[:, :, rows], k).to(wide), k[:, :, :seen].mT.to(wide)
+        own = _folded(q[:, :, rows], k).to(wide)
+        keys = k[:, :, :seen].mT.to(wide)
         scores = own @ keys * q.shape[-1] ** -0.5
         if softcap:
             scores = scores.div_(softcap).tanh_().mul_(softcap)

@@ -16,7 +16,8 @@ class Lora(nn.Module):
 
     def __init__(self, into: int, out: int, r: int, alpha: float) -> None:
         super().__init__()
-        self.a, self.b = nn.Linear(into, r, bias=False), nn.Linear(r, out, bias=False)
+        self.a = nn.Linear(into, r, bias=False)
+        self.b = nn.Linear(r, out, bias=False)
         self.scale = alpha / r
 
     def forward(self, x: Tensor) -> Tensor:

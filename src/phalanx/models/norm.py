@@ -32,7 +32,8 @@ class _RootMeanSquare(torch.autograd.Function):
         # (..., 1): the component along x
         along = (product @ weight.to(scale.dtype)).unsqueeze(-1) / x.shape[-1]
         into_x = (g * weight - normed * along) * scale
-        return into_x.to(x.dtype), product.flatten(0, -2).sum(0).to(weight.dtype), None
+        into_weight = product.flatten(0, -2).sum(0)
+        return into_x.to(x.dtype), into_weight.to(weight.dtype), None
 
 
 class RMSNorm(nn.Module):

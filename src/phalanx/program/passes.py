@@ -72,9 +72,11 @@ def recompute(
     segments, inside = [], {*experts, *(piece + 1 for piece in experts)}
     for stage in stages:
         begins = [piece for piece in stage if piece not in inside]
-        length = {"all": 1, "sqrt": max(1, round(math.sqrt(len(begins))))}.get(mode)
+        root = max(1, round(math.sqrt(len(begins))))
+        length = {"all": 1, "sqrt": root}.get(mode)
         length = length or int(mode.removeprefix("every="))
-        segments += [range(a, b) for a, b in pairwise([*begins[::length], stage.stop])]
+        borders = [*begins[::length], stage.stop]
+        segments += [range(a, b) for a, b in pairwise(borders)]
     return _with_segments(program, [segments] * len(program.rows))
 
 
@@ -517,7 +519,8 @@ def finish(program: Program, *, agree: bool) -> Program:
     few = program.with_rows(short)
     for number, (row, begin) in enumerate(zip(program.rows, begins, strict=True)):
         last = {op.piece: i for i, op in enumerate(row) if op.kind in sums}
-        updates = {row[i]: Op(ops.UPDATE, row[i].piece) for i in sorted(last.values())}
+        updated = [row[i] for i in sorted(last.values())]
+        updates = {op: Op(ops.UPDATE, op.piece) for op in updated}
         if agree:
             rows.append([Op(ops.COUNT), *row, Op(ops.AGREE), *updates.values()])
             continue

@@ -50,7 +50,8 @@ class Short(NamedTuple):
             done = [*reach]
             for event in {made.event[j] for i in todo for j in made.before[i]}:
                 for i in made.events[event]:
-                    reach[made.ops[i][0]] = max(reach[made.ops[i][0]], i + 1)
+                    row = made.ops[i][0]
+                    reach[row] = max(reach[row], i + 1)
         points = zip(map(sub, reach, first), self.windows, strict=True)
         return all(point <= end for point, (_, end, _) in points)
 
@@ -60,7 +61,8 @@ class Short(NamedTuple):
         """
 
         def named(row: int, op: Op) -> Op:
-            at, (_, end, length) = self.program.rows[row].index(op), self.windows[row]
+            at = self.program.rows[row].index(op)
+            _, end, length = self.windows[row]
             return program.rows[row][at + self.gone * length * (at >= end)]
 
         return tuple(

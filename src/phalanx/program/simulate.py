@@ -190,7 +190,8 @@ def _sharing(
     made: Compiled, prices: list[float], cores: float
 ) -> tuple[list[float], list[float]]:
     count = len(made.before)
-    starts, ends, waits = [0.0] * count, [0.0] * count, [len(b) for b in made.before]
+    starts, ends = [0.0] * count, [0.0] * count
+    waits = [len(before) for before in made.before]
     after: list[list[int]] = [[] for _ in range(count)]
     for n, before in enumerate(made.before):
         for j in before:
@@ -408,7 +409,8 @@ def repeat(program: Program, steps: int) -> Program:
     rows, of_microbatches = [], (*ops.ON_MICROBATCH, *ops.MESSAGES)
     for row in program.rows:
         # how often each operation occurs in one step
-        times = {op[:2]: 1 + op.index for op in sorted(row, key=lambda op: op.index)}
+        by_index = sorted(row, key=lambda op: op.index)
+        times = {op[:2]: 1 + op.index for op in by_index}
         times |= {
             op[:2]: program.microbatches for op in row if op.kind in of_microbatches
         }

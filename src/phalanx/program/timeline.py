@@ -119,7 +119,8 @@ class Timeline:
         def computed(time: float) -> float:
             """The time spent computing before a time."""
             i = bisect(ends, time)
-            return done[i] + (max(0.0, time - work[i].start) if i < len(work) else 0.0)
+            begun = max(0.0, time - work[i].start) if i < len(work) else 0.0
+            return done[i] + begun
 
         reached = -math.inf
         beside = (s for s in self.spans if s.rank == rank and s.lane != "compute")

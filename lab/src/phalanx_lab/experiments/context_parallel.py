@@ -67,7 +67,9 @@ def block(
         return t.view(len(t), HEADS, -1).transpose(0, 1)  # (heads, tokens, head_dim)
 
     h = normed(x, w["norm"])
-    q, k, v = heads(h @ w["q"]), heads(collect(h @ w["k"])), heads(collect(h @ w["v"]))
+    q = heads(h @ w["q"])
+    k = heads(collect(h @ w["k"]))
+    v = heads(collect(h @ w["v"]))
     p = masked(q @ k.mT / q.shape[-1] ** 0.5, first).softmax(-1)
     x = x + (p @ v).transpose(0, 1).flatten(1) @ w["out"]
     return (
@@ -132,7 +134,8 @@ def context_parallel(lab: Lab) -> None:
         lab.claim(
             f"gradient of {name}: the sum is one process's", gradients[name], w.grad
         )
-    off = (parts - gradients["norm"]).abs().max() > 1e-6 * gradients["norm"].abs().max()
+    far = (parts - gradients["norm"]).abs().max()
+    off = far > 1e-6 * gradients["norm"].abs().max()
     lab.claim("before the sum it was only a part", bool(off) or n == 1)
     numbers = sum(w.nbytes for w in plain.values())
     formula = 2 * (n - 1) / n * numbers + 4 * (n - 1) * 8 * size.width * size.batch / n
@@ -221,7 +224,8 @@ class RingAttention(torch.autograd.Function):
 def scores(lab: Lab, q: Tensor, k: Tensor, source: int) -> Tensor:
     """Return q k' / sqrt(d) of this rank's queries and the keys of `source`: (heads,
     own tokens, its tokens)."""
-    return masked(q @ k.mT / q.shape[-1] ** 0.5, (lab.rank - source) * q.shape[1])
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    return masked(scores, (lab.rank - source) * q.shape[1])
 
 
 def pass_on(group: Group, *tensors: Tensor) -> tuple[Sequence[Tensor], list[Work]]:

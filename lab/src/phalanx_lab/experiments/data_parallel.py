@@ -366,7 +366,8 @@ def zero_2(lab: Lab) -> None:
 
     Whole layers as shards keep the code short; they balance only if the layers divide by the ranks.
     """
-    size, n, weights, (owners, mine) = lab.size, lab.n, start(lab.size), owned(lab)
+    size, n, weights = lab.size, lab.n, start(lab.size)
+    owners, mine = owned(lab)
     adam = Adam([weights[layer] for layer in mine])
 
     # As soon as backward has a layer's gradient, it is reduced to the layer's owner, who keeps the
@@ -404,7 +405,8 @@ def zero_3(lab: Lab) -> None:
     3(n-1)/n of the weights for each rank, against 2(n-1)/n before. FSDP is this, with every layer cut
     into n equal parts.
     """
-    size, n, last, (owners, mine) = lab.size, lab.n, lab.size.layers - 1, owned(lab)
+    size, n, last = lab.size, lab.n, lab.size.layers - 1
+    owners, mine = owned(lab)
     # Its own layers, and the others' from `fetch` until they have been used.
     here = {layer: w for layer, w in enumerate(start(size)) if layer in mine}
     coming: dict[int, Work] = {}
@@ -475,7 +477,8 @@ def hybrid_sharding(lab: Lab) -> None:
     # K x M ranks form a grid: K inside and M across, as square as n allows, the inside larger.
     size, m = lab.size, next(m for m in range(int(lab.n**0.5), 0, -1) if lab.n % m == 0)
     k = lab.n // m
-    inside = lab.split("inside", [range(i * k, (i + 1) * k) for i in range(m)])
+    neighbours = [range(i * k, (i + 1) * k) for i in range(m)]
+    inside = lab.split("inside", neighbours)
     across = lab.split("across", [range(i, lab.n, k) for i in range(k)])
     rows = size.part("width", inside.rank, k)
     shards = [w[rows].clone() for w in start(size)]

@@ -92,6 +92,7 @@ def routed(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
 def alone(x: Tensor, every: list[Tensor]) -> Tensor:
     """Apply all experts to all rows, each weighted by its gate or by zero."""
     chosen, gates = routed(x, torch.zeros(len(every), dtype=x.dtype))
-    weights = torch.zeros(len(x), len(every), dtype=x.dtype).scatter(1, chosen, gates)
+    weights = torch.zeros(len(x), len(every), dtype=x.dtype)
+    weights = weights.scatter(1, chosen, gates)
     outputs = torch.stack([F.gelu(x @ w) for w in every], 1)
     return (outputs * weights[..., None]).sum(1)

@@ -54,7 +54,8 @@ def muon(lab: Lab) -> None:
     # How wrong it would be if each rank made its own rows orthogonal.
     lab.claim("weights are those of one process", weights, one)
     parts = torch.cat([orthogonal(x) for x in torch.split(whole[0], high)])
-    far = float((parts - orthogonal(whole[0])).norm() / orthogonal(whole[0]).norm())
+    exact = orthogonal(whole[0])
+    far = float((parts - exact).norm() / exact.norm())
     lab.note(f"Had each rank updated its rows by themselves: {far:.0%} off.")
     lab.claim("rows by themselves would be another update", far > 0.05 or n == 1)
     sent = lab.sent() / size.steps  # and the sum of gradients, and the weights

@@ -86,7 +86,8 @@ def collectives(lab: Lab) -> None:
     # Here the loss is the sum over ranks of weight_r . all_gather(x), and its gradient comes back
     # summed and in parts.
     # (ranks, n n)
-    weights = torch.cos(torch.arange(n * n) + torch.arange(n)[:, None].double())
+    rows = torch.arange(n)[:, None].double()
+    weights = torch.cos(torch.arange(n * n) + rows)
     leaves = [row.clone().requires_grad_() for row in table]
     want = torch.autograd.grad((weights @ torch.cat(leaves)).sum(), leaves)
     title = "the gradient of an all-gather is a reduce-scatter"
@@ -237,7 +238,8 @@ def process_groups(lab: Lab) -> None:
         port = int(broadcast_text(lab.group, str(server.port)))
         tcp = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=PATIENCE)
         hashed = dist.HashStore()  # nobody outside this rank can see it
-        stores = (hashed, [rank]), (dist.FileStore(path, n), range(n)), (tcp, range(n))
+        file = dist.FileStore(path, n)
+        stores = (hashed, [rank]), (file, range(n)), (tcp, range(n))
         for store, members in stores:
             name = type(store).__name__
             keys = [f"address {i}" for i in members]
