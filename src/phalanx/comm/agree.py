@@ -22,9 +22,7 @@ FAILED = "failed"  # the fact of a rank that could not begin
 
 
 class RanksDiffer(CommMisuse):
-    """Raised if ranks were started differently: names the ranks, the fact and both
-    values.
-    """
+    """Raised if ranks were started differently: the ranks, the fact and both values."""
 
     exit_code = 2
 
@@ -37,8 +35,7 @@ class PeerFailed(CommError, ValueError):
 
 @contextmanager
 def agreement(world: World) -> Iterator[dict[str, str]]:
-    """A context with a dictionary for this rank's facts, which are compared when the
-    block ends.
+    """A context with a dictionary of this rank's facts, compared when it ends.
 
     Every rank of the world enters it, as its first call of the world or after the same
     calls. If facts differ, all ranks raise `RanksDiffer`. If a rank raises inside the
@@ -64,9 +61,7 @@ def agreement(world: World) -> Iterator[dict[str, str]]:
 
 
 def _facts_of_all(world: World, facts: Mapping[str, str]) -> list[dict[str, str]]:
-    """The facts of all ranks, in rank order and on all of them; empty if all facts are
-    equal.
-    """
+    """All ranks' facts in rank order, on all ranks; empty if they are equal."""
     text = json.dumps(facts, sort_keys=True)
     group = world.split("agreement", [range(world.size)])
     digest = hashlib.sha256(text.encode()).hexdigest()
@@ -77,8 +72,7 @@ def _facts_of_all(world: World, facts: Mapping[str, str]) -> list[dict[str, str]
 
 
 def exchange(group: Group, text: str, root: int | None = None) -> list[str]:
-    """The texts of all members in group order; with a root, only there, and an empty
-    list elsewhere.
+    """All members' texts in group order; with a root, only there.
 
     Even for one root this is an all-gather, in pieces: sending to one rank would open
     one NCCL connection there for each rank.
@@ -142,9 +136,7 @@ def not_alike(lines: Sequence[str]) -> str:
 
 
 def differences(facts: Mapping[int, Mapping[str, str]]) -> list[str]:
-    """A line for every fact in which ranks differ, with each value. The rarest value
-    comes first.
-    """
+    """A line for each fact in which ranks differ, the rarest value first."""
     lines = []
     for name in sorted({name for each in facts.values() for name in each}):
         ranks: dict[str, list[int]] = {}

@@ -30,8 +30,7 @@ from torch_shm.settle import settle
 
 
 def exit_code_of(error: BaseException) -> int:
-    """The exit code of a command that ends with this error, if the error is a message
-    for the user.
+    """The exit code for an error that is a message for the user.
 
     0 for every other error: its traceback is needed to find the mistake. Messages for
     the user are our own ValueErrors: the user has to change something, so a restart
@@ -74,8 +73,7 @@ class Report:
 
 
 class RankFailed(CommError):
-    """A rank failed and ended the others. Shows its traceback first, then a line for
-    each other rank.
+    """A rank failed and ended the others; shows its traceback, then the others' lines.
 
     `refusal` is the first rank's error if it is a message for the user, else "".
     `restart_helps`: a new start of the ranks may get further.
@@ -116,8 +114,7 @@ class RecordedCall(Work):
 
 
 class Group:
-    """A process group, as one of its members sees it. Roots and peers are ranks of the
-    group.
+    """A process group as a member sees it; roots and peers are ranks of the group.
 
     Tensors must be contiguous. With `wait=True` a call is complete when it returns.
     With `wait=False` the caller leaves its tensors alone until `.wait()` of the
@@ -148,18 +145,14 @@ class Group:
         return mine.clone(memory_format=torch.contiguous_format)
 
     def share(self, x: Tensor, ranks: int) -> Tensor:
-        """This rank's share of an `x` that `ranks` ranks hold alike: all shares sum to
-        x.
-        """
+        """This rank's share of an `x` that all ranks hold; the shares sum to x."""
         return x / ranks
 
     def gradient_of_sum(self, gradient: Tensor) -> None:
         """Hook for the gradient of a sum over the group, which passes unchanged."""
 
     def _begin(self, call: Call) -> Work:
-        """Start a checked call. Here: a call of a rank with itself, which backends
-        leave to this method.
-        """
+        """Start a checked call; here that of a rank with itself."""
         if call.kind == "send":
             self._to_itself.append(call.x.detach().clone())
         elif call.kind != "receive":
@@ -204,9 +197,7 @@ class Group:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """A context that reads the device's results of a call, so the host waits for a
-        GPU there.
-        """
+        """A context that reads a call's device results; the host waits for the GPU."""
         if self.positions is None or self.device.type != "cuda":
             yield
             return
@@ -253,9 +244,7 @@ class Group:
     def reduce_scatter(
         self, out: Tensor, x: Tensor, op: str = "sum", *, wait: bool = True
     ) -> Work:
-        """Fill rank i's `out` with the reduction of the i-th equal part of every rank's
-        `x`.
-        """
+        """Fill rank i's `out` with the reduction of part i of every rank's `x`."""
         return self._do(Call("reduce_scatter", x, out, op=op), wait)
 
     def all_to_all(
@@ -267,8 +256,7 @@ class Group:
         *,
         wait: bool = True,
     ) -> Work:
-        """Send part j of `x` to rank j, and fill `out` with the parts received, in
-        group order.
+        """Send part j of `x` to rank j; `out` receives parts in group order.
 
         Parts are along dim 0.
         """
@@ -295,9 +283,7 @@ class Group:
         return self._do(Call("barrier", NOTHING), wait)
 
     def send(self, x: Tensor, to: int, *, wait: bool = True) -> Work:
-        """Send `x` to a rank, in order with earlier sends to it. Never waits for the
-        peer.
-        """
+        """Send `x` to a rank, in order with earlier sends; never waits for the peer."""
         return self._do(Call("send", x, at=to), wait)
 
     def receive(self, x: Tensor, source: int, *, wait: bool = True) -> Work:
@@ -329,8 +315,7 @@ class World(ABC):
         groups: Sequence[Sequence[int]],
         flows: Sequence[tuple[int, int]] = (),
     ) -> Group:
-        """Create this rank's group. Every rank calls it, with the same groups, in the
-        same order.
+        """Create this rank's group; all ranks call it with equal groups in one order.
 
         Each rank of the world is in exactly one of the groups. `flows` are the (from,
         to) ranks of a group that will send to each other: NCCL needs a communicator for
@@ -365,9 +350,7 @@ class World(ABC):
         return group
 
     def record(self, positions: Positions | None) -> None:
-        """Start recording the calls of every group split from now on; None stops
-        recording.
-        """
+        """Record the calls of every group split from now on; None stops it."""
         self.positions = positions
 
     def own(self, groups: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
@@ -375,9 +358,7 @@ class World(ABC):
         return next(group for group in groups if self.rank in group)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Allocate a flat tensor for frequent messages: in shared memory if ranks share
-        memory.
-        """
+        """Allocate a flat tensor for frequent messages, in shared memory if possible."""
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     def release(self, name: str) -> None:

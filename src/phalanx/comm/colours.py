@@ -1,5 +1,4 @@
-"""Rounds in which NCCL can split a communicator into groups without confusing two of
-them.
+"""Rounds in which NCCL can split a communicator without confusing two groups.
 
 `torch.distributed.split_group` gives each group a colour, a hash of its ranks modulo
 2**31 - 1, and `ncclCommSplit` puts all ranks of one colour into one communicator. Two
@@ -17,8 +16,7 @@ _MODULUS = 2**31 - 1
 
 
 def colours(groups: Sequence[Ranks]) -> list[int]:
-    """The colour of each group, as `genNcclSplitColor` of torch 2.11 to 2.13 computes
-    it.
+    """The colour of each group, as `genNcclSplitColor` of torch 2.11 to 2.13 has it.
 
     All groups of one size are hashed together: a split of 131,072 ranks has up to
     65,536 of them.
@@ -41,8 +39,7 @@ def colours(groups: Sequence[Ranks]) -> list[int]:
 
 
 def rounds(groups: Sequence[Ranks], world: int) -> list[list[Ranks]]:
-    """Lists of groups for one split each. No list contains two groups of the same
-    colour.
+    """Lists of groups for one split each, without two of the same colour.
 
     Every list contains every rank of the world exactly once, because torch names a
     group by the number of groups that its ranks have created. A rank whose group is in
@@ -72,9 +69,7 @@ def _idle(groups: Iterable[Ranks], world: int) -> list[int]:
 
 
 def _fillers(idle: Sequence[int], taken: set[int]) -> list[Ranks] | None:
-    """Groups for the ranks without one in a round, or None if one of them has no colour
-    left.
-    """
+    """Groups for a round's remaining ranks; None if one has no colour left."""
     fillers: list[Ranks] = []
     clashing: list[Ranks] = []
     singles = [(rank,) for rank in idle]

@@ -1,5 +1,4 @@
-"""The devices and backends of a process: the GPUs it sees, the backends torch was built
-with.
+"""The devices and backends of a process: GPUs it sees, backends torch was built with.
 
 Everything that depends on CUDA at start-up asks an object of this class, so a test can
 pass one that describes another machine.
@@ -49,9 +48,7 @@ class Devices:
 
     @property
     def unused(self) -> str:
-        """The kind of accelerator that torch sees and phalanx cannot use, such as
-        "mps", or "".
-        """
+        """The accelerator that only torch supports, such as "mps", or ""."""
         found = torch.accelerator.current_accelerator()
         return "" if found is None or found.type == "cuda" else found.type
 
@@ -62,8 +59,7 @@ class Devices:
         return {NCCL: dist.is_nccl_available, GLOO: dist.is_gloo_available}[backend]()
 
     def index(self, local: int) -> int | None:
-        """The GPU for the rank with number `local` on its host, or None if there is
-        none for it.
+        """The GPU for the rank with number `local` on its host, or None.
 
         Slurm's `--gpus-per-task=1` shows each rank only its own GPU, as number 0.
         """

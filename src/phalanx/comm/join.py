@@ -1,5 +1,4 @@
-"""Joins the world that torchrun or Slurm has started, from the environment that they
-set.
+"""Joins the world that torchrun or Slurm has started, by its environment.
 
 Mistakes in it are reported in one sentence before anything can hang.
 """
@@ -70,8 +69,7 @@ def join(
     environment: Mapping[str, str] | None = None,
     devices: Devices | None = None,
 ) -> World:
-    """Join the world that this process was started in; a world of one rank if nothing
-    started one.
+    """Join the world that this process was started in, or a world of one rank.
 
     An existing process group of torch.distributed is used as it is, and stays when the
     world closes. `ranks` is the number that the run needs, if known. `timeout` limits
@@ -120,9 +118,7 @@ def join(
 
 
 def offer(at: Rendezvous, backend: str, devices: Devices) -> dict[str, str]:
-    """This rank's facts for the others. Facts without a leading colon must be equal on
-    all ranks.
-    """
+    """This rank's facts; those without a leading colon must be equal on all ranks."""
     if backend not in ("auto", GLOO, NCCL):
         raise CommMisuse(
             f"backend {backend!r} cannot join processes; use gloo, nccl or auto."
@@ -148,8 +144,7 @@ def versions() -> dict[str, str]:
 
 
 def meet(store: Any, at: Rendezvous, mine: Mapping[str, str], timeout: float) -> str:
-    """Agree on the backend that all ranks use. If there is none, all raise the same
-    error.
+    """Agree on the backend of all ranks; without one, all raise the same error.
 
     Every rank appends its offer to one key, which rank 0 reads, and all read rank 0's
     answer. So a rank touches as many keys in a world of 10,000 as in one of two.
@@ -237,9 +232,7 @@ def _missing(
 
 
 def backend_of(offers: Sequence[Mapping[str, str]]) -> str:
-    """NCCL if every rank has a GPU of its own, gloo if none sees any; otherwise an
-    error asks for a choice.
-    """
+    """NCCL if every rank has its own GPU, gloo if none has one; otherwise raises."""
     backend = offers[0]["backend"]
     if backend == GLOO or (
         backend == "auto" and not any(int(each[":gpus"]) for each in offers)
@@ -263,9 +256,7 @@ def backend_of(offers: Sequence[Mapping[str, str]]) -> str:
 
 
 def _let_read(store: Any, others: int) -> None:
-    """Keep rank 0's store open until the other ranks have read the error, for a limited
-    time.
-    """
+    """Keep rank 0's store open until others have read the error, or for a while."""
     deadline = time.monotonic() + MARGIN
     while store.add("read", 0) < others and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -1,5 +1,4 @@
-"""Groups over threads that use all the freedom that the contract of `Group` leaves a
-transport.
+"""Groups over threads that use every freedom of `Group`'s contract.
 
 `verify` trains over them, since plain threads hide mistakes: there a result is often in
 place before it is waited for, and a message is copied before its tensor is reused.

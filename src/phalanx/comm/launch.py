@@ -1,6 +1,4 @@
-"""Starts a world of ranks on this machine, for one run or for many. `join.py` is for
-clusters.
-"""
+"""Starts a world of ranks on this machine, for one run or for many."""
 
 import contextlib
 import logging
@@ -32,8 +30,7 @@ def launch(
     threads_per_rank: int | None = None,
     apart: bool = False,
 ) -> list[Any]:
-    """Run `fn(world, *args)` on each of `ranks` new ranks and return the results in
-    rank order.
+    """Run `fn(world, *args)` on new ranks and return the results in rank order.
 
     A rank that raises or is killed ends the others; `RankFailed` shows its traceback
     first. `timeout` limits a call's wait for a peer. For processes, `fn` must be at the
@@ -54,8 +51,7 @@ def workers(
     threads_per_rank: int | None = None,
     apart: bool = False,
 ) -> Iterator[Runner]:
-    """A context with one world for many runs. Groups that a run leaves open are closed
-    after it.
+    """A context with one world for many runs; groups left open are closed after each.
 
     After a run that failed, the next one starts new ranks.
     """
@@ -116,9 +112,7 @@ def choose(backend: str, ranks: int, devices: Devices | None = None) -> str:
 
 
 def used_gpus(kind: str, ranks: int, devices: Devices | None = None) -> int:
-    """The number of GPUs that `ranks` local ranks use over a chosen backend; 0 means
-    the CPU.
-    """
+    """The number of GPUs of `ranks` local ranks on a chosen backend; 0: the CPU."""
     return (
         min(ranks, (devices or Devices()).gpus) if kind in (ALONE, THREADS, NCCL) else 0
     )

@@ -1,5 +1,4 @@
-"""The interface over which a rank talks to the others, and tests of the routes between
-hosts.
+"""The interface on which a rank talks to the others, and tests of the routes.
 
 gloo uses the address of the host's own name, which on many hosts is 127.0.1.1. Here it
 is the address from which the master is reached. Missing routes are found before the
@@ -41,9 +40,7 @@ class Address:
 
     @classmethod
     def choose(cls, at: Rendezvous, interface: str = "") -> "Address":
-        """The address of a named interface, or of the one from which the master is
-        reached.
-        """
+        """The address of a named interface, or of the one that reaches the master."""
         host = socket.gethostname()
         if interface:
             if not (address := addresses().get(interface, "")):
@@ -81,9 +78,7 @@ class Address:
 
 
 def addresses() -> dict[str, str]:
-    """The IPv4 address of each interface of this host that has one; empty except on
-    Linux.
-    """
+    """The IPv4 address of each interface of this host; empty except on Linux."""
     found: dict[str, str] = {}
     if sys.platform != "linux":
         return found
@@ -99,9 +94,7 @@ def addresses() -> dict[str, str]:
 
 
 def _from_here(host: str, port: int) -> str:
-    """This host's address on the route to another, or "" without a route. Nothing is
-    sent.
-    """
+    """This host's address on the route to another, or ""; sends nothing."""
     with contextlib.suppress(OSError):
         family, _, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_DGRAM
@@ -113,8 +106,7 @@ def _from_here(host: str, port: int) -> str:
 
 
 def check_routes(store: Any, at: Rendezvous, mine: Address) -> None:
-    """Raise on all ranks, with the same text, if a host cannot reach the next one or
-    the first.
+    """Raise the same error on all ranks if a host cannot reach the next or the first.
 
     The first rank to arrive on each host listens, and connects to those of two other
     hosts. Other ranks need not: routes are the same for all ranks of a host. Rank 0
@@ -214,8 +206,7 @@ def listen(at: Rendezvous) -> socket.socket:
 
 
 def await_master(at: Rendezvous, mine: Address, seconds: float, notice: float) -> str:
-    """Try to connect to the store until it answers. Returns "", or the reason after
-    `seconds`.
+    """Try to connect to the store; returns "", or the reason after `seconds`.
 
     After `notice` seconds it prints a line, as the others may start much later.
     """

@@ -46,9 +46,7 @@ Meeting = str | tuple[str, Extent]
 
 
 class Pool:
-    """The processes of one world, each waiting at its pipe for (fn, args), or for None,
-    the end.
-    """
+    """A world's processes, each waiting at its pipe for (fn, args), or None to end."""
 
     def __init__(self, backend: str, ranks: int, timeout: float, threads: int) -> None:
         self._terms = (backend, ranks, timeout, threads)
@@ -166,9 +164,7 @@ class Pool:
         self._remove.close()
 
     def close(self) -> None:
-        """Let all ranks leave the world together, and kill those that do not within 5
-        seconds.
-        """
+        """Let all ranks leave together, and kill those that take over 5 seconds."""
         for pipe in self._pipes:
             with contextlib.suppress(OSError):
                 pipe.send(None)
@@ -179,9 +175,7 @@ class Pool:
 
 
 def _context(backend: str) -> Any:
-    """The start method of processes. A fork starts a rank in 0.05 s, a spawn in 1.6 s
-    (it imports torch).
-    """
+    """The start method: a fork takes 0.05 s, a spawn 1.6 s to import torch."""
     # Processes that may use GPUs are not forked from one that may have initialized
     # CUDA.
     if sys.platform != "linux" or backend == NCCL:
@@ -201,9 +195,7 @@ def _main_is_a_file() -> bool:
 
 @contextlib.contextmanager
 def _main_of_its_own() -> Iterator[None]:
-    """Hide a `__file__` that is no file: a new process would run it. For `python -` it
-    is '<stdin>'.
-    """
+    """Hide a `__file__` that is not a file: a spawned process would run it."""
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
     if file is None or _main_is_a_file():
@@ -243,9 +235,7 @@ def _serve(
     outlasts: bool,
     *terms: Any,
 ) -> None:
-    """Run one rank's process: do the work that arrives until the end, or until the
-    launcher dies.
-    """
+    """Run one rank's process: work until the end, or until the launcher dies."""
     # Ctrl-C in a terminal reaches all processes; the launcher decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if not outlasts:

@@ -58,8 +58,7 @@ FLOW_BLOCKS = 8
 
 
 def nccl_options(blocks: int = 0) -> Any:
-    """Options for NCCL's communicators, with at most `blocks` blocks if not 0; None
-    without NCCL.
+    """NCCL's options, with at most `blocks` blocks if not 0; None without NCCL.
 
     Their streams have high priority: a transfer starts beside a running matmul, and
     does not wait until all blocks of the matmul are scheduled.
@@ -73,9 +72,7 @@ def nccl_options(blocks: int = 0) -> Any:
 
 
 class Pending(Work):
-    """Transfers under way, each with the ranks that it waits for, and the local step
-    that follows.
-    """
+    """Transfers under way, with the ranks they wait for and the step that follows."""
 
     def __init__(
         self,
@@ -388,9 +385,7 @@ class ProcessWorld(World):
 
     @classmethod
     def existing(cls, timeout: float) -> "ProcessWorld":
-        """A rank of a group that Ray, Accelerate or others have created, on the GPU
-        chosen there.
-        """
+        """A rank of a group of Ray, Accelerate or others, on the GPU chosen there."""
         native = NCCL in str(dist.get_backend_config(None))
         gpu = torch.cuda.current_device() if native else 0
         backend, rank, size = (
@@ -431,8 +426,7 @@ class ProcessWorld(World):
         return TorchGroup(name, self.rank, ranks, self.device, group, lines, made)
 
     def _connect_all(self, group: dist.ProcessGroup) -> None:
-        """Sum one number over a group, so that its members are connected before a step
-        uses it.
+        """Sum one number over a group to connect its members before a step.
 
         Like a flow's first message, NCCL's first collective makes the host wait for all
         members. During a step one of them may be waiting for a message that this rank
@@ -441,8 +435,7 @@ class ProcessWorld(World):
         dist.all_reduce(torch.zeros(1, device=self.device), group=group)
 
     def _connect(self, line: dist.ProcessGroup, source: int, target: int) -> None:
-        """Send one number along a flow, so that its connection exists before a step
-        uses it.
+        """Send one number along a flow, so that its connection exists.
 
         NCCL connects two ranks inside their first send or receive, where the host waits
         until the peer has come too. In a ring every rank sends first, so all would wait
@@ -463,8 +456,7 @@ class ProcessWorld(World):
         made: list[dist.ProcessGroup],
         blocks: int = 0,
     ) -> dist.ProcessGroup:
-        """Create a process group for each of these disjoint groups of ranks; return
-        this rank's own.
+        """Create process groups of disjoint ranks; return this rank's own.
 
         Every process group that includes this rank is appended to `made`. `blocks`
         limits the GPU blocks of one NCCL call.
@@ -532,8 +524,7 @@ class ProcessWorld(World):
 
 
 def apart(flows: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """The flows in as few lists as possible, with no rank twice in one list; each list
-    is a single split.
+    """The flows in few lists, no rank twice in one list; each list is one split.
 
     For a pipeline: even and odd stages, in each direction.
     """
@@ -586,9 +577,7 @@ def _flip(whole: Tensor) -> Tensor:
 
 
 def _plain(call: Call) -> Call:
-    """The call with tensors as backends expect them: without autograd, and bools as
-    bytes.
-    """
+    """The call with tensors that backends accept: no autograd, bools as bytes."""
 
     def plain(x: Tensor) -> Tensor:
         return x.detach().view(torch.uint8) if x.dtype == torch.bool else x.detach()

@@ -1,5 +1,4 @@
-"""Regions: conjugate pairs of collectives, one for the forward and one for the
-gradient.
+"""Regions: conjugate pairs of collectives, one forward and one for the gradient.
 
     copy        identity                  <->  reduce       all-reduce
     gather      all-gather along dim      <->  take         this rank's slice along dim
@@ -28,49 +27,37 @@ from phalanx.comm.base import CommMisuse, Group, group_named
 
 
 def copy(x: Tensor, group: Group) -> Tensor:
-    """Return `x`, with its gradient summed over the group: the fork at a column
-    region's input.
-    """
+    """Return `x`, with its gradient summed over the group: a column region's input."""
     return _region("copy", x, group)
 
 
 def reduce(x: Tensor, group: Group) -> Tensor:
-    """Sum `x` over the group; the gradient passes unchanged: the join at a row region's
-    output.
-    """
+    """Sum `x` over the group; the gradient passes unchanged: a row region's output."""
     return _region("reduce", x, group)
 
 
 def gather(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Join every rank's `x` along `dim`, for the same use on all; the gradient is this
-    rank's slice.
-    """
+    """Join every rank's `x` along `dim` for equal use; the gradient is sliced."""
     return _region("gather", x, group, dim)
 
 
 def take(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Take this rank's slice of an `x` that all ranks hold whole; the gradient is
-    gathered.
-    """
+    """Take this rank's slice of an `x` that all hold; the gradient is gathered."""
     return _region("take", x, group, dim)
 
 
 def gather_sum(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Join every rank's `x` along `dim`; the gradient is summed over the group and
-    sliced.
-    """
+    """Join every rank's `x` along `dim`; the gradient is summed and sliced."""
     return _region("gather_sum", x, group, dim)
 
 
 def scatter_sum(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Take this rank's slice of the sum of every rank's `x`; the gradient is gathered."""
+    """Take this rank's slice of an `x` that all hold; the gradient is gathered."""
     return _region("scatter_sum", x, group, dim)
 
 
 def exchange(x: Tensor, group: Group, split_dim: int, join_dim: int) -> Tensor:
-    """Send slice j of `x` along one dim to rank j, and join the received slices along
-    another.
-    """
+    """Send slice j of `x` along one dim to rank j; join received ones along another."""
     return _region("exchange", x, group, split_dim, join_dim)
 
 
@@ -157,9 +144,7 @@ def _carry(
 
 
 def carry(x: Tensor, kind: str, group: Group, dim: int, join: int) -> Tensor:
-    """Compute a region's value over the group, without autograd. The result is always a
-    new tensor.
-    """
+    """Compute a region's value, always a new tensor, without autograd."""
     n = group.size
     if kind == "reduce":
         total = x.clone(memory_format=torch.contiguous_format)

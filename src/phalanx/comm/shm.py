@@ -1,6 +1,4 @@
-"""A world of processes on one machine that communicate through shared memory, by
-`torch_shm`.
-"""
+"""A world of processes on one machine over shared memory, by `torch_shm`."""
 
 import time
 from collections.abc import Sequence
@@ -25,9 +23,7 @@ class ShmGroup(Group):
         self._shared = shared
 
     def all_reduce(self, x: Tensor, op: str = "sum", *, wait: bool = True) -> Work:
-        """Reduce over the group. A small tensor that is waited for at once takes a
-        shorter path.
-        """
+        """Reduce over the group; small, urgent tensors take a shorter path."""
         number, positions = 0, self.positions
         if wait and self.size > 1:
             if positions is not None:
@@ -47,9 +43,7 @@ class ShmGroup(Group):
         return super()._begin(call) if self._alone(call) else self._shared.begin(call)
 
     def close(self) -> None:
-        """Close with every member, so that none is gone while another still reads its
-        data.
-        """
+        """Close with every member, so that none leaves while its data is being read."""
         if not self._shared.closed:
             self.barrier()
             self._shared.release()

@@ -48,9 +48,7 @@ class Tally(Group):
 
 
 class TallyWorld(World):
-    """One rank of a world that does not exist. `ledger` holds the messages of all its
-    groups in order.
-    """
+    """One rank of an imaginary world; `ledger` has all groups' messages in order."""
 
     def __init__(
         self, rank: int, size: int, device: torch.device | str = "meta"

@@ -58,9 +58,7 @@ class Hub:
         self.groups[0, self.everyone.ranks] = self.everyone
 
     def fail(self, failure: str) -> None:
-        """Make every rank raise this while it waits or at its next call. The first
-        failure stays.
-        """
+        """Make every rank raise this at its next call; the first failure stays."""
         with self.lock:
             self.failure = self.failure or failure
             self.wake()
@@ -72,18 +70,14 @@ class Hub:
             self.wake()
 
     def group(self, number: int, name: str, ranks: tuple[int, ...]) -> "ThreadMembers":
-        """The group created by the world's split with this number: one object for all
-        its members.
-        """
+        """The group of the world's split with this number, shared by members."""
         with self.lock:
             return self.groups.setdefault(
                 (number, ranks), self.members(self, name, ranks)
             )
 
     def drop(self, group: "ThreadMembers") -> None:
-        """Forget a group once all its members have closed it; some may not even have
-        split it yet.
-        """
+        """Forget a group once all members have closed it, even one yet to be split."""
         with self.lock:
             group.closed += 1
             if group.closed == len(group.ranks):
@@ -108,9 +102,7 @@ class Meeting:
     first: tuple[int, str] | None = None
 
     def enter(self, i: int, call: Call, signature: str) -> int | None:
-        """Enter the call of the i-th member. Returns a member whose call does not match
-        it, or None.
-        """
+        """Enter member i's call; returns a member whose call differs, or None."""
         self.calls[i] = call
         self.first = self.first or (i, signature)
         if signature != self.first[1]:
@@ -126,9 +118,7 @@ class Meeting:
 
 
 class ThreadMembers:
-    """The meetings of a group, by line: () for everyone, (i, j) for messages from rank
-    i to j.
-    """
+    """A group's meetings by line: () for all, (i, j) for messages from i to j."""
 
     def __init__(self, hub: Hub, name: str, ranks: tuple[int, ...]) -> None:
         self.hub = hub
@@ -163,9 +153,7 @@ class ThreadMembers:
         return meeting
 
     def wait(self, meeting: Meeting, rank: int, call: Call) -> None:
-        """Wait until the meeting is done, or raise an error that names the missing
-        ranks.
-        """
+        """Wait until the meeting is done; raises with the names of missing ranks."""
         hub, me = self.hub, self.ranks[rank]
         with hub.lock:
             hub.doing[me] = f"{call.kind} on {self.name}"
@@ -339,8 +327,7 @@ def run_threads(
     gpus: int,
     kind: type[ThreadWorld] = ThreadWorld,
 ) -> list[Any]:
-    """Run `fn(world, *args)` on each rank, a thread of this process, and return all
-    results.
+    """Run `fn(world, *args)` on ranks that are threads, and return all results.
 
     The ranks share the GPUs.
     """

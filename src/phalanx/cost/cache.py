@@ -1,5 +1,4 @@
-"""Caches costs of pieces on disk, so that a plan computes them only once and need not
-load torch.
+"""Caches costs of pieces on disk, so that later plans start without torch.
 
 JSON under `$XDG_CACHE_HOME/phalanx/costs`: one file for each model and sequence length,
 with every cut that was asked for. The file's name is a hash of everything that a
@@ -54,8 +53,7 @@ def cached_costs(
     target: str = "cuda",
     place: Path | None = None,
 ) -> dict[Layout, PieceKinds]:
-    """The costs of a model's pieces for the cut of each layout, from the cache if
-    present.
+    """The costs of a model's pieces for each layout's cut, cached if possible.
 
     `model` is a shape, or `FILE.py:Class` for a custom model. The keys are
     `piece_layout(layout)`.

@@ -19,8 +19,7 @@ from ..parallel.pool import storage_of
 
 
 class Live(TorchDispatchMode):
-    """While active in this thread, tracks every storage that an operation creates until
-    it is freed.
+    """While active in this thread, tracks every storage until it is freed.
 
     Memory that a kernel allocates internally is not seen.
     """

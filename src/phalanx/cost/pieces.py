@@ -41,8 +41,7 @@ COMPUTE = {name: getattr(torch, DTYPES[name].torch) for name in PRECISIONS}
 def piece_costs(
     model: Model, layout: Layout, rows: int, *, sequence: int = 0, target: str = "cuda"
 ) -> tuple[PieceCost, ...]:
-    """The costs of all pieces of a model on one rank, with `rows` sequences in a
-    microbatch.
+    """The costs of all pieces on one rank, with `rows` sequences in a microbatch.
 
     Pieces that are alike are run once, and the model is not changed. If ranks of a
     group differ, the one with the most work counts. Only layouts that split the
@@ -116,9 +115,7 @@ def cost_kinds(
 def with_derived(
     cost: PieceCost, held: LocalModel, piece: Piece, batch: Mapping[str, Tensor]
 ) -> PieceCost:
-    """The cost with the bytes that a rank derives once for all pieces and that this
-    piece uses.
-    """
+    """The cost with bytes that a rank derives once for all pieces and this one uses."""
     names = [name for name in held.derived if name in piece.takes]
     return replace(cost, derived=float(sum(batch[name].nbytes for name in names)))
 
@@ -168,8 +165,7 @@ def run(
     selected: bool = False,
     compiled: bool = False,
 ) -> tuple[PieceCost, dict[str, Like]]:
-    """Run one piece forward and backward on meta tensors; returns its cost and its
-    outputs.
+    """Run a piece forward and backward on meta; returns its cost and its outputs.
 
     `comes` are its inputs. With `selected`, its forward keeps a part, and the rest is
     recomputed before the backward.

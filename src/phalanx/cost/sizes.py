@@ -1,5 +1,4 @@
-"""Bytes of a layout's pieces and units, for the memory figures of `check` and
-`simulate`.
+"""Bytes of a layout's pieces and units, for the memory of `check` and `simulate`.
 
 Pieces are costed as elsewhere in this package. Units know the sizes of their buffers.
 """
@@ -132,9 +131,7 @@ def _of_units(
         )
 
     def always(unit: Unit) -> int:
-        """Bytes that always stay: the home, its extra buffers, and weights that are
-        never freed.
-        """
+        """Bytes that always stay: home, extra buffers, weights never freed."""
         held = unit.bytes
         stay = held.weights - held.shared if unit.resident else 0
         return held.home + held.beside + stay

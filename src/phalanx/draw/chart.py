@@ -1,6 +1,4 @@
-"""Charts as SVG: lines and points over two axes, bars, and triangular matrices of
-pairs.
-"""
+"""Charts as SVG: lines and points over axes, bars, and triangular matrices."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -69,9 +67,7 @@ def chart(
     marks: Sequence[tuple[float, str]] = (),
     width: float = WIDE,
 ) -> Html:
-    """A chart as one SVG document; `marks` are vertical lines with words above the
-    plot.
-    """
+    """A chart as one SVG document; `marks` are vertical lines with words above."""
     points = _seen([p for s in series for p in (*s.points, *s.line)], x, y)
     up = _Scale([p[1] for p in points], y, _TOP + _HEIGHT, _TOP)
     left = 30 + LETTER * max((len(words) for _, words in up.ticks()), default=0)
@@ -249,9 +245,7 @@ def _series(series: Series, colour: str, across: _Scale, up: _Scale) -> Iterator
 
 @dataclass(frozen=True)
 class Bars:
-    """One row: its name, the length of its bar, words beside and below it, and a
-    tooltip.
-    """
+    """One row: name, length of its bar, words beside and below it, and a tooltip."""
 
     name: str
     length: float

@@ -37,9 +37,7 @@ def escaped(text: str) -> str:
 
 
 def tag(name: str, *children: object, **attributes: object) -> Html:
-    """One element. `cls` is its class; underscores become hyphens; empty attributes are
-    omitted.
-    """
+    """One element; `cls` is its class, and empty attributes are omitted."""
     shown = ""
     for key, value in attributes.items():
         if value is not None and value != "":

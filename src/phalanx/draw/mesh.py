@@ -133,9 +133,7 @@ def _dim(word: str) -> tuple[str, int, int]:
 
 
 def mesh_text(picture: MeshPicture, *, width: int = 80) -> str:
-    """The grid, the groups along each axis, the coordinates of each rank, and its part
-    of the weight.
-    """
+    """The grid, groups along axes, ranks' coordinates, and parts of the weight."""
     lines = [*wrapped(picture.title, width), "", *_grid(picture, width)]
     lines += ["", "groups"] * bool(picture.axes)
     widest = max(map(len, picture.axes), default=0)
@@ -252,9 +250,7 @@ def mesh_svg(picture: MeshPicture, most: float = 920.0) -> Html:
 def _panels(
     picture: MeshPicture, top: float, group_of: Mapping[int, int] | None, most: float
 ) -> tuple[list[Html], float, float]:
-    """Draw one grid, in as many rows of panels as needed; returns its bottom and right
-    ends.
-    """
+    """Draw one grid in rows of panels; returns its bottom and right ends."""
     cell, tall = (34, 24) if group_of else (64, 40)
     x, y, right = 20.0, top, 0.0
     out: list[Html] = []

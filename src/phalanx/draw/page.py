@@ -1,5 +1,4 @@
-"""HTML pages of one file that load nothing: the frame of all pages, and an interactive
-timeline.
+"""HTML pages of one file that load nothing: their frame, and the interactive timeline.
 
 The timeline has zoom, pan, details of the operation under the mouse, and memory over
 time. `page.html` beside this file is the frame, `page.js` draws the timeline, and
@@ -59,9 +58,7 @@ def figure(draw: Callable[[float], Html]) -> Html:
 
 
 def timeline(picture: Picture) -> Html:
-    """The picture with its legend and tables, as a part of a page. A page can have only
-    one.
-    """
+    """The picture with its legend and tables; a page can have only one."""
     script = (_HERE / "page.js").read_text(encoding="utf-8")
     legend = []
     for kind in picture.kinds:

@@ -1,5 +1,4 @@
-"""Pictures of a step's parts: time by kind of operation, and memory over time, for each
-rank.
+"""Pictures of a step's parts: time by kind of operation, memory over time.
 
 `svg` and `page` show when each operation ran.
 """
@@ -64,9 +63,7 @@ def breakdown_svg(picture: Picture, width: float = WIDE) -> Html:
 
 
 def memory_svg(picture: Picture, width: float = WIDE) -> Html:
-    """Memory of each rank over the step, by kind and with one scale; "" if it is
-    unknown.
-    """
+    """Memory of each rank over the step, by kind, with one scale; "" if unknown."""
     held = [
         (rank, name, timeline.memory[rank])
         for rank, name, timeline in _ranks(picture)

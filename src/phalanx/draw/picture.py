@@ -93,8 +93,7 @@ class Picture:
 
     @cached_property
     def tracks(self) -> tuple[Track, ...]:
-        """Every rank's compute lane, followed by its other lanes with spans that take
-        time.
+        """Every rank's compute lane, then its other lanes with spans that take time.
 
         Each lane of a second timeline is right below that of the first. A message is
         shown where it is sent, because its two ends are one event.
@@ -145,9 +144,7 @@ class Picture:
         return any(len(pieces) > 1 for pieces in self.pieces_of.values())
 
     def tint(self, rank: int, op: Op) -> float:
-        """Lightness of an operation's colour, 0 to 1; later pieces of a rank are
-        lighter.
-        """
+        """Lightness of an operation's colour, 0 to 1, rising with its piece."""
         pieces = self.pieces_of.get(rank, ())
         if op.of or op.piece not in pieces or len(pieces) < 2:
             return 0.0
@@ -181,9 +178,7 @@ class Picture:
 
     @cached_property
     def summary(self) -> tuple[str, ...]:
-        """Summary lines: makespan, ideal and bubble of each timeline, then microbatches
-        in flight.
-        """
+        """Makespan, ideal and bubble of each timeline, then microbatches in flight."""
         lines = []
         for name, t in zip(self.names, self.timelines, strict=False):
             words = (

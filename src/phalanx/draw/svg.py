@@ -143,17 +143,13 @@ def _areas(row: Row, top: float, at: _TimeScale) -> Iterator[Html]:
 
 
 def tinted(colour: str, light: float) -> str:
-    """A colour mixed with white: 0 leaves it unchanged, 1 makes it as light as text on
-    it allows.
-    """
+    """A colour mixed with white: 0 leaves it, 1 makes it as light as text allows."""
     parts = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
     return "#" + "".join(f"{round(p + (255 - p) * 0.55 * light):02x}" for p in parts)
 
 
 def svg(picture: Picture, width: float = 0.0) -> Html:
-    """The picture as one SVG document, `width` pixels wide, or as wide as its labels
-    need.
-    """
+    """The picture as one SVG document, `width` pixels wide or as labels need."""
     rows = []
     for track in picture.tracks:
         bars = [_bar(picture, track, span) for span in track.spans]
@@ -187,9 +183,7 @@ def svg(picture: Picture, width: float = 0.0) -> Html:
 
 
 def _scale(picture: Picture) -> float:
-    """Pixels per unit of time: labels fit in the shortest operations, and the whole
-    fits a page.
-    """
+    """Pixels per unit of time: labels fit short operations, and all fits a page."""
     span = (picture.end - picture.start) or 1.0
     spans = [s for t in picture.tracks if t.lane == "compute" for s in t.spans]
     shortest = max(min((s.end - s.start for s in spans), default=span), span / 2000)

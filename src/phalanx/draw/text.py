@@ -55,9 +55,7 @@ def text(picture: Picture, *, width: int = 80, colour: bool = False) -> str:
 
 
 def _scale(picture: Picture, room: int) -> float:
-    """Columns per unit of time: labels fit if possible, and one band is better than
-    two.
-    """
+    """Columns per unit of time: labels fit if possible; one band is better than two."""
     # Updates are shorter than forwards and backwards, and do not set the scale.
     spans = [s for t in picture.tracks for s in t.spans if s.op.kind in ops.COMPUTES]
     spans = spans or [s for t in picture.tracks for s in t.spans]
@@ -92,9 +90,7 @@ def _band(picture: Picture, scale: float, room: int, columns: int) -> int:
 
 
 def _cells(track: Track, begin: float, scale: float) -> list[_Cell]:
-    """The spans in whole columns without overlap; spans too short to be seen are
-    dropped.
-    """
+    """The spans in whole columns without overlap; very short ones are dropped."""
     cells: list[_Cell] = []
     reached = 0
     for span in sorted(track.spans, key=lambda s: s.start):

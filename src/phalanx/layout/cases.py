@@ -1,6 +1,4 @@
-"""Layouts to compare if none is named: small shapes with every awkward trait, and all
-legal layouts up to a number of ranks.
-"""
+"""Layouts to compare by default: small shapes with awkward traits, legal layouts."""
 
 import tomllib
 from collections.abc import Iterator
@@ -40,8 +38,7 @@ LARGER = {
 def every_layout(
     shape: Shape, ranks: int, *, axes: str = " ".join(AXES), besides: bool = False
 ) -> tuple[Layout, ...]:
-    """All legal layouts of 1 to `ranks` ranks over these axes, each once; over ep if
-    there are experts.
+    """All legal layouts of up to `ranks` ranks over these axes, and ep for experts.
 
     With `besides`, each has one more option, in turn, if that is legal: the same number
     of layouts, in which every option occurs with every choice.
@@ -73,9 +70,7 @@ def _all(shape: Shape, ranks: int, axes: set[str]) -> Iterator[Layout]:
 
 
 def _grids(ranks: int, free: list[bool]) -> Iterator[tuple[int, ...]]:
-    """The sizes of the axes whose product is at most `ranks`. An axis that is not free
-    has size 1.
-    """
+    """Axis sizes with a product up to `ranks`; an axis that is not free has size 1."""
     if not free:
         yield ()
         return
@@ -85,9 +80,7 @@ def _grids(ranks: int, free: list[bool]) -> Iterator[tuple[int, ...]]:
 
 
 def _orders(pp: int) -> list[tuple[str, int, int]]:
-    """(schedule, chunks, microbatches). 3 microbatches, which no number of stages here
-    divides.
-    """
+    """(schedule, chunks, microbatches); no number of stages here divides 3."""
     if pp == 1:
         return [(ACCUM, 1, 1), (ACCUM, 1, 3)]
     kinds = [(name, kind) for name, kind in SCHEDULES.items() if kind.pipelined]
@@ -105,8 +98,7 @@ def _features(x: Layout) -> dict[str, object]:
 
 
 def covering(layouts: tuple[Layout, ...], least: int) -> tuple[Layout, ...]:
-    """A small subset of at least `least` layouts in which every two choices that occur
-    together still do.
+    """At least `least` layouts that still combine every two choices that co-occur.
 
     It is filled up evenly.
     """

@@ -12,9 +12,7 @@ from typing import NamedTuple
 
 
 class ScheduleTraits(NamedTuple):
-    """Traits of a schedule. Its order of operations is a function in
-    program/schedules.py.
-    """
+    """Traits of a schedule; its order of operations is in program/schedules.py."""
 
     least: int = 1  # fewest chunks of the model on each stage
     most: int = 1  # most chunks
@@ -55,16 +53,12 @@ SCHEDULES = {
 
 
 def traits(schedule: str) -> ScheduleTraits:
-    """The traits of a schedule. A user's own, FILE.py:NAME, may have any number of
-    chunks.
-    """
+    """The traits of a schedule; a custom one, FILE.py:NAME, allows any chunks."""
     return SCHEDULES.get(schedule, ScheduleTraits(1, CHUNKS))
 
 
 class DtypeTraits(NamedTuple):
-    """A number format: a layout's precision, its name in torch, and its name in a
-    safetensors file.
-    """
+    """A number format: its names in a layout, in torch, and in a safetensors file."""
 
     torch: str
     bytes: int
@@ -92,9 +86,7 @@ STORED = {dtype.stored: dtype.torch for _, dtype in _WIDEST if dtype.stored}
 
 
 class MatmulTraits(NamedTuple):
-    """A way of fp8 matmuls with the weights of blocks: the elements that share a scale,
-    and the formats.
-    """
+    """A kind of fp8 matmul in blocks: elements that share a scale, and formats."""
 
     run: int = 0  # elements along the sum with one scale; 0: all
     square: bool = False  # a weight's scale covers as many rows as well
@@ -136,8 +128,7 @@ BYTES = 256  # the vocabulary of that data
 
 
 class OptimizerTraits(NamedTuple):
-    """An optimizer: its name in checkpoints, and torch's names of the tensors it keeps
-    for each weight.
+    """An optimizer: its name in checkpoints, and torch's names of its state tensors.
 
     An optimizer with `matrix_moments` updates matrices whole, at an owner, and keeps
     these for them.

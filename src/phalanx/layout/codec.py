@@ -1,5 +1,4 @@
-"""Frozen dataclasses from TOML and back: run files, shapes, measured machines,
-profiles.
+"""Frozen dataclasses to and from TOML: run files, shapes, measured machines, profiles.
 
 Reading is strict. All mistakes in a file are reported at once, each with its line, the
 value and a way out. The field types of a dataclass define what a file may contain:
@@ -81,8 +80,7 @@ def key(
     choices: tuple[str, ...] = (),
     name: str = "",
 ) -> Any:
-    """A dataclass field with its meaning and bounds. Numbers must be 0 or more unless
-    stated otherwise.
+    """A dataclass field with its meaning and bounds.
 
     `name` is its key in a file, if different.
     """
@@ -144,9 +142,7 @@ def load(
 def parse(
     cls: type[T], text: str, file: str, error: type[FileError], **given: Any
 ) -> T:
-    """Read the value from TOML text. `given` are values for keys that the text leaves
-    out.
-    """
+    """Read the value from TOML text; `given` are values for missing keys."""
     reader = Reader(cls, text, file)
     value: T = (
         reader.table(cls, given | reader.given) if not reader.mistakes else _WRONG
@@ -181,8 +177,7 @@ _WRONG: Any = object()  # stands for a value with a mistake
 
 
 class Reader:
-    """Reads a file's text, and the `key=value` arguments after it, into values of a
-    class.
+    """Reads a file and the `key=value` arguments after it into values of a class.
 
     `given` is the table that they make. All mistakes are collected. `pointers` are ways
     out for unknown keys, by name: old keys, and those of other libraries. `texts` names
@@ -258,9 +253,7 @@ class Reader:
         self._arguments[".".join(path)] = f"argument {shown!r}"
 
     def place(self, path: str) -> str:
-        """The line or the argument that sets a key, else that of its table, else the
-        file, else the key itself.
-        """
+        """Where a key is set: the line or argument, else its table, else the file."""
         whole = path
         while path:
             for name, argument in self._arguments.items():
@@ -274,9 +267,7 @@ class Reader:
 
     @cached_property
     def _lines(self) -> dict[str, int]:
-        """The line of each key and table. `rates[1].m` is a key of the second
-        [[rates]].
-        """
+        """The line of each key and table; `rates[1].m` is in the second [[rates]]."""
         lines: dict[str, int] = {}
         lists: dict[str, int] = {}
         current = ""
@@ -301,9 +292,7 @@ class Reader:
         return _WRONG
 
     def table(self, cls: Any, given: Mapping[str, Any], prefix: str = "") -> Any:
-        """The instance of a class, with defaults for values with mistakes; `_WRONG` if
-        it cannot be made.
-        """
+        """The instance, with defaults for wrong values; `_WRONG` if impossible."""
         known = _keys(cls)
         values: dict[str, Any] = {}
         before = len(self._mistakes)
@@ -412,9 +401,7 @@ def out_of_bounds(value: Any) -> list[Mistake]:
 def _problem(
     value: Any, path: str, limits: Mapping[str, Any]
 ) -> tuple[str, str] | None:
-    """Describe the problem with a value of the right type, and the correct form; None
-    if it is valid.
-    """
+    """Describe what is wrong with a value of the right type, or return None."""
     choices = limits.get("choices")
     if choices and value not in choices:
         known, hint = ", ".join(filter(None, choices)), near_word(str(value), choices)
@@ -510,9 +497,7 @@ def dump(value: Any, *, short: bool = False) -> str:
 
 
 def _dumped(value: Any, path: str, short: bool) -> Iterator[str]:
-    """Plain keys first, then tables, then lists of tables: the order that TOML
-    requires.
-    """
+    """Plain keys, then tables, then lists of tables: the order that TOML requires."""
     tables = []
     keys = {} if isinstance(value, Mapping) else _keys(value.__class__)
     items = (

@@ -1,5 +1,4 @@
-"""Environment variables that CUDA, torch's allocator and NCCL read once, when they
-start.
+"""Environment variables that CUDA, torch's allocator and NCCL read once at their start.
 
 Asking torch for the number of GPUs starts the driver. So they are set before that: by
 the command before it imports torch, and by `join` and `workers` before anything else.

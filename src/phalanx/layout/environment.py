@@ -122,8 +122,7 @@ _FIRST_NODE = re.compile(rf"((?:{_NODES})+)(?:,|$)")
 
 
 def first_node(nodes: str) -> str:
-    """The first node of a Slurm host list, such as rack1node03 in
-    `rack[1-2]node[03-07,9],io1`.
+    """The first node of a Slurm host list such as `rack[1-2]node[03-07,9],io1`.
 
     A name may have several brackets, with text after them. Each holds numbers and
     ranges; leading zeros of the first number are part of the name. Returns "" if the

@@ -1,5 +1,4 @@
-"""Hugging Face models: shapes from a config.json and back, and the names of their
-weights.
+"""Hugging Face models: shapes from and to config.json, and the names of weights.
 
 A family is data: a table of families.toml. A feature that they can express and we
 cannot is refused by name and never ignored. Nothing that a folder names is run: from a
@@ -116,9 +115,7 @@ class HubTensor:
 
 
 def sources(family: Family, names: Mapping[str, int]) -> dict[str, HubTensor]:
-    """Map each of these weights of ours, given with its number of dims, to its Hugging
-    Face tensor.
-    """
+    """Map weights of ours, given with their dim counts, to Hugging Face tensors."""
     found: dict[str, HubTensor] = {}
     for name, dims in names.items():
         layer = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
@@ -230,8 +227,7 @@ def hub_shape(folder: str) -> Shape:
 
 
 def code_of(model: str) -> tuple[str, str]:
-    """The file that names a model's code, and the class in it; both "" if the code is
-    ours.
+    """The file with a model's code, and its class; both "" if the code is ours.
 
     For FILE.py:Class, and for hf:FOLDER with a family that only transformers has.
     """
@@ -246,9 +242,7 @@ def code_of(model: str) -> tuple[str, str]:
 
 
 def shape_of(table: Mapping[str, Any], where: str) -> Shape:
-    """The shape that a config.json describes. Features that we lack are refused by
-    name.
-    """
+    """The shape that a config.json describes; refuses unsupported features."""
     name = table.get("model_type")
     if not isinstance(name, str):
         raise LayoutError(f"{where}: 'model_type' is {str(name)[:40]!r}, and no name.")
@@ -339,9 +333,7 @@ def _shape(name: str, given: dict[str, Any], where: str) -> Shape:
 
 
 def _reasons(config: _Config, family: Family) -> dict[str, Any]:
-    """Features of a configuration that our decoder lacks, each with a flag that tells
-    if it is in use.
-    """
+    """Features that our decoder lacks, each with a flag: whether the model uses it."""
     biased, dense = family.shape.get("sinks"), config.mlp_only_layers or ()
     quantized = (config.quantization_config or {}).get("quant_method")
     read = quantized == PACKED_4 and family.alternating
@@ -434,9 +426,7 @@ def _stretch(
 
 
 def _attention_factor(rope: Mapping[str, Any]) -> float:
-    """The factor by which yarn multiplies cosine and sine, if the configuration does
-    not give one.
-    """
+    """yarn's default factor on cosine and sine, if the configuration gives none."""
     factor, up, down = (
         rope.get(name) for name in ("factor", "mscale", "mscale_all_dim")
     )
@@ -451,9 +441,7 @@ def _attention_factor(rope: Mapping[str, Any]) -> float:
 
 
 def family_of(shape: Shape, wanted: str = "") -> str:
-    """The Hugging Face family of this shape. If there is none, raises with the
-    differences from the nearest.
-    """
+    """The Hugging Face family of a shape; raises with the differences if none."""
     reasons = {name: list(_differences(shape, name)) for name in FAMILIES}
     # If several fit, the one with its name, otherwise the first.
     near = wanted or min(

@@ -1,5 +1,4 @@
-"""Files and text that others may have written: read within stated limits, and printed
-safely.
+"""Files and text from others: read within stated limits, and printed safely.
 
 Opening never waits: a named pipe or a device in place of a file is refused. Links are
 followed when a file is read, and replaced, not followed, when one is written. The
@@ -39,18 +38,14 @@ _KINDS = {
 
 
 def printable(text: str) -> str:
-    """The text with everything that could control a terminal written as an escape such
-    as \\x1b.
-    """
+    """The text with characters that could control a terminal escaped, such as \x1b."""
     return _UNPRINTABLE.sub(
         lambda match: match[0].encode("unicode_escape").decode(), text
     )
 
 
 def unwritable(text: str) -> str:
-    """The first character of a text that no path and no text file can contain, as an
-    escape, or "".
-    """
+    """The first character that no path or text file can contain, escaped, or ""."""
     match = re.search("[\0\ud800-\udfff]", text)
     return printable(match[0]) if match else ""
 
@@ -128,8 +123,7 @@ def write_text(path: Path, text: str, *, durable: bool = False) -> None:
 
 
 def unmakable(folder: str | Path) -> str:
-    """Explain why files cannot be written into a folder that may not exist yet, or
-    return "".
+    """Explain why files cannot be written into a folder, or return "".
 
     The text is the end of a sentence.
     """

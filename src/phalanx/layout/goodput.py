@@ -1,5 +1,4 @@
-"""Accounts for a run's time, from the records of its metrics.jsonl: useful steps, and
-everything else.
+"""Accounts for a run's time by its metrics.jsonl: useful steps, and everything else.
 
 A record has the seconds that its process spent in each phase since the previous record
 (`spent`, from a monotonic clock), and its time of writing on the calendar and on the
@@ -35,8 +34,7 @@ _PART_OF = {
 
 
 class Goodput:
-    """The share of useful step time in all time since the first start, and the parts of
-    the rest.
+    """The share of useful step time since the first start, and the parts of the rest.
 
     steps: including loading their data. lost steps: those repeated after a restart.
     starting: from a process's start to its first step. down: between two processes,

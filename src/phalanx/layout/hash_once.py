@@ -1,6 +1,4 @@
-"""A hash computed once for frozen values: layouts and shapes have many fields and are
-keys of many caches.
-"""
+"""A hash computed once per frozen value: layouts and shapes are keys of caches."""
 
 from __future__ import annotations
 

@@ -14,17 +14,14 @@ def machine_memory() -> float:
 def available_memory(
     proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
 ) -> float:
-    """The bytes that this process may still allocate, within the machine and its
-    control group's limits.
-    """
+    """The bytes that this process may still allocate within all limits."""
     free = re.search(r"^MemAvailable: +(\d+) kB", _text(proc / "meminfo"), re.M)
     of_machine = 1024.0 * int(free[1]) if free else machine_memory()
     return max(0.0, min([of_machine, *_of_groups(proc, cgroups)]))
 
 
 def _of_groups(proc: Path, cgroups: Path) -> Iterator[float]:
-    """The bytes that each memory limit leaves, from this process's control group up to
-    the root.
+    """The bytes left by each memory limit, from this control group to the root.
 
     For cgroup v1 and v2.
     """

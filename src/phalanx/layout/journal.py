@@ -22,9 +22,7 @@ class JournalReader:
         self.path, self.at = path, 0
 
     def more(self) -> list[Record]:
-        """The records written since the last call, without incomplete lines and lines
-        longer than `LINE`.
-        """
+        """The records since the last call, without incomplete or too long lines."""
         try:
             file = open_regular(self.path)
         except FileNotFoundError:

@@ -103,9 +103,7 @@ def parts_of_pieces(shape: Shape, apart: bool) -> tuple[tuple[int, BlockPart], .
 
 @lru_cache(maxsize=64)
 def one_block_of_each(shape: Shape) -> tuple[Shape, tuple[int, ...]]:
-    """The shape with one block of each kind, and for each piece of `shape` the equal
-    piece in it.
-    """
+    """The shape with one block of each kind, and each piece's equal in it."""
     blocks = [block_kind(shape, piece) for piece in range(1, 1 + shape.layers)]
     # Blocks without experts come first, as in every shape.
     kinds = list(dict.fromkeys(blocks))

@@ -58,9 +58,7 @@ _WORDS = [*SCHEDULES, *_OPTIONS.split(), *_FIXED]
 
 @dataclass(frozen=True)
 class Layout:
-    """Every choice of how to train a model on a mesh. Empty text and 0 mean the
-    default.
-    """
+    """Every choice of how to train a model on a mesh; "" and 0 mean the default."""
 
     mesh: Mesh = Mesh()
     seq: bool = False
@@ -148,23 +146,17 @@ class Layout:
 
     @property
     def data(self) -> int:
-        """The number of ranks with sequences of their own, including those of ep, which
-        share experts.
-        """
+        """The number of ranks with sequences of their own, including those of ep."""
         return self.dp * self.ep
 
     @property
     def copies(self) -> int:
-        """The number of ranks that use each weight, except experts: gradients are
-        summed over them.
-        """
+        """The number of ranks that use each non-expert weight and sum its gradients."""
         return self.data * self.cp
 
     @property
     def shard_axes(self) -> tuple[str, ...]:
-        """The axes over which a unit's weights, gradients or optimizer state are
-        sharded.
-        """
+        """The axes over which weights, gradients or optimizer state are sharded."""
         return ("dp.shard", "cp", "ep") if self.zero else ()
 
     @property
@@ -194,9 +186,7 @@ class Layout:
 
     @property
     def copies_sharing(self) -> int:
-        """The number of `copies` that share the experts, which are neither copied nor
-        sharded over them.
-        """
+        """The number of `copies` that divide the experts among them."""
         return self.ep * (self.cp if "cp" in self.experts else 1)
 
     @property
@@ -225,9 +215,7 @@ class Layout:
 
     @staticmethod
     def written(text: str) -> dict[str, object]:
-        """The fields, except the mesh, that a text sets. The others keep their
-        defaults.
-        """
+        """The fields that a text sets, except the mesh."""
         fields: dict[str, object] = {}
         for word in text.split():
             for key, value in () if _AXIS.fullmatch(word) else _meaning(word).items():

@@ -1,5 +1,4 @@
-"""Legality of a layout for a model: all reasons against it at once, and the nearest
-legal layouts.
+"""Legality of a layout for a model: all violations, and the nearest legal layouts.
 
 Arithmetic only. Sizes that can be padded (vocabulary, sequence, batch, shards) are no
 reason.
@@ -198,18 +197,14 @@ def _sharding(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violat
 def nearest(
     layout: Layout, shape: Shape, *, batch: int = 0, sequence: int = 0, most: int = 3
 ) -> tuple[Layout, ...]:
-    """Legal layouts with the same number of ranks that differ least from this one,
-    nearest first.
-    """
+    """Legal layouts with equally many ranks, those with the fewest changes first."""
     others = dict.fromkeys(_neighbours(layout, shape, batch or shape.batch))
     fits = [x for x in others if not legal(x, shape, batch=batch, sequence=sequence)]
     return tuple(sorted(fits, key=lambda x: (_distance(x, layout), str(x)))[:most])
 
 
 def _neighbours(x: Layout, s: Shape, batch: int) -> Iterator[Layout]:
-    """Other meshes of the same size, each with the same choices where these still
-    apply.
-    """
+    """Other meshes of the same size, each with the same choices if they still apply."""
     order = [a.name for a in x.mesh.axes if a.name != "ep"]  # dp is as close
     order += [name for name in ("dp", "pp", "cp", "tp") if name not in order]
     inner = x.mesh.of("dp.shard") if x.mesh.of("dp.replicate") > 1 and x.zero else 0
@@ -233,9 +228,7 @@ def _neighbours(x: Layout, s: Shape, batch: int) -> Iterator[Layout]:
 
 
 def _refit(x: Layout, chunks: int, batch: int) -> Iterator[Layout]:
-    """The layout with a schedule that its mesh allows and microbatches that the batch
-    allows.
-    """
+    """The layout with a legal schedule for its mesh and microbatches for the batch."""
     own = x.schedule if traits(x.schedule).pipelined else ONE_F_ONE_B
     gather = x.gather if x.zero == 3 or "weights" in x.offload else ""
     for schedule in {own, ONE_F_ONE_B} if x.pp > 1 else {ACCUM}:
@@ -258,9 +251,7 @@ def _factors(n: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 
 def _distance(a: Layout, b: Layout) -> float:
-    """The distance between two layouts: doublings of each axis, then every other
-    choice.
-    """
+    """The distance of two layouts: doublings of each axis, then every other choice."""
     axes: float = sum(
         abs(math.log2(a.mesh.of(n) / b.mesh.of(n)))
         for n in ("dp.replicate", "dp.shard", "pp", "cp.ring", "cp.ulysses", "tp")

@@ -10,9 +10,7 @@ STEPS = 5  # as in Jordan et al. 2024
 
 
 def orthogonal_products(rows: int, columns: int) -> tuple[tuple[int, int, int], ...]:
-    """The (m, k, n) of the matmuls in one step: x x^T, its square, and that times x,
-    for x with rows <= columns.
-    """
+    """The (m, k, n) of one step's matmuls: x x', its square, and that times x."""
     short, long = sorted((rows, columns))
     return (short, long, short), (short, short, short), (short, short, long)
 

@@ -1,5 +1,4 @@
 """The grid of devices: named axes, the rank at each coordinate, and the groups.
-Arithmetic only.
 
 A mesh is written outermost axis first: in `"dp2 pp2 tp2"` neighbouring ranks differ in
 `tp`. Two axes have an inner grid of their own: `dp2x4` is 2 replicas of 4 shards,
@@ -91,9 +90,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Axes, outermost first. Axes of size 1 are dropped: the mesh is the same without
-    them.
-    """
+    """Axes, outermost first; axes of size 1 are dropped without effect."""
 
     axes: tuple[Axis, ...] = ()
 
@@ -121,9 +118,7 @@ class Mesh:
         return math.prod(a.size for a in self.axes)
 
     def of(self, name: str) -> int:
-        """The size of an axis (`"dp"`) or of a part of one (`"dp.shard"`); 1 if the
-        mesh has none.
-        """
+        """The size of an axis (`"dp"`) or a part (`"dp.shard"`), 1 if it is absent."""
         for axis in self.axes:
             if axis.name == name:
                 return axis.size
@@ -164,9 +159,7 @@ class Mesh:
         return rank
 
     def part(self, axes: Iterable[str], at: Mapping[str, int]) -> tuple[int, int]:
-        """The number of parts that these axes (or parts of axes) make, and the index at
-        these coordinates.
-        """
+        """The number of parts made by these axes, and the index at a coordinate."""
         chosen, parts, index = set(axes), 1, 0
         for axis in self.axes:
             for name in dict.fromkeys((axis.name, *axis.part_names)):
@@ -176,9 +169,7 @@ class Mesh:
         return parts, index
 
     def groups(self, axes: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """All groups of ranks that differ only along these axes. Together they contain
-        all ranks.
-        """
+        """All groups of ranks that differ only along these axes."""
         inside, outside = self._strides(axes)
         steps = [sum(w) for w in _walks(inside)]
         return tuple(tuple(sum(w) + step for step in steps) for w in _walks(outside))
@@ -192,9 +183,7 @@ class Mesh:
     def _strides(
         self, axes: Iterable[str]
     ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """The (stride, size) of the parts that vary along these axes, and of the
-        others.
-        """
+        """The (stride, size) of the parts along these axes, and of the others."""
         wanted = set(axes)
         for name in wanted:
             self.of(name)

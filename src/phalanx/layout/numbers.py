@@ -91,9 +91,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_byte_sizes(text: str, step: int = 4) -> tuple[int, ...]:
-    """Parse sizes: a range in steps of 4 (`1K:64M`), in other steps (`1K:64M:2`), or a
-    list (`1K,8M`).
-    """
+    """Parse sizes: a range in steps of 4 (`1K:64M`), of 2 (`1K:64M:2`), or a list."""
     if ":" not in text:
         return tuple(sorted({parse_bytes(part) for part in text.split(",")}))
     first, last, *steps = text.split(":")
@@ -111,9 +109,7 @@ def parse_byte_sizes(text: str, step: int = 4) -> tuple[int, ...]:
 
 
 def parse_count(text: str) -> int:
-    """Parse a count with a decimal or binary letter: `4M` is 4,000,000, `4Mi`
-    4,194,304.
-    """
+    """Parse a count with a unit: `4M` is 4,000,000, `4Mi` is 4,194,304."""
     match = _COUNT.fullmatch(text)
     if not match or not float(match[1]):
         raise NumberError(
@@ -142,9 +138,7 @@ def parse_length(text: str) -> int:
 
 
 def whole_spellings(text: str) -> str:
-    """Spell a count such as `4k` as a plain number: `4000 or 4096 (4Ki)`; "" for other
-    texts.
-    """
+    """Spell a count such as `4k` as plain numbers: `4000 or 4096 (4Ki)`; or ""."""
     match = re.fullmatch("([1-9][0-9]{0,8})([kKMGT])(i?)", text)
     if not match:
         return ""

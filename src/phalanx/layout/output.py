@@ -337,9 +337,7 @@ def put_line(stream: TextIO, line: str) -> None:
 
 
 def settle_output() -> None:
-    """Write queued output, and wait until the writing thread is gone, so that the
-    process can be forked.
-    """
+    """Write queued output and end the writing thread, so that the process can fork."""
     flush_output()
     end = time.monotonic() + 0.2
     outlets = [

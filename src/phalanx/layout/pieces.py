@@ -1,5 +1,4 @@
-"""One row for each piece of a layout's program, with everything that readers of a step
-need to know.
+"""Rows of a layout's pieces, with everything that readers of a step need to know.
 
 The rows are derived here from a `Shape`. `parallel/rows.py` derives the same rows from
 a model's modules and rule table, and a test checks that both are equal. These are the
@@ -34,9 +33,7 @@ _TOKENS = "tokens"  # the embedding, which is also the output if they are tied
 
 
 class LinearProduct(NamedTuple):
-    """A matmul with a weight that each token needs: input features, output features,
-    and repetitions.
-    """
+    """A matmul of each token with a weight: features in and out, repetitions."""
 
     name: str
     into: int
@@ -81,9 +78,7 @@ class WeightRow:
         return _ADAPTER in self.name
 
     def cuts(self, layout: Layout, rank: int = 0) -> tuple[Cut, ...]:
-        """The part of each dim that a rank of tp holds, among ranks with the weight's
-        experts.
-        """
+        """The part of each dim that a rank of tp holds."""
         at = {"tp": rank}
         every = zip(layout.axes_of(self.dims), self.shape, self.granule, strict=True)
         return tuple(
@@ -110,9 +105,7 @@ class Sum(StrEnum):
 
 
 def sum_over_tp(dims: Sequence[str], cuts: Sequence[Cut], layout: Layout) -> Sum:
-    """The gradient rule along tp: sum over the copies that did different work, over no
-    others.
-    """
+    """The gradient rule along tp: sum over copies that did different work."""
     if layout.tp == 1:
         return Sum.NONE
     if any(cut.copies > 1 for cut in cuts):
@@ -222,9 +215,7 @@ class StagedPieces:
 
     @cached_property
     def tied(self) -> tuple[tuple[int, int], ...]:
-        """The (piece, unit) pairs in which a piece also uses a weight of an earlier
-        piece's unit.
-        """
+        """The (piece, unit) pairs in which a piece uses an earlier piece's weight."""
         return tuple(
             (number, unit) for number, row in enumerate(self.rows) for unit in row.uses
         )
@@ -288,18 +279,14 @@ def plain_pieces(
 def row_of(
     piece: int, part: BlockPart, kind: int, weights: Sequence[WeightRow]
 ) -> PieceRow:
-    """The row of a piece with known weights. A merging part has a unit even without a
-    weight.
-    """
+    """The row of a piece with known weights; merging has a unit even without."""
     trains = any(weight.trained for weight in weights)
     has_unit = bool(weights) or part is BlockPart.MERGING
     return PieceRow(piece, part, kind, tuple(weights), frozen=has_unit and not trains)
 
 
 def in_layout(row: PieceRow, layout: Layout) -> PieceRow:
-    """The row with everything that depends on how the layout shards and gathers its
-    weights.
-    """
+    """The row with what depends on sharding and gathering its weights."""
     trained = [weight for weight in row.weights if weight.trained]
     partial = scaled = False
     if layout.tp > 1:
@@ -331,8 +318,7 @@ def staged_pieces(layout: Layout, shape: Shape) -> StagedPieces:
 
 
 def stage_pieces(layout: Layout, shape: Shape) -> tuple[range, ...]:
-    """The program's pieces on every virtual stage, in the order in which data flows
-    through them.
+    """The program's pieces on every virtual stage, in the order of the data flow.
 
     `stages:2-2-2-1` counts blocks. The embedding goes with the first stage, the head
     with the last.
@@ -378,8 +364,7 @@ def linear_name(weight: WeightRow) -> str:
 
 
 def piece_work(row: PieceRow, shape: Shape) -> int:
-    """The forward work of one piece for one sequence, in multiply-adds, by which stages
-    are balanced.
+    """Forward multiply-adds of a piece for one sequence, to balance stages.
 
     A lookup counts nothing, the head multiplies by the whole vocabulary, attention
     counts as causal, and adapters do not count. For the MLP it is the work of one row.
@@ -510,9 +495,7 @@ def _weights(shape: Shape, piece: int) -> tuple[WeightRow, ...]:
 def granules(
     dims: Sequence[str], lengths: Sequence[int], counts: Mapping[str, int]
 ) -> tuple[int, ...]:
-    """The length in each dim that is never divided. `counts` gives the number of units
-    in a dim.
-    """
+    """The indivisible length in each dim; `counts` are the numbers of units."""
     every = zip(dims, lengths, strict=True)
     return tuple(max(1, length // counts.get(dim, length)) for dim, length in every)
 
@@ -536,9 +519,7 @@ def _weight(name: str, dims: str, *lengths: int) -> WeightRow:
 
 
 def _plain_weights(shape: Shape, piece: int) -> Iterator[WeightRow]:
-    """Yield the names, dims and lengths of a piece's weights, in the order of their
-    use.
-    """
+    """Yield the names, dims and lengths of a piece's weights in order of use."""
     if shape.kind == "mlp":
         if 0 < piece <= shape.layers:
             yield _weight("weight", "embed ffn", shape.hidden, shape.hidden)
@@ -587,9 +568,7 @@ def _linear(
 
 
 def _output(shape: Shape) -> Iterator[WeightRow]:
-    """The end of any attention, and the learned score that a head adds to those of its
-    tokens.
-    """
+    """The end of any attention, and the learned score that each head adds."""
     if shape.sinks:
         yield _weight("attn.sinks", "heads", shape.heads)
     wide = shape.heads * shape.valued
@@ -615,9 +594,7 @@ def _attention(shape: Shape) -> Iterator[WeightRow]:
 
 
 def _latent_attention(shape: Shape) -> Iterator[WeightRow]:
-    """Latent attention: queries, keys and values are expanded from narrow vectors
-    (DeepSeek-V2 2024).
-    """
+    """Latent attention: q, k, v come from narrow vectors (DeepSeek-V2 2024)."""
     hidden, latent, wide = shape.hidden, shape.kv_latent, shape.heads * shape.head_dim
     if shape.q_latent:
         yield _weight("attn.wq_a.weight", "latent embed", shape.q_latent, hidden)
@@ -665,9 +642,7 @@ _ADAPTED_MLP = ("gate", "up", "down")
 
 
 def block_linears(shape: Shape) -> dict[str, WeightRow]:
-    """The weights of a block's linear layers that may carry adapters, by the name of
-    the layer.
-    """
+    """Weights of a block's linears that may carry adapters, by layer name."""
     if shape.kind == "mlp":
         return {}
     names = (*_ADAPTED, *(() if shape.experts else _ADAPTED_MLP))

@@ -1,5 +1,4 @@
-"""A run in its own proportions, small enough to train in seconds: the subject of
-`verify run.toml`.
+"""A small run in the proportions of a real one: the subject of `verify run.toml`.
 
 Every kind of block stays, with the ratios of heads, experts and windows. Widths,
 layers, vocabulary and mesh axes shrink.
@@ -63,9 +62,7 @@ def small_shape(shape: Shape) -> Shape:
 
 
 def _layers(shape: Shape) -> int:
-    """The number of layers that includes each kind of block, at least three if
-    possible.
-    """
+    """The number of layers with each kind of block, at least three if possible."""
     return min(shape.layers, max(3, len(shape.windows), 2 if shape.dense_layers else 0))
 
 
@@ -101,9 +98,7 @@ def _own_model(own: str) -> str | dict[str, str]:
 
 
 def small_run(run: Run, shape: Shape, layout: Layout, out: str) -> Run:
-    """The run with a small model and layout, and few steps that still cover its whole
-    schedule.
-    """
+    """The run with a small model and layout, and few steps over its whole schedule."""
     # A user's own class keeps the sizes that it is created with.
     small = replace(shape, sequence=min(TOKENS, shape.sequence)) if run.own else None
     small, few = small or small_shape(shape), small_layout(layout)

@@ -80,9 +80,7 @@ def recipe(
 
 
 def _divisor(ranks: int, wanted: int) -> int:
-    """The smallest power of two from `wanted` on that divides `ranks`, or else the
-    largest that does.
-    """
+    """The first power of two from `wanted` that divides `ranks`, else the largest."""
     divisor = 1
     while divisor < wanted and ranks % (2 * divisor) == 0:
         divisor *= 2
@@ -90,9 +88,7 @@ def _divisor(ranks: int, wanted: int) -> int:
 
 
 def _shards(dp: int, parameters: float, memory: float) -> int:
-    """The number of shards of a replica's weights: a node's, or more until a shard fits
-    in half the memory.
-    """
+    """The shards of a replica: a node's ranks, or until one fits half the memory."""
     parts = _divisor(dp, NODE)
     while (
         memory
@@ -104,8 +100,7 @@ def _shards(dp: int, parameters: float, memory: float) -> int:
 
 
 def _stage(parameters: float, parts: int, memory: float, precision: str) -> int:
-    """The lowest ZeRO stage whose weights, gradients and optimizer fit in half the
-    memory.
+    """The lowest ZeRO stage whose state fits in half the memory.
 
     Buffers that are not sharded are sent once a step, not for every microbatch. 3 if
     the memory is unknown.

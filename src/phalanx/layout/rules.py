@@ -41,8 +41,7 @@ _fits = lru_cache(1 << 16)(fnmatch.fnmatchcase)
 
 @dataclass(frozen=True)
 class Cut:
-    """The part of one dim on one rank: `start` to `stop` of the whole, `length` with
-    padding.
+    """One rank's part of a dim: `start` to `stop`, with `length` including padding.
 
     `copies` ranks of the axis hold the same part and do different work with it.
     """
@@ -74,9 +73,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Rules:
-    """An ordered table of (pattern, dims). The first pattern that matches a name
-    counts.
-    """
+    """An ordered table of (pattern, dims); the first matching pattern counts."""
 
     lines: tuple[tuple[str, tuple[str, ...]], ...]
 
@@ -112,8 +109,7 @@ class Rules:
     def matrices(
         self, name: str, shape: Sequence[int]
     ) -> tuple[tuple[slice, slice], ...]:
-        """The slices of the matrices in the last two dims of a weight (in each of its
-        experts, if any).
+        """The slices of the matrices in a weight's last two dims, or in each expert's.
 
         Empty for a lookup table, a router or a vector.
         """

@@ -1,5 +1,4 @@
-"""The run file: the model, the data, the layout and the length of a training run, as
-one frozen value.
+"""The run file: model, data, layout and length of a training run, as one value.
 
 It reads from TOML and `key=value` arguments and prints back. A wrong file is refused
 with all its mistakes at once before any process starts, in a fraction of a second, as
@@ -417,9 +416,7 @@ class Run:
 
     @property
     def own(self) -> str:
-        """FILE.py:Class with its arguments if the model is the user's own, hf:FOLDER if
-        only transformers has its code, else "".
-        """
+        """FILE.py:Class(...) of a custom model, hf:FOLDER for transformers, or ""."""
         text = self.model
         if isinstance(text, dict):
             arguments = {key: x for key, x in text.items() if key != CLASS}
@@ -493,9 +490,7 @@ class Run:
         return [replace(self, layout=each, train=Training()) for each in texts if each]
 
     def for_ranks(self, ranks: int, *, fewer: bool = False) -> Run:
-        """The run in the first of its layouts for this number of ranks; unchanged if
-        there is none.
-        """
+        """The run in its first layout for these ranks; unchanged if none."""
         for run in (self, *self.fallbacks):
             layout = run.layout_of()
             if (
@@ -507,9 +502,7 @@ class Run:
         return self
 
     def divided(self, layout: Layout, batch: int) -> Layout:
-        """The layout with the number of microbatches that `microbatch` makes of a
-        batch.
-        """
+        """The layout with the microbatches that `microbatch` makes of a batch."""
         if not self.microbatch:
             return layout
         dp = layout.dp
@@ -558,9 +551,7 @@ _PEFT |= {f"{name}_proj": name for name in ("gate", "up", "down")}
 
 
 def run_file(name: str) -> Run | None:
-    """The run of a file that names a model or a layout; None for a file of sizes, or no
-    file.
-    """
+    """The run of a file that names a model or a layout, else None."""
     if not name.endswith(".toml") or not Path(name).is_file():
         return None
     keys = parse_toml(
@@ -570,9 +561,7 @@ def run_file(name: str) -> Run | None:
 
 
 def shape_named(name: str) -> Shape:
-    """The shape of a name, or of a run file's model with the weights that the run
-    trains.
-    """
+    """The shape of a name, or of a run file's model with its trained weights."""
     run = run_file(name)
     return run.shape if run else Shape.load(name)
 
@@ -594,9 +583,7 @@ def random_by_name(run: Run) -> Mistake | None:
 
 
 def refuse_random_by_name(run: Run) -> None:
-    """Raise if a run without checkpoints would train random weights under a published
-    name.
-    """
+    """Raise if a run would train random weights under the name of published ones."""
     begun = run.checkpoints.is_dir() and any(run.checkpoints.iterdir())
     # The ranks look for checkpoints elsewhere, and refuse too if there are none.
     elsewhere = run.checkpoint.remote or run.train.in_memory

@@ -252,9 +252,7 @@ def _remote(url: str) -> Iterator[Mistake]:
 
 
 def misfits(run: Run, shape: Shape, layout: Layout | None) -> Iterator[Mistake]:
-    """Yield the reasons why a model of this shape cannot be trained as the run asks (in
-    this layout).
-    """
+    """Yield reasons why a model of this shape cannot be trained as the run asks."""
     yield from _tokens(run, shape)
     if layout is None or shape.kind != "decoder":
         return

@@ -1,5 +1,4 @@
-"""The sizes of a model, read from a data file: everything that a layout and a plan need
-to know of it.
+"""The sizes of a model from a data file: all that a layout and a plan need of it.
 
 `pieces.py` derives pieces and weights from the sizes; a model's own module creates
 them.
@@ -39,9 +38,7 @@ class ShapeError(FileError, LayoutError):
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a decoder, or of the deep MLP (with name, layers, hidden and batch
-    only).
-    """
+    """The sizes of a decoder, or of the MLP (name, layers, hidden and batch)."""
 
     # The upper limits are ten times those of any trained model, and still quick to
     # count.
@@ -334,9 +331,7 @@ class Shape:
 
     @property
     def pair_work(self) -> int:
-        """The multiply-adds for a pair of tokens over all heads: a score, and a
-        weighted value.
-        """
+        """Multiply-adds per pair of tokens over heads: score and weighted value."""
         return self.heads * (self.head_dim + self.valued)
 
     @property
@@ -360,9 +355,7 @@ class Shape:
 
     @classmethod
     def load(cls, name: str) -> Shape:
-        """The shape of a name that comes with phalanx, of a TOML file, or of a Hugging
-        Face model (hf:FOLDER).
-        """
+        """The shape of a built-in name, of a TOML file, or of a model in hf:FOLDER."""
         if name.startswith(HUB):
             from .families import hub_shape
 
@@ -380,9 +373,7 @@ class Shape:
 
     @classmethod
     def parse(cls, text: str, name: str) -> Shape:
-        """Parse a shape from TOML. Unknown keys and wrong types are refused, all at
-        once.
-        """
+        """Parse a shape from TOML; reports all unknown keys and wrong types at once."""
         return parse(cls, text, f"shape {name!r}", ShapeError, name=name)
 
     @classmethod
@@ -392,8 +383,7 @@ class Shape:
 
 
 def published(name: str) -> bool:
-    """True for a name of published weights (gpt2, meta-llama/Llama-3.1-8B), whose sizes
-    `Shape.load` knows.
+    """True for a name of published weights whose sizes `Shape.load` knows.
 
     A size (8b), a file, hf:FOLDER and FILE.py:Class are not such names.
     """

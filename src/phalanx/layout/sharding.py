@@ -1,5 +1,4 @@
-"""How often ZeRO stages send weights and gradients, and the lower stages that send less
-often.
+"""How often ZeRO stages send weights and gradients, and stages that send less often.
 
 Lower stages hold more. ZeRO-3 with `gather:step` equals ZeRO-2 in time and memory, and
 with `reduce:step` as well it equals ZeRO-1, so only stages are compared.
@@ -27,8 +26,7 @@ def sends(layout: Layout) -> Sends:
 
 
 def sends_less(layout: Layout) -> tuple[Layout, ...]:
-    """The layout with each lower ZeRO stage that gathers or sums less often, and
-    neither more often.
+    """The layout with each lower ZeRO stage that gathers or sums less often.
 
     The one that sends least comes first.
     """
@@ -48,9 +46,7 @@ def sends_less(layout: Layout) -> tuple[Layout, ...]:
 
 
 def less_text(layout: Layout, other: Layout) -> str:
-    """The messages that the lower stage sends once a step and the layout more often, in
-    words.
-    """
+    """The messages that the lower stage sends once per step instead, in words."""
     mine, its = sends(layout), sends(other)
     parts = ["gathers weights"] * (its.gathers < mine.gathers)
     parts += ["sums gradients"] * (its.sums < mine.sums)

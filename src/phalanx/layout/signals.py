@@ -14,8 +14,7 @@ HELD = signal.valid_signals() - FAULTS
 
 @contextmanager
 def signals_held_back() -> Iterator[None]:
-    """A context in which no signal reaches this thread; signals that arrive stay
-    pending.
+    """A context in which signals stay pending for this thread.
 
     A thread or process started in it also starts with signals blocked.
     """

@@ -1,5 +1,4 @@
-"""Python files of users, named as FILE.py:NAME: a schedule, a model. They are run, as
-the user named them.
+"""Python files of users, named as FILE.py:NAME: schedules and models.
 
 An error in such a file is reported in one sentence with its file and line. The
 traceback of our own code around it would hide that.
@@ -121,9 +120,7 @@ def load_module(path: str | Path, names: tuple[str, ...], error: Refusal) -> Mod
 
 
 def refuse_broken(text: str, error: Refusal) -> None:
-    """Raise if the file of FILE.py:NAME does not exist or is not Python. The file is
-    not run.
-    """
+    """Raise if the file of FILE.py:NAME is missing or not Python; it is not run."""
     path, name = split_name(text)
     _refuse_unreadable(path, name, error)
     if wrong := syntax_error(path):
@@ -149,8 +146,7 @@ def _refuse_unreadable(path: str | Path, name: str, error: Refusal) -> None:
 
 
 def imported_sources(path: str | Path) -> dict[str, Path]:
-    """The user's own modules that a source file imports, directly or not, with their
-    files. Nothing is run.
+    """The user's own modules that a source file imports, directly or not, with files.
 
     A module is the user's own if it lies below the file's folder, or neither in the
     standard library nor in site-packages. Imports inside functions count. A name that
@@ -173,9 +169,7 @@ def imported_sources(path: str | Path) -> dict[str, Path]:
 
 
 def _imports_of(name: str, file: Path) -> set[str]:
-    """The full names that a module's imports may refer to. In `from a import b`, b may
-    be a module or not.
-    """
+    """The full names that a module's imports may refer to, as modules or attributes."""
     try:
         tree = _parsed(file)
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
@@ -195,9 +189,7 @@ def _imports_of(name: str, file: Path) -> set[str]:
 
 
 def _source_of(name: str, roots: Sequence[Path]) -> Path | None:
-    """The file of a module: where it was loaded from, or where an import would look for
-    it.
-    """
+    """The file of a module: where it was loaded from, or where it would be found."""
     if (module := sys.modules.get(name)) is not None:
         file = getattr(module, "__file__", None)
         if not file:  # built into Python, or a folder without code
@@ -248,9 +240,7 @@ def _parsed(file: Path) -> ast.Module:
 
 @contextmanager
 def running(path: str | Path, error: Refusal) -> Iterator[None]:
-    """A context for code of the user's file: its errors become a sentence with the file
-    and line.
-    """
+    """A context for a user's file: errors become a sentence with the file and line."""
     try:
         yield
     except (Exception, SystemExit) as wrong:  # a user's code may raise anything
@@ -261,8 +251,7 @@ def running(path: str | Path, error: Refusal) -> Iterator[None]:
 
 @contextmanager
 def running_modules(doing: str, error: Refusal) -> Iterator[None]:
-    """A context for the user's modules, wherever they are: errors become a sentence
-    with file and line.
+    """A context for a user's modules anywhere: errors name the file and line.
 
     Errors of our own code pass unchanged. `doing` names the purpose.
     """
@@ -297,9 +286,7 @@ def _is_ours(file: str) -> bool:
 
 
 def _is_foreign(file: str) -> bool:
-    """True for a file that is neither Python's own nor from an installed package other
-    than transformers.
-    """
+    """True for a file outside of Python and installed packages, or in transformers."""
     path = Path(file).resolve()
     folders = set(path.parts)
     if folders & _INSTALLED:
@@ -308,9 +295,7 @@ def _is_foreign(file: str) -> bool:
 
 
 def _place(wrong: BaseException, path: str) -> str:
-    """The last line of the user's file that was running, or the parser's position in a
-    syntax error.
-    """
+    """The last line of a user's file that ran, or the position of a syntax error."""
     if isinstance(wrong, SyntaxError) and wrong.filename and wrong.lineno:
         return f"{wrong.filename}, line {wrong.lineno}"
     at, line, own = wrong.__traceback__, 0, os.path.abspath(path)

@@ -1,6 +1,4 @@
-"""The blocks of each virtual stage, given by the layout or balanced by cost; and a
-piece's part of a layout.
-"""
+"""Blocks of each virtual stage, given or balanced; a piece's part of a layout."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -63,8 +61,7 @@ def balance(
 def _starts(
     total: Sequence[int], parts: int, bound: int, first: int, last: int
 ) -> list[int]:
-    """The earliest start of each run with which it and all later ones stay within the
-    bound.
+    """The earliest start of each run with which it and all later ones keep the bound.
 
     Empty if the bound is too small.
     """

@@ -1,5 +1,4 @@
-"""Bytes of training state: weights, gradients and optimizer state, and a rank's share
-under ZeRO.
+"""Bytes of training state: weights, gradients and optimizer, and a rank's share.
 
 Only this file defines what each ZeRO stage shards. The engine's own buffers are in
 `parallel/data.py`; a test checks that both are equal.
@@ -32,8 +31,7 @@ class StateBytes:
 
 
 def engine_state(precision: str, moments: int = 2) -> StateBytes:
-    """The buffers of our engine in a precision, with an optimizer that keeps `moments`
-    moments.
+    """The buffers of our engine in a precision, with `moments` optimizer moments.
 
     Gradients are added up and weights updated in float32 or wider.
     """

@@ -79,9 +79,7 @@ def _is_secret(name: str, value: str) -> bool:
 
 
 def _split(rest: str) -> _Parts:
-    """Split a URL's part after the scheme, even if a password has characters that end a
-    host.
-    """
+    """Split a URL after the scheme; its password may have any characters."""
     authority = _authority(rest)
     at = authority.rfind("@")
     if at < 0 and _after_host(authority):

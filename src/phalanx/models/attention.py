@@ -1,5 +1,4 @@
-"""Grouped-query and latent attention with rotary positions. The core is a child module,
-so it can be replaced.
+"""Grouped-query and latent attention with rotary positions and a replaceable core.
 
 Not here: a key-value cache, and dropout of attention probabilities (a fused kernel
 draws it from its own generator, so no two layouts would agree on it).
@@ -79,8 +78,7 @@ class Core(nn.Module):
 
 
 class HeadsAttention(nn.Module, ABC):
-    """Base class of all attentions: core, dropout and `wo`. Subclasses compute q, k and
-    v.
+    """Base class of attentions: core, dropout and `wo`; subclasses compute q, k, v.
 
     `heads` holds each query head's index in the unsharded model. Shard it as wq's heads
     are sharded.
@@ -107,9 +105,7 @@ class HeadsAttention(nn.Module, ABC):
     def projected(
         self, x: Tensor, positions: Tensor, angles: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v, as the core expects them. Computes the angles unless given
-        (see `shared_angles`).
-        """
+        """Return q, k and v for the core; computes the angles unless they are given."""
 
     def forward(
         self,
@@ -135,9 +131,7 @@ class HeadsAttention(nn.Module, ABC):
     def _turn(
         self, positions: Tensor, angles: Tensor | None, dtype: torch.dtype
     ) -> Callable[[Tensor], Tensor]:
-        """Return the rotation of queries or keys (B, T, heads, turned_dim); the
-        identity for learned positions.
-        """
+        """Rotate q or k (B, T, heads, turned_dim); learned positions return it."""
         if self.rope is None:
             return lambda x: x
         if angles is None:
@@ -153,9 +147,7 @@ class HeadsAttention(nn.Module, ABC):
 
 
 class Attention(HeadsAttention):
-    """Grouped-query attention with optional norms of q and k, either per head or over
-    all heads ("wide").
-    """
+    """Grouped-query attention, with optional norms of q and k per head or "wide"."""
 
     def __init__(self, sizes: DecoderSizes, window: int = 0) -> None:
         super().__init__(sizes, sizes.head_dim, window)
@@ -197,8 +189,7 @@ class Attention(HeadsAttention):
 
 
 class LatentAttention(HeadsAttention):
-    """Attention whose queries, keys and values are expanded from narrow, normalized
-    latent vectors.
+    """Attention with q, k and v expanded from narrow, normalized latent vectors.
 
     DeepSeek-V2 2024. The last `rope_dim` features of a head are rotated; a key's
     rotated features are shared by all heads.

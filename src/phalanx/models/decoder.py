@@ -185,14 +185,11 @@ class ExpertBlock(Block):
         return _add_mlp(self, x, m, noise)
 
     def with_losses(self) -> nn.Module:
-        """Return the block as a module that also outputs the terms of its router's
-        losses.
-        """
+        """Return the block as a module that also outputs its router's loss terms."""
         return BlockWithLosses(self) if self.mlp.router.has_losses else self
 
     def parts(self) -> tuple[nn.Module, nn.Module, nn.Module]:
-        """Split the block at the two points where tokens travel: routing, experts,
-        merging.
+        """Split the block where tokens travel: routing, experts, merging.
 
         The three modules share the block's weights.
         """
@@ -234,9 +231,7 @@ class BlockWithLosses(NumberedPart):
 
 
 class RoutingPart(NumberedPart):
-    """The first part of a block with experts: attention, routing, and the tokens sorted
-    for sending.
-    """
+    """The first part of a block with experts: attention, routing, and sorted tokens."""
 
     def __init__(self, block: ExpertBlock) -> None:
         super().__init__(block._number)
@@ -273,9 +268,7 @@ class RoutingPart(NumberedPart):
 
 
 class ExpertsPart(nn.Module):
-    """The second part of a block with experts: the expert MLPs, applied to the tokens
-    received.
-    """
+    """The second part of a block with experts: MLPs of the tokens received."""
 
     gives = ("sent",)
 
@@ -284,17 +277,13 @@ class ExpertsPart(nn.Module):
         self.mlp = nn.ModuleDict({"routed": block.mlp.routed.products()})
 
     def forward(self, sent: Tensor, routes: Tensor) -> dict[str, Tensor]:
-        """Apply the experts to `sent` (n, hidden), received in runs of lengths `routes`
-        (senders, experts).
-        """
+        """Apply experts to `sent` (n, hidden), in runs `routes` (senders, experts)."""
         routed: Any = self.mlp["routed"]
         return {"sent": routed.on_runs(sent, routes)}
 
 
 class MergingPart(NumberedPart):
-    """The last part of a block with experts: adds the experts' results to the residual
-    stream.
-    """
+    """The last part of a block with experts: adds their results to the residual."""
 
     def __init__(self, block: ExpertBlock) -> None:
         super().__init__(block._number)
@@ -345,17 +334,13 @@ def _add_mlp(
     m: Tensor,
     noise: Tensor | None,
 ) -> Tensor:
-    """The end of a block: adds the MLP's output `m` (B, T, hidden) to the residual
-    stream.
-    """
+    """The end of a block: adds the MLP's output `m` (B, T, hidden) to the residual."""
     y: Tensor = x + block.mlp_dropout(_through(block.mlp_post_norm, m), noise)
     return y
 
 
 class Embed(nn.Module):
-    """Token embeddings times `scale`, plus position embeddings where positions are
-    learned.
-    """
+    """Token embeddings times `scale`, plus learned position embeddings, if any."""
 
     def __init__(
         self, vocab: int, hidden: int, sequence: int | None = None, scale: float = 1.0
@@ -374,8 +359,7 @@ class Embed(nn.Module):
 
 
 class Head(nn.Module):
-    """Last norm, output projection and loss. The loss is a sum; the caller divides by
-    the token count.
+    """Last norm, output projection and summed loss.
 
     `output.weight` may be the embedding's own parameter or another of the same shape.
     With a `softcap` c, a logit l becomes c tanh(l / c), which keeps a second matrix of
@@ -412,9 +396,7 @@ def _block(sizes: DecoderSizes, piece: int) -> Block:
 
 
 class Decoder(nn.Module):
-    """The whole model, described in the module's docstring. Its keywords are the fields
-    of `DecoderSizes`.
-    """
+    """The whole model; its keywords are the fields of `DecoderSizes`."""
 
     def __init__(self, **sizes: Any) -> None:
         super().__init__()
@@ -434,9 +416,7 @@ class Decoder(nn.Module):
     def forward(
         self, tokens: Tensor, targets: Tensor, **shared: Tensor | None
     ) -> Tensor:
-        """Return the summed loss. Every block is called with `shared`: positions,
-        optional documents and noise.
-        """
+        """Return the summed loss; `shared` are positions, documents and noise."""
         if shared.get("positions") is None:
             time = torch.arange(tokens.shape[1], device=tokens.device)
             shared["positions"] = time.expand_as(tokens)
@@ -449,15 +429,11 @@ class Decoder(nn.Module):
 
     @property
     def derived(self) -> dict[str, Callable[[Mapping[str, Any], torch.dtype], Tensor]]:
-        """Tensors that all blocks take and that follow from a batch: names, and
-        functions that compute them.
-        """
+        """Tensors for all blocks derived from a batch: names and their functions."""
         return {"angles": self.angles} if self._sizes.ropes else {}
 
     def angles(self, batch: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
-        """The rotary angles of a batch's positions, for activations of this dtype; see
-        `shared_angles`.
-        """
+        """A batch's rotary angles for activations of this dtype."""
         sizes = self._sizes
         return shared_angles(sizes.ropes, batch["positions"], sizes.turned_dim, dtype)
 
@@ -465,8 +441,7 @@ class Decoder(nn.Module):
     def draw(
         self, name: str, weight: Tensor, generator: torch.Generator | None = None
     ) -> None:
-        """Fill a weight, or a part of it, with its initial values, as GPT-2 does
-        (Radford et al. 2019).
+        """Fill a weight, or a part of it, with initial values like GPT-2's.
 
         Initialization goes by name, so each weight can be drawn alone, in any order, on
         any device.
@@ -484,8 +459,7 @@ class Decoder(nn.Module):
 
 
 def describe(model: Decoder) -> tuple[tuple[tuple[str, nn.Module], ...], str]:
-    """Return the pieces in their order, and a line `pattern : dim dim` for every weight
-    and buffer.
+    """Return the pieces, and a line `pattern : dim dim` for every weight and buffer.
 
     Dims: vocab, embed (the residual width), experts, heads and kv (number of heads
     times head_dim), head (one head's features, shared by all heads), ffn, position.

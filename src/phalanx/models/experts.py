@@ -1,5 +1,4 @@
-"""Experts in place of a block's MLP: a router sends each token to the experts that
-score highest.
+"""Experts in place of a block's MLP: a router sends tokens to those that score best.
 
 No token is dropped: an expert takes all tokens routed to it, and may get none. Scores
 are computed in float32 or wider. Not here: the placement of experts on ranks.
@@ -24,9 +23,7 @@ LIMIT, ALPHA = 7.0, 1.702  # constants of gpt-oss
 
 
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """The input of a gated MLP's down projection. `clamped` is gpt-oss's activation
-    (OpenAI 2025).
-    """
+    """The input of a gated MLP's down projection; `clamped`: gpt-oss (OpenAI 2025)."""
     if activation == "clamped":
         gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
         return (up + 1) * gate * torch.sigmoid(ALPHA * gate)
@@ -36,8 +33,7 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 class _Counted(torch.autograd.Function):
-    """Identity on the gates; the bias's gradient is each expert's excess of tokens over
-    the mean.
+    """Identity on the gates; the bias's gradient is each expert's excess of tokens.
 
     It is a gradient because backward runs once for each microbatch, and forward again
     when recomputed.
@@ -55,9 +51,7 @@ class _Counted(torch.autograd.Function):
 
 
 class _Share(torch.autograd.Function):
-    """One rank's share, weight / ranks, of a bias that all ranks add. Backward is the
-    gradient of the full bias.
-    """
+    """One rank's 1 / ranks of a bias that all ranks add, with the full gradient."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, ranks: int) -> Tensor:
@@ -79,9 +73,7 @@ TERMS = (SCORED, SQUARED)  # the losses are linear in these
 
 
 class Routed(NamedTuple):
-    """A router's result: gates and chosen experts, each (B, T, top_k), and the terms of
-    its losses.
-    """
+    """A router's result: gates and experts, both (B, T, top_k), and loss terms."""
 
     gates: Tensor
     chosen: Tensor
@@ -132,9 +124,7 @@ class Router(nn.Module):
         return bool(self.sequence_loss or self.batch_loss or self.z_loss)
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Routed:
-        """Route x (B, T, hidden). Tokens not `valid` (B, T) are padding: routed as
-        others, but not counted.
-        """
+        """Route x (B, T, hidden); tokens that are not `valid` (B, T) do not count."""
         logits = self.logits(x)  # (B, T, experts)
         scores = self.scored(logits)  # (B, T, experts)
         chosen = self.ranked(scores).topk(self.top_k, -1).indices  # (B, T, top_k)
@@ -254,8 +244,7 @@ def _inverse(order: Tensor) -> Tensor:
 
 
 class _Ordered(torch.autograd.Function):
-    """Permutes rows by `order`. Backward applies the inverse permutation to the
-    gradients.
+    """Permutes rows by `order`; backward applies the inverse permutation.
 
     The backward of `index_select` would add rows instead: on a GPU with atomics, in an
     order that differs from run to run, and in the precision of the rows.
@@ -309,9 +298,7 @@ class Spread(nn.Module):
     def forward(
         self, x: Tensor, gates: Tensor, chosen: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return tokens (n, hidden), gates, source indices (n), and the number of
-        tokens per expert.
-        """
+        """Return tokens (n, hidden), gates, source indices (n), tokens per expert."""
         flat = chosen.flatten()  # (n), n = B * T * top_k
         order = flat.argsort(stable=True)  # by expert, then by token
         counts = flat.new_zeros(self.experts)  # (experts)
@@ -322,9 +309,7 @@ class Spread(nn.Module):
 
 
 class Merge(nn.Module):
-    """Merges the experts' results: restores the tokens' order, multiplies by the gates,
-    and sums.
-    """
+    """Merges experts' results: restores order, multiplies by the gates, and sums."""
 
     def forward(self, y: Tensor, gates: Tensor, order: Tensor) -> Tensor:
         # each: (B, T, top_k, hidden)
@@ -360,8 +345,7 @@ class ExpertProducts(nn.Module):
         return self.gate_bias, self.up_bias, down
 
     def on_runs(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        """Apply each expert to its tokens, which arrive in one run, sorted by expert,
-        from each sender.
+        """Apply each expert to its tokens, in one run from each sender.
 
         `counts` (senders, experts) are the tokens sent. Results keep the order of
         `tokens` (n, hidden).
@@ -376,9 +360,7 @@ class ExpertProducts(nn.Module):
         return _ordered(y, _inverse(order))
 
     def on_sorted(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        """Apply each expert to its run of the sorted tokens (n, hidden); `counts`
-        (experts) are the runs' lengths.
-        """
+        """Apply experts to runs of rows (n, hidden) with lengths `counts` (experts)."""
         if tokens.is_meta:
             return self._as_if_even(tokens)
         widths = self.up.shape[1:]
@@ -407,9 +389,7 @@ class ExpertProducts(nn.Module):
         )
 
     def grouped(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        """The three matmuls as three grouped kernels, which read the lengths of the
-        runs on the device.
-        """
+        """The three matmuls as grouped kernels, with run lengths on the device."""
         offsets = counts.cumsum(0).to(torch.int32)
 
         def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -422,9 +402,7 @@ class ExpertProducts(nn.Module):
         return self._by(product, tokens)
 
     def _by(self, product: Product, x: Tensor) -> Tensor:
-        """Apply the experts by a `product` that takes the stacked weights of all of
-        them.
-        """
+        """Apply the experts by a `product` with the stacked weights of all."""
         of_gate, of_up, of_down = self.biases()
         gate, up = product(x, self.gate, of_gate), product(x, self.up, of_up)
         return product(gated(gate, up, self.activation), self.down, of_down)
@@ -444,9 +422,7 @@ class ExpertProducts(nn.Module):
 
 
 class ExpertMlps(ExpertProducts):
-    """All experts on one rank: sorts the tokens, applies the expert MLPs and merges the
-    results.
-    """
+    """All experts on one rank: sorts tokens, applies the MLPs, merges results."""
 
     def __init__(self, sizes: DecoderSizes) -> None:
         super().__init__(sizes)
@@ -454,9 +430,7 @@ class ExpertMlps(ExpertProducts):
         self.spread, self.merge = Spread(sizes.experts), Merge()
 
     def forward(self, x: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:
-        """Route x (B, T, hidden) through the experts `chosen`, weighted by `gates`,
-        both (B, T, top_k).
-        """
+        """Route x (B, T, hidden) to `chosen` with `gates`, both (B, T, top_k)."""
         tokens, gates, order, counts = self.spread(x, gates, chosen)
         y: Tensor = self.merge(self.on_sorted(tokens, counts), gates, order)
         return y
@@ -492,9 +466,7 @@ class Experts(nn.Module):
 
 
 class Sending(nn.Module):
-    """The part of an expert MLP before tokens travel: routing, sorting and the shared
-    experts.
-    """
+    """The part of an expert MLP before tokens travel: routing and shared experts."""
 
     def __init__(self, experts: Experts) -> None:
         super().__init__()
@@ -508,8 +480,7 @@ class Sending(nn.Module):
         return ("sent", "counts", "gates", "order", *beside)
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> dict[str, Tensor]:
-        """Return the sorted tokens, the number for each expert, and the gates and order
-        needed for merging.
+        """Return sorted tokens, tokens per expert, and gates and order for merging.
 
         Where they exist, also the output of the shared experts and the terms of the
         router's losses.

@@ -103,8 +103,7 @@ def _back(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Add one more key for each head to a result (B, T, heads, size) and its
-    log-sum-exp (B, T, heads).
+    """Add a key per head to a result (B, T, heads, size) and log-sum-exp (B, T, heads).
 
     From these two, a backward computes the right gradients for all other keys.
     """
@@ -117,9 +116,7 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, T
 def sink_gradients(
     gradient: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None
 ) -> Tensor:
-    """The gradient of the sinks (heads), or an empty tensor without sinks. `out` and
-    `lse` include them.
-    """
+    """The gradient of the sinks (heads), empty without; `out`, `lse` include them."""
     if sinks is None:
         return gradient.new_empty(0)
     # (B, T, heads): the sink's softmax weight
@@ -170,9 +167,7 @@ def _cutting(documents: Tensor | None) -> Tensor | None:
 def _own_blocks(
     q: Tensor, k: Tensor, documents: Tensor | None, window: int
 ) -> list[AttentionBlock]:
-    """The blocks of every document. Neighbouring sequences with the same edges share
-    blocks.
-    """
+    """The blocks of each document; neighbouring equal sequences share blocks."""
     before, keys = k.shape[1] - q.shape[1], k.shape[1]
     # When only shapes are counted: as many keys as a row sees on average.
     if q.is_meta and window:
@@ -299,9 +294,7 @@ torch.library.register_autograd("phalanx::attention", _back, setup_context=_keep
 
 
 def _starts(documents: Tensor | None, like: Tensor) -> tuple[Tensor, int]:
-    """Document starts (documents + 1) over all rows concatenated, on the device, and
-    the longest length.
-    """
+    """Document starts (documents + 1) in concatenated rows, and the longest length."""
     rows, length = like.shape[:2]
     if documents is None:
         return _starts_of([[0, length]] * rows, length, like.device)
@@ -369,8 +362,7 @@ def attend(
     *,
     whole: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the result (B, rows, heads, size) over the block's keys and its
-    log-sum-exp (B, rows, heads).
+    """Return a block's result (B, rows, heads, size) and log-sum-exp (B, rows, heads).
 
     A `whole` block is causal and has all rows, so its shape is the same in every step.
     """
@@ -392,9 +384,7 @@ def attend_gradients(
     *,
     whole: bool = False,
 ) -> list[Tensor]:
-    """The gradients of q, k and v from the block's pairs; `out` and `lse` cover all
-    keys.
-    """
+    """The gradients of q, k, v from a block; `out` and `lse` cover all keys."""
     q, k, v = qkv
     g, q, out, lse, k, v = _heads_first(block, (gradient, q, out, lse), (k, v))
     mask = _mask_of(block, q)
@@ -412,9 +402,7 @@ def _heads_first(
 
 
 def _mask_of(block: AttentionBlock, q: Tensor) -> Tensor | None:
-    """The mask added to the scores, (B, heads, rows, keys), expanded over B and heads
-    without memory.
-    """
+    """The mask added to scores, (B, heads, rows, keys), expanded without memory."""
     if block.band is None:
         return None
     first, window = block.band
@@ -458,9 +446,7 @@ def _capped(softcap: float) -> Kernels:
 
 @cache
 def _has_flash(device: torch.device) -> bool:
-    """True if a device has torch's flash kernels. NVIDIA GPUs before Ampere, such as T4
-    and V100, lack them.
-    """
+    """True if a device has torch's flash kernels: NVIDIA GPUs from Ampere on."""
     if device.type != "cuda" or torch.version.hip:
         return True
     return torch.cuda.get_device_capability(device) >= (8, 0)
@@ -468,9 +454,7 @@ def _has_flash(device: torch.device) -> bool:
 
 @cache
 def _prefers_cudnn(device: torch.device) -> bool:
-    """True if torch's own attention prefers cuDNN's kernels on this device: H100, B200
-    and their variants.
-    """
+    """True if torch prefers cuDNN's attention here: H100, B200 and variants."""
     if device.type != "cuda" or torch.version.hip:
         return False
     if os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED"):
@@ -493,8 +477,7 @@ def _kernels_of(
     masked: bool = False,
     whole: bool = False,
 ) -> Kernels:
-    """The kernels of a device for a dtype and a head size. Meta tensors use the CPU's,
-    for the shapes.
+    """A device's kernels for a dtype and head size; meta tensors use the CPU's.
 
     Only a `whole` block may take cuDNN's kernels: they are built for each new shape, in
     some 30 ms.
@@ -534,8 +517,7 @@ def kernel_names(device: torch.device, dtype: torch.dtype, size: int) -> dict[st
 
 @cache
 def use_flash_3(device: torch.device) -> bool:
-    """Make torch use FlashAttention 3 on Hopper, if its package is installed. Returns
-    True if it does.
+    """Make torch use FlashAttention 3 on Hopper, if installed; True if it does.
 
     `phalanx` calls flash attention through torch's operators, whose kernels this
     replaces for the process.
@@ -645,9 +627,7 @@ def _efficient_back(
 def _plain(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Mask, softcap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Attention by matmuls, in strips of queries: no score matrix has more rows than a
-    strip.
-    """
+    """Attention by matmuls, in strips of queries that bound the score matrix."""
     parts = []
     for _, seen, scores in _strips(q, k, causal, mask, softcap):
         lse = scores.logsumexp(-1)
@@ -697,8 +677,7 @@ def _plain_back(
 def _strips(
     q: Tensor, k: Tensor, causal: bool, mask: Mask, softcap: float
 ) -> Iterator[tuple[slice, int, Tensor]]:
-    """Yield strips of rows, the number of keys they see, and their scores; -inf marks
-    later keys.
+    """Yield strips of rows, their number of keys, and masked scores.
 
     Scores are (B, kv_heads, query heads per kv head * rows, keys), in float32 or wider.
     """
@@ -721,9 +700,7 @@ def _strips(
 
 
 def _folded(x: Tensor, k: Tensor) -> Tensor:
-    """Stack the query heads that share a key head: (B, kv_heads, heads / kv_heads *
-    rows, size).
-    """
+    """Stack heads that share a key: (B, kv_heads, heads / kv_heads * rows, size)."""
     return x.reshape(x.shape[0], k.shape[1], -1, x.shape[-1])
 
 

@@ -1,6 +1,4 @@
-"""Low-rank adapters (Hu et al. 2021): a trained product of two thin matrices beside a
-frozen linear.
-"""
+"""Low-rank adapters (Hu et al. 2021): two thin trained matrices beside a frozen one."""
 
 from __future__ import annotations
 
@@ -39,9 +37,7 @@ class LoraLinear(nn.Linear):
 
 
 def adapt(linear: nn.Linear, r: int, alpha: float) -> None:
-    """Give a linear an adapter. Changing its class, not the module, keeps the names of
-    its weights.
-    """
+    """Give a linear an adapter by changing its class; its weights keep their names."""
     linear.lora = Lora(linear.in_features, linear.out_features, r, alpha)
     linear.__class__ = LoraLinear
 

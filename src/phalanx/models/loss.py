@@ -100,9 +100,7 @@ class _TokenLoss(torch.autograd.Function):
 
 
 class _CutTokenLoss(torch.autograd.Function):
-    """The loss over a vocabulary sharded among ranks: two numbers per token are
-    all-reduced.
-    """
+    """The loss over a sharded vocabulary: all-reduces two numbers per token."""
 
     @staticmethod
     def forward(
@@ -207,8 +205,7 @@ def token_losses(
     agree: Agree | None = None,
     z: float = 0.0,
 ) -> Tensor:
-    """Each token's cross-entropy, flat, in float32 or wider; 0 without a target. Backward
-    overwrites the logits.
+    """Each token's cross-entropy, flat, in float32 or wider; 0 without a target.
 
     With `z`, each token adds z log(Z)^2, where Z is the sum of exp of its logits:
     PaLM's z-loss.
@@ -229,9 +226,7 @@ def token_losses(
 
 
 class CrossEntropy(nn.Module):
-    """The sum of the tokens' cross-entropies, in float32 or wider. Targets of -100 add
-    nothing.
-    """
+    """The sum of tokens' cross-entropies, in float32 or wider; -100 adds nothing."""
 
     z = 0.0  # see `token_loss`
 

@@ -1,5 +1,4 @@
-"""The deep MLP of the teaching examples: layers of gelu(x @ W) with square W, and a
-mean-square loss.
+"""The deep MLP of the teaching examples: layers of gelu(x @ W), mean-square loss.
 
 Its pieces match the decoder's: `embed` passes its input on, `layers` are called `x =
 layer(x, **shared)`, `head` is the loss. No width is read in a forward.
@@ -42,9 +41,7 @@ class Layer(nn.Module):
 
 
 class MeanSquare(nn.Module):
-    """The mean square distance of each row to its target (or zero), summed over rows,
-    in float32 or wider.
-    """
+    """Mean square distance of rows to targets (or 0), summed in float32 or wider."""
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))

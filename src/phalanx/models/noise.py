@@ -1,6 +1,4 @@
-"""Dropout whose mask is a hash of integers, so no layout and no recomputation changes
-it.
-"""
+"""Dropout by a hash of integers, so that layouts and recomputation keep it."""
 
 from __future__ import annotations
 
@@ -29,17 +27,13 @@ def _stir(key: Any, salt: Any) -> Any:
 
 
 def token_noise(seed: int, step: int, tokens: Tensor) -> Tensor:
-    """The noise of a step's tokens: a 63-bit key from each token's index in the whole
-    batch of the step.
-    """
+    """A step's noise: a 63-bit key from each token's index in the whole batch."""
     above: int = _stir(_scramble(seed & _WORD), step & (_WORD >> 1)) >> 1
     return tokens + (above << 32)
 
 
 def block_noise(noise: Tensor, piece: Tensor) -> Tensor:
-    """The 32-bit keys of one block's tokens, from their 63-bit noise and the block's
-    number.
-    """
+    """The 32-bit keys of one block's tokens, from their noise and its number."""
     folded = _scramble(_scramble(noise & _WORD) ^ ((noise >> 32) & _WORD))
     keys: Tensor = _stir(folded, piece)  # (B, T)
     return keys

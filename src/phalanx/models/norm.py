@@ -37,8 +37,7 @@ class _RootMeanSquare(torch.autograd.Function):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dim, in float32 or in x's dtype if that is
-    wider.
+    """Root-mean-square norm over the last dim, in float32 or wider.
 
     With `plus_one` it multiplies by 1 + weight, as Gemma does.
     """

@@ -12,8 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Scales rope's frequencies to a longer context than that of the first training,
-    `sequence`.
+    """Scales rope's frequencies to a longer context than the first, `sequence`.
 
     `llama3` slows waves longer than `sequence / low` by `factor`, keeps those shorter
     than `sequence / high`, and blends in between. `yarn` (Peng et al. 2023) blends by
@@ -102,9 +101,7 @@ class Rope:
 def shared_angles(
     ropes: Sequence[Rope], positions: Tensor, head_dim: int, dtype: torch.dtype
 ) -> Tensor:
-    """The angles shared by all blocks of a model: (ropes, 2, B, T, 1, head_dim / 2),
-    cosine first.
-    """
+    """The angles of all blocks: (ropes, 2, B, T, 1, head_dim / 2), cosine first."""
     # 16-bit angles would be wrong from position 256 on, so the activations' dtype is
     # only a lower bound.
     pairs = (rope.angles(positions, head_dim, dtype) for rope in ropes)

@@ -1,5 +1,4 @@
-"""The sizes and choices of a decoder. Its modules are built from them, and a shape's
-keys have these names.
+"""A decoder's sizes and choices; a shape's keys have these names.
 
 The modules that read a combination of sizes document its meaning.
 """
@@ -100,9 +99,7 @@ class DecoderSizes:
             yield f"dropout={self.dropout} is not in [0, 1)"
 
     def rope(self, window: int) -> Rope | None:
-        """The rotary angles of a block with this window, or None with learned
-        positions.
-        """
+        """A block's rotary angles for its window, or None with learned positions."""
         if self.positions == "learned":
             return None
         if window and self.rope_local_theta:

@@ -30,18 +30,14 @@ _FILLS = {"targets": IGNORED, DOCUMENTS: -1}
 
 
 def share(size: int, parts: int, index: int) -> slice:
-    """The slice of `size` items for part `index` of `parts`. The first parts take one
-    item more.
-    """
+    """The slice of `size` items for part `index` of `parts`; first parts are longer."""
     each, more = divmod(size, parts)
     start = index * each + min(index, more)
     return slice(start, start + each + (index < more))
 
 
 def time_multiple(layout: Layout) -> int:
-    """The multiple to which sequence lengths are padded, so that all ranks hold equally
-    many tokens.
-    """
+    """The multiple to which sequences are padded, so that ranks hold equal parts."""
     ring, ulysses = layout.mesh.of("cp.ring"), layout.mesh.of("cp.ulysses")
     inside = ulysses * (layout.tp if layout.seq else 1)
     # A rank of a ring holds two chunks of equal length.
@@ -49,8 +45,7 @@ def time_multiple(layout: Layout) -> int:
 
 
 def held_times(length: int, ring: int, ulysses: int, cp: int) -> Tensor:
-    """The token indices of a sequence that rank `cp` holds, in the order in which it
-    holds them.
+    """The token indices of a sequence that rank `cp` holds, in its order.
 
     `length` is a multiple of `time_multiple`. No other function knows this order.
     """
@@ -82,9 +77,7 @@ def microbatches(
 
 
 def on_device(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Copy the batch to the device. Documents stay on the host, where kernel launches
-    depend on them.
-    """
+    """Copy the batch to the device, except documents, which kernel launches need."""
 
     def sent(x: Tensor) -> Tensor:
         # A GPU copies from pinned memory while the host continues.
@@ -119,8 +112,7 @@ def _held(batch: Mapping[str, Tensor], layout: Layout, cp: int) -> dict[str, Ten
 def edge_shape(
     batch: Mapping[str, Tensor], width: int, time_cut: int
 ) -> tuple[int, ...]:
-    """The shape of the activations between two pieces, for a microbatch as this rank
-    holds it.
+    """The shape of activations between two pieces for a rank's microbatch.
 
     With `seq`, ranks of tp hold equal parts of its time.
     """
@@ -131,18 +123,14 @@ def edge_shape(
 
 
 def count_tokens(batch: Mapping[str, Tensor]) -> Tensor:
-    """The number of real tokens in a batch, with or without targets, as a tensor on its
-    device.
-    """
+    """The number of real tokens in a batch, as a tensor on its device."""
     return (
         batch[VALID].sum() if VALID in batch else torch.ones_like(batch["tokens"]).sum()
     )
 
 
 def count_valid(batch: Mapping[str, Tensor]) -> Tensor:
-    """The number of real targets in a batch, which divides the loss, as a tensor on its
-    device.
-    """
+    """The number of real targets in a batch, which divides the loss."""
     targets = batch.get("targets")
     if targets is None or targets.is_floating_point():
         first = next(iter(batch.values()))

@@ -95,9 +95,7 @@ def refuse_uncompiled(device: torch.device) -> None:
 
 
 class _TappedProduct(torch.autograd.Function):
-    """A matmul whose backward returns the factors of the weight's gradient as the taps'
-    gradients.
-    """
+    """A matmul whose backward returns factors of the weight's gradient to taps."""
 
     @staticmethod
     def forward(
@@ -306,9 +304,7 @@ def _policy(context: Any, op: Any, *args: Any, **more: Any) -> CheckpointPolicy:
 
 
 def compiled_call(kind: Any, mode: str, selective: bool) -> Any:
-    """The compiled call for modules of a class. Each kind of piece is compiled at its
-    first call.
-    """
+    """The compiled call of a class of modules; a kind compiles at its first call."""
     import torch._dynamo
 
     config: Any = torch._dynamo.config  # thread-local

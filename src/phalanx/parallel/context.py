@@ -119,8 +119,7 @@ class UlyssesCore(nn.Module):
 
 
 class GatheredCore(nn.Module):
-    """A ring's core with a window or a soft cap: gathers the keys and values of all
-    ranks.
+    """A ring's core with a window or soft cap: gathers keys and values of all ranks.
 
     Llama 3 was trained this way (Dubey et al. 2024, section 3.3.2). Each rank holds two
     chunks of time.
@@ -162,8 +161,7 @@ class GatheredCore(nn.Module):
 
 
 class RingCore(nn.Module):
-    """Causal softmax(q k' / sqrt(head_dim)) v, where each rank of a ring holds two
-    chunks of time.
+    """Causal softmax(q k' / sqrt(head_dim)) v over a ring of two time chunks per rank.
 
     While a rank computes with one block of keys and values, it passes that block to the
     next rank and receives another from the previous one. Every block visits every rank,
@@ -199,9 +197,7 @@ class RingCore(nn.Module):
 
 
 class _Ring(torch.autograd.Function):
-    """Saves q, k, v, the output and its log-sum-exp for this rank's own tokens, not the
-    visiting blocks.
-    """
+    """Saves q, k, v, output and log-sum-exp of own tokens, not the visiting blocks."""
 
     @staticmethod
     def forward(
@@ -278,8 +274,7 @@ def around(ranks: int) -> list[tuple[int, int]]:
 
 
 def needed(step: int, rank: int, ranks: int, length: int) -> AttentionBlock:
-    """The rows and keys of the block visiting at a step that attend, and whether the
-    block is causal.
+    """The rows and keys that attend in a step's visiting block, and if it is causal.
 
     Chunk c of time precedes chunk d if c < d. A rank has one chunk of the first half
     and its mirror image in the second half. So it needs two of the four pairs of chunks
@@ -323,9 +318,7 @@ def visiting_blocks(
 
 
 def _ids_of(documents: Tensor, group: Group, rank: int) -> Tensor:
-    """The document number of each token held by a rank of the ring, counted along its
-    sequence.
-    """
+    """The document number of each token that a rank holds, along its sequence."""
     counted = (documents.diff(dim=1, prepend=documents[:, :1]) != 0).cumsum(1)  # (B, T)
     return counted[:, held_times(counted.shape[1], group.size, 1, rank)]
 
@@ -333,9 +326,7 @@ def _ids_of(documents: Tensor, group: Group, rank: int) -> Tensor:
 def ring_attention(
     q: Tensor, kv: Tensor, documents: Tensor | None, sinks: Sinks, group: Group
 ) -> tuple[Tensor, Tensor]:
-    """Return the output (B, T, heads, size) for this rank's queries and its log-sum-exp
-    (B, T, heads).
-    """
+    """Return this rank's output (B, T, heads, size) and log-sum-exp (B, T, heads)."""
     wide = torch.promote_types(q.dtype, torch.float32)
     for step, (k, v) in enumerate(_visits(kv, group)):
         if step == 0:
@@ -365,8 +356,7 @@ def ring_gradients(
     lse: Tensor,
     group: Group,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of this rank's q and kv, and its queries' contribution to the
-    sinks' gradient.
+    """The gradients of this rank's q and kv, and its part of the sinks' gradient.
 
     `out` and `lse` come from `ring_attention`.
     """
@@ -402,9 +392,7 @@ def ring_gradients(
 
 
 class _Passing:
-    """A tensor on its way to the next rank, and another on its way from the previous
-    rank.
-    """
+    """A tensor on its way to the next rank, and one from the previous rank."""
 
     def __init__(self, x: Tensor, group: Group) -> None:
         # The reference keeps the tensor alive until it is sent.
@@ -434,8 +422,7 @@ def _visits(kv: Tensor, group: Group) -> Iterator[Tensor]:
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge attention over other keys into a result, weighting each by its share of the
-    softmax sum.
+    """Merge attention over more keys into a result, by shares of the softmax sum.
 
     Rows that have seen no key yet have -inf, and so have rows that see none in this
     part. A row's first part is its own rank's, where it sees at least itself.

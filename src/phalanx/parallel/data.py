@@ -29,8 +29,7 @@ from .works import ChainedWork, WorkGroup
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes in which weights are computed with and kept, and in which gradients
-    are summed.
+    """The dtypes of computing, of stored weights, and of gradient sums.
 
     `matmul` multiplies by the weights of blocks; without it torch does, in the dtype
     `compute`.
@@ -211,9 +210,7 @@ class Unit:
     # ---- the flat order
 
     def segments(self, *, matrices: bool = False) -> list[Segment]:
-        """The whole flat order, in runs that are updated alike, with `matrices` apart
-        if asked.
-        """
+        """The flat order in runs that are updated alike, `matrices` apart if asked."""
         runs: list[Segment] = []
         for weight, offset in zip(self.order, self.offsets, strict=True):
             alike = (
@@ -271,18 +268,14 @@ class Unit:
     # ---- weights
 
     def bring_up(self) -> None:
-        """Complete the weights after their homes are drawn or read. Every rank calls
-        it.
-        """
+        """Complete the weights after homes are drawn or read; all ranks call it."""
         self.refresh()
         self.agree_scales().wait()
         if self.resident and self.groups.gather.size > 1:
             self.gather().wait()
 
     def agree_scales(self) -> Work:
-        """Start agreeing with the other shards on the scales of weights gathered in 8
-        bits.
-        """
+        """Start agreeing with the other shards on scales of weights in 8 bits."""
         return Work()
 
     def gather(self) -> Work:
@@ -304,9 +297,7 @@ class Unit:
         return self.groups.gather.all_gather(buffer, part, still=still, wait=False)
 
     def load(self) -> Callable[[], object]:
-        """Take a buffer, and return the copy of the host's shard into it, for a later
-        gather.
-        """
+        """Take a buffer; return the copy of the host's shard into it, for a gather."""
         self.loaded = True
         part = self._take()[self.start : self.start + self.part]
         return lambda: part.copy_(self.home, non_blocking=True)
@@ -322,9 +313,7 @@ class Unit:
         return 0 if self.buffer is None else storage_of(self.buffer)
 
     def drop(self) -> None:
-        """Return the weights' buffer to the pool. Nothing may hold a view of it: see
-        `pieces.py`.
-        """
+        """Return the weights' buffer to the pool; no view may remain (`pieces.py`)."""
         assert self.buffer is not None, (
             f"unit {self.number} is dropped and was not gathered"
         )
@@ -362,9 +351,7 @@ class Unit:
 
     @property
     def is_open(self) -> bool:
-        """True if gradient contributions that are not yet summed have arrived, or may
-        arrive.
-        """
+        """True if gradient contributions not yet summed have arrived or may arrive."""
         return self.full is not None
 
     @property
@@ -409,8 +396,7 @@ class Unit:
             grad.zero_()
 
     def contribute(self, name: str, a: Tensor, b: Tensor) -> None:
-        """Add the product of two matrices to the gradient of a weight, without a
-        temporary.
+        """Add the product of two matrices to a weight's gradient without a temporary.
 
         The first product is written without zeros to add to. Call it with gradients
         disabled.
@@ -441,8 +427,7 @@ class Unit:
         self.fresh.discard(name)
 
     def reduce(self) -> Work:
-        """Start summing the gradient over the shards, or over the replicas if there are
-        none.
+        """Start summing the gradient over shards, or over replicas without shards.
 
         Later contributions open a new gradient.
         """
@@ -468,17 +453,13 @@ class Unit:
         return ChainedWork(work, lambda: self.pool.give(full))
 
     def reduce_replicas(self) -> Work:
-        """Start summing this rank's shard, already reduced over the shards, over its
-        replicas.
-        """
+        """Start summing this rank's shard, already reduced, over its replicas."""
         part = self.parts.pop(0)
         work = self.groups.replica.all_reduce(part, wait=False)
         return ChainedWork(work, lambda: self.summed(part, part))
 
     def sum_parts(self) -> Work:
-        """Start adding the gradient sums of the tp ranks that did other work to this
-        rank's shard.
-        """
+        """Start adding gradients of tp ranks that did other work to this shard."""
         assert self.gradient is not None
         runs = [s for s in self.own_segments() if s.adds]
         parts = [
@@ -504,8 +485,7 @@ class Unit:
 
 
 class PlainUnit(Unit):
-    """Weights kept in the compute dtype, whose gradients go to no other rank and come
-    once a step.
+    """Weights kept in the compute dtype, with local gradients once per step.
 
     A gradient stays the tensor that backward made, in the weight's `.grad`: gathering
     gradients in one buffer would be work that nobody needs.
@@ -568,9 +548,7 @@ _aten: Any = torch.ops.aten
 
 
 def _sums_wide(a: Tensor) -> bool:
-    """True if a matmul of these 16-bit tensors can accumulate in float32: on GPUs, in
-    newer builds of torch.
-    """
+    """True if these 16-bit matmuls can accumulate in float32 on this device."""
     gpu = a.device.type not in ("cpu", "meta")
     return gpu and a.dtype in HALVES and hasattr(_aten.addmm, "dtype_out")
 

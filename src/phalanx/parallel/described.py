@@ -46,24 +46,19 @@ _APART = {torch.float64: 1e-6, torch.float32: 1e-3}
 
 
 class UntriedPieces(LayoutError):
-    """Raised for pieces that do not run on a CPU, so cannot be compared with their
-    class.
-    """
+    """Raised for pieces that do not run on a CPU, and cannot be compared there."""
 
 
 @dataclass(frozen=True)
 class _OwnRun:
-    """One forward and backward: the loss as a sum, and for each gradient one number per
-    row.
-    """
+    """A forward and backward: the summed loss, and one number per row of gradients."""
 
     loss: float
     gradients: Mapping[str, Tensor]
 
 
 def described_whole(model: Model) -> Whole | None:
-    """Return the class that a model describes, if its forward computes what the pieces
-    do.
+    """Return a model's class, if its forward computes what the pieces do.
 
     Returns None if the class has no forward or the model is built in. Raises a
     LayoutError that names the first piece, or the first parameter, that differs. The
@@ -84,9 +79,7 @@ def described_whole(model: Model) -> Whole | None:
 
 
 class _PieceTrial:
-    """The pieces of a description on one small batch, with weights that hide no
-    mistake.
-    """
+    """The pieces on one small batch, with weights that hide no mistake."""
 
     def __init__(self, model: Model, whole: Whole | None) -> None:
         self.model = model
@@ -174,9 +167,7 @@ class _Comparison:
     # ---- a run
 
     def _backward(self, loss: Tensor) -> _OwnRun:
-        """Run backward, and reduce each gradient at once by a fixed vector, so little
-        memory is held.
-        """
+        """Run backward, and reduce each gradient at once to save memory."""
         gradients: dict[str, Tensor] = {}
         hooks: list[Any] = []
         for name, weight in self.weights.items():
@@ -192,9 +183,7 @@ class _Comparison:
     # ---- differences, in the order in which a forward makes them
 
     def _other_order(self, ran: list[int], listed: list[int]) -> str:
-        """Name the first piece that the class's forward runs in another place, or
-        return "".
-        """
+        """Name the first piece that the class runs in another place, or return ""."""
         names = [name for name, _ in self.model.pieces]
         for own, ours in zip(ran, listed, strict=False):
             if own != ours:
@@ -209,9 +198,7 @@ class _Comparison:
         return ""
 
     def _other_values(self, calls: list[ModuleCall]) -> str:
-        """Name the first piece whose place, input or output differs in the class's
-        forward, or return "".
-        """
+        """Name the first piece with other place or values in the class, or ""."""
         pieces = self.pieces
         numbers = {part: number for number, part in self.whole.parts.items()}
         own = [call for call in calls if call.module in numbers]
@@ -247,9 +234,7 @@ class _Comparison:
         return ""
 
     def _other_loss(self, own: _OwnRun, described: _OwnRun, *, mean: bool) -> str:
-        """Compare the loss, then each gradient from the last weight to the first.
-        Returns a sentence or "".
-        """
+        """Compare the loss, then gradients from the last weight; returns text."""
         count = valid_count(self.batch)
         factor = count if mean else 1
         if not self._close(own.loss * factor, described.loss):
@@ -281,9 +266,7 @@ class _Comparison:
         return abs(a - b) <= _APART[self.dtype] * max(abs(a), abs(b))
 
     def _apart(self, own: Tensor | None, ours: Tensor | None) -> str:
-        """Describe the largest difference between two tensors and its place; "" if
-        equal up to rounding.
-        """
+        """Describe the largest difference of two tensors; "" if only rounding."""
         if own is None or ours is None or not own.is_floating_point() or not ours.dim():
             return ""  # not activations: tokens, or a loss
         if own.shape != ours.shape:
@@ -302,9 +285,7 @@ class _Comparison:
 def _batch(
     model: Model, entries: set[str], tokens: int, dtype: torch.dtype
 ) -> Mapping[str, Tensor]:
-    """Two sequences, with ignored targets, and with two documents if the forward takes
-    documents.
-    """
+    """Two sequences with ignored targets, and documents if the forward takes them."""
     draw = torch.Generator().manual_seed(0)
     shape = model.shape
     if shape is not None and shape.kind == "mlp":
@@ -325,9 +306,7 @@ def _batch(
 
 
 class _Collector:
-    """Keeps a gradient's product with a fixed vector along its last dim, and frees the
-    gradient.
-    """
+    """Keeps a gradient's product with a fixed vector, and frees the gradient."""
 
     def __init__(self, name: str, gradients: dict[str, Tensor]) -> None:
         self.name, self.gradients = name, gradients

@@ -65,9 +65,7 @@ class Choices:
         self.of_batch = own.sum(0, keepdim=True)
 
     def sum(self, groups: Groups) -> Work:
-        """Start summing over the ranks that hold other tokens of the same sequences, or
-        of the batch.
-        """
+        """Start summing over ranks with other tokens of the sequences or the batch."""
         both = (groups.sequences, self.of_sequences), (groups.batch, self.of_batch)
         return WorkGroup(
             [group.all_reduce(x, wait=False) for group, x in both if group]
@@ -75,9 +73,7 @@ class Choices:
 
 
 class Routes(NamedTuple):
-    """The number of tokens that this rank sends to each rank of ep, and receives from
-    each.
-    """
+    """The number of tokens that this rank sends to each rank of ep, and receives."""
 
     sends: Sequence[int]
     takes: Sequence[int]
@@ -93,8 +89,7 @@ class Exchange:
         self.routes: dict[tuple[int, int], Routes] = {}
 
     def exchange_counts(self, piece: int, microbatch: int, bundle: Bundle) -> Work:
-        """Send each rank the counts of tokens for its experts. The bundle gets the
-        counts for this rank's.
+        """Exchange counts of tokens: each rank learns those for its experts.
 
         Every rank has as many experts as the first; the last ranks may have fewer.
         """

@@ -32,9 +32,7 @@ _HOOKS = (
 
 
 def refuse_unfit(model: Model, layout: Layout) -> None:
-    """Raise a LayoutError that lists every part of the model that this layout would
-    compute wrongly.
-    """
+    """Raise a LayoutError with every part of the model that would be wrong."""
     if wrong := misfits(model, layout):
         raise LayoutError("\n".join(wrong))
 
@@ -84,9 +82,7 @@ def _unnamed(model: Model) -> Iterator[str]:
 
 
 def _untrainable(model: Model) -> Iterator[str]:
-    """Yield a sentence for every parameter with gradient hooks, which views of a unit
-    would not call.
-    """
+    """Yield a sentence per parameter with hooks, which units would not call."""
     for name, parameter in model.weights.items():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             yield f"{name} has hooks on its gradient, which would never be called. Remove them."
@@ -198,9 +194,7 @@ def _cut(
 def _replaced(
     name: str, module: nn.Module, dim: str, *, cut_first: bool
 ) -> Iterator[str]:
-    """Yield a sentence if a sharded module computes more than the module that replaces
-    it.
-    """
+    """Yield a sentence if a sharded module computes more than its replacement."""
     way_out = (
         f" Put what it adds into the module that owns it, name the dim {dim!r} of its weight '-',"
         " or use no tp."
@@ -232,9 +226,7 @@ def _replaced(
 
 
 def _loss(name: str, piece: nn.Module, path: str) -> Iterator[str]:
-    """Yield a sentence if the loss beside an output projection is no cross-entropy that
-    tp can replace.
-    """
+    """Yield a sentence if tp cannot replace the loss beside an output projection."""
     owner = piece.get_submodule(path.rpartition(".")[0])
     beside = name.rpartition(".")[0]
     loss = owner._modules.get("loss")
@@ -260,8 +252,7 @@ def _loss(name: str, piece: nn.Module, path: str) -> Iterator[str]:
 
 
 def _uncut(model: Model) -> Iterator[str]:
-    """Yield a sentence for attention or a loss that would see only a part of the time
-    under `seq`.
+    """Yield a sentence for attention or a loss that would see part of the time.
 
     Modules not sharded over features see a part of the time, which these two must not.
     """

@@ -23,18 +23,14 @@ Ranks = tuple[tuple[int, ...], ...]
 
 
 class UnitAxes(NamedTuple):
-    """The mesh axes over which a unit is sharded, and over which its shards are
-    replicated.
-    """
+    """The mesh axes over which a unit is sharded, and those of its replicas."""
 
     shard: tuple[str, ...]
     replica: tuple[str, ...]
 
 
 class UnitPlace(NamedTuple):
-    """The part of a unit that a rank holds: its tp rank, its shard index and its
-    replica index.
-    """
+    """A rank's part of a unit: its tp rank, shard index and replica index."""
 
     tp: int
     shard: int
@@ -64,9 +60,7 @@ class UnitGroups:
 
 @dataclass(frozen=True)
 class Groups:
-    """Every group that one rank belongs to. A group of one rank is a group like any
-    other.
-    """
+    """All groups that one rank belongs to, including groups of one rank."""
 
     tp: Group  # regions of tensor parallelism
     ring: Group  # context parallelism: blocks of keys and values
@@ -120,8 +114,7 @@ def unit_axes(model: Model, layout: Layout, unit: int) -> UnitAxes:
 
 
 def _cuts_frozen(layout: Layout) -> bool:
-    """True if frozen weights are sharded, as they are if weights are gathered and
-    dropped.
+    """True if frozen weights are sharded too.
 
     ZeRO-1 and 2 shard what belongs to a gradient, and frozen weights have none.
     Gathering them in each step would bring unchanged values.
@@ -132,8 +125,7 @@ def _cuts_frozen(layout: Layout) -> bool:
 def open_groups(
     world: World, layout: Layout, model: Model, program: Program, *, prefix: str = ""
 ) -> Groups:
-    """Open all groups of a layout and its program. All ranks call it collectively, in
-    the same order.
+    """Open all groups of a layout and its program; all ranks call it in one order.
 
     With a `prefix` of its own, a second set of groups can be open beside the first.
     """
@@ -285,9 +277,7 @@ def _in_runs(groups: Ranks, size: int) -> Ranks:
 
 
 def _stages(pipelines: Ranks, stages: set[int]) -> Ranks:
-    """Group the ranks of these stages in each pipeline, if there are several. All
-    others stay alone.
-    """
+    """Group the ranks of these stages in each pipeline; all others stay alone."""
     together = stages if len(stages) > 1 else set[int]()
     groups: list[tuple[int, ...]] = []
     for pipeline in pipelines:

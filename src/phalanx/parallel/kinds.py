@@ -1,6 +1,4 @@
-"""Kinds of pieces: equal pieces of a model, so that costs found for one hold for all of
-its kind.
-"""
+"""Kinds of pieces: pieces of one kind are equal, and have equal costs."""
 
 from __future__ import annotations
 
@@ -26,8 +24,7 @@ def alike(model: Model) -> tuple[int, ...]:
 def _signature(
     model: Model, number: int, names: Mapping[nn.Parameter, str]
 ) -> tuple[Any, ...]:
-    """Everything that a piece's cost can depend on: its modules, their plain
-    attributes, weights and buffers.
+    """Everything a piece's cost depends on: modules, attributes, weights, buffers.
 
     Attributes that begin with _ are private to a module: our blocks keep their number
     in one.
@@ -60,9 +57,7 @@ def _signature(
 
 
 def _plain(value: object) -> bool:
-    """True for a value that can distinguish two modules: a size, a tuple of sizes, an
-    activation.
-    """
+    """True for a value that can distinguish modules: sizes, or an activation."""
     if isinstance(value, tuple | list):
         return all(map(_plain, value))
     return isinstance(value, bool | int | float | str | FunctionType | None)

@@ -19,8 +19,7 @@ Describe = Callable[[Any], object]
 
 
 def load_model(text: str) -> Model:
-    """Load a user's model from `FILE.py:Class`, or `FILE.py:Class(n_layer=6)` with its
-    arguments, or transformers' model from `hf:FOLDER`.
+    """Load a model from `FILE.py:Class`, `FILE.py:Class(n_layer=6)` or `hf:FOLDER`.
 
     If the file has a `describe(model)`, which returns a `Model`, the class is created on
     the meta device and described by it. Otherwise its pieces are found by running it.

@@ -32,9 +32,7 @@ from .tensor import Weight, cut_of, cut_weights, install_regions
 
 @dataclass(frozen=True, eq=False)
 class LocalModel:
-    """One rank's pieces, its units by number (see `Model.unit_of`), its groups and its
-    buffer pool.
-    """
+    """One rank's pieces, units by number (`Model.unit_of`), groups and buffer pool."""
 
     pieces: dict[int, Piece]
     units: dict[int, Unit]  # of the trained weights
@@ -85,9 +83,7 @@ class LocalModel:
 
 
 def model_stages(model: Model, layout: Layout) -> tuple[range, ...]:
-    """The pieces of every virtual stage. Without a shape, stages are balanced by
-    parameter counts.
-    """
+    """The pieces of each virtual stage, balanced by parameters without a shape."""
     if model.shape is not None:
         return stage_pieces(layout, model.shape)
     count = len(model.pieces)
@@ -194,9 +190,7 @@ class _Role:
 
 
 class _UnitMaker:
-    """Creates a rank's units, each of the class that its weights, groups and gradients
-    need.
-    """
+    """Creates a rank's units, each of the class that it needs."""
 
     def __init__(
         self,
@@ -260,9 +254,7 @@ class _UnitMaker:
 
     @cached_property
     def _may_be_plain(self) -> bool:
-        """True if weights are stored in the compute dtype and their gradients come once
-        a step.
-        """
+        """True if weights are stored in the compute dtype, not as masters."""
         p = self.precision
         same = p.compute == p.master == p.reduce and not p.matmul
         stays = not (self.at_host or self.role.dropped or self.program.replicated)
@@ -301,9 +293,7 @@ def _at_dtype(
 
 
 def _real(x: Tensor, device: torch.device) -> Tensor:
-    """Allocate memory for a meta tensor. `empty_like` of one imports sympy, which takes
-    0.3 s.
-    """
+    """Allocate memory for a meta tensor; `empty_like` would import sympy (0.3 s)."""
     return torch.empty(x.shape, dtype=x.dtype, device=device)
 
 
@@ -357,9 +347,7 @@ def _place(
     at: Mapping[str, int],
     device: torch.device,
 ) -> None:
-    """Replace the model's parameters by those of the units, and create and shard its
-    buffers.
-    """
+    """Replace the model's parameters by the units', and create its buffers."""
     originals = {parameter: name for name, parameter in model.weights.items()}
     every = [unit for each in units.values() for unit in each]
     bound = {name: p for unit in every for name, p in unit.parameters.items()}

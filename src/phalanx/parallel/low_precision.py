@@ -1,5 +1,4 @@
-"""Matmuls with the weights of blocks in 8 bits: the words fp8, fp8:tile and mxfp8 of a
-layout.
+"""Matmuls with blocks' weights in 8 bits: fp8, fp8:tile and mxfp8 of a layout.
 
 Both factors of a matmul are rounded to an 8-bit float. Elements along the sum share
 scales: all of them (fp8), 128 (fp8:tile, and 128 x 128 of a weight) or 32 (mxfp8). A
@@ -31,8 +30,7 @@ _LEAST = 1e-12  # replaces a maximum of zero, as in torchao
 
 
 class Rounded(NamedTuple):
-    """A matrix in 8 bits whose last dim is summed over; with three dims, one matrix for
-    each sequence.
+    """A matrix in 8 bits whose last dim is summed over, or one for each sequence.
 
     Zeros pad k to whole runs.
     """
@@ -67,8 +65,7 @@ def rounded(
     power: bool = False,
     largest: Tensor | None = None,
 ) -> Rounded:
-    """Round x (..., m, k) to the 8-bit `form` (torch's name), with one scale for `run`
-    elements of k (0: all).
+    """Round x (..., m, k) to an 8-bit `form`, with a scale for `run` elements of k.
 
     The scale is torchao's: the format's maximum over the maximum of these elements, in
     float32. With `power` the scale brings the maximum into the format's last binade
@@ -146,8 +143,7 @@ class EightBits:
 
     @property
     def one_copy(self) -> bool:
-        """True if one fp8 copy of a weight serves both its matmul and the input's
-        gradient.
+        """True if one fp8 copy of a weight serves its matmul and the input's gradient.
 
         Square tiles allow that.
         """
@@ -182,9 +178,7 @@ class EightBits:
         return self.narrowed(weight)
 
     def narrowed(self, weight: Tensor, largest: Tensor | None = None) -> Rounded:
-        """Round a weight, or rows of one that begin at a tile, with the `largest`
-        magnitudes of its tiles.
-        """
+        """Round a weight, or rows of it, with its tiles' `largest` magnitudes."""
         square = self.traits.square
         return rounded(
             weight, self.traits.forward, square=square, largest=largest, **self.shared
@@ -285,9 +279,7 @@ def _on_device(a: Rounded, b: Rounded, out: torch.dtype) -> Tensor:
 
 
 def _recipe(z: Rounded) -> tuple[Tensor, Any, Any]:
-    """The scales in the layout that `scaled_mm` expects, its name for them, and their
-    swizzle.
-    """
+    """Scales as `scaled_mm` expects them, its name for them, and their swizzle."""
     kind: Any = F.ScalingType
     order: Any = F.SwizzleType
     if z.scales.dtype == torch.float8_e8m0fnu:

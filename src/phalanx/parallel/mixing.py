@@ -1,5 +1,4 @@
-"""Finds modules that mix tokens where a rank holds only some of them, by a trial on a
-short sequence.
+"""Finds modules that mix tokens where a rank holds only some of them, by a trial.
 
 Under `seq` a rank of tp computes on its own tokens, except between a column and a row
 weight of the rule table. Under cp every rank does, except in attention's `core`. A
@@ -61,9 +60,7 @@ _known: WeakKeyDictionary[Model, dict[Layout, str]] = WeakKeyDictionary()
 def refuse_mixing(
     model: Model, layout: Layout, batch: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Raise a LayoutError that lists every module to which this layout would give too
-    few tokens.
-    """
+    """Raise a LayoutError with every module that would receive too few tokens."""
     if model.as_it_is and layout.tp > 1:
         tokens = min(_SHORTEST, model.shape.sequence if model.shape else _SHORTEST)
         refuse_wrong_plan(model, layout, batch or probe_batch(model, tokens))
@@ -72,9 +69,7 @@ def refuse_mixing(
 
 
 def mixing(model: Model, layout: Layout) -> tuple[str, ...]:
-    """A sentence for each way in which this layout separates tokens that the model
-    mixes.
-    """
+    """A sentence for each way in which a layout separates tokens that are mixed."""
     if all(
         type(piece).__module__.startswith("phalanx.models.")
         for _, piece in model.pieces
@@ -116,9 +111,7 @@ class _Difference(RuntimeError):
 
 @dataclass(frozen=True)
 class _Trial:
-    """One piece of each kind, random weights for them, a batch of one sequence, and a
-    layout.
-    """
+    """One piece of each kind with random weights, a batch, and a layout."""
 
     model: Model
     layout: Layout
@@ -251,9 +244,7 @@ def _on_rank(world: World, trial: _Trial) -> ProbeRun:
 def _culprit(
     whole: list[ModuleCall], own: list[ModuleCall], times: Tensor
 ) -> ModuleCall | None:
-    """The innermost module that took the right tokens and returned other values for
-    them.
-    """
+    """The innermost module with the right input and a wrong output."""
     there = {call.path: call for call in reversed(whole)}
     for call in own:
         want = there.get(call.path)
@@ -274,9 +265,7 @@ def _culprit(
 def _same(
     own: Tensor | None, whole: Tensor, times: Tensor, *, cut: bool = False
 ) -> bool:
-    """True if `own` is a rank's tokens of `whole`, or all of it unless it must be
-    sharded (`cut`).
-    """
+    """True if `own` is a rank's tokens of `whole`, or all of it unless `cut`."""
     if own is None:
         return False
     differs = cut or own.shape != whole.shape

@@ -55,9 +55,7 @@ def _draw(name: str, weight: Tensor, generator: torch.Generator) -> None:
 
 @dataclass(frozen=True)
 class Original:
-    """A model in transformers' own code: its weights' names in files, and faults of its
-    tp and pp plans.
-    """
+    """A model in transformers' own code: its weights' names, its plans' faults."""
 
     files: Mapping[str, str]
     notes: tuple[str, ...]
@@ -148,9 +146,7 @@ class Model:
 
     @cached_property
     def tied(self) -> tuple[tuple[int, int], ...]:
-        """The (piece, unit) pairs in which a piece also uses a weight of an earlier
-        piece's unit.
-        """
+        """The (piece, unit) pairs in which a piece uses an earlier piece's weight."""
         names, count = (
             {parameter: name for name, parameter in self.weights.items()},
             len(self.pieces),
@@ -224,9 +220,7 @@ def build_model(shape: Shape, *, dropout: float = 0.0) -> Model:
 
 
 def _freeze(model: Model, shape: Shape) -> Model:
-    """Freeze the weights that the shape does not train. A shared weight belongs to the
-    first piece using it.
-    """
+    """Freeze untrained weights; a shared weight belongs to its first piece."""
     for name, weight in model.weights.items():
         weight.requires_grad_(
             is_lora(name)
@@ -237,9 +231,7 @@ def _freeze(model: Model, shape: Shape) -> Model:
 
 
 def _adapt(model: Decoder, rules: Rules, shape: Shape) -> str:
-    """Give low-rank adapters to the linears that the shape names. Returns the rules of
-    their factors.
-    """
+    """Give adapters to the linears that the shape names; returns their rules."""
     lines = []
     for name, module in model.layers.named_modules():
         block, _, path = name.partition(".")

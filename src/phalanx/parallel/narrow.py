@@ -1,5 +1,4 @@
-"""Weights gathered in 8 bits: a ZeRO unit whose matrices are multiplied in square tiles
-with one scale each.
+"""Weights gathered in 8 bits: units whose matrices have one scale for each tile.
 
 A rank rounds its shard before sending it, and matmuls use the gathered bytes as they
 are. So the buffer takes half the memory, and nothing is rounded for each matmul. The
@@ -30,9 +29,7 @@ from .works import ChainedWork
 
 
 def narrow_names(model: Model, matmul: object) -> frozenset[str]:
-    """The weights that are only multiplied in 8 bits, with one 8-bit copy for both
-    directions.
-    """
+    """The weights only multiplied in 8 bits, with one 8-bit copy both ways."""
     one_copy = isinstance(matmul, EightBits) and matmul.one_copy
     return linear_weights(model) if one_copy else frozenset()
 
@@ -55,8 +52,7 @@ def linear_weights(model: Model) -> frozenset[str]:
 
 
 class NarrowUnit(Unit):
-    """A unit with matrices gathered in 8 bits. Its buffer has one byte for each element
-    of the flat order.
+    """A unit with matrices gathered in 8 bits: one byte per element of its buffer.
 
     The other weights (norms, biases, routers) are always whole here, in the compute
     dtype. An update changes them and each tile's maximum. Once a step, before the first
@@ -145,8 +141,7 @@ class NarrowUnit(Unit):
             yield entry, part.to(self.pool.device, self.precision.compute)
 
     def _rows(self) -> Iterator[tuple[Entry, Tensor, Tensor]]:
-        """Yield whole rows of each matrix from the start of a tile, with their tiles'
-        maxima.
+        """Yield whole rows of each matrix from a tile on, with maxima of tiles.
 
         Elements that other ranks hold are zero.
         """

@@ -86,9 +86,7 @@ class Box:
 
 
 def _uses(tensor: Tensor) -> None:
-    """Keep the allocator from reusing this memory before the current stream has passed
-    this point.
-    """
+    """Keep memory from being reused before the current stream has passed this point."""
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
@@ -118,9 +116,7 @@ class CopyLane:
 
 
 class _PendingGradient(NamedTuple):
-    """A weight gradient still to be computed: a product's input, and the gradient of
-    its output.
-    """
+    """A postponed weight gradient: a product's input, and its output's gradient."""
 
     unit: Unit
     name: str
@@ -148,9 +144,7 @@ def _contribute(
 
 
 class _Taken(NamedTuple):
-    """The names that a piece takes from the bundle and from the batch, and those that
-    pass it by.
-    """
+    """The names that a piece takes from bundle and batch, and those passing it by."""
 
     mine: tuple[str, ...]
     named: tuple[str, ...]
@@ -173,8 +167,7 @@ class _Kept:
 
 
 class _Function(torch.autograd.Function):
-    """Base class of autograd functions called by `call`: `apply` without its first
-    checks.
+    """Base class of autograd functions: `call` is `apply` without its checks.
 
     Those take a fifth of its time. No torch.func transform and no compiler sees these
     functions.
@@ -270,9 +263,7 @@ def narrowable(module: nn.Module) -> Iterator[nn.Module]:
 
 
 class Piece:
-    """One piece, which runs forward, backward and recomputation. `splits`: backward
-    comes as I and W.
-    """
+    """One piece: forward, backward and recomputation; `splits`: backward as I and W."""
 
     def __init__(
         self,
@@ -338,9 +329,7 @@ class Piece:
                     own.weight_product = self._product(factor)
 
     def _product(self, factor: _Factor) -> Callable[..., Tensor]:
-        """F.linear (or x @ weight), with the backward of `_Product` if gradients are
-        needed.
-        """
+        """F.linear (or x @ weight), with the backward of `_Product` for gradients."""
         weight, spec = factor.weight, factor.spec
 
         def product(x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -367,8 +356,7 @@ class Piece:
         keep: bool,
         selected: Selected | None = None,
     ) -> Bundle:
-        """Run the piece and return its output, together with the values that pass it
-        by.
+        """Run the piece; returns its output with the values that pass it by.
 
         With `keep`, also keep what the backward needs. With `selected`, call it first
         without `keep` and then with it: the first forward keeps some values in
@@ -464,9 +452,7 @@ class Piece:
         return {"x": scale.view(()).to(like.dtype).expand_as(like)}
 
     def backward(self, microbatch: int, gradients: Bundle) -> Bundle:
-        """Add to the units' gradients and return the inputs' gradients. Frees what the
-        forward kept.
-        """
+        """Add to units' gradients and return the inputs'; frees kept values."""
         kept = self.kept.pop(microbatch)
         self._run(kept, gradients)
         # Some microbatches of a schedule may have a whole backward although others
@@ -497,9 +483,7 @@ class Piece:
 
     @torch.no_grad()
     def weight_gradient(self, microbatch: int) -> None:
-        """Compute the postponed weight gradients: one matmul each, into the flat
-        gradient.
-        """
+        """Compute postponed weight gradients, one matmul each, into flat ones."""
         kept = self.kept.pop(microbatch)
         for unit in self.trained:
             unit.open()

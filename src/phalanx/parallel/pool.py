@@ -59,7 +59,5 @@ class BufferPool:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """A number shared by all views of one storage. Not its address: on meta all
-    addresses are equal.
-    """
+    """A number shared by all views of one storage, even on meta."""
     return int(tensor.untyped_storage()._cdata)

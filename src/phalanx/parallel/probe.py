@@ -1,5 +1,4 @@
-"""A trial run of a model's pieces on a CPU: one small batch, and weights that hide no
-mistake.
+"""A trial run of a model's pieces on a CPU, with weights that hide no mistake.
 
 Two refusals rely on it before a layout starts: modules that mix tokens (`mixing.py`),
 and descriptions that compute something else than the class they describe
@@ -40,9 +39,7 @@ class ModuleCall:
 
 @dataclass
 class ProbeRun:
-    """One run of the pieces: each piece's output, and the module calls in it in the
-    order of their ends.
-    """
+    """One run of the pieces: their outputs, and module calls in the order they end."""
 
     gave: list[Mapping[str, Tensor]] = field(default_factory=list)
     calls: list[list[ModuleCall]] = field(default_factory=list)
@@ -158,9 +155,7 @@ class ProbeFailed(RuntimeError):
 
 
 def run_pieces(model: Model, batch: Mapping[str, Tensor]) -> ProbeRun:
-    """Run the pieces one after the other as `Piece.forward` would, recording every
-    module call.
-    """
+    """Run the pieces in turn as `Piece.forward` would, recording every module call."""
     run, bundle = ProbeRun(), dict[str, Tensor]()
     for number, (prefix, piece) in enumerate(model.pieces):
         takes = model.takes(number)

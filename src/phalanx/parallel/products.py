@@ -1,5 +1,4 @@
-"""Matmuls with a module's weight, forward and for the input's gradient: torch's own, or
-in fp8.
+"""Matmuls with a module's weight, and their input's gradient: torch's or in fp8.
 
 Not here: rounding (`low_precision.py`), and where a weight gradient goes (`data.py`).
 """
@@ -45,9 +44,7 @@ class MatmulSpec(NamedTuple):
     scales: Tensor | None = None  # of a weight that is already in 8 bits
 
     def factor(self, weight: Tensor) -> Any:
-        """The weight as the factor of a matmul, (out, in), with its scales if it is in
-        8 bits.
-        """
+        """The weight as the factor of a matmul, (out, in), with scales if in 8 bits."""
         whole = weight if self.scales is None else Narrow(weight, self.scales)
         return whole.mT if self.transposed else whole
 

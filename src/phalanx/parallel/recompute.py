@@ -1,5 +1,4 @@
-"""Selective recomputation: keeps some outputs of a forward, and returns them when it
-runs again.
+"""Selective recomputation: keeps some outputs of a forward for its second run.
 
 It keeps the outputs of matmuls, attention and groups, except those that tp gathered for
 a matmul. These are n times as large as the rank's own tokens, so it keeps the tokens
@@ -101,9 +100,7 @@ class _Keeping(TorchDispatchMode):
         return out
 
     def _join(self, x: Tensor, kind: str) -> None:
-        """Keep only the shape of a partial sum if just a region reads it. The region's
-        output is kept.
-        """
+        """Keep only a partial sum's shape if just a region reads it."""
         last = (
             self.kept[-1] if kind in ("reduce", "scatter_sum") and self.kept else None
         )

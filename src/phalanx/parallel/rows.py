@@ -40,9 +40,7 @@ def model_pieces(model: Model, layout: Layout) -> StagedPieces:
 
 
 def model_rows(model: Model, layout: Layout) -> tuple[PieceRow, ...]:
-    """One row for each piece of a layout's program, with blocks split where the layout
-    splits them.
-    """
+    """One row for each piece of a layout's program, with split blocks."""
     model = cut_blocks(model, layout)
     weights = _weights(model)
     bundles = _bundles(model)
@@ -66,8 +64,7 @@ def model_rows(model: Model, layout: Layout) -> tuple[PieceRow, ...]:
 
 @dataclass(frozen=True)
 class _ModelWeights:
-    """The weights of a model by piece: its own, those of earlier pieces, and the units
-    of these.
+    """A model's weights by piece: its own, those of earlier pieces, and their units.
 
     A weight of several pieces belongs to the first one.
     """

@@ -1,5 +1,4 @@
-"""Tensor parallelism: weights sharded over `tp`, joined by regions; with `seq`, norms
-sharded in time.
+"""Tensor parallelism: weights sharded over `tp`, and regions that join results.
 
 The model itself stays plain: the rule table names the dim of a weight that is sharded.
 A module whose input dim is sharded joins at its output. The module that owns it forks
@@ -83,8 +82,7 @@ class Weight:
 
     @cached_property
     def rows(self) -> Tensor:
-        """The row of the whole weight, counted from 1, for each row of this part; 0
-        marks padding.
+        """The whole weight's row, from 1, of each row of this part; 0: padding.
 
         All dims but the last form the rows.
         """
@@ -99,9 +97,7 @@ class Weight:
 def cut_of(
     model: Model, layout: Layout, name: str, shape: Sequence[int], at: Mapping[str, int]
 ) -> tuple[Cut, ...]:
-    """The part of each dim of a weight (or buffer) that the rank at these coordinates
-    holds.
-    """
+    """The part of each dim of a weight that the rank at these coordinates holds."""
     cuts, dims = [], model.rules.dims(name, len(shape))
     for dim, axes, size in zip(dims, layout.axes_of(dims), shape, strict=True):
         unit = max(1, size // model.counts.get(dim, size))
@@ -131,9 +127,7 @@ def cut_weights(
 
 
 class RowLinear(nn.Module):
-    """A linear with sharded input features. Its bias is added once, after the parts are
-    joined.
-    """
+    """A linear with sharded input features; its bias is added once, after the join."""
 
     def __init__(self, plain: nn.Linear, join: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -173,8 +167,7 @@ class VocabularyEmbedding(nn.Module):
 
 
 class CutRMSNorm(nn.Module):
-    """An RMS norm over features that tp shards: ranks add their sums of squares, one
-    number per token.
+    """An RMS norm over features that tp shards: ranks add their sums of squares.
 
     If `copies` ranks hold the same features, each feature counts once.
     """
@@ -214,9 +207,7 @@ class VocabularyCrossEntropy(nn.Module):
 
 
 def install_regions(model: Model, layout: Layout, groups: Groups) -> None:
-    """Fork, join and replace modules, so that the model computes on shards what it did
-    on whole weights.
-    """
+    """Replace modules, so that the model computes the same on shards."""
     if layout.tp == 1:
         return
     for prefix, piece in model.pieces:
@@ -283,9 +274,7 @@ class _Installer:
                 )
 
     def _cut_modules(self) -> tuple[list[str], dict[str, str]]:
-        """The modules whose weight is sharded on the input side, and on the output side
-        (with the dim's name).
-        """
+        """Modules whose weight is sharded by inputs, and those sharded by outputs."""
         rows: list[str] = []
         columns: dict[str, str] = {}
         for name, module in self.piece.named_modules():

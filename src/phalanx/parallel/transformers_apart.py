@@ -1,6 +1,4 @@
-"""Takes a transformers model apart: finds its pieces by one whole run on the meta
-device.
-"""
+"""Takes a transformers model apart: finds its pieces by a run on the meta device."""
 
 from __future__ import annotations
 
@@ -19,8 +17,7 @@ _RUN = 8  # tokens in a trial sequence
 
 
 class TakenApart:
-    """A transformers model taken apart: the modules before its blocks, the blocks, the
-    modules after them.
+    """A transformers model's modules before its blocks, the blocks, those after them.
 
     `names` are the weights' names in their code, `files` those in files. `calls` holds
     the arguments with which each module of a block was called, and the shape of its

@@ -35,9 +35,7 @@ from .whole import TOKENS, Whole, parameter_places
 
 
 def load_transformers(folder: str) -> Model:
-    """Load the model in a Hugging Face folder, computed by transformers' own code, on
-    meta.
-    """
+    """Load the model in a Hugging Face folder, with transformers' own code, on meta."""
     table, where = hub_config(folder)
     shape, name = shape_of(table, where), str(table["model_type"])
     try:
@@ -60,9 +58,7 @@ def _their_whole(
     names: Mapping[str, str],
     pieces: Sequence[tuple[str, nn.Module]],
 ) -> Whole:
-    """The whole transformers model, with their eager attention. `names` maps our
-    weights' names to theirs.
-    """
+    """The whole transformers model with its eager attention; `names` maps weights."""
     with Undrawn():
         made = made_model(table, name, "eager")
     ours = {theirs: name for name, theirs in names.items()}

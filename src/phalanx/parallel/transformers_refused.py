@@ -1,6 +1,4 @@
-"""Properties for which models in transformers' own code are refused, each with its
-reason.
-"""
+"""Properties for which models in transformers' own code are refused, with reasons."""
 
 from __future__ import annotations
 
@@ -75,9 +73,7 @@ def refuse_tables(
 
 
 def _lacks_windows(config: Any, owners: Sequence[Sequence[Any]]) -> bool:
-    """True if the configuration has windows, or chunks, that its attention calls do not
-    use.
-    """
+    """True if a configuration has windows or chunks that its attention ignores."""
     types = list(getattr(config, "layer_types", None) or ())
     kinds = [
         "sliding_attention" if m.core.window else "full_attention"

@@ -18,9 +18,7 @@ from .transformers_apart import TakenApart
 
 
 class CutRules:
-    """Decides how each weight of a model is sharded. `notes` tell which stay whole, and
-    why.
-    """
+    """Decides how each weight is sharded; `notes` tell which stay whole, and why."""
 
     def __init__(self, apart: TakenApart) -> None:
         self.apart, self.config = apart, apart.config
@@ -53,9 +51,7 @@ class CutRules:
         return Rules.parse("\n".join(lines)), learned
 
     def _outer_rules(self, piece: str, module: nn.Module) -> dict[str, str]:
-        """Rules that shard lookups and the head over the vocabulary, where they are
-        torch's own modules.
-        """
+        """Rules that shard lookups and the head over the vocabulary, if torch's own."""
         rules = {}
         for path, child in module.named_modules():
             for key, weight in child.named_parameters(recurse=False):
@@ -102,8 +98,7 @@ class CutRules:
         return rules
 
     def _owned(self, path: str, owner: nn.Module) -> dict[str, str]:
-        """The rules of a module whose linears the plan shards on input and output:
-        attention, or the MLP.
+        """The rules of a module whose linears the plan shards on input and output.
 
         Empty if the module stays whole.
         """
@@ -157,9 +152,7 @@ class CutRules:
         return rules
 
     def _style(self, linear: nn.Linear) -> str:
-        """The tp plan's style for a linear, or "" if the plan does not name it or keeps
-        it whole.
-        """
+        """The plan's style for a linear, or "" if it has none or stays whole."""
         prefix = self.apart.causal.base_model_prefix + "."
         name = (
             self.apart.names[linear.weight].removeprefix(prefix).removesuffix(".weight")
@@ -179,9 +172,7 @@ class CutRules:
         return "heads" if fused else ""
 
     def _fails(self, owner: nn.Module, dims: Mapping[str, str], outs: list[str]) -> str:
-        """Explain why a module does not run with sharded linears, by running it on
-        meta, or return "".
-        """
+        """Explain why a module fails on meta with sharded linears, or return ""."""
         args, kwargs, shape = self.apart.calls[owner]
         parts = next(
             (
@@ -207,9 +198,7 @@ class CutRules:
 
 
 def _joined(rules: Mapping[str, str]) -> dict[str, str]:
-    """Merge the lines of blocks that agree. Longer names come first, as a * also
-    matches dots.
-    """
+    """Merge the lines of blocks that agree, longer names first (* matches dots)."""
     kinds: dict[str, set[str]] = {}
     for name, dims in rules.items():
         kinds.setdefault(re.sub(r"^layers\.\d+", "layers.*", name), set()).add(dims)

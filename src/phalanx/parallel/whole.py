@@ -59,9 +59,7 @@ class Whole:
             place.module._parameters[place.key] = weights[place.name]
 
     def unread(self, entries: Iterable[str]) -> set[str]:
-        """The entries of a batch that change what pieces compute, but that this forward
-        does not take.
-        """
+        """Batch entries that change pieces, but that this forward does not take."""
         taken = set(self.arguments.values())
         # Without documents, positions count from 0, as in a forward without an argument
         # for them.
@@ -115,9 +113,7 @@ def whole_of_class(
 def parameter_places(
     module: nn.Module, names: Mapping[nn.Parameter, str]
 ) -> tuple[tuple[ParameterPlace, ...], tuple[str, ...]]:
-    """The places of a module's parameters, and the names of those that are not in
-    `names`.
-    """
+    """The places of a module's parameters, and names missing from `names`."""
     places, missing = list[ParameterPlace](), list[str]()
     for path, child in module.named_modules():
         for key, parameter in child._parameters.items():
@@ -131,9 +127,7 @@ def parameter_places(
 
 
 def valid_count(batch: Mapping[str, Tensor]) -> int:
-    """The number of tokens that count in a batch's loss, or of rows if targets are not
-    tokens.
-    """
+    """The number of tokens in a batch's loss, or of rows if targets are not tokens."""
     targets = batch.get(TARGETS)
     if targets is None or targets.is_floating_point():
         return next(iter(batch.values())).shape[0]
@@ -162,9 +156,7 @@ def entries_for(module: nn.Module, name: str) -> dict[str, str]:
 
 
 def returned_loss(returned: Any) -> Tensor | None:
-    """The loss that a forward returned: alone, in a tuple, under the key `loss`, or as
-    that attribute.
-    """
+    """The loss that a forward returned: alone, in a tuple, or as `loss`."""
     if isinstance(returned, Mapping):
         candidates = [returned.get("loss")]
     elif isinstance(returned, tuple | list):

@@ -1,6 +1,4 @@
-"""Combined calls under way: a call with a follow-up, and several calls as one
-operation.
-"""
+"""Combined calls: a call with a follow-up, and several calls as one operation."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Lower bounds of time and memory for all candidates of a grid at once, with which a
-search screens them.
+"""Lower bounds of time and memory for all candidates of a grid, to screen them.
 
 A bound never exceeds the result of simulating the candidate's program. Time: some rank
 has to do its work, after the first microbatch has passed the stages before it, and its
@@ -58,8 +57,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Bounds:
-    """The bounds of one grid's candidates: seconds of a step, bytes of the fullest
-    rank.
+    """Bounds of a grid's candidates: seconds of a step, bytes of the fullest rank.
 
     Arrays over (ZeRO, microbatches, pipeline, inner choices).
     """
@@ -127,8 +125,7 @@ class _Source(NamedTuple):
 
 
 class LeastTimes:
-    """The seconds and bytes of every kind of piece: exact if the cut is costed,
-    otherwise a lower bound.
+    """Seconds and bytes of each kind of piece: exact if costed, else a lower bound.
 
     Grids that differ only in data parallelism share them.
     """
@@ -216,8 +213,7 @@ def _numbers(piece: PieceTimes) -> list[float]:
 
 
 class _Numbers:
-    """Times and sizes of every kind of piece, as arrays (microbatches, 1, inner
-    choices, 1).
+    """Times and sizes of each kind of piece, as arrays (microbatches, 1, inners, 1).
 
     Lists have one entry for each kind, the embedding's first and the head's last, or
     one for each kind of block.
@@ -297,9 +293,7 @@ def segment_blocks(recompute: str) -> float:
 
 @dataclass(frozen=True)
 class CollectiveTimes:
-    """Seconds of the collectives of every kind of piece, as arrays (kinds, ways to
-    shard).
-    """
+    """Seconds of the collectives of each kind of piece: (kinds, ways to shard)."""
 
     gather: Array
     reduce: Array
@@ -336,9 +330,7 @@ def beside_computing(
     kind: int,
     count: Array | float,
 ) -> tuple[Array | float, Array | float]:
-    """Seconds of the messages beside a forward and a backward of a kind of piece, for
-    one way to shard.
-    """
+    """Seconds of messages beside a forward and a backward of a kind of piece."""
     if not space.request.profile.overlaps_data or space.request.hardware.cores:
         return 0.0, 0.0
     gather = collectives.gather[kind, way]
@@ -460,8 +452,7 @@ def _lost(
     *,
     split: bool,
 ) -> list[Array]:
-    """Seconds that a block of each kind loses to messages beside it, (ZeRO,
-    microbatches, 1, inners, 1).
+    """Seconds that each kind of block loses to messages: (ZeRO, counts, 1, inners, 1).
 
     If the backward is split, only in its forward: the parts are unknown before they are
     costed.
@@ -578,9 +569,7 @@ def _activations(
 
 
 def _per_block(each: Sequence[Array], stages: _Stages) -> Array:
-    """Bytes per block in a stage's mean, given those of each kind: the least over a
-    rank's stages.
-    """
+    """Mean bytes per block, from each kind's: the least of a rank's stages."""
     if len(each) == 1:
         return each[0]
     return _lowest(_total(shares, each) for shares in stages.shares)
@@ -590,8 +579,7 @@ def _per_block(each: Sequence[Array], stages: _Stages) -> Array:
 def _flights(
     shape: Shape, pp: int, counts: tuple[int, ...], pipes: tuple[Pipeline, ...]
 ) -> Array:
-    """`in_flight` as an array (moments, its five fields, microbatches, pipelines, 1,
-    ranks).
+    """`in_flight` as an array (moments, fields, microbatches, pipelines, 1, ranks).
 
     Capped counts suffice, as more microbatches never have less open.
     """
@@ -694,9 +682,7 @@ def _stages(
 
 
 class _Held(NamedTuple):
-    """The pieces on one rank of a pipeline: blocks of each kind, and their shares in
-    its stages.
-    """
+    """The pieces on one rank: blocks of each kind, and their shares in its stages."""
 
     blocks: tuple[int, ...]
     embed: bool

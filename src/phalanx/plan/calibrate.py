@@ -1,5 +1,4 @@
-"""Refits the numbers of a profile on a user's own runs: run folders, or any timed
-layouts.
+"""Refits a profile's numbers on a user's runs: run folders, or timed layouts.
 
 A run's metrics.jsonl has its layout and its step times. The caller supplies the
 hardware: a measured machine or a catalogued cluster, as a `Hardware`.
@@ -73,8 +72,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class CostedRun:
-    """A run on some hardware, costed once, to be simulated under the numbers of many
-    profiles.
+    """A run on some hardware, costed once for simulations under many profiles.
 
     Costs use the facts of its software.
     """
@@ -122,9 +120,7 @@ class CostedRun:
 
 @dataclass(frozen=True)
 class _ComputedPath:
-    """Seconds of a path through a run's program: its computation, under any numbers,
-    and the rest.
-    """
+    """Seconds of a path through a program: its computation by numbers, and the rest."""
 
     run: CostedRun
     often: Mapping[tuple[int, str], float]
@@ -144,9 +140,7 @@ def costed(
     costs: CostFunction,
     profile: SoftwareProfile,
 ) -> list[CostedRun]:
-    """Cost runs of one model and sequence, as software with the profile's facts runs
-    them.
-    """
+    """Cost runs of one model and sequence, as the profile's software runs them."""
     first, found = runs[0].case, []
     cuts = [piece_layout(run.case.layout) for run in runs]
     names = [costed_as(cut, profile) for cut in cuts]
@@ -275,9 +269,7 @@ class Calibration:
 
     @property
     def worse(self) -> bool:
-        """True if left-out runs have larger errors than without calibration, on
-        average.
-        """
+        """True if left-out runs have larger mean errors than without calibration."""
         after = [abs(x) for x in self.left_out]
         return bool(after) and fmean(after) > fmean(abs(x) for x in self.before)
 
@@ -285,8 +277,7 @@ class Calibration:
 def calibrated(
     base: SoftwareProfile, runs: Sequence[CostedRun]
 ) -> Callable[[CostedRun | None], SoftwareProfile]:
-    """Calibrate a profile on runs. Returns a function from a run (or None) to the
-    profile for runs like it.
+    """Calibrate a profile on runs; returns a function from a run to its profile.
 
     If calibration makes left-out runs worse, the profile stays as it was.
     """
@@ -324,9 +315,7 @@ def calibration(base: SoftwareProfile, runs: Sequence[CostedRun]) -> Calibration
     def left_out(
         way: Callable[..., Callable[[CostedRun | None], SoftwareProfile]],
     ) -> tuple[float, ...]:
-        """The error of each run after a fit to the others, or to four fifths of them if
-        there are many.
-        """
+        """Each run's error after a fit to the others, or to 4/5 if there are many."""
         count = len(timed) if len(timed) <= _ALONE else _FOLDS
         found = dict[int, float]()
         for fold in range(count):
@@ -400,9 +389,7 @@ def _slower(
 
 
 def spread_over(runs: Sequence[Item], count: int) -> list[Item]:
-    """A sample of `count` runs, evenly over their order; all if `count` is 0 or too
-    large.
-    """
+    """A sample of `count` runs, spread evenly; all if `count` is 0 or too large."""
     if not 0 < count < len(runs):
         return list(runs)
     return [runs[round(i * (len(runs) - 1) / max(count - 1, 1))] for i in range(count)]

@@ -9,9 +9,7 @@ from ..layout import Layout, Shape
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train: a shape, a layout, the rows of a microbatch, the tokens of a
-    sequence.
-    """
+    """One way to train: shape, layout, rows of a microbatch, tokens of a sequence."""
 
     shape: Shape
     layout: Layout

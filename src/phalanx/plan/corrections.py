@@ -1,5 +1,4 @@
-"""Differences of other software from ours within one piece, by name and with their
-sources.
+"""Differences of other software from ours within a piece, with their sources.
 
 `cost` runs our own piece. A correction converts its cost to that of software with
 certain facts in its profile. Each is a function of the piece's work and independent of
@@ -79,8 +78,7 @@ class PieceWork:
 
 
 def gathers_columns_again(work: PieceWork, software: Software) -> PieceWork:
-    """Gather the inputs of column-parallel linears again in the backward, under
-    sequence parallelism.
+    """Gather inputs of column-parallel linears again in the backward, under `seq`.
 
     They are kept in shards, and gathered beside the input's gradient (Korthikanti et
     al. 2022, section 4.2.2).
@@ -102,8 +100,7 @@ def gathers_columns_again(work: PieceWork, software: Software) -> PieceWork:
 
 
 def ends_recomputation_early(work: PieceWork, software: Software) -> PieceWork:
-    """End recomputation at the last tensor that a backward needs, as
-    `torch.utils.checkpoint` does.
+    """End recomputation at the last tensor that a backward needs.
 
     See `set_checkpoint_early_stop`: a block's last matmul and its sum over tp are not
     repeated.
@@ -135,8 +132,7 @@ def keeps_scores(work: PieceWork, software: Software) -> PieceWork:
 
 
 def repeats_products(work: PieceWork, software: Software) -> PieceWork:
-    """Recompute a part of the matmuls under selective recomputation, which keeps less
-    of their outputs.
+    """Recompute a part of the matmuls under selective recomputation.
 
     In torchtitan's policy it is every second one.
     """
@@ -152,9 +148,7 @@ def repeats_products(work: PieceWork, software: Software) -> PieceWork:
 
 
 class Tokens(NamedTuple):
-    """The tokens of a microbatch on a rank, and the sizes of a piece that corrections
-    depend on.
-    """
+    """A rank's tokens of a microbatch, and sizes that corrections depend on."""
 
     shape: Shape
     tokens: float  # on a rank of cp

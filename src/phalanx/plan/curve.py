@@ -1,5 +1,4 @@
-"""The duration of a collective by its size: a latency for each step and a bandwidth,
-both measured.
+"""The duration of a collective by size: measured latency per step, and bandwidth.
 
 The two forms are the textbook ones (Thakur, Rabenseifner, Gropp 2005). A *ring* passes
 parts around: few bytes, as many steps as ranks. A *tree* halves the distance: few
@@ -49,8 +48,7 @@ def moved(op: str, form: str, ranks: int) -> float:
 
 @dataclass(frozen=True)
 class Curve:
-    """A fitted curve for one operation and group: latency of a step, bandwidth of a
-    rank.
+    """A fitted curve of an operation and group: latency per step, bandwidth per rank.
 
     `apart` is the distance between the group's ranks in the world; 1 means neighbours.
     """

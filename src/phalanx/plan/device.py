@@ -55,9 +55,7 @@ class Chip:
 
 @dataclass(frozen=True)
 class Memory:
-    """The device's own memory. If the bus is known, its bandwidth is computed,
-    otherwise it is stated.
-    """
+    """The device's own memory; its bandwidth follows from the bus, or is stated."""
 
     gib: float
     kind: str
@@ -119,9 +117,7 @@ class Device:
 
     @property
     def ridge(self) -> float:
-        """The bf16 FLOPs per byte of memory at which both are busy. Below it, memory is
-        the limit.
-        """
+        """bf16 FLOPs per byte of memory traffic at which both are busy."""
         return self.peak(BF16) / self.memory.bandwidth
 
     def source(self, place: str) -> str:
@@ -187,7 +183,5 @@ _USUAL = {"h100": "h100-sxm", "a100": "a100-80", "v100": "v100-16"}
 
 
 def device_named(driver: str) -> Device | None:
-    """The entry for a driver's name of a device, or None. No similar name is taken for
-    it.
-    """
+    """The entry for exactly the name that a driver gives a device, or None."""
     return next((d for d in devices().values() if driver.strip() in d.drivers), None)

@@ -37,9 +37,7 @@ _NODES = 150_000  # the most in a schedule that is followed
 
 
 class _Nodes(NamedTuple):
-    """The operations of stages as columns, which are faster to walk than rows. Place 0
-    is the step's start.
-    """
+    """Operations of stages as columns, fast to walk; place 0 is the step's start."""
 
     before: list[int]  # the place of the previous operation on the rank
     value: list[int]  # the place of the operation whose value it takes; 0: none
@@ -55,9 +53,7 @@ _Key = tuple[str, int]  # a kind of operation, and its stage
 def _stage_nodes(
     name: str, pp: int, chunks: int, count: int
 ) -> tuple[_Nodes, tuple[_Key, ...]]:
-    """The operations of a schedule in a possible order, and the (kind, stage) of each
-    key.
-    """
+    """A schedule's operations in a possible order, and each key's (kind, stage)."""
     rows = rows_of(name, pp, count, chunks)
     last_stage, keys = pp * chunks - 1, dict[_Key, int]()
     rank_of = {op.piece: rank for rank, row in enumerate(rows) for op in row}
@@ -93,9 +89,7 @@ def _stage_nodes(
 
 
 class _FollowedStages(NamedTuple):
-    """The stages of a pipeline: the number of pieces of each kind, and the kinds at
-    their ends.
-    """
+    """The stages of a pipeline: pieces of each kind, and the kinds at the ends."""
 
     counts: tuple[Counter[int], ...]
     table: Array  # the same as (stages, kinds)
@@ -175,8 +169,7 @@ def followed(
     pricer: Pricer,
     collectives: CollectiveTimes,
 ) -> float:
-    """Seconds that one candidate takes by its own schedule, with its first gathers and
-    its last sums.
+    """Seconds of a candidate by its own schedule, with its first gathers and last sums.
 
     No program of it is faster. 0 if its schedule is not followed: without a pipeline,
     too long, with frozen pieces, or if steps roll or two microbatches are computed in
@@ -256,9 +249,7 @@ _Held = Sequence[Sequence[int]]  # the stages of each rank
 def _gathered(
     keys: Sequence[_Key], held: _Held, gathers: Sequence[float]
 ) -> list[float]:
-    """Seconds until a stage's weights are gathered, one unit after the other, if once a
-    step.
-    """
+    """Seconds until a stage's weights are gathered, unit by unit, if once per step."""
     rank_of = {stage: mine for mine in held for stage in mine}
     found = [0.0] * len(keys)
     for key, (kind, stage) in enumerate(keys):
@@ -322,9 +313,7 @@ def _summed(
     collectives: CollectiveTimes,
     way: int,
 ) -> float:
-    """The end of the last sum. Units are summed after their last contribution, those of
-    a rank in turn.
-    """
+    """The end of the last sum; units are summed in turn after their contributions."""
     replicas = float(collectives.replicas[:, way].min())
     begun = {
         stage: walked.latest[key]

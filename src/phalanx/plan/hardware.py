@@ -62,9 +62,7 @@ def lost_beside(computing: float, messages: float) -> float:
 
 
 class PredictionError(RuntimeError):
-    """Raised for a prediction that cannot be right: a mistake of the planner, not of
-    its user.
-    """
+    """Raised for a prediction that cannot be right: a mistake of the planner."""
 
 
 class Rates(Protocol):
@@ -96,9 +94,7 @@ class Roofline:
         return found
 
     def _usual_part(self) -> float:
-        """The assumed share of the peak for an unmeasured format: at most the share
-        that measured ones reach.
-        """
+        """The assumed share of the peak in a format without measurements."""
         measured = self.device.reached_tflops.items()
         return min(
             [
@@ -117,9 +113,7 @@ class Roofline:
         return time + (self.move(_QUANTISED * taken) if dtype == FP8 else 0.0)
 
     def _shape(self, p: Product) -> float:
-        """The share of the best rate that a shape can reach: whole tiles, whole waves,
-        enough depth.
-        """
+        """The share of the best rate, by whole tiles, whole waves and depth."""
         units = self.device.chip.units if self.device.chip else 1
         best = 0.0
         for (tall, wide), rate in zip(_TILES, _TILE_RATE, strict=True):
@@ -140,9 +134,7 @@ class Roofline:
         return float(a.flops / (rate * narrow * a.keys / (a.keys + short)))
 
     def attention_measured(self, kernel: str) -> str:
-        """The newest measured generation of attention kernels up to the requested one,
-        or "".
-        """
+        """The newest measured attention kernels up to those requested, or ""."""
         known = self.device.attention_tflops
         return max((name for name in known if name <= kernel), default="")
 
@@ -162,9 +154,7 @@ class Roofline:
 
 @dataclass(frozen=True)
 class Hop:
-    """One level of links as collectives see it: bytes per second of a rank, seconds per
-    step.
-    """
+    """One level of links: bytes per second of a rank, and seconds per step."""
 
     inside: int  # devices that this level connects in total
     # Bus bandwidth of all-gather and reduce-scatter within it, and of one pair.
@@ -187,9 +177,7 @@ class Network:
     start: float = 12e-6  # seconds before the first byte of any collective
 
     def seconds(self, op: str, size: float, ranks: float, apart: float) -> float:
-        """The time of a collective over groups of `ranks` ranks, each `apart` from the
-        next.
-        """
+        """Seconds of a collective over `ranks` ranks, each `apart` from the next."""
         if op == "send":
             hop = next((hop for hop in self.hops if apart < hop.inside), self.hops[-1])
             return self.start + hop.latency + size / hop.rate
@@ -204,9 +192,7 @@ class Network:
         )
 
     def _path(self, op: str, n: float, apart: float) -> tuple[float, float]:
-        """The bandwidth of the narrowest level that the group crosses, and the total
-        latency of the steps.
-        """
+        """The narrowest level's bandwidth, and the total latency of the steps."""
         members = 1.0  # the group's ranks inside one lower unit
         bandwidth, delay = math.inf, 0.0
         for hop in self.hops:

@@ -57,9 +57,7 @@ CAUSES = (
 
 @dataclass(frozen=True)
 class Cause:
-    """One cause of uncertainty, with its widths as logarithms: below and above the
-    prediction.
-    """
+    """A cause of uncertainty: logarithms of its widths below and above a prediction."""
 
     name: str
     text: str
@@ -123,9 +121,7 @@ def widths() -> Widths:
 def amounts(
     case: Case, hardware: Hardware, profile: SoftwareProfile, parts: Mapping[str, float]
 ) -> dict[str, float]:
-    """The strength of each cause in a prediction, 0 if it does not apply. It multiplies
-    the width.
-    """
+    """The strength of each cause in a prediction, a factor on its width; 0: none."""
     layout, rates = case.layout, hardware.rates
     attention = attention_part(case.shape, case.sequence)
     dtype = case.dtype or (FP8 if layout.matmul else layout.precision)
@@ -259,9 +255,7 @@ def with_own_range(
 
 
 def _student(degrees: int) -> float:
-    """The 90 % quantile of Student's distribution, to 1 % with 3 degrees of freedom or
-    more.
-    """
+    """The 90 % quantile of Student's distribution, to 1 % for 3 or more."""
     z, n = _QUANTILE, degrees
     # Abramowitz and Stegun, 26.7.5.
     return z + (z**3 + z) / (4 * n) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n * n)

@@ -34,9 +34,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Level:
-    """`size` connected units of the level below: 8 devices in a server, 2 servers in a
-    rack.
-    """
+    """`size` connected units of the level below, such as 8 devices in a server."""
 
     name: str
     link: str
@@ -51,9 +49,7 @@ class Level:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second and device, in one direction, if all devices send across
-        this level.
-        """
+        """Bytes per second, device and direction, if all send across this level."""
         return link(self.link).bandwidth * self.share
 
 
@@ -104,9 +100,7 @@ def clusters() -> dict[str, Cluster]:
 
 
 def cluster(name: str) -> Cluster:
-    """The cluster of a name such as `llama3`, or of a family with a number of devices:
-    `h100x64`.
-    """
+    """The cluster of a name such as `llama3`, or of a family and a size: `h100x64`."""
     match, known = re.fullmatch(r"(.+?)(?:x([0-9]{1,7}))?", name), clusters()
     family, count = (
         (match[1], int(match[2] or 0)) if match and name not in known else (name, 0)
@@ -142,8 +136,7 @@ def joined(name: str, count: int, server: int = 8) -> Cluster:
 
 
 def whole_servers(name: str, ranks: int, server: int = 8) -> Cluster:
-    """The smallest such cluster with room for a number of ranks; its last server may be
-    partly used.
+    """The smallest such cluster for `ranks`; its last server may be partly used.
 
     For estimates on an unnamed cluster.
     """

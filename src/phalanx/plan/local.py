@@ -1,5 +1,4 @@
-"""The measured machine as hardware to plan for: interpolated rates, and messages by its
-curves.
+"""The measured machine as hardware to plan for: rates and messages by its curves.
 
 Ranks on a CPU share its cores and its memory: curves are measured among as many ranks
 as will run, and `simulate` shares the cores among the busy ones.
@@ -32,9 +31,7 @@ class MeasuredRates:
     _known_rates: dict[Any, float] = field(default_factory=dict, compare=False)
 
     def rate(self, dtype: str, m: float, n: float, k: float) -> float:
-        """FLOP/s of a matmul: a mean of the measured ones in logarithms, weighted
-        towards near shapes.
-        """
+        """FLOP/s of a matmul: a geometric mean of measured ones nearby."""
         key = dtype, m, n, k
         if key not in self._known_rates:
             self._known_rates[key] = self._between(*key)
@@ -89,9 +86,7 @@ class Curves:
     backend: str = ""
 
     def seconds(self, op: str, size: float, ranks: float, apart: float) -> float:
-        """The time of a collective over groups of `ranks` ranks, each `apart` from the
-        next.
-        """
+        """Seconds of a collective over `ranks` ranks, each `apart` from the next."""
         group = 2 if op == "send" else int(ranks)
         if group < 2 or ranks < 2:
             return 0.0

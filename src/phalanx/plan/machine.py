@@ -1,6 +1,4 @@
-"""A measured machine: the results of the benchmarks, as one value and one TOML file
-that plans read.
-"""
+"""A measured machine: benchmark results as one value, and one TOML file for plans."""
 
 from __future__ import annotations
 
@@ -37,9 +35,7 @@ class Store:
 
 @dataclass(frozen=True)
 class Hidden:
-    """The overlap of two activities: the share of the shorter one that is hidden behind
-    the longer.
-    """
+    """The share of the shorter of two activities that the longer one hides."""
 
     name: str
     # 1: all; 0: none; below 0: together they take longer than one after the other.
@@ -94,9 +90,7 @@ class Machine:
 
     @property
     def memory_bandwidth(self) -> float:
-        """Bytes per second, read and written, of the device's own memory; 0 if not
-        measured.
-        """
+        """Bytes per second, read and written, of the device's memory; 0: unknown."""
         return self.store("copy")
 
     @property

@@ -46,8 +46,7 @@ def row_matrices(row: PieceRow) -> Matrices:
 def _groups(
     matrices: Matrices, x: Layout
 ) -> list[tuple[tuple[tuple[int, int], ...], int, int]]:
-    """Groups of matrices that share owners, as (matrices, number of owners, parts of a
-    matrix).
+    """Matrices that share owners, as (matrices, number of owners, parts of a matrix).
 
     Tensor parallelism and shards divide each matrix into parts. All ranks of a stage
     own dense weights. The ranks that share experts own those.
@@ -60,9 +59,7 @@ def _groups(
 
 
 def matrix_bytes(matrices: Matrices, x: Layout, width: float) -> float:
-    """Bytes of one rank's matrices: those it sends, those it receives, and results it
-    owns.
-    """
+    """Bytes of one rank's matrices: sent, received, and results that it owns."""
     groups = _groups(matrices, x)
     return 3 * width * sum(sum(a * b for a, b in m) / parts for m, _, parts in groups)
 

@@ -1,5 +1,4 @@
-"""Prices one kind of piece: seconds of its operations on some hardware, under a
-profile.
+"""Prices one kind of piece: seconds of its operations on hardware, under a profile.
 
 A piece's cost describes work: products, bytes and messages. `op_parts` converts the
 work of one operation to the seconds that the hardware needs for each part.
@@ -292,9 +291,7 @@ def message_seconds(
 
 @dataclass(frozen=True)
 class PieceParts:
-    """The parts of the operations of one kind of piece at one microbatch, before a
-    profile.
-    """
+    """The parts of a piece's operations at one microbatch, before a profile."""
 
     forward: OpParts
     input_gradient: OpParts

@@ -1,5 +1,4 @@
-"""Checks every predicted step and size before a user sees it, and refuses impossible
-ones.
+"""Checks every predicted step and size, and refuses impossible ones.
 
 A price that is missing, infinite or in the wrong unit does not stop a simulation. It
 results in a step of a thousand years, or 120 % of the devices' peak. That is a mistake
@@ -32,8 +31,7 @@ def refuse_impossible(
     parts: Mapping[str, float],
     memory: Mapping[str, float],
 ) -> None:
-    """Raise if a time or size is not finite or below 0, or a step is faster than the
-    peak.
+    """Raise if a time or size is negative or not finite, or a step beats the peak.
 
     No step is shorter than the model's products at the peak of the devices. Without
     `parts`, only memory is checked.
@@ -81,9 +79,7 @@ def refuse_too_long(case: Case, hardware: Hardware, parts: Mapping[str, float]) 
 
 
 def shortest_step(case: Case, hardware: Hardware) -> float:
-    """Seconds of a step at the peak of the fastest number format in use; 0 without a
-    peak.
-    """
+    """Seconds of a step at the peak of the fastest format in use; 0 without a peak."""
     peak = peak_of(case, hardware)
     flops = step_flops(case.shape, 1, case.sequence).model * case.tokens / case.sequence
     return flops / (peak * case.layout.ranks) if peak else 0.0

@@ -1,5 +1,4 @@
-"""Prices every operation of a layout's program on some hardware, under a software
-profile.
+"""Prices every operation of a layout's program on some hardware, under a profile.
 
 `piece_price.py` has the seconds of a piece's own operations. Here are those of
 collectives over its weights (`Units`), and those of everything in a program, with its
@@ -91,8 +90,7 @@ class Units:
         experts: float = 0.0,
         narrow: float = 0.0,
     ) -> UnitTimes:
-        """The times of a unit with so many trained elements, frozen ones, and those of
-        experts.
+        """The times of a unit with so many trained, frozen and expert elements.
 
         Experts are a unit of their own on fewer ranks. `narrow` of the trained and
         frozen elements are gathered in 8 bits. A collective that the elements do not
@@ -163,9 +161,7 @@ class Units:
         return self._seconds("all_reduce", size, self.shards, self.near[0])
 
     def _update(self) -> float:
-        """Seconds of Adam for one element, with transfers if its moments are on the
-        host.
-        """
+        """Seconds of Adam per element, with transfers if moments are on the host."""
         if self.on_host:
             # The gradient goes to the host here. Weights come back in operations of
             # their own.
@@ -196,8 +192,7 @@ class PricedPiece(NamedTuple):
 
 @dataclass(frozen=True)
 class Priced:
-    """A case on some hardware under a profile: every operation's seconds, every piece's
-    bytes.
+    """A priced case: seconds of every operation, and bytes of every piece and unit.
 
     Independent of the number of microbatches.
     """
@@ -210,9 +205,7 @@ class Priced:
 
     @cached_property
     def staged(self) -> StagedPieces:
-        """The pieces of the program, and the range of them that each virtual stage
-        holds.
-        """
+        """The program's pieces, and the range of them that each virtual stage holds."""
         layout, shape = self.case.layout, self.case.shape
         if not self.rows:
             return staged_pieces(layout, shape)
@@ -229,9 +222,7 @@ class Priced:
         return found
 
     def _narrow(self, piece: PricedPiece) -> float:
-        """The number of a piece's elements that are gathered in fp8; see
-        `parallel/narrow.py`.
-        """
+        """The number of elements gathered in fp8; see `parallel/narrow.py`."""
         x, row, cost = self.case.layout, piece.row, piece.times.cost
         if not x.gathers_in_8_bits or (piece.frozen and x.zero < 3):
             return 0.0

@@ -37,9 +37,7 @@ NUMBERS = (*FITTED, "slower")  # measured on runs
 
 @dataclass(frozen=True)
 class SoftwareProfile:
-    """One software profile. The first three numbers are fitted on runs, the others are
-    facts.
-    """
+    """A software profile: three numbers fitted on runs, then facts."""
 
     speed: float = key(0.845, "share of the best matrix product's rate", minimum=0)
     traffic: float = key(
@@ -153,9 +151,7 @@ class SoftwareProfile:
         )
 
     def with_moments(self, count: int) -> SoftwareProfile:
-        """The profile with an optimizer that keeps `count` moments instead of Adam's
-        two.
-        """
+        """The profile with an optimizer that keeps `count` moments, not Adam's two."""
         width = max(MASTER, self.weight_bytes)
         return replace(self, optimizer_bytes=self.optimizer_bytes - (2 - count) * width)
 

@@ -1,6 +1,4 @@
-"""Explains why other kinds of layout lost: illegal, too large, or slower and in which
-part.
-"""
+"""Explains why other kinds of layout lost: illegal, too large, or slower."""
 
 from __future__ import annotations
 
@@ -31,9 +29,7 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Refusal:
-    """A family of layouts that has none of the best. `kind` is illegal, memory or
-    slower.
-    """
+    """A family without any of the best layouts; `kind` is illegal, memory or slower."""
 
     family: str
     kind: str

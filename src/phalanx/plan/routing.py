@@ -20,8 +20,7 @@ _WAYS = "balanced, zipf:1.0 (expert n gets n^-1.0 of the first's tokens), or a J
 
 @dataclass(frozen=True)
 class Routing:
-    """The share of tokens that each expert receives, layer by layer; no layers: all
-    equal.
+    """The share of tokens that each expert receives, by layer; equal without layers.
 
     Experts are in the order in which ranks of ep hold them.
     """

@@ -64,9 +64,7 @@ class StepErrors:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A family's numbers from a fit without it, and after the rows in `seen`, for each
-    kind of run.
-    """
+    """A family's numbers from a fit without it, and after its rows in `seen`."""
 
     numbers: SoftwareProfile
     after: Mapping[Any, SoftwareProfile]
@@ -76,9 +74,7 @@ class HeldOut:
 def held_out(
     start: SoftwareProfile, runs: Sequence[PublishedRun], count: int
 ) -> HeldOut:
-    """A family's numbers from a fit without it, and from `count` of its own runs as
-    well.
-    """
+    """A family's numbers from a fit without it, and after `count` of its own runs."""
     counted = [run for run in runs if run.counts]
     seen = spread_over(counted, count) if count else []
     seen = [run for run in seen if not why_not(run, start)]
@@ -112,9 +108,7 @@ class ScoredRow:
         return (self.held or self.step) / self.case.tokens
 
     def within(self, held: float, limit: float = 1.0) -> bool:
-        """True if so many bytes fit in a share of the device's memory, and no stage is
-        empty.
-        """
+        """True if so many bytes fit in a share of memory, and no stage is empty."""
         return held <= limit * self.hardware.memory and not self.row.empty
 
     @property
@@ -333,8 +327,7 @@ def _by_group(runs: Sequence[ScoredRow]) -> list[list[ScoredRow]]:
 
 
 def _tau(timed: Sequence[ScoredRow], noise: float) -> float | None:
-    """Kendall's tau over pairs of one group that are further apart than the source's
-    noise.
+    """Kendall's tau over pairs in one group further apart than the source's noise.
 
     Repeats of one layout are no pair.
     """
@@ -355,8 +348,7 @@ def _tau(timed: Sequence[ScoredRow], noise: float) -> float | None:
 def _regrets(
     runs: Sequence[ScoredRow],
 ) -> tuple[dict[int, float] | None, int, dict[str, float] | None, int]:
-    """Mean regrets over groups of three or more layouts that ran, misses, and number of
-    groups.
+    """Mean regrets over groups of three or more layouts that ran, and misses.
 
     The regret of the first pick, and of the best among the first 3 and 5. Misses are
     first picks that ran out of memory. The regrets of simple rules come third. Picks

@@ -1,5 +1,4 @@
-"""Searches the best layouts for a request: lower bounds screen all, the most promising
-are simulated.
+"""Searches the best layouts: bounds screen all, the most promising are simulated.
 
 Candidates are simulated in the order of their bounds. The search ends when the next
 bound is less than 0.2 % below the worst step asked for, far less than the error of
@@ -96,9 +95,7 @@ class Queue:
         return -1
 
     def later(self, i: int) -> bool:
-        """True if another candidate now comes before this one, which then comes up
-        again later.
-        """
+        """True if another candidate is now first; this one is queued again."""
         heappush(self._grown, (float(self._step[i]), i))
         if self._grown_first() and self._grown[0][1] == i:
             heappop(self._grown)
@@ -190,9 +187,7 @@ class Screened:
         self.refresh(i)
 
     def refresh(self, i: int) -> bool:
-        """Bound the grid of a candidate by everything costed so far. True if something
-        was new.
-        """
+        """Bound a candidate's grid by everything costed; True if that changed."""
         number, options, _ = self.at(i)
         if self._costed[number] == len(self.pricer.pieces):
             return False
@@ -224,9 +219,7 @@ class Screened:
         return self.choices[i]
 
     def operations(self, i: int) -> int:
-        """The approximate number of operations in a simulation; it leaves out
-        repetitions.
-        """
+        """The approximate number of operations that a simulation runs."""
         layout = self.layout(i)
         return (
             3
@@ -309,9 +302,7 @@ class Screened:
         return sum(map(bool, used))
 
     def simplest(self, best: Sequence[int], room: float) -> int:
-        """The fitting candidate with the fewest techniques, at most 2 % slower than the
-        fastest; of several the fastest.
-        """
+        """The simplest fitting candidate within 2 % of the fastest, ties by time."""
         limit = _WORTH * self.choices[best[0]].step
 
         def rank(i: int) -> tuple[int, float]:
@@ -341,9 +332,7 @@ class Screened:
         return not legal(layout, request.shape, **terms) and request.says(layout)
 
     def emptiest(self, room: float) -> list[int]:
-        """A candidate that fits, if one is among those with the lowest bounds of
-        memory.
-        """
+        """A candidate that fits, among those with the lowest bounds of memory."""
         for i in np.argsort(self.bytes, kind="stable")[:_EMPTIEST].tolist():
             self.costs(i)
             says = self.space.request.says(self.layout(i))
@@ -439,9 +428,7 @@ def judge(request: Request, layouts: Sequence[Layout]) -> tuple[Choice, ...]:
 
 @dataclass(frozen=True)
 class Baseline:
-    """A simple rule and its pick, or why it has none. `fits`: whether the pick fits in
-    memory.
-    """
+    """A simple rule with its pick, or why it has none; `fits`: the pick fits memory."""
 
     rule: str
     choice: Choice | None
@@ -511,9 +498,7 @@ def _layouts(request: Request, words: str, **sizes: int) -> Iterator[Layout]:
 
 
 def _smallest(request: Request) -> Iterator[Iterator[Layout]]:
-    """Meshes with the fewest ranks per copy of the model, tensor parallelism inside a
-    server before pipelines.
-    """
+    """Meshes with the fewest ranks per copy, tensor parallelism before pipelines."""
     ranks, node, profile, shape = (
         request.hardware.ranks,
         request.hardware.node,

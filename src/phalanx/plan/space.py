@@ -49,8 +49,7 @@ _NEVER = (GPIPE, ZB_H2)  # one holds more than 1F1B, the other twice as much
 
 
 class Pipeline(NamedTuple):
-    """A schedule, its chunks, the blocks of each virtual stage, and whether
-    microbatches overlap.
+    """A schedule, its chunks, the blocks of virtual stages, and overlap.
 
     No stages: the layout balances them. With overlap, a forward runs beside another
     microbatch's backward.
@@ -92,9 +91,7 @@ class Grid(NamedTuple):
 
     @property
     def data(self) -> int:
-        """The number of ranks with sequences of their own, at one place of the other
-        axes.
-        """
+        """The number of ranks with different sequences, other coordinates fixed."""
         return self.dp * self.ep
 
     def mesh(self, shards: int) -> Mesh:
@@ -239,18 +236,14 @@ class Space:
                             )
 
     def _parts(self, copies: int, cp: int) -> bool:
-        """True if a sequence may be divided into so many parts: it is long, or
-        sequences are few.
-        """
+        """True if a sequence may be so divided: it is long, or sequences are few."""
         r = self.request
         if r.shape.kind != "decoder" or r.sequence < 2 * cp:
             return False
         return cp * _PART <= r.sequence or cp * r.batch <= 2 * copies
 
     def _counts(self, grid: Grid) -> Iterator[int]:
-        """Numbers of microbatches: of 1, 2, 4, ... sequences, and a rank's batch as
-        one.
-        """
+        """Microbatch counts: of 1, 2, 4, ... sequences, and a rank's whole batch."""
         r = self.request
         s, most = r.shape, -(-r.batch // grid.data)
         # A block's intermediate result between its two largest products has to fit.

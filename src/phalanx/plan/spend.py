@@ -15,9 +15,7 @@ MTBF_HOURS = 54 * 24 * 16384 / 419
 
 @dataclass(frozen=True)
 class Spending:
-    """The time and cost of a whole run. Hours are wall-clock hours unless stated
-    otherwise.
-    """
+    """The time and cost of a run, in wall-clock hours unless stated otherwise."""
 
     steps: int
     computing: float  # hours without a failure or a checkpoint

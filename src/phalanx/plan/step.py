@@ -137,8 +137,7 @@ def case_of(shape: Shape, layout: Layout, *, batch: int = 0, sequence: int = 0) 
 
 @dataclass(frozen=True)
 class Choice:
-    """One layout with its prediction: seconds of a step in parts, bytes of the fullest
-    rank.
+    """One layout with its prediction: parts of a step, and bytes of the fullest rank.
 
     It has no parts if it exceeds the memory of a search.
     """
@@ -160,9 +159,7 @@ class Choice:
         return sum(self.memory.values())
 
     def range(self, profile: SoftwareProfile) -> tuple[float, float]:
-        """Bytes with a perfect allocator, and with as much fragmentation as in
-        published runs.
-        """
+        """Bytes with a perfect allocator, and with the usual fragmentation."""
         if not self.memory["other"]:
             return self.bytes, self.bytes
         least = self.bytes - self.memory["other"] + profile.context
@@ -192,9 +189,7 @@ class Pricer:
             self.pieces |= {cut: made[name] for cut, name in names.items()}
 
     def times(self, cut: Layout, rows: float, piped: bool) -> KindTimes:
-        """The times of every kind of piece for a number of rows, in a pipeline or
-        without one.
-        """
+        """The times of each kind of piece for so many rows, in a pipeline or not."""
         if (cut, rows, piped) not in self._times:
             self.cost([cut])
             r = self.request
@@ -217,15 +212,11 @@ class Pricer:
         return Priced(case, times, r.hardware, r.profile, self.pieces[cut].rows)
 
     def choose(self, layout: Layout, room: float = math.inf) -> Choice:
-        """Time and memory of a layout for the request's batch; memory only if it
-        exceeds the room.
-        """
+        """A layout's time and memory for the request; memory only if too large."""
         return choice(self.priced(layout), room)
 
     def costs(self, layout: Layout) -> Costs:
-        """Seconds of every operation of a layout's step, slowed by ranks that share
-        cores.
-        """
+        """Seconds of a layout's operations, slowed by ranks that share cores."""
         alone, crowding = self.priced(layout).costs(), self.request.hardware.crowding
         return replace(
             alone, pieces={of: time * crowding for of, time in alone.pieces.items()}
@@ -378,9 +369,7 @@ def _programs(priced: Priced) -> Iterator[tuple[_Built, _Stretch | None]]:
 
 
 class _Played(NamedTuple):
-    """Simulated events of a program, with the number of times each occurs in the whole
-    step.
-    """
+    """A program's simulated events, and how often each occurs in the whole step."""
 
     made: Compiled
     starts: list[float]
@@ -494,8 +483,7 @@ def _inside(priced: Priced) -> dict[tuple[str, int], float]:
 def _parts(
     played: _Played, inside: Mapping[tuple[str, int], float]
 ) -> dict[str, float]:
-    """Parts of the step on the rank that computes most: computing, and waiting by
-    cause.
+    """Parts of the step on the busiest rank: computing, and waiting by cause.
 
     The rank's time begins with the step, or with its first computation if stages begin
     steps separately.
@@ -546,9 +534,7 @@ def predicted(priced: Priced, most: int = 0) -> Timeline:
 
 
 def longest(priced: Priced) -> dict[tuple[int, Op], float]:
-    """The number of times that each (rank, operation) occurs on the step's critical
-    path.
-    """
+    """How often each (rank, operation) occurs on the step's critical path."""
     costs = priced.costs()
     for built, stretch in _programs(priced):
         if not (played := _played(priced, built, stretch, costs)):

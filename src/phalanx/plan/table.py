@@ -1,6 +1,4 @@
-"""Reads tables of published runs strictly as data: each row is a case to predict, or
-the reason why not.
-"""
+"""Reads tables of published runs strictly as data: a case, or why there is none."""
 
 import csv
 import math
@@ -101,9 +99,7 @@ class PublishedRow:
 
     @property
     def group(self) -> tuple[str, str, str, int, int]:
-        """The question that a run answers: runs with an equal group compare layouts for
-        it.
-        """
+        """The setting of a run: runs with an equal group compare layouts for it."""
         sequence = self.case.sequence if self.case else 0
         return (self.source, self.model, self.device, self.ranks, sequence)
 
@@ -264,9 +260,7 @@ def _meaning(fields: Mapping[str, str], key: str, kind: str = "") -> str:
 
 
 def _known(word: str, kind: str) -> str | None:
-    """The meaning of one word or several with separators, in any order; None if
-    unknown.
-    """
+    """The meaning of one word or several with separators; None if unknown."""
     bag = _bag(word)
     for meaning, words in _MEANINGS[kind].items():
         if word in words or (bag and bag in map(_bag, words)):
@@ -390,9 +384,7 @@ def _case(fields: Mapping[str, str], profile: SoftwareProfile) -> Case:
 
 
 def _chunks(shape: Shape, n: Mapping[str, int]) -> int:
-    """The usual chunks of an interleaved schedule without a number: about three blocks
-    in each.
-    """
+    """Chunks of an interleaved schedule that names none: some three blocks each."""
     per = shape.layers // n["pp"]
     fit = [v for v in range(2, per + 1) if per % v == 0]
     return min(fit, key=lambda v: abs(per / v - 3), default=2)
@@ -561,9 +553,7 @@ def _formula(fields: Mapping[str, str], case: Case) -> float:
 
 @lru_cache(maxsize=256)
 def _hardware(name: str, ranks: int, link: str, node: int) -> Hardware:
-    """The hardware of a row: its device's cluster, with the servers and network it
-    states.
-    """
+    """A row's hardware: its device's cluster, with its own servers and network."""
     efa = "h100-efa-fading" if "bandwidth falls" in link.lower() else "h100-efa"
     family = {"h100-sxm": efa if "efa" in link.lower() else "h100"}.get(name, name)
     inside, port = device(name).pod or node, _port(link, node)
@@ -580,9 +570,7 @@ def _hardware(name: str, ranks: int, link: str, node: int) -> Hardware:
 
 
 def _port(link: str, node: int) -> float:
-    """Bytes per second of one device, from a row's description of its network; 0:
-    unknown.
-    """
+    """Bytes per second of a device, from a row's text about its network; 0: unknown."""
     link = re.sub(r"(?i)gbps|gbit/s", "Gb/s", link)
     link = re.sub(
         r"([\d.]+) ?T(?=b)", lambda found: f"{1000 * float(found[1]):g} G", link

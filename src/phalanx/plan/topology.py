@@ -1,6 +1,4 @@
-"""Links between devices, parsed from `nvidia-smi topo -m`: kinds, groups, nearest NICs
-and CPUs.
-"""
+"""Links between devices, parsed from `nvidia-smi topo -m`."""
 
 import re
 import shutil
@@ -49,9 +47,7 @@ class Topology:
         return tuple(sorted(found, key=lambda kind: (_far(kind), kind)))
 
     def groups(self, kind: str) -> tuple[tuple[str, ...], ...]:
-        """Groups of devices that reach each other over links of this kind or nearer
-        ones.
-        """
+        """Groups of devices that reach each other over this kind of link or nearer."""
         left, found = list(self.devices), []
         while left:
             group = [left.pop(0)]

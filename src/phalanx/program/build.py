@@ -91,8 +91,7 @@ def _fed(
     *,
     at_once: bool = True,
 ) -> Program:
-    """Add the operations that bring inputs and weights: exchanges, messages and
-    gathers.
+    """Add operations that bring inputs and weights: exchanges, messages, gathers.
 
     Weights gathered once a step are in memory together anyway, so all are gathered at
     its start: no pipeline stage then waits for another's gather. `scaled` units have
@@ -115,9 +114,7 @@ def _fed(
 
 
 def forward_only(program: Program, layout: Layout) -> Program:
-    """The forward operations of a training program, in their order, with what they
-    need.
-    """
+    """The forward operations of a training program in order, with what they need."""
     bare = program.with_rows(
         [op for op in row if op.kind == FORWARD] for row in program.rows
     )

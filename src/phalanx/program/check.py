@@ -63,9 +63,7 @@ def faults(program: Program) -> tuple[str, ...]:
 
 
 def _proved(program: Program) -> tuple[tuple[str, ...], Short | None, Sequence[State]]:
-    """Return a program's faults, its shortened form if that proves it right, and its
-    rows' final states.
-    """
+    """Return a program's faults, its shortened form if valid, and final states."""
     if short := shortened(program):
         problems, walked, made = _faults(short.program)
         if not problems and made and short.proves(made):
@@ -96,9 +94,7 @@ def _rank(program: Program, row: int) -> str:
 
 
 def _one_line(program: Program) -> Iterator[str]:
-    """Yield ranks that share a row but do not compute with, send to and call the same
-    rows.
-    """
+    """Yield ranks of one row that compute, send or call with different rows."""
     inner = [a.name for a in program.mesh.axes if a.name in ("cp", "tp", "ep")]
     for group in program.mesh.groups(inner) if inner else ():
         rows = {program.owner[rank] for rank in group}
@@ -117,9 +113,7 @@ def _one_line(program: Program) -> Iterator[str]:
 
 
 def _names(program: Program) -> Iterator[str]:
-    """Yield operations that occur twice, or name a piece that does not exist on their
-    rank.
-    """
+    """Yield operations that occur twice, or name a piece not on their rank."""
     for number, row in enumerate(program.rows):
         who, homes = _rank(program, number), program.homes[number]
         counts = Counter(row)
@@ -205,9 +199,7 @@ def _message(op: Op) -> tuple[int, int, int]:
 
 
 def _collectives(made: Graph) -> Iterator[str]:
-    """Yield calls that a member of their group never makes. Calls in another order are
-    a deadlock.
-    """
+    """Yield calls that a member of their group never makes."""
     program = made.program
     # The stages that call a tied sum are checked in `_ties`.
     kinds = [kind for kind in ops.COLLECTIVES if kind != ops.TIE]
@@ -221,9 +213,7 @@ def _collectives(made: Graph) -> Iterator[str]:
 
 
 def _left_over(program: Program, number: int) -> Iterator[str]:
-    """Yield values that nothing uses: outputs not sent, forwards without their
-    backward.
-    """
+    """Yield values that nothing uses: outputs not sent, forwards without a backward."""
     who, row = _rank(program, number), program.rows[number]
     have, homes = set(row), program.homes[number]
     named, again = {op[:3] for op in row if not op.of}, recomputed(row)
@@ -325,9 +315,7 @@ def _step_ends(who: str, now: State) -> Iterator[str]:
 
 
 def _ties(program: Program) -> Iterator[str]:
-    """Yield weights of two stages whose gradients are not summed over both exactly once
-    a step.
-    """
+    """Yield weights on two stages whose gradients are not summed once per step."""
     if not any(op.kind == ops.REDUCE for row in program.rows for op in row):
         return
     for number, row in enumerate(program.rows):

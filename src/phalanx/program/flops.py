@@ -55,9 +55,7 @@ class StepFlops(NamedTuple):
 
 
 def forward_flops(shape: Shape, batch: int, sequence: int) -> tuple[OpFlops, ...]:
-    """The operations that count in the forward of `batch` sequences (rows, for the
-    MLP).
-    """
+    """The operations of the forward of `batch` sequences (rows, for the MLP)."""
     rows = batch * (sequence if shape.kind == "decoder" else 1)
     found = []
     for row in shape.rows:
@@ -74,9 +72,7 @@ def forward_flops(shape: Shape, batch: int, sequence: int) -> tuple[OpFlops, ...
 
 
 def _pairs(shape: Shape, piece: int, sequence: int) -> float:
-    """The number of token pairs that attend: each token with itself and all before it,
-    or its window.
-    """
+    """Token pairs that attend: each with itself and those before, or a window."""
     seen = min(shape.window(piece) or sequence, sequence)
     return seen * (seen + 1) / 2 + (sequence - seen) * seen
 

@@ -38,9 +38,7 @@ def group_axes(op: Op, program: Program) -> tuple[str, ...]:
 
 
 class Graph(NamedTuple):
-    """All operations of a program, with what must finish before each. Computed once,
-    read by all.
-    """
+    """All operations of a program, with what must finish before each."""
 
     program: Program
     ops: list[tuple[int, Op]]  # (row, operation)
@@ -129,9 +127,7 @@ def _pair(made: Graph) -> None:
 
 
 def possible(made: Graph) -> list[int]:
-    """The events in an order in which they can happen, without those that can never
-    start.
-    """
+    """The events in a possible order, without those that can never start."""
     waits, of = [0] * len(made.events), made.event
     after: list[list[int]] = [[] for _ in made.events]
     for event, before in zip(of, made.before, strict=True):

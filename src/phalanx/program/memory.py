@@ -19,8 +19,7 @@ from .state import Changes, State
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes (or counts) by piece: each field is a tuple with one number for each piece.
-    Units count as theirs.
+    """Bytes (or counts) by piece: each field has one number for each piece.
 
     `kept`: what the forward keeps for the backward, its input included. `kept_after_i`:
     the part of that which the weight gradient still needs. `input`: what a recomputed
@@ -57,9 +56,7 @@ class Sizes:
 
     @classmethod
     def counts(cls, pieces: int) -> Sizes:
-        """Sizes in which everything counts one: held pieces, kept inputs, gathered
-        units, whole gradients.
-        """
+        """Sizes that count held pieces, kept inputs, gathered units, gradients."""
         one, none = (1.0,) * pieces, (0.0,) * pieces
         return cls(
             one, one, gathered=one, gradient=one, gradient_shard=none, selected=one
@@ -81,9 +78,7 @@ def _of(sizes: tuple[float, ...], piece: int) -> float:
 
 
 def _table(s: Sizes) -> dict[str, tuple[str, tuple[float, ...]]]:
-    """For each buffer that `State` reports: the kind it counts as, and its size by
-    piece.
-    """
+    """The kind of memory of each buffer that `State` reports, and its size by piece."""
     return {
         ops.KEPT: ("activations", s.kept),
         ops.SELECTED: ("activations", s.selected),
@@ -105,8 +100,7 @@ def follow(program: Program, sizes: Sizes, row: int) -> State:
 
 
 def _on_row(program: Program, sizes: Sizes, row: int) -> Sizes:
-    """The sizes for one row, where the first piece's activations include what is
-    `derived`.
+    """The sizes for one row; its first piece's activations include what is `derived`.
 
     That piece's forward is a microbatch's first on the row and its backward the last,
     so what it keeps is held for as long.
@@ -149,8 +143,7 @@ def _sized(sizes: Sizes, bundles: Sequence[Changes]) -> list[Bytes]:
 def changes(
     program: Program, sizes: Sizes, row: int
 ) -> Iterator[tuple[Op | None, Bytes, Bytes]]:
-    """Yield the bytes that each operation of a row takes when it starts and frees when
-    it ends.
+    """Yield the bytes that each operation takes at its start and frees at its end.
 
     The first entry, with the operation None, holds the bytes that are always there.
     """
@@ -204,9 +197,7 @@ def fullest(
 def _highest(
     always: Mapping[str, float], sizes: Sizes, walked: State
 ) -> tuple[float, int, dict[str, float]]:
-    """The peak, the operation that has started then (-1: before the first), and each
-    kind at that time.
-    """
+    """The peak, the operation then started (-1: none), and each kind at that time."""
     table, flow = _table(sizes), walked.flow
     net = [sum(amount for _, amount in each) for each in _sized(sizes, walked.bundles)]
     held = _running(sum(always.values()), net, flow)

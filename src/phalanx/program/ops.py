@@ -43,9 +43,7 @@ NORM = "norm"  # the gradient norm, over all ranks
 
 
 class Paint(NamedTuple):
-    """Colours of a kind of operation: its fill, its text, and the nearest of a
-    terminal's 256.
-    """
+    """Colours of a kind of operation: fill, text, and a terminal's nearest."""
 
     fill: str
     ink: str
@@ -174,9 +172,7 @@ def _those(of: Callable[[Kind], object]) -> list[str]:
 
 
 def _brings(value: str) -> Callable[[Kind], object]:
-    """A predicate for operations beside computing that bring a value into a piece, or a
-    gradient out of it.
-    """
+    """A predicate for operations that bring a value into a piece, or a gradient out."""
     return lambda k: (
         k.on == MICROBATCH
         and k.lane != COMPUTE
@@ -209,8 +205,7 @@ REDUCTIONS = (REDUCE, REDUCE_REPLICAS)
 
 
 def add(kind: Kind) -> Callable[[], None]:
-    """Enter a kind of your own into the table. Returns a function that removes it
-    again.
+    """Add a custom kind of operation to the table; returns a function that removes it.
 
     Its waits follow from what it takes and gives. A pass of yours places it in a
     program, `Costs` give its time by its letter, and `Executor.handlers` carry it out.

@@ -12,8 +12,7 @@ from .simulate import Costs
 
 @dataclass(frozen=True)
 class StepOptions:
-    """Options of a step: how it updates, and what selects its schedule and
-    recomputation.
+    """Options of a step: its update, schedule and recomputation.
 
     `whole_matrices`: the optimizer updates whole matrices, as Muon does. `agree`: all
     ranks agree on the gradient norm, and that it is finite, before any update; every
@@ -43,7 +42,5 @@ def options_for(optimizer: str) -> StepOptions:
 
 
 def options_of(run: Run) -> StepOptions:
-    """The options of a run: the only place where a run's keys become choices of its
-    step.
-    """
+    """The options of a run: the only place where its keys become choices of a step."""
     return options_for(run.optimizer.name)

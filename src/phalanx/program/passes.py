@@ -1,5 +1,4 @@
-"""Passes from the order of computing to the whole step: each inserts one kind of
-operation.
+"""Passes from the order of computing to the whole step: each inserts one operation.
 
 Every pass takes a Program and returns one, and none knows of another. `build.py`
 applies them in order.
@@ -21,9 +20,7 @@ from .state import State, recomputed, restarts
 def _woven(
     row: Sequence[Op], before: Mapping[int, list[Op]], after: Mapping[int, list[Op]]
 ) -> list[Op]:
-    """Insert operations before and after those at the given positions (-1: at the start
-    of the row).
-    """
+    """Insert operations before and after given positions (-1: the start of the row)."""
     out, done = list(before.get(-1, ())), 0
     for i in sorted({*before, *after} - {-1}):
         out += (*row[done:i], *before.get(i, ()), row[i], *after.get(i, ()))
@@ -37,9 +34,7 @@ def expand(
     tied: tuple[tuple[int, int], ...] = (),
     frozen: Collection[int] = (),
 ) -> Program:
-    """Replace operations on virtual stages by operations on their pieces; backward runs
-    in reverse.
-    """
+    """Replace operations on virtual stages by those on pieces; backward in reverse."""
 
     def pieces(op: Op) -> range:
         stage = stages[op.piece]
@@ -83,9 +78,7 @@ def recompute(
 def _with_segments(
     program: Program, segments: Sequence[Sequence[range]], kind: str = ops.RECOMPUTE
 ) -> Program:
-    """Insert recomputation before the backward of the segments that each row
-    recomputes.
-    """
+    """Insert recomputation before the backward of each row's recomputed segments."""
     rows = []
     for row, chosen in zip(program.rows, segments, strict=True):
         top = {segment[-1]: segment for segment in chosen}
@@ -109,8 +102,7 @@ def recompute_to_fit(
     limits: Sequence[float],
     rest: Callable[[Program], Program] = lambda program: program,
 ) -> Program:
-    """Recompute as few pieces on each row as its memory limit requires, those that free
-    most first.
+    """Recompute as few pieces per row as its memory allows, the largest first.
 
     `rest` applies the remaining passes, whose gathered weights and gradients count too.
     """
@@ -138,9 +130,7 @@ def recompute_to_fit(
 
 
 def offload_activations(program: Program) -> Program:
-    """Move each forward's kept activations to the host, and back one computation before
-    their use.
-    """
+    """Move each forward's activations to the host, and back just before their use."""
     rows = []
     for row in program.rows:
         at, again = {op: i for i, op in enumerate(row)}, recomputed(row)
@@ -172,8 +162,7 @@ def overlap(
     *,
     forward_first: bool,
 ) -> Program:
-    """Interleave one microbatch's forward with another's backward, where one follows
-    the other.
+    """Interleave one microbatch's forward with a following backward of another.
 
     They alternate at the points where tokens are sent and taken, so that one's tokens
     travel while the other computes. A rank holds a part of one microbatch more than
@@ -211,9 +200,7 @@ def overlap(
 
 
 def _travels(run: Sequence[Op], into: Collection[int]) -> list[list[Op]]:
-    """Split a run of one microbatch after every operation whose result is sent to other
-    ranks.
-    """
+    """Split a run of one microbatch after operations whose result is sent away."""
     parts: list[list[Op]] = [[]]
     for op in run:
         parts[-1].append(op)
@@ -323,8 +310,7 @@ def gather(
     prefetch: int = 1,
     load: bool = False,
 ) -> Program:
-    """Insert gathers of weights before their use: once a step or for each use,
-    `prefetch` units ahead.
+    """Insert gathers of weights before their use, `prefetch` units ahead.
 
     Uses of a unit that follow each other directly are one use: the last block is not
     dropped between forward and backward, which begins with it. `load` copies weights
@@ -373,9 +359,7 @@ def agree_scales(program: Program, units: Collection[int]) -> Program:
 def _uses(
     program: Program, row: Sequence[Op], each: bool
 ) -> list[tuple[int, int, int]]:
-    """Every stretch in which a unit's weights are used, as (unit, first position, last
-    position).
-    """
+    """Each use of a unit's weights, as (unit, first position, last position)."""
     stretches: dict[tuple[int, int], list[int]] = {}
     stretch: dict[int, int] = defaultdict(int)
     last: tuple[int, ...] = ()
@@ -434,9 +418,7 @@ def reduce(
 
 
 def tie(program: Program) -> Program:
-    """Insert the sum of a weight's gradients over the two stages that hold it, after
-    its last reduction.
-    """
+    """Insert the sum of a shared weight's gradients over its two stages."""
     if not program.tied:
         return program
     rows = []

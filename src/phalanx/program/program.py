@@ -1,5 +1,4 @@
-"""The operations of a training step, and the step itself as one value: a list of them
-per rank.
+"""The operations of a training step, and the step as one value: a list for each rank.
 
 An operation prints as `2F0` (piece 2, forward, microbatch 0) and parses back. A program
 saves as text that a person can edit. Only `state.py` and `graph.py` know what must come
@@ -32,15 +31,11 @@ _MESSAGE = re.compile(rf"({_N})([{_TRAVELS}])({_N})([{''.join(ops.MESSAGES)}])({
 
 
 class ProgramError(ValueError):
-    """Raised for a program that cannot run, with the operation, the rank and the
-    reason.
-    """
+    """Raised if a program cannot run, with the operation, the rank and the reason."""
 
 
 class DoesNotFit(ProgramError):
-    """Raised when a rank holds more than its memory limit even with everything
-    recomputed.
-    """
+    """Raised if a rank exceeds its memory limit even with everything recomputed."""
 
 
 @contextmanager
@@ -83,9 +78,7 @@ class Op(NamedTuple):
         return f"{unit}{self.kind}" + (f"#{self.index}" if self.index else "")
 
     def described(self, names: Sequence[str]) -> str:
-        """The operation in words, with the names of pieces: forward of layers.2,
-        microbatch 0.
-        """
+        """The operation in words: forward of layers.2, microbatch 0."""
         kind = ops.KINDS[self.of or self.kind].name
         if self.of:
             kind += f", {ops.KINDS[self.kind].name} {'to' if self.kind == ops.SEND else 'from'}"
@@ -153,9 +146,7 @@ class Program:
         return tuple(r for r, o in enumerate(self.owner) if o == row)
 
     def members(self, row: int, axes: Iterable[str]) -> tuple[int, ...]:
-        """The rows of the ranks that differ from a row's first rank only along these
-        axes.
-        """
+        """The rows of ranks that differ from a row's first only along these axes."""
         wanted = tuple(axis for axis in axes if self.mesh.of(axis) > 1)
         if (row, wanted) not in self._members:
             group = self.mesh.group(self.owner.index(row), wanted)
@@ -202,9 +193,7 @@ class Program:
 
     @cached_property
     def replicated(self) -> bool:
-        """True if a gradient is reduced over shards first, then over their replicas
-        (HSDP).
-        """
+        """True if gradients are reduced over shards, then over replicas (HSDP)."""
         return any(op.kind == ops.REDUCE_REPLICAS for row in self.rows for op in row)
 
     def units(self, piece: int) -> tuple[int, ...]:

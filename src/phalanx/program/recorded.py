@@ -24,9 +24,7 @@ _BUSY = (*COMPUTES, UPDATE)  # these keep the processor busy while they last
 
 @dataclass(frozen=True)
 class Recorded:
-    """A program and its measured timeline, in seconds, with a row of spans for every
-    rank.
-    """
+    """A program with its measured timeline: spans in seconds for every rank."""
 
     program: Program
     timeline: Timeline
@@ -94,8 +92,7 @@ class Recorded:
         return simulate(self.program, costs or self.costs(), sizes)
 
     def measured(self, sizes: Sizes | None = None) -> Timeline:
-        """The measured timeline from time zero, for the ranks that a simulation shows:
-        one for each row.
+        """The measured timeline from time 0 of the ranks that a simulation shows.
 
         A message lasts from its send to its receipt. Its sender looks after it much
         later, often at the end of the step, and its receiver asks for it long before.
@@ -110,9 +107,7 @@ class Recorded:
 
     @cached_property
     def _spans(self) -> tuple[Span, ...]:
-        """All spans, with both ends of a message clipped to the time from its send to
-        its receipt.
-        """
+        """All spans; both ends of a message are clipped to its transfer time."""
         sent = (s for s in self.timeline.spans if s.op.of)
         ends = {
             (s.op.kind, self._line(s.rank), s.op._replace(kind="")): s for s in sent
@@ -131,9 +126,7 @@ class Recorded:
         return tuple(spans)
 
     def _line(self, rank: int) -> tuple[int, ...]:
-        """A rank's coordinates on all axes but pp: messages stay among ranks with equal
-        ones.
-        """
+        """A rank's coordinates except pp: messages stay among ranks that share them."""
         at = self.program.mesh.coordinates(rank)
         return tuple(
             at[axis.name] for axis in self.program.mesh.axes if axis.name != "pp"

@@ -26,9 +26,7 @@ _SPLIT = (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
 
 
 def weave(forwards: list[Op], backwards: list[Op], warmup: int) -> list[Op]:
-    """Warm-up forwards, then one forward and one backward in turn, then the remaining
-    backwards.
-    """
+    """Warm-up forwards, then one forward and one backward in turn, then backwards."""
     steady = len(forwards) - warmup
     pairs = zip(forwards[warmup:], backwards[:steady], strict=True)
     return [
@@ -114,9 +112,7 @@ def zb_h1(stages: int, microbatches: int, chunks: int = 1) -> Rows:
 
 
 def zb_h2(stages: int, microbatches: int, chunks: int = 1) -> Rows:
-    """Twice the warm-up, with W's delayed so that nothing waits in between (Qi et al.
-    2023).
-    """
+    """Twice the warm-up, with W delayed until nothing waits (Qi et al. 2023)."""
     return [
         split(row, lag=2 * r)
         for r, row in enumerate(f1b(stages, microbatches, depth=2))
@@ -263,17 +259,13 @@ def schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> Prog
 
 
 def refuse_own(layout: Layout) -> None:
-    """Refuse a layout whose own schedule does not order one training step. Runs its
-    file.
-    """
+    """Refuse a custom schedule that does not order one training step; runs its file."""
     if names_source(layout.schedule):
         schedule(layout.schedule, layout.pp, layout.microbatches, layout.chunks)
 
 
 def refuse_vast(forwards: int) -> None:
-    """Refuse a program that is too large: its proof takes a minute for each million
-    operations.
-    """
+    """Refuse a program too large to prove: a million operations take a minute."""
     if forwards > FORWARDS:
         raise ProgramError(
             f"the step would have {2 * forwards:,} operations of computing; at most"

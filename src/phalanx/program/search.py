@@ -1,5 +1,4 @@
-"""Searches the best order for given costs by list scheduling; never worse than a named
-schedule.
+"""Searches the best order for given costs by list scheduling.
 
 Every rank keeps a list of operations that it can do. The simulated clock moves from one
 finish to the next, and each free rank takes its most urgent operation that memory

@@ -1,5 +1,4 @@
-"""Shortens a program by leaving out microbatches that repeat others, so `check` need
-not follow a long step.
+"""Shortens a program by leaving out microbatches that repeat others.
 
 In a program that repeats, every row is a list A, then equal windows X that differ only
 in their microbatches, then C. In a window, each kind of operation on a microbatch
@@ -38,9 +37,7 @@ class Short(NamedTuple):
     gone: int  # the windows left out
 
     def proves(self, made: Graph) -> bool:
-        """True if a proof for the shortened program's graph holds for the whole
-        program.
-        """
+        """True if a proof for the shortened program holds for the whole program."""
         first = [0, *accumulate(map(len, self.program.rows))]
         least = [start + BEHIND * length for start, _, length in self.windows]
         # for each row: the operations examined so far, and those to examine
@@ -56,9 +53,7 @@ class Short(NamedTuple):
         return all(point <= end for point, (_, end, _) in points)
 
     def of_whole(self, peaks: Sequence[Peak], program: Program) -> tuple[Peak, ...]:
-        """Translate the shortened program's peaks to the whole program, whose windows
-        hold the same memory.
-        """
+        """Translate peaks of the shortened program to the whole; memory is the same."""
 
         def named(row: int, op: Op) -> Op:
             at = self.program.rows[row].index(op)
@@ -72,9 +67,7 @@ class Short(NamedTuple):
 
 
 def shortened(program: Program) -> Short | None:
-    """The program without repeated windows, or None if this saves less than a third of
-    it.
-    """
+    """The program without repeated windows; None if this saves less than a third."""
     for period in dict.fromkeys((1, program.mesh.of("pp"))):
         windows = [_windows(row, period) for row in program.rows]
         found = [each for each in windows if each]
@@ -123,9 +116,7 @@ def _windows(row: tuple[Op, ...], period: int) -> tuple[int, int, int] | None:
 
 
 def _in_turn(program: Program) -> bool:
-    """True if each kind of operation on microbatches occurs once per microbatch and in
-    order on its row.
-    """
+    """True if each kind of operation occurs once per microbatch, in order."""
     turns = list(range(program.microbatches))
     for row in program.rows:
         numbers: dict[tuple[object, ...], list[int]] = {}

@@ -77,9 +77,7 @@ def _parts(kind: str, known: Collection[str]) -> dict[str, float]:
 
 
 class Compiled(NamedTuple):
-    """A program's events in an order in which they can happen, ready to be timed under
-    any costs.
-    """
+    """A program's events in a possible order, ready to be timed under any costs."""
 
     program: Program
     graph: Graph
@@ -104,8 +102,7 @@ def compiled(
     walked: Sequence[State] = (),
     joint: Collection[str] = (),
 ) -> Compiled:
-    """Prepare a program for timing. One that can never end is refused; `check` says
-    why.
+    """Prepare a program for timing; raises if it can never end.
 
     `blocking` names lanes that do not overlap: a rank's next computation waits for
     them. `joint` names lanes that share a link: their operations follow each other in
@@ -222,9 +219,7 @@ def _sharing(
 
 
 class Repeat(NamedTuple):
-    """A stretch of a program that further microbatches would repeat, by places in a
-    `Compiled`.
-    """
+    """A stretch of a program that further microbatches would repeat."""
 
     before: list[int]  # events that ended before it and are waited for later
     after: list[int]  # the same events, one period later
@@ -314,8 +309,7 @@ def _cut(
 
 
 def shift(made: Compiled, part: Repeat, ends: list[float]) -> float:
-    """Seconds by which one more repetition of the stretch makes the step longer, or 0
-    if unknown.
+    """Seconds that one more repetition of the stretch adds to the step; 0 if unknown.
 
     It holds for many more repetitions too. No event that is waited for after the
     stretch is later than its counterpart before it by more than this, so no step is
@@ -343,9 +337,7 @@ def shift(made: Compiled, part: Repeat, ends: list[float]) -> float:
 def critical(
     made: Compiled, ends: list[float], weight: Sequence[float], at: int
 ) -> dict[int, float]:
-    """The entries of `priced` on the longest path to the event `at`, each with its
-    summed `weight`.
-    """
+    """The summed `weight` of each entry of `priced` on the path to event `at`."""
     path: dict[int, float] = {}
     while at >= 0:
         path[made.price[at]] = path.get(made.price[at], 0.0) + weight[at]
@@ -378,9 +370,7 @@ def timeline(
 def memory_over(
     program: Program, sizes: Sizes, spans: Iterable[Span]
 ) -> dict[int, tuple[tuple[float, dict[str, float]], ...]]:
-    """Each row's memory over time, by kind, for its first rank. Operations without a
-    span take no time.
-    """
+    """Each row's memory over time by kind, on its first rank."""
     found = {}
     times = {(span.rank, span.op): (span.start, span.end) for span in spans}
     for row in range(len(program.rows)):

@@ -23,9 +23,7 @@ IN_FLIGHT = 2
 
 
 class Change(NamedTuple):
-    """A buffer that an operation takes (sign 1) or gives back (-1), of a kind `what`
-    and a piece.
-    """
+    """A buffer of a kind and piece that an operation allocates (1) or frees (-1)."""
 
     what: str
     piece: int
@@ -150,9 +148,7 @@ class State:
         self._known: dict[_Flow, tuple[int, int]] = {}
 
     def walk(self) -> Iterator[tuple[Op, Needs]]:
-        """Yield every operation with its needs. The state is then that before the
-        operation.
-        """
+        """Yield each operation and its needs, with the state before it."""
         # Not stored: an object that refers to itself is freed late, and a search
         # creates many.
         needs_of = {kind: self._needs_of(kind) for kind in self.has}
@@ -173,9 +169,7 @@ class State:
     # ---- needs
 
     def needs(self, op: Op) -> Needs:
-        """The operations of this rank that must have finished, and descriptions of what
-        none provides.
-        """
+        """Operations of this rank that must have finished, and unmet needs."""
         return self._needs_of(op.kind)(op)
 
     def _needs_of(self, kind: str) -> Callable[[Op], Needs]:
@@ -270,9 +264,7 @@ class State:
         )
 
     def _complete(self, unit: int) -> Op | str:
-        """The operation that completes the sum of a unit's gradient over all its
-        copies.
-        """
+        """The operation that completes a unit's gradient over all its copies."""
         last = self.reduced.get(unit)
         if last and not (self.program.replicated and last.kind == ops.REDUCE):
             return last
@@ -296,9 +288,7 @@ class State:
         return needs
 
     def _one_of(self, op: Op, *kinds: str) -> Op | str:
-        """The first existing operation of these kinds with the same piece and index, or
-        a description.
-        """
+        """The first such operation with the same piece and index, or a description."""
         for kind in kinds:
             if choice := self.named.get((kind, op.piece, op.index)):
                 return choice
@@ -334,9 +324,7 @@ class State:
         )
 
     def _routes(self, op: Op) -> Op | str:
-        """The operation that counted the arriving tokens: for the experts' piece, or
-        the piece before.
-        """
+        """The operation that counted arriving tokens, here or one piece before."""
         before = self.named.get((ops.COUNT_ROUTES, op.piece - 1, op.index))
         return before or self._one_of(op, ops.COUNT_ROUTES)
 
@@ -350,9 +338,7 @@ class State:
         return [received or str(Op(ops.RECEIVE, piece, m, ops.FORWARD, piece - 1))]
 
     def _kept(self, op: Op) -> Needs:
-        """The activations that the forward kept, reloaded from the host if they were
-        moved there.
-        """
+        """The activations that the forward kept, reloaded if they are on the host."""
         needs = [self._one_of(op, ops.FORWARD)]
         if (ops.OFFLOAD, op.piece, op.index) in self.named:
             needs.append(self._one_of(op, ops.RELOAD))
@@ -499,9 +485,7 @@ class State:
         return self._known[flow]
 
     def _keeps(self, piece: int, m: int) -> str:
-        """The kind of activations kept on the device after a forward: all, a part, its
-        input or none.
-        """
+        """The activations kept after a forward: all, a part, its input or none."""
         again = self.again.get((piece, m))
         if again is None:
             return ops.KEPT
@@ -572,9 +556,7 @@ class State:
         self.reduced[op.piece], self.agreed = op, None
 
     def _arrive(self, op: Op) -> Iterator[Change]:
-        """Complete a reduction: free the whole buffer, and add the result to this
-        rank's shard.
-        """
+        """Complete a reduction: free the whole buffer, and add to this rank's shard."""
         del self.under_way[op]
         last = op.kind == ops.REDUCE_REPLICAS or not self.program.replicated
         if last if self.in_place else op.kind == ops.REDUCE:

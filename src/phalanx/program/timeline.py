@@ -32,9 +32,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans in the order of ranks and lists. `memory` holds (time, bytes by kind) for
-    each rank.
-    """
+    """Spans by rank and list; `memory` has (time, bytes by kind) for each rank."""
 
     spans: tuple[Span, ...]
     memory: Mapping[int, tuple[tuple[float, Mapping[str, float]], ...]] | None = None
@@ -87,9 +85,7 @@ class Timeline:
         return spans[-1].end - spans[0].start - self.busy(rank) if spans else 0.0
 
     def exposed(self, rank: int) -> float:
-        """The time in which a rank computes nothing while one of its other lanes is
-        busy.
-        """
+        """The time in which a rank computes nothing while another lane is busy."""
         return sum(exposed for _, exposed in self._beside(rank))
 
     def breakdown(self, rank: int) -> dict[str, float]:
@@ -107,9 +103,7 @@ class Timeline:
         return {kind: time for kind, time in parts.items() if time}
 
     def _beside(self, rank: int) -> Iterator[tuple[Span, float]]:
-        """Yield the spans beside a rank's computing, each with the time in which
-        nothing is computed.
-        """
+        """Yield other spans of a rank, each with its time without computing."""
         work = self.computing[rank]
         ends, done = (
             [s.end for s in work],
