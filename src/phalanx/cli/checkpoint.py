@@ -22,9 +22,10 @@ from ..api.load import checkpoints_in
 from ..draw import text_table
 from ..layout.choices import STORED
 from ..layout.families import FAMILIES
+from ..layout.hub import push
 from ..layout.run import CHECKPOINTS
 from .parser import Parser, chosen
-from .usage import UsageError, refuse_irregular, result, say
+from .usage import UsageError, complain, refuse_irregular, result, say
 
 
 def run(argv: list[str]) -> int:
@@ -114,6 +115,8 @@ def _export(argv: list[str]) -> int:
         action="store_true",
         help="export only the LoRA adapter, for peft; default: merged",
     )
+    what = "also upload the folder to the hub, as OWNER/NAME; private if it is new"
+    parser.add("--push", default="", metavar="NAME", help=what)
     args = parser.read(argv)
     path = checkpoints_in(args.source)[0]
     from ..train.checkpoint_exchange import export_adapter, export_weights
@@ -123,9 +126,11 @@ def _export(argv: list[str]) -> int:
         say("\n".join(faults))
         return 1
     export = export_adapter if args.adapter else export_weights
-    return _written(
-        args, export(path, Path(args.to), family=args.family, dtype=args.dtype)
-    )
+    written = export(path, Path(args.to), family=args.family, dtype=args.dtype)
+    code = _written(args, written)
+    if args.push:
+        complain(f"pushed to {push(Path(args.to), args.push)}")
+    return code
 
 
 def _import(argv: list[str]) -> int:

@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..draw import text_table
+from ..layout.hub import data_folder
+from ..layout.shape import HUB
 from .parser import Parser, chosen, real, whole
 from .usage import UsageError, complain, result
 
@@ -117,6 +119,8 @@ def prepare_shown(
     words = TextColumn("{task.description}")
     columns = (words, BarColumn(), DownloadColumn(), TimeRemainingColumn())
     known = Path(out, "index.json").exists()
+    if source.startswith(HUB):
+        source = data_folder(source.removeprefix(HUB))
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("tokens", total=None)
         done = prepare(

@@ -50,6 +50,7 @@ from ..layout.output import (
 )
 from ..layout.run import Run, RunError
 from ..layout.run_checks import misfits
+from ..layout.shape import HUB
 from ..plan import Machine
 from .arguments import hide_secrets, without_secrets
 from .before import refuse_before
@@ -168,7 +169,8 @@ def _prepared(run: Run) -> Run:
 
     Return the run with these as its data.
     """
-    if not run.hub:
+    from_hub = any(path.startswith(HUB) for path, _ in run.sources)
+    if not run.hub and not from_hub:
         return run
     made = [_tokens_of(run, path, n) for n, (path, _) in enumerate(run.sources)]
     if len(made) == 1:
@@ -195,6 +197,8 @@ def _tokens_of(run: Run, data: str, number: int) -> str:
     from ..train.data.vocabulary import open_vocabulary
     from .data import left_out, prepare_shown
 
+    if data == PYTHON and not run.hub:
+        return data
     if data == PYTHON:
         raise UsageError(
             f"data = {PYTHON!r} is bytes, but model = {run.model!r} has a tokenizer. Name text or chats:"
@@ -206,9 +210,10 @@ def _tokens_of(run: Run, data: str, number: int) -> str:
     if launched(os.environ) and not has_tokens(Path(out)):
         raise UsageError(
             f"data = {data!r} is text, which one process must prepare before many are started:"
-            f" phalanx data prepare {data} --tokenizer {run.hub} --out {out}"
+            f" phalanx data prepare {data} --tokenizer {run.hub or 'tokenizer.json'} --out {out}"
         )
-    how, words = run.prepare, open_vocabulary(Path(run.hub))
+    how = run.prepare
+    words = open_vocabulary(run.hub_folder if run.hub else None)
     skip = how.on_bad == "skip"
     done = prepare_shown(
         data, out, words, field=how.field, share=how.held_out, skip=skip, workers=0

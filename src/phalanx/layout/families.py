@@ -19,6 +19,7 @@ from typing import Any
 
 from .codec import decode, key
 from .files import parse_json, read_text
+from .hub import config_folder
 from .mesh import LayoutError
 from .shape import HUB, Shape
 from .source import split_name
@@ -216,7 +217,7 @@ _ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 
 def hub_config(folder: str) -> tuple[Mapping[str, Any], str]:
     """The config.json of a folder, and its path."""
-    path = Path(folder) / CONFIG
+    path = Path(config_folder(folder)) / CONFIG
     text = read_text(path, "configuration", LayoutError, LIMIT)
     return parse_json(text, str(path), LayoutError), str(path)
 

@@ -20,6 +20,7 @@ from .choices import ADAMW, OPTIMIZERS, PRECISIONS, PYTHON, SGD, elsewhere
 from .codec import FileError, Mistake, Reader, dump, key, text_of
 from .families import code_of
 from .files import parse_toml, read_text
+from .hub import model_folder
 from .layout import Layout
 from .mesh import LayoutError
 from .run_checks import mistakes_of
@@ -266,7 +267,7 @@ class Run:
 
     model: str | dict[str, Any] = key(
         "tiny",
-        "a shape's name, a .toml file, a table of sizes, hf:FOLDER with a model of Hugging Face, or"
+        "a shape's name, a .toml file, a table of sizes, hf:FOLDER or hf:OWNER/NAME of the hub, or"
         " your own as FILE.py:Class, FILE.py:Class(n_layer=6), or a table of its arguments beside `class`",
     )
     layout: str = key(
@@ -286,8 +287,8 @@ class Run:
     )
     data: str | tuple[str, ...] = key(
         "python",
-        "python (the text of its standard library), a path, or several paths as"
-        " 'a:0.7, b:0.3'; see `phalanx data`",
+        "python (the text of its standard library), a path, hf:OWNER/NAME of the hub, or"
+        " several as 'a:0.7, b:0.3'; see `phalanx data`",
     )
     freeze: str = key(
         "", "pieces that are not trained, such as embed, layers.0-3, head"
@@ -428,6 +429,11 @@ class Run:
         """The folder of the Hugging Face model that the run starts from, or ""."""
         named = isinstance(self.model, str) and self.model.startswith(HUB)
         return str(self.model).removeprefix(HUB) if named else ""
+
+    @property
+    def hub_folder(self) -> Path:
+        """The folder with the weights of that model, downloaded if it is a name of the hub."""
+        return Path(model_folder(self.hub))
 
     @cached_property
     def shape(self) -> Shape:

@@ -19,7 +19,7 @@ from .files import unmakable
 from .layout import Layout
 from .legal import legal, nearest
 from .mesh import LayoutError
-from .shape import Shape, ShapeError
+from .shape import HUB, Shape, ShapeError
 from .source import arguments_of, split_name, syntax_error
 
 if TYPE_CHECKING:
@@ -182,7 +182,8 @@ def _optimizer(run: Run) -> Iterator[Mistake]:
 
 def _files(run: Run) -> Iterator[Mistake]:
     for path, _ in run.sources:
-        if path != PYTHON and not Path(path).exists():
+        named = path.startswith(HUB)  # of the hub: looked for when it is read
+        if path != PYTHON and not named and not Path(path).exists():
             what = f"data = {path!r} is not there"
             yield Mistake(
                 "data", what, 'Write data = "python" for the built-in text, or a path'

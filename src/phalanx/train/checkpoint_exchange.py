@@ -20,6 +20,7 @@ from torch import Tensor
 from ..layout import Shape, families
 from ..layout.codec import decode
 from ..layout.files import write_text
+from ..layout.hub import HubError, model_folder
 from ..layout.pieces import block_linears
 from ..layout.shape import HUB
 from ..parallel import Model, build_model, load_model
@@ -154,7 +155,12 @@ def begun_with(manifest: stored.Manifest) -> str:
     from, or ""."""
     run = manifest.config.get("run")
     begun = str(run.get("model", "")) if isinstance(run, dict) else ""
-    return begun.removeprefix(HUB) if begun.startswith(HUB) else ""
+    if not begun.startswith(HUB):
+        return ""
+    try:
+        return model_folder(begun.removeprefix(HUB))
+    except HubError:  # it is no longer in the cache, and cannot be downloaded
+        return ""
 
 
 def _merged(reader: TensorReader, name: str) -> Tensor:

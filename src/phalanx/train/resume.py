@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from ..layout.run import RunError, random_by_name
@@ -105,7 +104,7 @@ def _draw(rank: Rank, log: RunLog) -> None:
     run, local = rank.run, rank.part.local
     if hub := run.hub:
         local.draw(run.seed, is_lora)
-        begin(partial(HubReader, Path(hub)), local, rank.part.updates)
+        begin(partial(HubReader, run.hub_folder), local, rank.part.updates)
         log.event("model", f"the weights are those of {hub}")
         return
     if mistake := random_by_name(run):

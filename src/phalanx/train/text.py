@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..generate import GenerateError, Generator, Sampling
+from ..layout.hub import model_folder
 from ..layout.run import Run
 from ..layout.shape import HUB
 from ..parallel import Model, build_model
@@ -30,7 +31,7 @@ def model_of(source: Path | str) -> tuple[Model, Weights]:
     """A saved decoder on the meta device, and its weights by name."""
     name = str(source)
     reader = (
-        HubReader(Path(name.removeprefix(HUB)))
+        HubReader(Path(model_folder(name.removeprefix(HUB))))
         if name.startswith(HUB)
         else TensorReader(Path(source), read_manifest(Path(source)))
     )
@@ -77,7 +78,7 @@ def vocabulary_of(source: str, tokenizer: str = "") -> Vocabulary:
 def vocabulary_if_known(source: str, tokenizer: str = "") -> Vocabulary | None:
     """The same, or None where the run's data does not name its tokenizer."""
     if source.startswith(HUB) and not tokenizer:
-        return open_vocabulary(Path(source.removeprefix(HUB)))
+        return open_vocabulary(Path(model_folder(source.removeprefix(HUB))))
     run = Run() if tokenizer else run_of(source)
     return vocabulary_of_run(run, tokenizer)
 
@@ -85,7 +86,7 @@ def vocabulary_if_known(source: str, tokenizer: str = "") -> Vocabulary | None:
 def vocabulary_of_run(run: Run, tokenizer: str = "") -> Vocabulary | None:
     """The tokenizer of a run's model or data, or the one that is named; None if it is not known."""
     if tokenizer or run.hub:
-        return open_vocabulary(Path(tokenizer or run.hub))
+        return open_vocabulary(Path(tokenizer) if tokenizer else run.hub_folder)
     names = {tokenizer_of(path) for path, _ in run.sources}
     return Bytes() if names == {AS_BYTES} else None
 
