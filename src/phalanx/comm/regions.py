@@ -42,7 +42,7 @@ def gather(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def take(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Take this rank's slice of an `x` that all hold; the gradient is gathered."""
+    """Take this rank's slice of an `x` that all ranks hold; the gradient is gathered."""
     return _region("take", x, group, dim)
 
 
@@ -52,7 +52,7 @@ def gather_sum(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def scatter_sum(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Take this rank's slice of an `x` that all hold; the gradient is gathered."""
+    """Take this rank's slice of the sum of every rank's `x`; the gradient is gathered."""
     return _region("scatter_sum", x, group, dim)
 
 
@@ -171,8 +171,8 @@ def carry(x: Tensor, kind: str, group: Group, dim: int, join: int) -> Tensor:
     return _joined(came, join)
 
 
-# Join (ranks, *slice) along dim of the slices.
 def _joined(parts: Tensor, dim: int) -> Tensor:
+    """Join slices (ranks, ...) along their dim `dim`."""
     return parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(), dim)
 
 

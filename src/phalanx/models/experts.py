@@ -345,7 +345,7 @@ class ExpertProducts(nn.Module):
         return self.gate_bias, self.up_bias, down
 
     def on_runs(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        """Apply each expert to its tokens, in one run from each sender.
+        """Apply experts to tokens that arrive in one run per sender, sorted by expert.
 
         `counts` (senders, experts) are the tokens sent. Results keep the order of
         `tokens` (n, hidden).

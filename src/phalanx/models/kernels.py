@@ -109,7 +109,7 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, T
     """
     if sinks is None:
         return out, lse
-    total = torch.logaddexp(lse, sinks.to(lse.dtype))
+    total = torch.logaddexp(lse, sinks.to(lse.dtype))  # (B, T, heads)
     return (out * (lse - total).exp().unsqueeze(-1)).to(out.dtype), total
 
 
@@ -122,7 +122,6 @@ def sink_gradients(
     # (B, T, heads): the sink's softmax weight
     share = (sinks.to(lse.dtype) - lse).exp()
     inside = (gradient.to(lse.dtype) * out).sum(-1)  # (B, T, heads)
-    inside = (gradient.to(lse.dtype) * out).sum(-1)
     return -(share * inside).flatten(0, 1).sum(0).to(sinks.dtype)
 
 
@@ -340,6 +339,7 @@ def _varlen_back(
     window: int,
 ) -> list[Tensor]:
     starts, longest = _starts(documents, out)
+    # each (B * T, heads, size)
     g, q, k, v, o = (x.reshape(-1, *x.shape[2:]) for x in (gradient, *qkv, out))
     op = torch.ops.aten._flash_attention_backward
     ends = starts, starts, longest, longest
@@ -397,6 +397,7 @@ def _heads_first(
     block: AttentionBlock, queries: Sequence[Tensor], keys: Sequence[Tensor]
 ) -> list[Tensor]:
     batch, rows, times = block.batch, block.rows, block.keys
+    # (B, rows or keys, heads, size), or (B, rows, heads) for lse
     parts = [x[batch, rows] for x in queries] + [x[batch, times] for x in keys]
     return [x.transpose(1, 2) for x in parts]
 
@@ -630,7 +631,7 @@ def _plain(
     """Attention by matmuls, in strips of queries that bound the score matrix."""
     parts = []
     for _, seen, scores in _strips(q, k, causal, mask, softcap):
-        lse = scores.logsumexp(-1)
+        lse = scores.logsumexp(-1)  # (B, kv_heads, groups * rows)
         out = (scores - lse.unsqueeze(-1)).exp_() @ v[:, :, :seen].to(scores.dtype)
         shape = *q.shape[:2], -1
         # from heads folded into rows to (B, heads, rows, size) and (B, heads, rows)
@@ -653,12 +654,15 @@ def _plain_back(
     into_q, into_k, into_v = (torch.zeros_like(x, dtype=_wide(x)) for x in qkv)
     for rows, seen, scores in _strips(q, k, causal, mask, softcap):
         own, wide = q[:, :, rows], scores.dtype
+        # the strip's dO, O and q, as (B, kv_heads, groups * rows, size)
         dy, y, folded = (
             _folded(x, k).to(wide) for x in (g[:, :, rows], out[:, :, rows], own)
         )
+        # The softmax again, from the recomputed scores and the saved log-sum-exp.
         weights = (
             scores - lse[:, :, rows].reshape(scores.shape[:-1]).unsqueeze(-1)
         ).exp_()
+        # The gradient of the scores: P * (dP - sum(dO * O)), as in flash attention.
         inside = weights * (
             dy @ v[:, :, :seen].mT.to(wide) - (dy * y).sum(-1, keepdim=True)
         )
@@ -693,6 +697,8 @@ def _strips(
         if mask is not None:
             scores += _folded(mask[:, :, rows], k)
         if causal:
+            # A strip's row i is row start + i of the queries, and sees keys up to
+            # itself.
             size = rows.stop - start, seen
             later = torch.ones(size, dtype=torch.bool, device=q.device).triu(start + 1)
             scores.masked_fill_(later.repeat(q.shape[1] // k.shape[1], 1), -math.inf)

@@ -54,6 +54,7 @@ def held_times(length: int, ring: int, ulysses: int, cp: int) -> Tensor:
     if ring > 1:
         chunks = times.view(2 * ring, -1)  # (2 * ring, length / (2 * ring))
         times = torch.cat((chunks[outer], chunks[2 * ring - 1 - outer]))
+    # The Ulysses ranks of one ring place hold equal runs of its tokens.
     return times.view(ulysses, -1)[inner]
 
 
@@ -73,6 +74,7 @@ def microbatches(
     mine = slice(0, size) if dp is None else share(size, layout.data, dp)
     own = mine.stop - mine.start
     parts = [share(own, layout.microbatches, m) for m in range(layout.microbatches)]
+    # (B, T, ...): rows of this dp rank, divided over microbatches
     return [{n: x[mine][part].contiguous() for n, x in whole.items()} for part in parts]
 
 
@@ -104,6 +106,7 @@ def _held(batch: Mapping[str, Tensor], layout: Layout, cp: int) -> dict[str, Ten
         if layout.cp > 1 and name != DOCUMENTS:
             # Every rank holds the documents of all tokens, so attention masks need no
             # messages.
+            # (B, T / cp, ...)
             x = x[:, held_times(x.shape[1], ring, ulysses, cp).to(x.device)]
         held[name] = x
     return held

@@ -110,7 +110,10 @@ class _TappedProduct(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scales = ctx.saved_tensors
         into = into_input(gradient, weight, ctx.spec._replace(scales=scales))
+        # (..., out) summed over all but the last dim
         bias = gradient.flatten(0, -2).sum(0) if ctx.biased else None
+        # The factors x and gradient go to the taps, which stand in for them in the
+        # graph.
         return into, bias, None, x, gradient, None, None
 
 
@@ -210,6 +213,7 @@ class CompiledModule:
             leaf = torch.zeros((), device=self.device, requires_grad=True)
             shapes = [shape for each in tapped for shape in each.shapes]
             taps = _Taps.apply(leaf, taken, shapes)  # type: ignore[no-untyped-call]
+            # Two taps for each matmul: of its input and of its output.
             for each, *pair in zip(tapped, taps[::2], taps[1::2], strict=True):
                 # A parameter would get zeros as its gradient from the graph. `vars` is
                 # faster than setattr.
@@ -307,7 +311,7 @@ def compiled_call(kind: Any, mode: str, selective: bool) -> Any:
     """The compiled call of a class of modules; a kind compiles at its first call."""
     import torch._dynamo
 
-    config: Any = torch._dynamo.config  # thread-local
+    config: Any = torch._dynamo.config  # thread-local, so it is set on each call
     config.recompile_limit = max(config.recompile_limit, _ENTRIES)
     with _lock:
         return _compiled(kind, mode, selective, os.environ.get(BACKEND, "inductor"))

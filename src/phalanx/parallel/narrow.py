@@ -104,11 +104,13 @@ class NarrowUnit(Unit):
 
     @torch.no_grad()
     def gather(self) -> Work:
-        # (part)
+        # this rank's part of the gather, one byte for each element
         own = torch.zeros(self.part, dtype=torch.uint8, device=self.pool.device)
         for (weight, start, stop, at), rows, squares in self._rows():
+            # (rows, columns), without the columns that fill up the last tile
             numbers = self.matmul.narrowed(rows, squares).numbers[:, : rows.shape[1]]
             numbers = numbers.reshape(-1).view(torch.uint8)
+            # elements in the first row of tiles that belong to other ranks
             before = start % (weight.local[1] * self.run)
             own[at : at + stop - start] = numbers[before : before + stop - start]
         whole = self._take().view(torch.uint8)

@@ -54,6 +54,7 @@ def multiply(
 ) -> Tensor:
     """Multiply x (..., in) by a weight."""
     if spec.matmul is None:
+        # Only a linear has a bias, and its weight is (out, in).
         return x @ weight if spec.transposed else F.linear(x, weight, bias)
     y = spec.matmul.forward(x, spec.factor(weight))
     return y if bias is None else y + bias

@@ -101,6 +101,7 @@ class _Keeping(TorchDispatchMode):
 
     def _join(self, x: Tensor, kind: str) -> None:
         """Keep only a partial sum's shape if just a region reads it."""
+        # The partial sum of a row-parallel matmul, which only the region's sum reads.
         last = (
             self.kept[-1] if kind in ("reduce", "scatter_sum") and self.kept else None
         )

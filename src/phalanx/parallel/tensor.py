@@ -160,6 +160,7 @@ class VocabularyEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         mine = (tokens >= self.cut.start) & (tokens < self.cut.stop)  # (B, T)
+        # Tokens of other ranks look up row 0, and `mine` turns their result to zeros.
         here = torch.where(mine, tokens - self.cut.start, 0)
         # (B, T, hidden)
         rows = F.embedding(here, self.weight, padding_idx=self.padding_idx)
