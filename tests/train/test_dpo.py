@@ -184,7 +184,7 @@ def test_a_run_continues_with_the_reference_of_its_first_start(
     (out / "reference.safetensors").unlink()
     with pytest.raises(AssertionError):
         trained(start, out, "tp2", "steps=4")
-    assert "does not hold the reference model's margins" in capsys.readouterr().err
+    assert "lacks the reference model's margins" in capsys.readouterr().err
 
 
 def prepared(rows: list[Any], folder: Path, *words: str) -> tuple[int, Path]:

@@ -94,9 +94,9 @@ def test_without_data_it_is_the_loss_that_the_run_has_validated(
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["--data", "nowhere.txt"], "nowhere.txt is not there"),
-        (["--limit", "3"], "go with --tasks"),
-        (["--tasks", "a", "--data", "b"], "--tasks brings its own text"),
+        (["--data", "nowhere.txt"], "nowhere.txt does not exist"),
+        (["--limit", "3"], "need --tasks"),
+        (["--tasks", "a", "--data", "b"], "--tasks has its own text"),
         (["--split", "test"], "--split"),
     ],
 )

@@ -112,7 +112,7 @@ def test_what_cannot_be_continued_is_refused_with_a_way_out(tmp_path: Path) -> N
     assert longest is not None
     with pytest.raises(GenerateError, match=f"Write --tokens {longest - 8}"):
         next(generator.generate(PROMPT, longest))
-    with pytest.raises(GenerateError, match="holds no token"):
+    with pytest.raises(GenerateError, match="is empty"):
         next(generator.generate([], 1))
     with pytest.raises(GenerateError, match="--tokenizer"):
         next(generator.generate([generator.shape.vocab], 1))

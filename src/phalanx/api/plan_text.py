@@ -228,7 +228,7 @@ def _head(request: Request, plan: Plan) -> Iterator[str]:
 
 
 def _advice(plan: Plan) -> str:
-    """Explains why the first layout is the first."""
+    """Explain why the first layout is first."""
     first, fastest = plan.layouts[0], plan.fastest
     if fastest is None or first is fastest:
         return "Layout 1 is the fastest."

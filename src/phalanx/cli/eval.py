@@ -5,11 +5,11 @@
   phalanx eval hf:Llama-3.2-1B --data chats.jsonl --sequence 2048 --json
   phalanx eval runs/first --tasks hellaswag,arc_easy --limit 100
 
-SOURCE is a run, one of its checkpoints, or hf:FOLDER. Without --data it is what the run's own data
-holds out. Text and chats (.txt, .jsonl, .parquet, a folder) are read whole, token files in the part that
---split names. The loss is in nats per token; of chats, answers alone count. Memory is that of the
-weights in float32 and of one batch of windows. --tasks needs lm-eval: pip install lm_eval.
-Exit code 1: the data of a task cannot be reached.
+SOURCE is a run, one of its checkpoints, or hf:FOLDER. Without --data, the held-out part of the run's
+data is evaluated. Text and chats (.txt, .jsonl, .parquet, a folder) are used whole; --split selects the
+part of token files. The loss is in nats per token; in chats, only answers count. Memory is that of the
+weights in float32 and one batch of windows. --tasks needs lm-eval: pip install lm_eval.
+Exit code 1: the data of a task cannot be loaded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .parser import Parser, whole
 from .sampling import add_source, source_of
 from .usage import UsageError, result
 
-_SEQUENCE = 1024  # of a window, where no run says how long its sequences are
+_SEQUENCE = 1024  # window length if the run does not define one
 _SPLITS = ("validation", "train")
 
 
@@ -39,26 +39,35 @@ def run(argv: list[str]) -> int:
         "--split",
         choices=_SPLITS,
         default=_SPLITS[0],
-        help="the part of token files; default what is held out",
+        help="part of token files; default: the held-out part",
     )
     add(
         "--sequence",
         type=whole(2, 1 << 24),
         default=0,
-        help="tokens of a window; default those of the run",
+        help="tokens in a window; default: the run's sequence",
     )
-    add("--field", default="", metavar="NAME", help="of rows, as for data prepare")
+    add(
+        "--field",
+        default="",
+        metavar="NAME",
+        help="column with the text, as in data prepare",
+    )
     what = "a tokenizer.json or its folder; default: that of the run"
     add("--tokenizer", default="", metavar="PATH", help=what)
     add("--tasks", default="", metavar="A,B", help="tasks of lm-eval, instead of data")
-    what = "with --tasks: documents of each task"
+    what = "with --tasks: number of documents of each task"
     add("--limit", type=whole(1, 1 << 30), metavar="N", help=what)
-    add("--shots", type=whole(0, 1 << 10), help="with --tasks: examples in the prompt")
+    add(
+        "--shots",
+        type=whole(0, 1 << 10),
+        help="with --tasks: number of examples in the prompt",
+    )
     args = parser.read(argv)
     if args.tasks and (args.data or args.field):
-        raise UsageError("--tasks brings its own text: leave --data and --field out.")
+        raise UsageError("--tasks has its own text: leave --data and --field out.")
     if not args.tasks and (args.limit or args.shots is not None):
-        raise UsageError("--limit and --shots go with --tasks.")
+        raise UsageError("--limit and --shots need --tasks.")
     source = source_of(args.source)
     if args.tasks:
         return _tasks(args, source)
@@ -88,7 +97,7 @@ def _text(args: argparse.Namespace, source: str) -> int:
         )
         model, weights = model_of(source)
         shape = model.shape
-        assert shape is not None  # of every decoder that is read from a file
+        assert shape is not None  # set for every decoder read from a file
         length = args.sequence or run.sequence
         length = length or (min(shape.sequence, _SEQUENCE) if hub else shape.sequence)
         if shape.positions == "learned" and length > shape.sequence:
@@ -98,7 +107,7 @@ def _text(args: argparse.Namespace, source: str) -> int:
             )
         batches = evaluation_batches(run, corpora, shape.vocab, length)
         reader = Evaluator(model, weights)
-        del weights  # the model has them
+        del weights  # the model holds them now
         bar = Progress(console=Console(stderr=True), transient=True)
         with bar:
             task = bar.add_task("batches", total=None)
@@ -132,7 +141,7 @@ def _text(args: argparse.Namespace, source: str) -> int:
 
 
 def _part_of(args: argparse.Namespace, paths: list[str]) -> str:
-    """The part of the data that was evaluated, in words."""
+    """Describe the evaluated part of the data."""
     from pathlib import Path
 
     from ..train.data.token_files import has_tokens

@@ -1,5 +1,7 @@
-"""A trained model in lm-eval's harness: the harness brings tasks and metrics, the model log-probabilities
-and continuations."""
+"""Adapter of a trained model to lm-eval's harness.
+
+The harness provides tasks and metrics, the model log-probabilities and continuations.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,12 @@ if TYPE_CHECKING:
     from ..generate import Generator
     from ..train.data.vocabulary import Vocabulary
 
-LONGEST = (
-    2048  # tokens of a prompt with its continuation, where the model sets no limit
-)
+LONGEST = 2048  # tokens of a prompt with its continuation, if the model sets no limit
 Scores = dict[str, dict[str, Any]]  # by task and metric
 
 
 class TaskError(ValueError):
-    """A task whose data cannot be reached."""
+    """Raised if a task's data cannot be loaded."""
 
     exit_code = 1
 
@@ -34,7 +34,7 @@ def task_scores(
     shots: int | None = None,
     longest: int = 0,
 ) -> Scores:
-    """The scores of a model in tasks of lm-eval, by its own harness."""
+    """Return the scores of a model on lm-eval tasks."""
     try:
         lm_eval: Any = importlib.import_module("lm_eval")
         base: Any = importlib.import_module("lm_eval.api.model").TemplateLM
@@ -53,14 +53,14 @@ def task_scores(
     terms = {"tasks": list(tasks), "limit": limit, "num_fewshot": shots}
     try:
         found = lm_eval.simple_evaluate(model=model, task_manager=manager, **terms)
-    except OSError as error:  # of the hub and of the network
+    except OSError as error:  # from the hub or the network
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise TaskError(f"the data of {', '.join(tasks)}: {first}") from error
     return {name: _plain(scores) for name, scores in found["results"].items()}
 
 
 def _plain(scores: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of a task, without what JSON has not."""
+    """Return the numeric scores of a task."""
     return {
         name.removesuffix(",none"): value
         for name, value in scores.items()
@@ -69,7 +69,7 @@ def _plain(scores: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def task_rows(scores: Scores) -> list[tuple[str, str, str]]:
-    """A row for each metric of each task."""
+    """Return a row for each metric of each task."""
     return [
         (task, name, f"{value:.4f}" if isinstance(value, float) else f"{value:,}")
         for task, numbers in scores.items()
@@ -78,11 +78,13 @@ def task_rows(scores: Scores) -> list[tuple[str, str, str]]:
 
 
 def model_class(base: Any) -> Any:
-    """The class of a model for lm-eval. `base` is its TemplateLM, which makes prompts and continuations
-    tokens."""
+    """Return the class of a model for lm-eval.
+
+    `base` is its TemplateLM, which tokenizes prompts and continuations.
+    """
 
     class HarnessModel(base):  # type: ignore[misc]
-        """A generator in lm-eval's words."""
+        """Generator with lm-eval's model interface."""
 
         def __init__(
             self, generator: Generator, vocabulary: Vocabulary, longest: int = 0
@@ -93,7 +95,7 @@ def model_class(base: Any) -> Any:
 
         @property
         def eot_token_id(self) -> int:
-            """The token that stands before a text without a prompt."""
+            """Token placed before a text without a prompt."""
             return 0 if self.vocabulary.end is None else self.vocabulary.end
 
         def tok_encode(
@@ -104,11 +106,13 @@ def model_class(base: Any) -> Any:
         def _loglikelihood_tokens(
             self, requests: Any, **more: Any
         ) -> list[tuple[float, bool]]:
-            # Each is ((prompt, continuation), tokens of the prompt, tokens of the continuation).
+            # Each is ((prompt, continuation), tokens of the prompt, tokens of the
+            # continuation).
             return [self._scored(prompt, rest) for _, prompt, rest in requests]
 
         def _scored(self, prompt: list[int], rest: list[int]) -> tuple[float, bool]:
-            """The log-probability of a continuation, and whether it is the likeliest."""
+            """Return the log-probability of a continuation, and whether greedy decoding
+            yields it."""
             tokens = (prompt + rest)[-(self.longest + 1) :]
             count = min(len(rest), len(tokens) - 1)
             chances = self.generator.log_probabilities(tokens, count)
@@ -139,7 +143,8 @@ def model_class(base: Any) -> Any:
             return [self._continued(*request.args) for request in requests]
 
         def _continued(self, prompt: str, how: Mapping[str, Any]) -> str:
-            """The text behind a prompt, up to one of the ends that a task names."""
+            """Return the continuation of a prompt, up to one of the task's stop
+            strings."""
             from ..generate import Sampling
             from ..train.text import continued
 

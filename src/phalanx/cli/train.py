@@ -181,7 +181,7 @@ def _prepared(run: Run) -> Run:
 
 
 def _with_steps(run: Run) -> Run:
-    """The run with the steps of its epochs, which its tokens say."""
+    """Return the run with the number of steps in its epochs, from its token count."""
     if not run.epochs:
         return run
     from ..train.rank import counted_steps
@@ -382,7 +382,7 @@ def _local(config: Run, layout: Layout, args: argparse.Namespace) -> int:
 
 
 def _parameters(config: Run) -> str:
-    """The number of the model's parameters, and of those that are trained where others are not."""
+    """Describe the number of the model's parameters, and of trained ones if some are frozen."""
     from ..parallel.rows import model_pieces
     from ..train.program import maker_of
 

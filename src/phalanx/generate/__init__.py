@@ -1,4 +1,4 @@
-"""Text from a trained model on one process, with a cache of keys and values."""
+"""Text and loss of a trained model on one process, with a cache of keys and values."""
 
 from .evaluator import Evaluator
 from .generator import Generator

@@ -1,4 +1,4 @@
-"""Attention of new tokens to all tokens so far, whose keys and values are kept."""
+"""Attention with a cache of keys and values."""
 
 import math
 
@@ -9,10 +9,10 @@ from ..models import Core
 
 
 class CachedCore(nn.Module):
-    """The core of one attention layer during generation; it takes the place of `models.Core`.
+    """Replacement for `models.Core` in one attention layer during generation.
 
-    Each call brings the queries, keys and values of the tokens that follow those of earlier calls.
-    All rows of a batch have the same length.
+    Each call passes the queries, keys and values of the next tokens. All rows of a
+    batch have the same length.
     """
 
     def __init__(self, core: Core) -> None:
@@ -38,7 +38,7 @@ class CachedCore(nn.Module):
             k = torch.cat((self.keys, k), 1)
             v = torch.cat((self.values, v), 1)
         self.keys, self.values = k, v
-        sharing = q.shape[2] // k.shape[2]  # query heads that one key head serves
+        sharing = q.shape[2] // k.shape[2]  # query heads per key head
         k = k.repeat_interleave(sharing, 2)
         v = v.repeat_interleave(sharing, 2)
         # scores: (batch, heads, new tokens, all tokens), in float32
@@ -50,14 +50,15 @@ class CachedCore(nn.Module):
         scores = scores.masked_fill(
             ~self.visible(q.shape[1], k.shape[1], q.device), -torch.inf
         )
-        if sinks is not None:  # one more key for each head, whose value is zero
+        if sinks is not None:  # one more key per head, whose value is zero
             column = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
             scores = torch.cat((scores, column), -1)
         weights = scores.softmax(-1)[..., : k.shape[1]]
         return torch.einsum("bhnt,bthd->bnhd", weights, v.float()).to(v.dtype)
 
     def visible(self, new: int, total: int, device: torch.device) -> Tensor:
-        """True where a new token (rows) sees a token (columns): none after it, none before its window."""
+        """Return a mask (new, total), True where a new token sees an earlier one inside
+        its window."""
         token = torch.arange(total - new, total, device=device).unsqueeze(1)
         other = torch.arange(total, device=device)
         seen = other <= token

@@ -1,4 +1,4 @@
-"""A trained model that reads sequences, on one process: the loss of a batch."""
+"""Loss of a trained model on a batch of sequences, on one process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .filled import fill
 
 
 class Evaluator:
-    """A decoder with its weights, which computes the loss of whole sequences."""
+    """Decoder with weights that computes the loss of whole sequences."""
 
     def __init__(
         self,
@@ -24,7 +24,8 @@ class Evaluator:
         fill(model, weights, dtype)
 
     def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """The sum of the losses of a batch's targets. Documents, where it has them, are kept apart."""
+        """Return the summed loss of a batch's targets. Documents, if given, do not see
+        each other."""
         (_, embed), *blocks, (_, head) = self.model.pieces
         positions, documents = batch["positions"], batch.get("documents")
         x = embed(batch["tokens"], positions)  # (batch, time, hidden)

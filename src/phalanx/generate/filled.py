@@ -1,4 +1,4 @@
-"""Weights for a model that was made on the meta device."""
+"""Weights for a model on the meta device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .sampling import GenerateError
 
 
 def fill(model: Model, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Gives a model on the meta device these weights, and its buffers their values."""
+    """Give a model on the meta device these weights, and its buffers their values."""
     names = {parameter: name for name, parameter in model.weights.items()}
     if missing := sorted(names[p] for p in names if names[p] not in weights):
         raise GenerateError(

@@ -1,8 +1,8 @@
-"""A trained model that continues sequences of tokens, on one process.
+"""Generation of text by a trained model, on one process.
 
-The prompt is read at once; then each token costs one pass over one token, as the keys and values of all
-earlier tokens are kept (`cached.py`). `train/text.py` opens one from a checkpoint or a folder of Hugging
-Face, and writes text with it.
+The prompt is processed at once. Then each token costs one pass over one token, because
+the keys and values of earlier tokens are cached (`cached.py`). `train/text.py` opens a
+generator from a checkpoint or a Hugging Face folder, and writes text with it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from .sampling import GenerateError, Sampling
 
 
 class Generator:
-    """A decoder with its weights, and the keys and values of the tokens that it has read."""
+    """Decoder with its weights, and the cached keys and values of the tokens read so
+    far."""
 
     def __init__(self, model: Model, dtype: torch.dtype = torch.float32) -> None:
         self.model, self.dtype = model, dtype
@@ -36,7 +37,7 @@ class Generator:
             )
         self.head = head
         self.cores = [_cached(block) for block in self.blocks]
-        self.read = 0  # tokens of each row
+        self.read = 0  # tokens read, equal for all rows
 
     @classmethod
     def of(
@@ -45,19 +46,21 @@ class Generator:
         weights: Mapping[str, Tensor],
         dtype: torch.dtype = torch.float32,
     ) -> Generator:
-        """A model on the meta device with these weights, by their names in it."""
+        """Create a generator from a model on the meta device and its weights by
+        name."""
         generator = cls(model, dtype)
         fill(model, weights, dtype)
         return generator
 
     @property
     def shape(self) -> Shape:
-        assert self.model.shape is not None  # of every model of `build_model`
+        assert self.model.shape is not None  # set for every model of `build_model`
         return self.model.shape
 
     @property
     def longest(self) -> int | None:
-        """The most tokens of a sequence: with learned positions, as many as there are; else any number."""
+        """Maximum number of tokens in a sequence, or None; learned positions limit
+        it."""
         return self.shape.sequence if self.shape.positions == "learned" else None
 
     def reset(self) -> None:
@@ -68,7 +71,7 @@ class Generator:
 
     @torch.inference_mode()
     def logits(self, tokens: Tensor) -> Tensor:
-        """Read tokens (batch, new) that follow those read so far; the logits after each of them,
+        """Read new tokens (batch, new) after those read so far; return their logits
         (batch, new, vocabulary)."""
         time = torch.arange(self.read, self.read + tokens.shape[1])
         positions = time.expand_as(tokens)
@@ -83,8 +86,8 @@ class Generator:
         return self.head.logits(x)
 
     def log_probabilities(self, tokens: list[int], count: int) -> Tensor:
-        """The log-probabilities of all words for each of the last `count` tokens of a sequence, given
-        those before it: (count, vocabulary)."""
+        """Return the log-probabilities (count, vocabulary) of each of the last `count`
+        tokens, given the tokens before it."""
         self._refuse(tokens[:-1], 0)
         self.reset()
         rows = self.logits(torch.tensor([tokens[:-1]]))[0, -count:]
@@ -99,10 +102,11 @@ class Generator:
         rows: int = 1,
         ends: Collection[int] = (),
     ) -> Iterator[list[int]]:
-        """Yields the next token of each of `rows` continuations of a prompt, `count` times at most.
+        """Yield the next token of each of `rows` continuations of a prompt, at most
+        `count` times.
 
-        A row ends with one of the tokens `ends`, which it then repeats; when all rows have ended, so
-        does the generator.
+        A row ends at one of the tokens `ends`, which it then repeats. The generator
+        stops when all rows have ended.
         """
         self._refuse(prompt, count)
         self.reset()
@@ -123,19 +127,17 @@ class Generator:
     def _refuse(self, prompt: list[int], count: int) -> None:
         vocabulary = self.shape.vocab
         if not prompt:
-            raise GenerateError(
-                "the prompt holds no token. Write at least one character."
-            )
+            raise GenerateError("the prompt is empty. Write at least one character.")
         if max(prompt) >= vocabulary or min(prompt) < 0:
             raise GenerateError(
-                f"the prompt has token {max(prompt)}, and the model knows {vocabulary:,}."
+                f"the prompt has token {max(prompt)}, but the model's vocabulary is {vocabulary:,}."
                 " Name the tokenizer that the model was trained with: --tokenizer FOLDER."
             )
         longest = self.longest
         if longest is not None and len(prompt) + count > longest:
             raise GenerateError(
-                f"a prompt of {len(prompt)} tokens and {count} new ones are more than the {longest}"
-                f" positions of the model. Write --tokens {max(0, longest - len(prompt))}, or a"
+                f"a prompt of {len(prompt)} tokens and {count} new ones exceed the model's {longest}"
+                f" positions. Write --tokens {max(0, longest - len(prompt))}, or a"
                 " shorter prompt."
             )
 
@@ -148,7 +150,7 @@ def _cacheable(blocks: list[nn.Module]) -> bool:
 
 
 def _cached(block: nn.Module) -> CachedCore:
-    """Gives a block a core that keeps keys and values, and returns it."""
+    """Replace a block's attention core by one with a cache, and return it."""
     attention = block.attn
     assert isinstance(attention, nn.Module)
     assert isinstance(attention.core, Core)

@@ -1,4 +1,4 @@
-"""The choice of the next token from its logits."""
+"""Sampling of the next token from its logits."""
 
 from dataclasses import dataclass
 
@@ -7,15 +7,17 @@ from torch import Tensor
 
 
 class GenerateError(ValueError):
-    """A request that cannot be met: the reason, and a way out."""
+    """Raised for a request that cannot be met; suggests a way out."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """The way to draw the next token. With a temperature of 0 it is the likeliest one.
+    """Settings for sampling the next token. With temperature 0 it is the most likely
+    one.
 
-    `top_k` keeps the k likeliest tokens, 0 all. `top_p` keeps the likeliest tokens that together have
-    at least this probability (Holtzman et al. 2020, nucleus sampling).
+    `top_k` keeps the k most likely tokens; 0 keeps all. `top_p` keeps the most likely
+    tokens with at least this total probability (nucleus sampling, Holtzman et al.
+    2020).
     """
 
     temperature: float = 1.0
@@ -41,21 +43,22 @@ class Sampling:
         return torch.Generator().manual_seed(self.seed)
 
     def choose(self, logits: Tensor, generator: torch.Generator) -> Tensor:
-        """The next token of each row. logits: (rows, vocabulary)."""
+        """Return the next token of each row, from logits (rows, vocabulary)."""
         if self.temperature == 0:
             return logits.argmax(-1)
         probabilities = self.kept(logits.float() / self.temperature).softmax(-1)
         return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
 
     def kept(self, logits: Tensor) -> Tensor:
-        """The logits, with -inf for tokens that may not be drawn."""
+        """Return the logits, with -inf for excluded tokens."""
         if 0 < self.top_k < logits.shape[-1]:
             least = logits.topk(self.top_k, -1).values[:, -1:]
             logits = logits.masked_fill(logits < least, -torch.inf)
         if self.top_p < 1:
             ordered, order = logits.sort(-1, descending=True)
             shares = ordered.softmax(-1)
-            before = shares.cumsum(-1) - shares  # of all likelier tokens
+            # total probability of more likely tokens
+            before = shares.cumsum(-1) - shares
             beyond = (before >= self.top_p).scatter(-1, order, before >= self.top_p)
             logits = logits.masked_fill(beyond, -torch.inf)
         return logits

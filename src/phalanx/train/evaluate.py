@@ -1,6 +1,7 @@
-"""The loss of a trained model on text, on one process: its windows one after another.
+"""Loss of a trained model on text, on one process.
 
-Memory is that of the weights and of one batch of windows, whatever the length of the text.
+It processes the text window by window. Memory is that of the weights and one batch of
+windows, regardless of the text's length.
 """
 
 from __future__ import annotations
@@ -24,14 +25,17 @@ from .data.prepare import prepare
 from .data.token_files import Corpus, DataError, has_tokens, open_corpus, open_prepared
 from .data.vocabulary import Vocabulary
 
-LOGITS = 1 << 26  # values of a batch's logits: 256 MiB in float32
+LOGITS = 1 << 26  # logits of a batch: 256 MiB in float32
 TRAIN, VALIDATION = "train", "validation"
 
 
 @dataclass(frozen=True)
 class TextLoss:
-    """The loss of a model on a text. `tokens` are those that were predicted; `bits_per_byte` is None
-    where the text's bytes are not known."""
+    """Loss of a model on a text.
+
+    `tokens` counts the predicted tokens. `bits_per_byte` is None if the text's size in
+    bytes is unknown.
+    """
 
     tokens: int
     loss: float
@@ -39,7 +43,7 @@ class TextLoss:
 
     @property
     def perplexity(self) -> float:
-        """The exponential of the loss; infinite where a float cannot hold it."""
+        """Exponential of the loss; infinite if a float cannot represent it."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
@@ -47,18 +51,20 @@ class TextLoss:
 def text_corpus(
     data: str, vocabulary: Vocabulary | None, split: str, **how: Any
 ) -> Iterator[Corpus]:
-    """The corpus of a text to be evaluated, as its validation part. Files of tokens have two parts, of
-    which `split` chooses one; text and chats are taken whole, and become tokens in a folder that is
-    removed."""
+    """Yield the corpus of a text, as its validation part.
+
+    For token files, `split` selects the part. Text and chats are used whole, and
+    tokenized into a temporary folder.
+    """
     if data == PYTHON or has_tokens(Path(data)):
         corpus = open_corpus(data)
         yield corpus if split == VALIDATION else _of_training(corpus)
         return
     if not Path(data).exists():
-        raise DataError(f"{data} is not there. Name text, chats or token files.")
+        raise DataError(f"{data} does not exist. Name text, chats or token files.")
     if vocabulary is None:
         raise GenerateError(
-            f"{data} is text, and the tokenizer of the model is not known. Name it: --tokenizer FOLDER."
+            f"{data} is text, but the model's tokenizer is unknown. Name it: --tokenizer FOLDER."
         )
     with tempfile.TemporaryDirectory(prefix="phalanx-eval-") as folder:
         out = Path(folder)
@@ -70,14 +76,16 @@ def text_corpus(
 
 
 def _of_training(corpus: Corpus) -> Corpus:
-    """The training part of a corpus in place of what is held out; its bytes are not recorded."""
+    """Return a corpus with its training part as validation part; the part's size in
+    bytes is unknown."""
     return replace(corpus, validation=corpus.train, bytes_per_token=None)
 
 
 def evaluation_batches(
     run: Run, corpora: tuple[Corpus, ...], vocab: int, sequence: int
 ) -> Batches:
-    """The windows of what corpora hold out, cut as the run's own validation cuts them."""
+    """Return the windows of the corpora's validation parts, divided as in the run's own
+    validation."""
     rows = max(1, min(8, LOGITS // (sequence * vocab)))
     batches = Batches(
         corpora,
@@ -89,7 +97,7 @@ def evaluation_batches(
     )
     if not batches.validations:
         raise DataError(
-            f"{batches.name} holds nothing out. Write --split {TRAIN} for the part that is trained on."
+            f"{batches.name} has no held-out part. Write --split {TRAIN} for the training part."
         )
     return batches
 
@@ -98,7 +106,8 @@ def evaluation_batches(
 def text_loss(
     reader: Evaluator, batches: Batches, progress: Callable[[int, int], None]
 ) -> TextLoss:
-    """The loss over all windows; `progress` is called with how many batches are done, and with all."""
+    """Return the loss over all windows. `progress` is called with the numbers of done
+    batches and of all."""
     nats, tokens, count = 0.0, 0, batches.validations
     for number in range(count):
         batch = batches.validation(number)
@@ -106,6 +115,8 @@ def text_loss(
         tokens += int(count_valid(batch))
         progress(number + 1, count)
     if not tokens:
-        raise DataError(f"{batches.name} has no token that another one precedes.")
+        raise DataError(
+            f"{batches.name} has no token with a predecessor, so there is nothing to predict."
+        )
     loss = nats / tokens
     return TextLoss(tokens, loss, batches.bits_per_byte(loss))

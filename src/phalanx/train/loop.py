@@ -211,7 +211,7 @@ def make_steps(
 
 
 def nothing_held_out(rank: Rank) -> str:
-    """The reason why a run has no validation loss, and a way out."""
+    """Explain why a run has no validation loss, with a way out."""
     documents = sum(len(corpus.train.starts) - 1 for corpus in rank.batches.corpora)
     return (
         f"no validation loss: none of {documents:,} documents of {rank.batches.name} is held out. Prepare"

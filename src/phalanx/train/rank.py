@@ -82,7 +82,8 @@ def batches_of(run: Run, shape: Shape) -> Batches:
 
 
 def counted_steps(run: Run) -> Run:
-    """The run with as many steps as its epochs take; a run that names no epochs is as it was."""
+    """Return the run with the number of steps that its epochs take. A run without
+    epochs is unchanged."""
     if not run.epochs:
         return run
     shape = shape_of(run)

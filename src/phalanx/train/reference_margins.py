@@ -1,7 +1,8 @@
-"""The margins of the reference model of DPO: the model before the run's first step, over all its pairs.
+"""Margins of DPO's reference model, the model before the run's first step, for all
+pairs.
 
-They are computed once, by the forward-only program of the run's layout, and kept in the run's folder: a run
-that is continued has other weights by then.
+They are computed once, by the forward-only program of the run's layout, and stored in
+the run's folder, because a resumed run has other weights.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _MARGINS = "margins"
 
 
 def give_reference(rank: Rank, log: RunLog, start: int) -> None:
-    """Puts the reference model's margins into the batches of a run of pairs; every rank calls it."""
+    """Add the reference model's margins to the batches of a run with pairs.
+    Collective."""
     if not rank.batches.pairs:
         return
     path = Path(rank.run.out, FILE)
@@ -41,7 +43,7 @@ def give_reference(rank: Rank, log: RunLog, start: int) -> None:
 
 @torch.no_grad()
 def _computed(rank: Rank, count: int) -> Tensor:
-    """The margins of all pairs under the weights of now."""
+    """Compute the margins of all pairs with the current weights."""
     part, batches = rank.part, rank.batches
     loss = preference_loss([piece.module for piece in part.local.pieces.values()])
     margins = torch.zeros(count, dtype=torch.float64)
@@ -52,7 +54,7 @@ def _computed(rank: Rank, count: int) -> Tensor:
         part.validator.step(part.microbatches(rows), 0.0)
     groups = part.local.groups
     if loss is not None:
-        # Ranks of tp and cp have the same pairs; one of them counts.
+        # Ranks of tp and cp have the same pairs; only one of them counts.
         if not (groups.tp.rank or groups.ring.rank or groups.ulysses.rank):
             for numbers, own in loss.seen or ():
                 there = numbers.cpu() > 0
@@ -69,7 +71,7 @@ def _summed(rank: Rank, margins: Tensor) -> Tensor:
 
 
 def _kept(rank: Rank, path: Path, count: int) -> Tensor:
-    """The margins that the run's first start has kept, read by rank 0."""
+    """Return the margins stored by the run's first start. Rank 0 reads them."""
     margins, wrong = torch.zeros(count, dtype=torch.float64), 0.0
     if not rank.world.rank:
         try:
@@ -81,7 +83,7 @@ def _kept(rank: Rank, path: Path, count: int) -> Tensor:
     both = _summed(rank, torch.cat((margins, torch.tensor([wrong]).double())))
     if both[-1]:
         raise TrainError(
-            f"{path} does not hold the reference model's margins of {count:,} pairs, and a run that is"
-            " continued cannot compute them again. Restore it, or begin anew with another `out`."
+            f"{path} lacks the reference model's margins for {count:,} pairs, which a resumed run"
+            " cannot recompute. Restore the file, or start over with another `out`."
         )
     return both[:-1]

@@ -54,7 +54,7 @@ class Samples:
                 self.log.sample(step.done, self.rank.run.sample.prompt, text)
 
     def _weights_on_first(self) -> dict[str, Tensor]:
-        """All weights, on rank 0; nothing elsewhere."""
+        """Return all weights on rank 0, and an empty dict on other ranks."""
         kept: dict[str, Tensor] = {}
         for name, whole in whole_weights(self.rank.part):
             if not self.rank.world.rank:

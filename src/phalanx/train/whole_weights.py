@@ -1,4 +1,5 @@
-"""The whole weights of a model that ranks hold parts of, one weight at a time."""
+"""Whole weights of a model whose shards are distributed over ranks, one weight at a
+time."""
 
 from __future__ import annotations
 
@@ -15,9 +16,11 @@ from .parallelize import ModelPart
 
 @torch.no_grad()
 def whole_weights(part: ModelPart) -> Iterator[tuple[str, Tensor]]:
-    """Each weight with its name, whole and on the device, in the order of names. Every rank calls it and
-    takes all of them: a weight is the all-reduced sum of what each rank owns of it, and no rank
-    holds more than one of them whole."""
+    """Yield each weight by name, whole and on the device, in the order of names.
+
+    Collective, and all ranks must take all weights. Each weight is the all-reduced sum
+    of the parts that ranks own, so that a rank holds only one whole weight at a time.
+    """
     mine: dict[str, list[tuple[Any, Tensor]]] = {}
     for tensor, numbers in owned(part.local, part.updates):
         if tensor.kind == WEIGHT:
@@ -34,7 +37,7 @@ def whole_weights(part: ModelPart) -> Iterator[tuple[str, Tensor]]:
 
 
 def _put(whole: Tensor, shard: Any, numbers: Tensor) -> None:
-    """Writes a rank's numbers of a weight where they belong in the whole."""
+    """Copy a rank's elements of a weight to their place in the whole weight."""
     local = torch.zeros(shard.local, dtype=whole.dtype, device=whole.device)
     local.view(-1)[shard.start : shard.stop] = numbers.to(whole.device)
     inside = tuple(slice(0, stop - start) for start, stop in shard.box)

@@ -335,7 +335,7 @@ def _resume_faults(before: Trace, after: Trace) -> Iterator[str]:
 
 
 def _skip_faults(before: Trace, after: Trace) -> Iterator[str]:
-    """Weights that a skipped step has changed, by as little as a bit."""
+    """Describe weights that a skipped step has changed, even by a single bit."""
     steps = [*before.steps, *after.steps]
     for number, (last, step) in enumerate(pairwise(steps), 1):
         if math.isfinite(step.norm):

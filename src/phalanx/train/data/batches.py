@@ -107,7 +107,7 @@ class Batches:
 
     @property
     def pairs(self) -> bool:
-        """True if a row is a pair of answers, of which one is preferred."""
+        """True if each row is a pair of answers, one of which is preferred."""
         return any(corpus.pairs for corpus in self.corpora)
 
     @property
@@ -189,13 +189,15 @@ class Batches:
 
     @property
     def pair_rows(self) -> tuple[int, int]:
-        """Number of rows with pairs: those that are trained on, and those held out."""
+        """Number of rows with pairs, for training and held out."""
         (train,), (held,) = self._train, self._validation
         return train.count, held.count
 
     def pair_batch(self, first: int, rows: slice) -> Batch:
-        """Rows of a batch of pairs in their own order, from pair `first` on, counted from 0 through both
-        parts; filled up with padding."""
+        """Return rows of a batch of pairs in file order, padded at the end.
+
+        The batch begins at pair `first`, counted from 0 across both parts.
+        """
         (train,), (held,) = self._train, self._validation
         counted = [(train, n) for n in range(train.count)]
         counted += [(held, n) for n in range(held.count)]
@@ -206,7 +208,8 @@ class Batches:
     def _pair_entries(
         self, taken: Sequence[tuple[Sequences, int] | None], documents: NDArray[Any]
     ) -> dict[str, NDArray[Any]]:
-        """The signs of documents, the numbers of pairs and the margins of the reference model."""
+        """Return the signs of documents, the pair numbers, and the reference model's
+        margins."""
         signs = np.where(documents % 2 == 0, 1, -1)
         signs = np.where(documents == PADDING, 0, signs).astype(np.int64)
         pair = np.zeros(documents.shape, np.int64)
@@ -385,8 +388,10 @@ def _cut(corpus: Corpus, stream: Stream, sequence: int, packing: str) -> Sequenc
 
 
 def _cut_pairs(corpus: Corpus, stream: Stream, sequence: int) -> Sequences:
-    """A pair of documents in each sequence. Pairs that are longer are left out: cut, an answer would be
-    another one."""
+    """Put one pair of documents into each sequence.
+
+    Longer pairs are skipped, because truncation would change an answer.
+    """
     lengths = np.diff(stream.starts)
     both = lengths[::2] + lengths[1::2]  # (pairs,)
     kept = np.flatnonzero(both <= sequence)

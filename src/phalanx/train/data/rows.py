@@ -38,7 +38,7 @@ Message = dict[str, Any]
 
 
 class Answered(NamedTuple):
-    """A prompt and its answer as plain text, which no chat template writes."""
+    """Prompt and answer as plain text, without a chat template."""
 
     prompt: str
     answer: str
@@ -64,7 +64,8 @@ class Form:
 
     @property
     def pairs(self) -> bool:
-        """True if each row is two documents, the chosen answer and the rejected one."""
+        """True if each row consists of two documents, a chosen and a rejected
+        answer."""
         return not self.field and self.names == PREFERENCE
 
     @property
@@ -372,7 +373,7 @@ def _add_chat(row: Any, number: int, form: Form, rows: Rows) -> None:
 
 
 def _instruction(row: Any) -> list[Message]:
-    """An instruction, with what it is about where there is such an input, and its output."""
+    """Return the messages of an instruction with its optional input, and its output."""
     instruction, output = (_named(row, each) for each in ("instruction", "output"))
     about = row.get("input")
     for value in (instruction, output, about):
@@ -383,7 +384,8 @@ def _instruction(row: Any) -> list[Message]:
 
 
 def _add_pair(row: Any, number: int, form: Form, rows: Rows) -> None:
-    """The chosen and the rejected answer to one prompt, each with the prompt as a document."""
+    """Add the chosen and the rejected answer to one prompt, each with the prompt as one
+    document."""
     both = [_named(row, name) for name in ("chosen", "rejected")]
     prompt = row.get("prompt")
     if not any(both):
@@ -409,7 +411,8 @@ def _add_pair(row: Any, number: int, form: Form, rows: Rows) -> None:
 
 
 def _pair_of_chats(prompt: Any, both: list[Any]) -> list[list[Message]]:
-    """Two chats with one prompt: the messages before the answers, or what both chats begin with."""
+    """Return two chats with the same prompt: the given one, or the messages that both
+    chats begin with."""
     asked = _turn(prompt, "user", "prompt")
     chats = [_messages(value) for value in both]
     if not asked:

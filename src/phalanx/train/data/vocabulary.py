@@ -84,7 +84,7 @@ class Bytes:
         self.refuse_chats()
 
     def encode_answer(self, prompt: str, answer: str) -> Encoded:
-        """The tokens of a prompt and its answer, of which the answer is trained on."""
+        """Tokenize a prompt and its answer; only the answer is trained on."""
         return _answered(self, prompt, answer)
 
 
@@ -199,7 +199,8 @@ class Tokenizer:
     # ---- chats
 
     def encode_answer(self, prompt: str, answer: str) -> Encoded:
-        """The tokens of a prompt, its answer and the end of the text. The prompt is not trained on."""
+        """Tokenize a prompt, its answer and the end of text; the prompt is not trained
+        on."""
         return _answered(self, prompt, answer)
 
     def encode_chat(self, messages: list[Message], tools: Any) -> Encoded:
