@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any
@@ -39,13 +39,17 @@ _WINDOWS = replace(_DENSE, name="windows", windows=(4, 0))
 _TRAINED = ({}, {"lora_r": 2}, {"freeze": ("embed", "layers.1")})
 
 
+@cache
+def _model(shape: Shape) -> Model:
+    return build_model(shape)
+
+
 def _ran(step: RunStep, optimizer: str, clip: float) -> Rows:
     """The operations that ranks carry out: of the model's own modules, with the run's options."""
     run = Run.parse(
         "", "run", (f"optimizer.name={optimizer}", f"optimizer.clip={clip}")
     )
-    model = build_model(step.shape)
-    return program_of(model, step.layout, options_of(run)).rows
+    return program_of(_model(step.shape), step.layout, options_of(run)).rows
 
 
 def _planned(step: RunStep) -> Rows:
