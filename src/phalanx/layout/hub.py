@@ -1,8 +1,9 @@
 """Models and data sets of the Hugging Face Hub, by name: hf:OWNER/NAME.
 
-huggingface_hub downloads them into its own cache, with its tokens and its offline mode. The files of a
-snapshot there are links to blobs, and folders from elsewhere are read without following links; so a
-folder beside the snapshot has the same files as hard links, which take no space.
+huggingface_hub downloads them to its own cache, with its tokens and its offline mode.
+Files of a snapshot are links to blobs there, and phalanx reads folders without
+following links. So a folder beside the snapshot has the same files as hard links, which
+take no space.
 """
 
 from __future__ import annotations
@@ -21,31 +22,32 @@ from .mesh import LayoutError
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
-WEIGHTS = "model.safetensors"
+WEIGHTS = "model.safetensors"  # the name of that folder
 LINKED = "phalanx"  # the folder beside the snapshots
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _MODEL = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 _DATA = ("*.parquet", "*.json", "*.jsonl", "*.jsonl.*", "*.json.*", "*.txt", "*.arrow")
 
 _TRAIN, _HELD = "train", "validation"
-_SPLITS = "dataset_dict.json"  # of a folder that `datasets` saved with its splits
-# Files are named for their split, as train-00000-of-00002.parquet or data/val.jsonl.
+_SPLITS = "dataset_dict.json"  # in a folder that `datasets` saved with its splits
+# Files are named after their split, such as train-00000-of-00002.parquet or
+# data/val.jsonl.
 _SPLIT = re.compile(r"(?:^|/)(train|validation|valid|val|dev|test)(?![a-z])")
 _SPLIT_NAMES = {_TRAIN: _TRAIN} | dict.fromkeys((_HELD, "valid", "val", "dev"), _HELD)
 
 
 class HubError(LayoutError):
-    """A name of the hub whose files cannot be had: the reason, and a way out."""
+    """A name whose files the hub does not provide: the reason, and a way out."""
 
 
 def is_hub_name(name: str) -> bool:
-    """True for NAME or OWNER/NAME that is no file or folder here."""
+    """True for NAME or OWNER/NAME, unless it is a file or folder here."""
     return bool(_NAME.fullmatch(name)) and not os.path.lexists(name)
 
 
 @cache
 def config_folder(name: str) -> str:
-    """A folder with a model's config.json: the folder of that name, or one of the hub's cache."""
+    """A folder with a model's config.json: the one named, or one in the hub's cache."""
     if not is_hub_name(name):
         return name
     return str(_linked(Path(_config_file(name)).parent))
@@ -53,8 +55,7 @@ def config_folder(name: str) -> str:
 
 @cache
 def model_folder(name: str) -> str:
-    """A folder with a model's weights and tokenizer: the folder of that name, or one of the hub's
-    cache, into which they are downloaded."""
+    """A folder with a model's weights and tokenizer: as named, or in the hub's cache."""
     if not is_hub_name(name):
         return name
     with suppress(HubError):
@@ -69,8 +70,10 @@ def model_folder(name: str) -> str:
 
 @cache
 def data_folder(name: str) -> str:
-    """A folder with the files of a data set of the hub: OWNER/NAME, or OWNER/NAME/FOLDER for one of
-    its folders. Its scripts are not run."""
+    """A folder with the files of a data set of the hub; its scripts are not run.
+
+    OWNER/NAME, or OWNER/NAME/FOLDER for one of its folders.
+    """
     owner, _, rest = name.partition("/")
     repository, _, below = rest.partition("/")
     named = f"{owner}/{repository}" if repository else owner
@@ -91,7 +94,7 @@ def data_folder(name: str) -> str:
 
 
 def push(folder: Path, name: str) -> str:
-    """Uploads a folder as a model of the hub, private if it is new; returns its address."""
+    """Upload a folder as a model of the hub, private if it is new; returns its address."""
     hub = _hub()
     try:
         api = hub.HfApi()
@@ -129,7 +132,7 @@ def _config_file(name: str) -> str:
 def _snapshot(
     name: str, kind: str, patterns: tuple[str, ...], *, local: bool = False
 ) -> Path:
-    """The folder of a snapshot; `local` is that of the cache alone."""
+    """The folder of a snapshot; with `local`, from the cache only."""
     try:
         folder: str = _hub().snapshot_download(
             name, repo_type=kind, allow_patterns=list(patterns), local_files_only=local
@@ -171,9 +174,11 @@ def _has_files(folder: Path) -> bool:
 
 
 def _linked(snapshot: Path, below: str = "", *, splits: bool = False) -> Path:
-    """A folder with the files of a snapshot, or of a folder of it, as files. With `splits` those of the
-    training and of the validation split are in folders of these names, as `datasets` saves them, and
-    those of the test split are left out."""
+    """A folder with the files of a snapshot, or of a folder in it, as plain files.
+
+    With `splits`, files are in folders named after the training and validation splits,
+    as `datasets` saves them. The test split is left out.
+    """
     # CACHE/models--OWNER--NAME/snapshots/REVISION
     out = snapshot.parent.parent / LINKED / snapshot.name / below
     begun, files = snapshot / below, list(_files(snapshot / below))
@@ -197,7 +202,7 @@ def _linked(snapshot: Path, below: str = "", *, splits: bool = False) -> Path:
 
 
 def _by_split(names: Mapping[Path, str]) -> dict[Path, str]:
-    """The files of the training and of the validation split, below the name of their split."""
+    """The files of the training and validation splits, below the names of the splits."""
     placed = {}
     for path, name in names.items():
         found = _SPLIT.search(name)

@@ -92,8 +92,10 @@ def small_layout(layout: Layout) -> Layout:
 
 
 def _own_model(own: str) -> str | dict[str, str]:
-    """The key of a model that is made by its own code. A model of a folder is drawn and
-    does not begin with the weights there."""
+    """The key of a model made by its own code.
+
+    A model of a folder starts from random weights, not from those in the folder.
+    """
     return {CLASS: own} if own.startswith(HUB) else own
 
 

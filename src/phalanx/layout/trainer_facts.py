@@ -1,7 +1,8 @@
-"""A training job as quantities and choices: what the files of all trainers say, each by its own options.
+"""A training job in terms shared by all trainers, each of which has its own options.
 
-`quantities` are numbers (`tp`, `microbatch`, `layers`), and texts for the blocks of stages. `choices` are
-a word for each group, as `zero3` for `zero`. Both are those of the table in trainers.toml.
+`quantities` are numbers (`tp`, `microbatch`, `layers`), and texts for the blocks of
+stages. `choices` are one word for each group, such as `zero3` for `zero`. The table in
+trainers.toml uses the same names.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from .pieces import work_of_pieces
 from .shape import Shape
 from .stages import stage_blocks
 
-# Keys of a shape that no file of a trainer is asked for.
+# Keys of a shape that trainers' files need not have.
 _UNASKED = """name source batch sequence freeze lora_r lora_alpha lora_targets kind"""
 UNASKED = frozenset(_UNASKED.split())
-# Sizes with the same meaning for all.
+# Sizes with one meaning in all trainers.
 _SIZES = (
     """layers hidden ffn heads kv_heads head_dim vocab rope_theta eps experts top_k"""
 )
@@ -30,10 +31,10 @@ SIZES = tuple(_SIZES.split())
 
 @dataclass(frozen=True)
 class Job:
-    """A layout, the model that it trains, and a step's sequences and their tokens.
+    """A layout, the model that it trains, and the sequences and tokens of a step.
 
-    `shape` is None where a file says nothing of the model; `batch` and `sequence` are then 0 if they are
-    not known either. `per_node` is the number of ranks on each machine.
+    `shape` is None if a file does not describe the model; `batch` and `sequence` may
+    then be 0. `per_node` is the number of ranks on each machine.
     """
 
     layout: Layout
@@ -47,7 +48,7 @@ class Job:
 
 
 def quantities(job: Job) -> dict[str, Any]:
-    """Every quantity of a job that is above its least."""
+    """Every quantity of a job that exceeds its minimum."""
     layout, shape = job.layout, job.shape
     found = dict(_mesh(layout, shape is not None and shape.experts > 0))
     found |= {"sequence": job.sequence, "batch": job.batch}
@@ -87,7 +88,7 @@ def _mesh(layout: Layout, experts: bool) -> Iterator[tuple[str, int]]:
 
 
 def _batches(layout: Layout, batch: int) -> dict[str, int]:
-    """The sequences of a microbatch, of the ranks' batches, and the number of microbatches."""
+    """Sequences of a microbatch and of a rank's batch, and the number of microbatches."""
     microbatches = layout.microbatches
     each = batch // (layout.data * microbatches)
     piped = layout.pp > 1
@@ -128,7 +129,7 @@ def _sizes(shape: Shape) -> dict[str, Any]:
 
 
 def _stages(layout: Layout, shape: Shape) -> dict[str, Any]:
-    """The blocks of stages: those of an uneven cut, and of a chunk where all have as many."""
+    """Blocks of uneven stages, and the layers of a chunk."""
     blocks = blocks_of_stages(layout, shape)
     found: dict[str, Any] = {}
     if len(set(blocks)) > 1:
@@ -137,7 +138,7 @@ def _stages(layout: Layout, shape: Shape) -> dict[str, Any]:
         stages[-1] += "L"
         found["stage_layout"] = "|".join(stages)
     if layout.schedule == INTERLEAVED:
-        # As torchtitan counts: the embedding and the head are a layer each.
+        # torchtitan counts the embedding and the head as one layer each.
         found["layers_of_chunk"] = math.ceil((shape.layers + 2) / layout.virtual_stages)
     return found
 
@@ -175,7 +176,7 @@ def choices_of(job: Job) -> dict[str, tuple[str, ...]]:
 
 
 def _frequencies(layout: Layout) -> Iterator[tuple[str, tuple[str]]]:
-    """How often weights are gathered and gradients reduced, where it is not as usual."""
+    """How often weights are gathered and gradients reduced, if not the default."""
     usual = Layout(mesh=layout.mesh, zero=layout.zero, offload=layout.offload)
     for name in ("gather", "reduce", "prefetch"):
         value = getattr(layout, name)
@@ -195,8 +196,11 @@ def _context(layout: Layout) -> str:
 
 
 def order_of(layout: Layout) -> tuple[str, ...]:
-    """Which of the pipeline and data parallelism is outermost, where both are there; the other axes
-    stand inside, ep before cp before tp."""
+    """The order of pp and dp if both exist, otherwise empty.
+
+    The other axes are inside of them: ep, then cp, then tp. Any other order is spelled
+    out.
+    """
     names = [axis.name for axis in layout.mesh.axes]
     usual = [name for name in ("ep", "cp", "tp") if name in names]
     inner = [name for name in names if name in usual]
@@ -209,7 +213,7 @@ def order_of(layout: Layout) -> tuple[str, ...]:
 
 
 def model_choices(shape: Shape) -> dict[str, tuple[str, ...]]:
-    """The words of a model that are not numbers."""
+    """The words of a model's choices."""
     activation = shape.activation or ("silu" if shape.gated else "gelu")
     grouped = not shape.kv_latent and shape.kv_heads != shape.heads
     return {
@@ -226,12 +230,15 @@ def model_choices(shape: Shape) -> dict[str, tuple[str, ...]]:
 
 @cache
 def shipped(name: str) -> Shape:
-    """A shape that ships with phalanx."""
+    """A shape that comes with phalanx."""
     return Shape.load(name)
 
 
 def unlike(a: Shape, b: Shape) -> Mapping[str, tuple[Any, Any]]:
-    """The sizes in which two models differ, of those that a file of a trainer should have."""
+    """The sizes in which two models differ, with both values.
+
+    Only those that a trainer's file should have.
+    """
     names = [each.name for each in fields(Shape) if each.name not in UNASKED]
     values = {name: (getattr(a, name), getattr(b, name)) for name in names}
     return {name: pair for name, pair in values.items() if pair[0] != pair[1]}

@@ -1,7 +1,7 @@
-"""A file of another trainer as a job of ours: its layout, model and batch, and what is wrong in it.
+"""Reads another trainer's file as a job of ours: layout, model, batch and faults.
 
-Nothing is dropped silently. What a file leaves open is assumed in a sentence (`notes`), what a layout
-here has no word for is named (`notes`), and what contradicts itself is a fault, with its key and rule.
+Nothing is dropped silently. `notes` name every assumption and every option without a
+word in our layouts. A contradiction is a fault, with its key and its rule.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from .trainer_facts import SIZES, Job, blocks_of_stages, shipped
 from .trainer_table import FLAGS, Options, Rule, Trainer, trainer_named, trainers
 from .trainer_text import SUFFIXES, options_of
 
-VOCAB = 128_256  # tokens, where a file leaves them to its tokenizer: Llama 3's
+VOCAB = 128_256  # tokens, if a file leaves the vocabulary to its tokenizer: Llama 3's
 _COUNT = 1 << 28
 _SPARSE = re.compile(r"\[([01])\]\*(\d{1,5})")
 _REPEATED = re.compile(r"\(([^()*]{1,2000})\)\*(\d{1,4})|([a-zA-Z])\*(\d{1,4})")
 
 
 class Fault(NamedTuple):
-    """A contradiction in a file: the option, its value, and the rule that it breaks."""
+    """A contradiction in a file: the option, its value, and the rule that it violates."""
 
     key: str
     what: str
@@ -43,7 +43,7 @@ class Fault(NamedTuple):
 
 @dataclass(frozen=True)
 class Given:
-    """What the user says beside a file; 0 and None where they say nothing."""
+    """What the user states besides the file; 0 and None if not stated."""
 
     ranks: int = 0
     batch: int = 0
@@ -54,7 +54,7 @@ class Given:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a trainer's file holds, in words of a layout."""
+    """A trainer's file in terms of a layout."""
 
     trainer: Trainer
     job: Job
@@ -63,7 +63,7 @@ class Reading:
 
 
 def read_trainer_file(path: str, name: str = "", given: Given = Given()) -> Reading:
-    """Reads a trainer's file. The trainer is known by the file's keys where it is not named."""
+    """Read a trainer's file. Without a name, the keys of the file identify the trainer."""
     text = read_text(path, "trainer's file", LayoutError)
     format = SUFFIXES.get(Path(path).suffix, FLAGS)
     options = options_of(text, format, path)
@@ -81,7 +81,7 @@ def _format(format: str) -> str:
 
 
 def _trainer_of(options: Options, format: str, path: str) -> Trainer:
-    """The trainer with the most of its marks among the options."""
+    """The trainer with the most identifying marks among the options."""
     marks = {
         name: sum(_marked(options, mark) for mark in trainer.known_by)
         for name, trainer in trainers().items()
@@ -104,7 +104,7 @@ def _marked(options: Options, mark: str) -> bool:
 
 
 def read_options(options: Options, trainer: Trainer, given: Given = Given()) -> Reading:
-    """The job that these options are."""
+    """The job that these options describe."""
     reader = _FileReader(options, trainer, given)
     job = reader.job()
     reader.check(job)
@@ -112,7 +112,7 @@ def read_options(options: Options, trainer: Trainer, given: Given = Given()) -> 
 
 
 def same(a: Any, b: Any) -> bool:
-    """True if two values of an option mean the same, however they are typed."""
+    """True if two values of an option are equal, however they are typed."""
     return _plain(a) == _plain(b)
 
 
@@ -124,7 +124,7 @@ def _plain(value: Any) -> str:
 
 
 class _FileReader:
-    """One file that is read."""
+    """Reads one file."""
 
     def __init__(self, options: Options, trainer: Trainer, given: Given) -> None:
         self.options, self.trainer, self.given = options, trainer, given
@@ -150,7 +150,7 @@ class _FileReader:
     def _number(self, name: str, value: Any, quantity: str) -> Any:
         if quantity in ("stage_layout", "sparse_blocks"):
             return value
-        if isinstance(value, list) and value:  # more words behind an option's own
+        if isinstance(value, list) and value:  # several words follow the option
             value = value[0]
         try:
             number = float(value)
@@ -168,7 +168,7 @@ class _FileReader:
         return all(self._is(key, value) for key, value in made.items())
 
     def _is(self, key: str, value: Any) -> bool:
-        """True if an option has a value; a flag that stands alone is true."""
+        """True if an option has this value; a flag without a value is true."""
         given = self.options.get(key, self.trainer.defaults.get(key))
         if value is True:
             return given is not None and _plain(given) not in ("no", "0")
@@ -181,12 +181,12 @@ class _FileReader:
         return given is not None and same(given, value)
 
     def _made(self, group: str, word: str) -> int:
-        """Options of the best alternative that make a word; 0 if none does."""
+        """The options of the longest alternative for a word; 0 if none applies."""
         rows = self.trainer.words[group][word]
         return max((len(row) for row in rows if self._holds(row)), default=0)
 
     def _choice(self, group: str) -> str:
-        """The word of a group that most options make."""
+        """The word of a group that the most options select."""
         words = self.trainer.words[group]
         held = {
             word: max(len(row) for row in rows if self._holds(row))
@@ -196,7 +196,7 @@ class _FileReader:
         return max(held, key=held.__getitem__) if held else ""
 
     def _note_others(self) -> None:
-        """Notes options of choices with a value for which no word stands."""
+        """Note options whose value has no word in a layout."""
         known = self.trainer.values
         numbers = {name for names in self.trainer.read.values() for name in names}
         for key, given in self.options.items():
@@ -240,7 +240,7 @@ class _FileReader:
                 yield group, word
 
     def _count_ranks(self) -> None:
-        """The ranks, those of a model copy, and the sequences of a step."""
+        """Set the numbers of ranks, of ranks per model copy, and of sequences per step."""
         self.tp, self.pp = self.of("tp"), self.of("pp")
         ring, ulysses = self.of("ring"), self.of("ulysses")
         self.cp = self.of("cp", ring * ulysses)
@@ -263,12 +263,12 @@ class _FileReader:
             )
 
     def _ranks_of_batch(self) -> int:
-        """The ranks by which a batch is microbatch x accumulation x data-parallel ranks."""
+        """The ranks for which batch = microbatch x accumulation x data-parallel ranks."""
         each = self.of("microbatch", 0) * self.of("accumulation", 0)
         return self.copy * (self.batch // each) if self.batch and each else 0
 
     def _mesh(self, words: dict[str, Any]) -> Mesh:
-        """The mesh; sets `words["experts"]` where ranks of tp or cp share experts."""
+        """The mesh; sets `words["experts"]` if ranks of tp or cp share experts."""
         data = max(self.ranks // self.copy, 1)
         replicas, shard = self._parts(data)
         if self.trainer.shards_by_size and shard == 1:
@@ -312,7 +312,7 @@ class _FileReader:
         return (1, self.cp) if way == "ulysses" else (self.cp, 1)
 
     def _experts(self, words: dict[str, Any], data: int) -> int:
-        """The size of ep here: theirs, without the ranks of tp and cp that share experts."""
+        """Our size of ep: theirs, without the ranks of tp and cp that share experts."""
         group, etp = self.of("ep"), self.of("etp", self.tp)
         if self.shape is None or not self.shape.experts or group == 1:
             given = self.trainer.key("etp") in self.options
@@ -341,7 +341,7 @@ class _FileReader:
             )
 
     def _words(self) -> dict[str, Any]:
-        """Fields of a layout that are choices."""
+        """The fields of a layout that are choices."""
         chosen = self.chosen
         precision, _, matmul = (chosen.get("precision") or FP32).partition(" ")
         compiled = chosen.get("compile", "")
@@ -394,7 +394,7 @@ class _FileReader:
         return self.of("chunks")
 
     def _microbatches(self, mesh: Mesh) -> int:
-        """Microbatches of a step on each rank, and the batch where it follows from them."""
+        """The microbatches per step and rank; sets the batch if it follows."""
         data = mesh.of("dp") * mesh.of("ep")
         each, steps = self.of("microbatch", 0), self.of("accumulation", 0)
         steps = self.given.microbatches or steps
@@ -428,7 +428,7 @@ class _FileReader:
         return steps * pieces
 
     def _with_stages(self, layout: Layout, shape: Shape) -> Layout:
-        """The layout with the trainer's blocks of stages, where ours are others."""
+        """The layout with the trainer's blocks of stages, if ours differ."""
         blocks = self._blocks(layout, shape)
         if not blocks:
             return layout
@@ -443,7 +443,7 @@ class _FileReader:
         return replace(layout, stages=blocks)
 
     def _blocks(self, layout: Layout, shape: Shape) -> tuple[int, ...]:
-        """Blocks of every virtual stage as the file has them; none where it leaves them to us."""
+        """Blocks of every virtual stage in the file; empty if it leaves them open."""
         if text := self.numbers.get("stage_layout"):
             return blocks_of_text(text)
         stages, layers = layout.virtual_stages, shape.layers
@@ -480,7 +480,7 @@ class _FileReader:
             return None
 
     def _as_long(self, shape: Shape) -> Shape:
-        """The shape with the file's sequences, on which the balance of stages depends."""
+        """The shape with the file's sequence length, on which stages depend."""
         sequence = self.of("sequence", 0)
         if not sequence or shape.positions == "learned":
             return shape
@@ -536,7 +536,7 @@ class _FileReader:
         return sizes
 
     def _dense(self, blocks: Any, layers: int) -> int:
-        """The first blocks that have no experts."""
+        """The number of leading blocks without experts."""
         sparse = _sparse(blocks, layers)
         dense = sparse.index(1) if 1 in sparse else len(sparse)
         if len(sparse) != layers or 0 in sparse[dense:]:
@@ -560,7 +560,7 @@ class _FileReader:
     # ---- rules
 
     def check(self, job: Job) -> None:
-        """Adds a fault for every rule of the trainer that the file breaks."""
+        """Add a fault for every rule of the trainer that the file violates."""
         values = self._known(job)
         for rule in self.trainer.divides:
             self._divides(rule, values)
@@ -661,7 +661,7 @@ class _FileReader:
             self.faults.append(Fault(key, what, rule.text))
 
     def _cause(self, terms: Mapping[str, Any], values: Mapping[str, int]) -> str:
-        """The option by which a rule applies; "" if it does not."""
+        """The option that makes a rule apply; "" if it does not apply."""
         for key, value in terms.get("if", {}).items():
             return key if key in self.options and self._is(key, value) else ""
         for key in terms.get("if_any", ()):
@@ -685,7 +685,7 @@ def _shown(value: Any) -> str:
 
 
 def _sparse(blocks: Any, layers: int) -> list[int]:
-    """Which blocks have experts: of a frequency, a list, or Megatron's text of one."""
+    """1 for each block with experts, from a frequency, a list, or Megatron's text."""
     if isinstance(blocks, list):
         return [int(same(each, 1)) for each in blocks]
     text = str(blocks)
@@ -698,7 +698,7 @@ def _sparse(blocks: Any, layers: int) -> list[int]:
 
 
 def blocks_of_text(text: Any) -> tuple[int, ...]:
-    """Blocks of every stage in Megatron-Core's notation, `Et*3|(tt|)*2tL`, or in lists of names."""
+    """Blocks of every stage in Megatron-Core's notation, `Et*3|(tt|)*2tL`, or in lists."""
     if isinstance(text, list):
         return tuple(str(stage).count("decoder") for stage in text)
     plain = str(text).replace(",", "").replace(" ", "")

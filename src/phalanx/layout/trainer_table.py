@@ -1,7 +1,8 @@
 """The table of other trainers' options: trainers.toml as values.
 
-A trainer has options for quantities (tp, batch, layers, ...) and for choices. A choice is a word of a
-group, as `zero3` of `zero`, and is made by one or several options together.
+A trainer has options for quantities (tp, batch, layers, ...) and for choices. A choice
+is a word of a group, such as `zero3` of `zero`, and takes one or several options
+together.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from .mesh import LayoutError
 
 FLAGS, TOML, JSON, YAML = "flags", "toml", "json", "yaml"
 Options = Mapping[str, Any]
-# Quantities without which a layout is another one, if they are above one.
+# Quantities above 1 that a file must be able to express.
 WAYS = ("tp", "pp", "cp", "ep")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule that the trainer has for its own options, as a row of `divides`, `equals` or `needs`."""
+    """A trainer's rule for its own options: a row of `divides`, `equals` or `needs`."""
 
     text: str
     terms: Mapping[str, Any]
@@ -38,13 +39,13 @@ class Trainer:
     title: str
     versions: str
     format: str
-    profile: str  # of software, by which its steps are priced
+    profile: str  # software profile that prices its steps
     known_by: tuple[str, ...]
-    compiled: str = ""  # the profile of compiled blocks, if that is another
+    compiled: str = ""  # profile for compiled blocks, if it differs
     launch: str = ""
-    even_stages: bool = False  # it gives every stage as many layers
-    shards_by_size: bool = False  # a shard size of 1 is DDP
-    parts_if_mixed: bool = False  # sizes of plain data parallelism are left out
+    even_stages: bool = False  # every stage has equally many layers
+    shards_by_size: bool = False  # a shard size of 1 means DDP
+    parts_if_mixed: bool = False  # omit sizes of plain data parallelism
     written: Mapping[str, str] = field(default_factory=dict)
     read: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     defaults: Options = field(default_factory=dict)
@@ -60,12 +61,12 @@ class Trainer:
 
     @property
     def sized(self) -> bool:
-        """True if a model's sizes stand in its files."""
+        """True if its files contain the sizes of a model."""
         return "layers" in self.written
 
     @cached_property
     def values(self) -> Mapping[str, list[Any]]:
-        """The values of options that make choices; flags, which have none, are left out."""
+        """Values of the options that make choices, except flags without a value."""
         found: dict[str, list[Any]] = {}
         rows = (
             row
@@ -85,21 +86,21 @@ class Trainer:
 
     @property
     def without(self) -> frozenset[str]:
-        """The ways to split a model that its files cannot name."""
+        """The ways to split a model that its files cannot express."""
         named = {way for way in ("tp", "pp", "ep") if way in self.written}
         named |= {way for way in ("ring", "ulysses") if way in self.words["cp"]}
         named |= {"seq"} if "seq" in self.words["seq"] else set()
         return frozenset({"tp", "pp", "ep", "ring", "ulysses", "seq"} - named)
 
     def key(self, quantity: str) -> str:
-        """The option of a quantity, as errors name it."""
+        """The name of a quantity's option in errors."""
         if quantity == "ranks" and quantity not in self.read:
             quantity = "nodes" if "nodes" in self.read else "the ranks"
         names = self.read.get(quantity, ())
         return self.written.get(quantity) or (names[0] if names else quantity)
 
     def refusal(self, group: str, word: str) -> str:
-        """Explains why the trainer has no option for a choice."""
+        """Explain why the trainer has no option for a choice."""
         known = self.cannot.get(f"{group}:{word}") or self.cannot.get(group)
         return known or f"{self.title} has no option for it"
 
@@ -130,13 +131,13 @@ def _trainer(name: str, row: dict[str, Any]) -> Trainer:
 
 @cache
 def trainers() -> Mapping[str, Trainer]:
-    """Every trainer of the table, by name."""
+    """All trainers of the table, by name."""
     text = Path(__file__).with_name("trainers.toml").read_text(encoding="utf-8")
     return {name: _trainer(name, row) for name, row in tomllib.loads(text).items()}
 
 
 def trainer_named(name: str) -> Trainer:
-    """The trainer of this name."""
+    """The trainer with this name."""
     known = trainers()
     if name not in known:
         raise LayoutError(

@@ -1,7 +1,8 @@
-"""Other trainers' files as text: argument lists in shell scripts, TOML, JSON and YAML, as flat options.
+"""Other trainers' files as flat options: shell scripts, TOML, JSON and YAML.
 
-An option of a nested file is named by its path, as `training.seq_len`. Reading runs nothing: of a shell
-script only assignments, `$NAME`, `${NAME:-default}` and sums of whole numbers are understood.
+An option of a nested file is named by its path, such as `training.seq_len`. Nothing is
+run. In shell scripts only assignments, `$NAME`, `${NAME:-default}` and integer
+arithmetic are understood.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from .mesh import LayoutError
 from .trainer_table import FLAGS, JSON, TOML, YAML, Options
 
 SUFFIXES = {".toml": TOML, ".json": JSON, ".yaml": YAML, ".yml": YAML}
-_ENTRIES = 20_000  # of a nested file: an alias of YAML may stand for very many
+_ENTRIES = 20_000  # in a nested file: one YAML alias may expand to very many
 _ASSIGNED = re.compile(r"\s*(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)=(.*)")
 _NAME = r"\$(?:(\w+)|\{(\w+)(?::?[-=]([^{}]*))?\})"
 _SUM = re.compile(r"\$\(\(([\w\s+*/()-]{1,200})\)\)")
 _FLAG = re.compile(r"--?[A-Za-z]")
-_ROUNDS = 8  # names inside names
-_WORDS = 200_000  # characters of a line, with every name replaced
+_ROUNDS = 8  # rounds of replacing names inside names
+_WORDS = 200_000  # characters of a line after replacing names
 
 # ---- from text
 
 
 def options_of(text: str, format: str, where: str) -> dict[str, Any]:
-    """The options of a file, flat."""
+    """The options of a file as a flat dictionary."""
     if format == FLAGS:
         return _flags(text)
     if format == TOML:
@@ -77,7 +78,7 @@ def _yaml(text: str, where: str) -> Any:
 
 
 def _flags(text: str) -> dict[str, Any]:
-    """The options of an argument list or a shell script, the last of each."""
+    """The options in an argument list or a shell script; the last one of a name counts."""
     values: dict[str, str] = {}
     found: dict[str, Any] = {}
     for line in text.replace("\\\r\n", " ").replace("\\\n", " ").splitlines():
@@ -85,7 +86,7 @@ def _flags(text: str) -> dict[str, Any]:
         assigned = _ASSIGNED.fullmatch(line)
         if assigned and not assigned[2].lstrip().startswith("("):
             values[assigned[1]] = " ".join(_words(assigned[2]))
-        # Options are taken where they stand, in a list, a text or the command itself.
+        # Options may be in a list, a string, or the command itself.
         found |= _arguments([part for word in _words(line) for part in word.split()])
     return found
 
@@ -93,13 +94,13 @@ def _flags(text: str) -> dict[str, Any]:
 def _words(line: str) -> list[str]:
     try:
         return shlex.split(line, comments=True)
-    except ValueError:  # a text that goes on in the next line
+    except ValueError:  # a string that continues in the next line
         plain = re.sub(r"[\"']", " ", line)
         return [word for word in plain.partition(" #")[0].split() if word != "#"]
 
 
 def _filled(line: str, values: Mapping[str, str]) -> str:
-    """A line with the values of names, and with sums of whole numbers computed."""
+    """The line with names replaced by their values, and integer arithmetic computed."""
 
     def value(match: re.Match[str]) -> str:
         name = match[1] or match[2]
@@ -134,7 +135,7 @@ def _sum(match: re.Match[str], values: Mapping[str, str]) -> str:
 
 
 def _arguments(words: list[str]) -> dict[str, Any]:
-    """Maps each `--name` to its value: True, a word, or a list of words."""
+    """Map each `--name` to its value: True, a word, or a list of words."""
     found: dict[str, Any] = {}
     name, values = "", list[str]()
     for word in [*words, "--"]:

@@ -1,6 +1,6 @@
-"""A job of ours as a file of another trainer, and what that trainer cannot say.
+"""Writes a job of ours as another trainer's file, and names what it cannot express.
 
-What was written is read back: a difference that no sentence has named yet is named then.
+The file is read back, and any difference that is not named yet is named then.
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ from .trainer_read import Given, Reading, read_options, same
 from .trainer_table import WAYS, Options, Trainer
 from .trainer_text import text_of
 
-# Groups of a model's choices; trainers without its sizes have none of them.
+# Groups of a model's choices, which trainers without model sizes do not have.
 _MODEL = ("norm", "rope", "mlp", "output", "bias", "qk_norm", "latent", "grouped")
-# Choices that a trainer without options for them makes anyway.
+# Choices that need no option in a trainer that has none for the group.
 _PLAIN = {"compile": "no compile", "recompute": "none", "seq": "no seq"}
 
 
 @dataclass(frozen=True)
 class Written:
-    """A trainer's file. `unsaid` are sentences on what it does not say of the job, `near` on what it
-    says in another way, and `elsewhere` on what stands in the training script."""
+    """A trainer's file, with sentences about its limits.
+
+    `unsaid` tell what of the job it cannot express, `near` what it expresses
+    differently, and `elsewhere` what the training script determines.
+    """
 
     trainer: Trainer
     job: Job
@@ -40,7 +43,7 @@ class Written:
 
     @property
     def whole(self) -> bool:
-        """True if the file says all of the layout."""
+        """True if the file expresses the whole layout."""
         return not self.unsaid
 
     @property
@@ -69,7 +72,7 @@ def written(job: Job, trainer: Trainer) -> Written:
 
 
 def can_say(layout: Layout, shape: Shape, trainer: Trainer, batch: int) -> bool:
-    """True if a trainer has options for all of a layout."""
+    """True if a trainer has options for the whole layout."""
     job = Job(layout, shape, batch, shape.sequence)
     writer = _FileWriter(job, trainer)
     writer.write()
@@ -80,7 +83,7 @@ def can_say(layout: Layout, shape: Shape, trainer: Trainer, batch: int) -> bool:
 
 
 def _differences(job: Job, back: Reading) -> Iterator[str]:
-    """Sentences on what a file that was read back says otherwise."""
+    """Sentences about differences in a file that was read back."""
     trainer = back.trainer
     yield from (f"{trainer.title} refuses this: {fault}" for fault in back.faults)
     ours, theirs = job.layout, back.job.layout
@@ -91,7 +94,7 @@ def _differences(job: Job, back: Reading) -> Iterator[str]:
 
 
 def _unnamed_sizes(job: Job, back: Reading) -> Iterator[str]:
-    """A sentence on what of the model the file leaves to the training script."""
+    """A sentence about sizes that the file leaves to the training script."""
     ours, theirs = job.shape, back.job.shape
     if not back.trainer.sized or ours is None or theirs is None:
         return
@@ -101,7 +104,7 @@ def _unnamed_sizes(job: Job, back: Reading) -> Iterator[str]:
 
 
 class _FileWriter:
-    """One file that is written."""
+    """Writes one file."""
 
     def __init__(self, job: Job, trainer: Trainer) -> None:
         self.job, self.trainer = job, trainer
@@ -132,7 +135,7 @@ class _FileWriter:
         return any(name in self.trainer.written for name in (way, *also))
 
     def _replicas(self, values: Mapping[str, Any]) -> None:
-        """Refuses replicas of shards where no option cuts data parallelism in two."""
+        """Refuse replicas of shards if no option divides data parallelism in two."""
         zero = self.job.layout.zero
         named = {"dp_replicate", "replicas"} & self.trainer.written.keys()
         by_size = zero == 3 and "shard_size" in self.trainer.written
@@ -211,7 +214,7 @@ class _FileWriter:
             self.near.append(f"{shown}: {near}.")
 
     def _clashes(self, row: Options) -> str:
-        """The option for which a choice needs another value than it has; "" if none."""
+        """An option that a choice needs with another value; "" if none."""
         for key, value in row.items():
             if key in self.options and not same(self.options[key], value):
                 return key
