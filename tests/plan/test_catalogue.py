@@ -15,6 +15,7 @@ from phalanx.plan import (
     link,
     links,
 )
+from phalanx.plan.table import device_of_row
 
 # (device, dtype): TFLOP/s as datasheets print them, dense.
 PRINTED = {
@@ -29,6 +30,13 @@ PRINTED = {
     ("gb200", "fp4"): 10000, ("h100-nvl", "bf16"): 835, ("a800", "bf16"): 312,
     ("h800", "fp8"): 1978.9, ("v100-16", "fp16"): 125, ("v100-32", "fp32"): 15.7,
     ("rtx-3090", "fp32"): 35.6, ("rtx-3090", "bf16"): 71,
+    ("b300", "bf16"): 2250, ("b300", "fp8"): 4500, ("b300", "fp4"): 13500, ("gb300", "bf16"): 2500,
+    ("gb300", "fp4"): 15000, ("mi350x", "bf16"): 2306.9, ("mi350x", "fp8"): 4613.7,
+    ("mi355x", "bf16"): 2516.6, ("mi355x", "fp4"): 10066.3, ("mi355x", "fp64"): 78.6,
+    ("gh200", "bf16"): 990, ("gh200", "fp8"): 1979, ("gh200", "fp32"): 67, ("h20", "bf16"): 148,
+    ("h20", "fp8"): 296, ("l4", "bf16"): 121, ("l4", "fp32"): 30.3, ("l4", "fp8"): 242.5,
+    ("a10g", "bf16"): 70, ("a10g", "fp32"): 35, ("t4", "fp16"): 65, ("t4", "fp32"): 8.1,
+    ("rtx-5090", "fp32"): 104.8, ("rtx-5090", "bf16"): 209.5, ("rtx-5090", "fp4"): 1676,
 }  # fmt: skip
 # GB and GB/s as sold; HBM's GB are GiB.
 MEMORY = {
@@ -38,6 +46,9 @@ MEMORY = {
     "mi250x": (128, 3277), "mi300x": (192, 5325), "mi325x": (256, 6000), "tpu-v5e": (16, 819),
     "tpu-v5p": (96, 2765), "tpu-v6e": (32, 1640), "trainium2": (96, 2900), "gaudi-3": (128, 3700),
     "b200": (180, 7700), "gb200": (186, 8000), "a800": (80, 2039), "h800": (80, 3352),
+    "b300": (268, 8000), "gb300": (277, 8000), "mi350x": (288, 8000), "mi355x": (288, 8000),
+    "gh200": (96, 4000), "h20": (96, 4000), "l4": (24, 300), "a10g": (24, 600), "t4": (16, 320),
+    "rtx-5090": (32, 1792),
     "v100-16": (16, 900), "v100-32": (32, 900), "rtx-3090": (24, 936),
 }  # fmt: skip
 
@@ -190,3 +201,22 @@ def test_a_device_that_is_none_is_refused_with_the_nearest() -> None:
         device("mi300")
     with pytest.raises(MachineError, match="a100-40, a100-80"):
         device("abacus")
+
+
+@pytest.mark.parametrize(
+    "name, told",
+    [("gb300", "reached_tflops"), ("b300", "chip"), ("gb300", "chip"), ("h20", "chip")],
+)
+def test_a_number_that_no_maker_states_is_marked_as_assumed(
+    name: str, told: str
+) -> None:
+    assert "assumed" in device(name).source(told)
+
+
+def test_new_devices_are_known_by_the_hardware_of_a_table() -> None:
+    names = {
+        "GB300-NVL72": "gb300", "B300 SXM": "b300", "GB200-NVL72": "gb200", "H200 SXM": "h200",
+        "NVIDIA H20": "h20", "8x L4": "l4", "L40S": "l40s", "A10G": "a10g", "Tesla T4": "t4",
+        "AMD MI355X": "mi355x", "MI350X": "mi350x", "RTX 5090": "rtx-5090",
+    }  # fmt: skip
+    assert {text: device_of_row(text).name for text in names} == names

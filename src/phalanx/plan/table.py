@@ -24,7 +24,9 @@ _DEVICES = (
     (r"A100.*40", "a100-40"), (r"A100", "a100-80"), (r"A800", "a800"), (r"H100.*PCI", "h100-pcie"),
     (r"H100.*HBM2e", "h100-96"), (r"H800", "h800"), (r"V100.*32", "v100-32"), (r"V100", "v100-16"),
     (r"H100.*NVL\b", "h100-nvl"), (r"G?H200", "h200"), (r"G?H100", "h100-sxm"),
-    (r"GB200", "gb200"), (r"B200", "b200"), (r"MI250", "mi250x"), (r"MI300", "mi300x"),
+    (r"GB300", "gb300"), (r"B300", "b300"), (r"GB200", "gb200"), (r"B200", "b200"), (r"H20\b", "h20"),
+    (r"MI350", "mi350x"), (r"MI355", "mi355x"), (r"5090", "rtx-5090"), (r"\bL4\b", "l4"),
+    (r"A10G", "a10g"), (r"\bT4\b", "t4"), (r"MI250", "mi250x"), (r"MI300", "mi300x"),
     (r"MI325", "mi325x"), (r"L40S", "l40s"), (r"4090", "rtx-4090"), (r"3090", "rtx-3090"),
     (r"v5e|v5 ?lite", "tpu-v5e"), (r"v5p", "tpu-v5p"), (r"v6e|trillium", "tpu-v6e"),
     (r"trainium ?2|trn2", "trainium2"), (r"gaudi ?3", "gaudi-3"),
@@ -159,7 +161,7 @@ def _row(
             r"\blora\b", " ".join(fields.get(x, "") for x in _TITLES), re.IGNORECASE
         ):
             raise MachineError("it trains LoRA adapters, whose rank no column gives")
-        kind = _device(fields["hardware"])
+        kind = device_of_row(fields["hardware"])
         made = _case(fields, profile)
         _refuse_format(made, kind, fields.get("precision", ""))
         hardware = _hardware(
@@ -298,7 +300,8 @@ def _refuse_format(case: Case, device: Device, text: str) -> None:
         raise CellError("precision", text, f"is not supported by {device.name}")
 
 
-def _device(hardware: str) -> Device:
+def device_of_row(hardware: str) -> Device:
+    """Return the device of the catalogue that a row's `hardware` names."""
     for pattern, name in _DEVICES:
         if re.search(pattern, hardware, re.IGNORECASE) and name in devices():
             return device(name)
