@@ -218,3 +218,20 @@ def test_a_cluster_that_was_named_and_has_no_such_size_is_refused(
     argv = ["check", "dp12", "--model", "tiny", "--batch", "24", "--cluster", "h100x12"]
     assert main(argv) == 2
     assert "12 do not fill levels of 8" in capsys.readouterr().err
+
+
+def test_memory_of_a_whole_batch_at_once_is_said_to_be_that(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["check", "dp8 zero3", "--model", "8b", "--json"]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    found = whole["one_sequence"]
+    assert found["sequences"] == whole["batch"] // 8 == 64
+    assert main(["check", found["layout"], "--model", "8b", "--json"]) == 0
+    divided = json.loads(capsys.readouterr().out)
+    assert divided["memory_gb"] == pytest.approx(found["memory_gb"])
+    assert "one_sequence" not in divided
+    assert whole["memory_gb"] > 20 * divided["memory_gb"]
+    assert main(["check", "dp8 zero3", "--model", "8b"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "one microbatch of 64 sequences a rank" in said

@@ -194,6 +194,8 @@ def _memory(request: Request, layout: Layout, pieces: StagedPieces) -> dict[str,
         "memory_by_kind_gb": {kind: size / 1e9 for kind, size in kinds.items()},
         "memory_range_gb": [size / 1e9 for size in range_],
     }
+    if smaller := _one_sequence(request, layout, figures["memory_gb"]):
+        figures["one_sequence"] = smaller
     if request.hardware.name:
         memory = request.hardware.memory
         figures |= {"device": request.hardware.name, "device_gb": memory / 1e9}
@@ -204,6 +206,21 @@ def _memory(request: Request, layout: Layout, pieces: StagedPieces) -> dict[str,
     if request.profile.muon:
         figures["newton_schulz"] = _newton_schulz(request, layout, pieces)
     return figures
+
+
+def _one_sequence(
+    request: Request, layout: Layout, memory_gb: float
+) -> dict[str, Any] | None:
+    """The layout with one sequence in each microbatch, and its memory, if its batch is
+    not divided into microbatches and that takes less than half the memory."""
+    rows = request.batch // layout.data
+    if layout.microbatches > 1 or rows < 2:
+        return None
+    other = replace(layout, microbatches=rows)
+    smaller = sum(held(request, other).memory.values()) / 1e9
+    if smaller > memory_gb / 2:
+        return None
+    return {"layout": str(other), "memory_gb": smaller, "sequences": rows}
 
 
 def _lower_stage(request: Request, stage: LowerStage) -> dict[str, Any]:
@@ -294,6 +311,12 @@ def _needs(figures: Mapping[str, Any]) -> Iterator[str]:
     kinds = {kind: 1e9 * size for kind, size in figures["memory_by_kind_gb"].items()}
     step = f"{figures['batch']:,} sequences of {figures['sequence']:,} tokens"
     yield f"In {figures['precision']}, with {step}, it needs {held_text(kinds)}."
+    if smaller := figures.get("one_sequence"):
+        size = bytes_text(1e9 * smaller["memory_gb"])
+        yield (
+            f"That is one microbatch of {smaller['sequences']:,} sequences a rank. With one sequence in each"
+            f" microbatch, {smaller['layout']!r}, it needs {size}."
+        )
     if work := figures.get("newton_schulz"):
         flops, moved = si_text(work["flops"]), bytes_text(work["moved"])
         yield f"Newton-Schulz takes {flops} FLOPs on the busiest rank, once a step, and moves {moved}."
