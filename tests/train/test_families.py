@@ -488,7 +488,7 @@ def test_pieces_that_are_not_what_transformers_computes_are_not_compared(
         )
         assert main(words) == 2
     said = capsys.readouterr().err
-    assert "GraniteForCausalLM.forward one of" in said
+    assert "GraniteForCausalLM.forward is " in said
     assert "transformers' code was not understood" in said
     embedded = transformers_frame.TransformersEmbed.forward
 

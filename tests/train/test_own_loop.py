@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import phalanx
 from phalanx.comm import AloneWorld, RankFailed, World, launch
 from phalanx.generate import GenerateError, Sampling
-from phalanx.layout import Layout, LayoutError
+from phalanx.layout import Layout, LayoutError, module_recipe
 from phalanx.models import Decoder
 
 LAYOUTS = (
@@ -190,10 +190,34 @@ def test_metrics_that_ranks_do_not_expect_are_refused() -> None:
         run.step(loops.batches()[0])
 
 
+def _chosen(world: World) -> str:
+    model = loops.tiny()
+    optimizer = loops.optimizer_of("SGD", model)
+    run = phalanx.prepare(
+        model, optimizer, "auto", loss=loops.weighted_loss, count=loops.count_weights,
+        metrics=["right", "weight"], world=world,
+    )  # fmt: skip
+    return str(run.layout)
+
+
+def test_auto_is_dp_where_the_state_fits() -> None:
+    assert launch(_chosen, 2, backend="threads") == ["dp2 fp64"] * 2
+
+
+@pytest.mark.parametrize(
+    ("billions", "layout"),
+    # Bytes of an element in float32 with Adam: weight 4, gradient 4, moments 8; half of 80 GB is 40 GB.
+    [(1, "dp8"), (3, "dp8 zero1"), (6, "dp8 zero2"), (20, "dp8 zero3")],
+)
+def test_auto_shards_what_does_not_fit_in_half_the_memory(
+    billions: int, layout: str
+) -> None:
+    assert str(module_recipe(billions * 10**9, 8, 80e9, "fp32")) == layout
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"layout": "auto"}, "phalanx.plan"),
         ({"layout": "dp2"}, "torchrun --nproc-per-node 2"),
         ({"layout": "recompute:fit"}, "recompute:all"),
         ({"loss": None}, "metrics need a loss function"),

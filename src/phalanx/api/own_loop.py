@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from ..comm import World, agreement, join
 from ..comm.agree import exchange
 from ..generate import Generator, Sampling
-from ..layout import Layout, LayoutError, legal
+from ..layout import Layout, LayoutError, legal, module_recipe
 from ..layout.choices import FP16, FP32, FP64
+from ..layout.host import available_memory
 from ..parallel import (
     Model,
     UntriedPieces,
@@ -114,7 +115,8 @@ def prepare(
     model: a module with its weights; all ranks start with those of rank 0
     optimizer: a torch optimizer over the module's parameters. Its options are read, but it is never
         stepped; you or torch's schedulers may change its learning rates
-    layout: layout as text; by default dp over all ranks
+    layout: layout as text; by default dp over all ranks, and with "auto" the lowest ZeRO stage
+        whose state fits in half of the memory
     loss: function loss(output, batch) that returns the summed loss of a microbatch, optionally with
         a dict of summed metrics; by default the model's own loss
     count: function count(batch) whose sum over all ranks divides losses and metrics; by default the
@@ -130,6 +132,8 @@ def prepare(
     world: this rank's connection to the others; by default `phalanx.join()`
     """
     world = world or join()
+    if str(layout).strip() == "auto":
+        layout = _auto(model, world)
     with agreement(world) as facts:
         chosen = _layout_of(layout, model, world.size)
         refuse_other_than_elementwise(optimizer)
@@ -394,14 +398,26 @@ class PreparedRun:
 # ---- checks before training
 
 
+def _auto(model: nn.Module, world: World) -> Layout:
+    """Return the layout that `auto` chooses, by the least memory that a rank has. Collective."""
+    if world.device.type == "cuda":
+        memory: float = torch.cuda.get_device_properties(world.device).total_memory
+        memory /= world.sharing
+    else:
+        memory = available_memory() / world.size
+    everyone = world.split("auto", [range(world.size)])
+    least = torch.tensor([memory], dtype=torch.float64, device=everyone.device)
+    everyone.all_reduce(least, "min")
+    weights = list(model.parameters())
+    double = any(x.dtype == torch.float64 for x in weights)
+    numbers = sum(x.numel() for x in weights)
+    precision = FP64 if double else FP32
+    return module_recipe(numbers, world.size, float(least), precision)
+
+
 def _layout_of(given: str | Layout, model: nn.Module, ranks: int) -> Layout:
     """Return the layout for this world, in float64 if the model has float64 weights."""
     text = given if isinstance(given, str) else str(given)
-    if text.strip() == "auto":
-        raise LayoutError(
-            "layout = auto needs the sizes of a model, which a module does not give. Get a layout from"
-            " phalanx.plan, or omit it for dp over all ranks."
-        )
     layout = Layout.parse(text.strip() or (f"dp{ranks}" if ranks > 1 else ""))
     if layout.ranks != ranks:
         raise LayoutError(

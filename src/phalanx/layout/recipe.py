@@ -8,6 +8,8 @@ devices, 50B parameters or 16k tokens also tensor, pipeline and context parallel
 After that, measure, and tune for the highest MFU.
 """
 
+from dataclasses import replace
+
 from .choices import ACCUM, FP32, ONE_F_ONE_B
 from .layout import Layout
 from .legal import legal, nearest
@@ -77,6 +79,21 @@ def recipe(
             f" Use a batch of {ranks} or more, or fewer ranks."
         )
     return near[0]
+
+
+def module_recipe(parameters: int, ranks: int, memory: float, precision: str) -> Layout:
+    """The layout of a module of which only the number of weights is known: dp over all ranks,
+    with the lowest ZeRO stage whose weights, gradients and optimizer fit in half of `memory`,
+    a rank's bytes.
+    """
+    plain = Layout.parse(f"dp{ranks}" if ranks > 1 else "")
+    state = engine_state(precision)
+    held = held_bytes(plain, state)
+    whole = held.weight + held.gradient + held.optimizer
+    if ranks == 1 or parameters * whole <= memory / 2:
+        return replace(plain, precision=precision)
+    stage = _stage(parameters, ranks, memory, precision)
+    return replace(plain, zero=stage, precision=precision)
 
 
 def _divisor(ranks: int, wanted: int) -> int:
