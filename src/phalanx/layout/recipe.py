@@ -8,8 +8,6 @@ devices, 50B parameters or 16k tokens also tensor, pipeline and context parallel
 After that, measure, and tune for the highest MFU.
 """
 
-from dataclasses import replace
-
 from .choices import ACCUM, FP32, ONE_F_ONE_B
 from .layout import Layout
 from .legal import legal, nearest
@@ -86,14 +84,15 @@ def module_recipe(parameters: int, ranks: int, memory: float, precision: str) ->
     with the lowest ZeRO stage whose weights, gradients and optimizer fit in half of `memory`,
     a rank's bytes.
     """
-    plain = Layout.parse(f"dp{ranks}" if ranks > 1 else "")
+    words = [f"dp{ranks}"] * (ranks > 1) + [precision] * (precision != FP32)
+    plain = Layout.parse(" ".join(words))
     state = engine_state(precision)
     held = held_bytes(plain, state)
     whole = held.weight + held.gradient + held.optimizer
     if ranks == 1 or parameters * whole <= memory / 2:
-        return replace(plain, precision=precision)
+        return plain
     stage = _stage(parameters, ranks, memory, precision)
-    return replace(plain, zero=stage, precision=precision)
+    return Layout.parse(" ".join([*words, f"zero{stage}"]))
 
 
 def _divisor(ranks: int, wanted: int) -> int:
