@@ -61,6 +61,31 @@ class _Given:
         return (*took[:alike], *self.shape[alike:])
 
 
+class WeightOutside(Tensor):
+    """A weight of another piece, of which a forward may read the dtype, device and shape alone."""
+
+    reason = ""
+    _FACTS = (
+        Tensor.dtype.__get__,
+        Tensor.device.__get__,  # type: ignore[attr-defined]
+        Tensor.shape.__get__,  # type: ignore[attr-defined]
+        Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
+        Tensor.size,
+        Tensor.dim,
+    )
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in cls._FACTS:
+            plain: Any = super().__torch_function__
+            return plain(func, types, args, kwargs or {})
+        every = tree_leaves((args, kwargs))
+        outside = next(x for x in every if isinstance(x, WeightOutside))
+        raise LayoutError(outside.reason)
+
+
 class OwnFrame(Frame):
     """A user's module, whose forward is called with the entries of a batch that its arguments name."""
 
@@ -69,6 +94,9 @@ class OwnFrame(Frame):
         self.module = module
         self.given: dict[Key, _Given] = {}
         self.ignored = IGNORED  # the target that its own loss leaves out
+        # Weights that belong to the modules around the blocks themselves: the module, the weight's name
+        # there, and its name in the first piece, which computes with it.
+        self.bare: list[tuple[nn.Module, str, str]] = []
 
     def passed_by(self, key: Key, args: Any, kwargs: Any) -> Any:
         x = _first_tensor(args, kwargs)
@@ -81,18 +109,34 @@ class OwnFrame(Frame):
     def attribute(self, real: nn.Module, name: str) -> Any:
         value = getattr(real, name)
         if isinstance(value, nn.Parameter):
-            raise LayoutError(
-                f"it reads the weight {name} of a {type(real).__name__} outside of that module"
-            )
+            known: WeightOutside = value.detach().as_subclass(WeightOutside)
+            known.reason = f"it reads the weight {name} of a {type(real).__name__} outside of that module"
+            return known
         return value
 
-    def run(self, running: Running, batch: Batch) -> Any:
+    def run(self, running: Running, batch: Batch, own: nn.Module | None = None) -> Any:
+        """Runs the forward. `own` is the first piece, if that runs: it has the bare weights."""
+        for owner, key, name in self.bare:
+            weight = None if own is None else own._parameters[name]
+            owner._parameters[key] = self._nothing(owner, key, batch, weight)
         device = next(iter(batch.values())).device
         self._bring_buffers(device)
         given = arguments_for(self.module.forward, with_ignored(batch, self.ignored))
         # On meta, where pieces are costed, what the forward makes by itself is on meta too.
         with torch.device(device) if device.type == "meta" else nullcontext():
             return self.until_reached(running, partial(self.module, **given))
+
+    @staticmethod
+    def _nothing(
+        owner: nn.Module, key: str, batch: Batch, weight: nn.Parameter | None
+    ) -> nn.Parameter:
+        """The weight, or zeros in its place where another piece runs."""
+        if weight is not None:
+            return weight
+        like = owner._parameters[key]
+        assert like is not None
+        zero = next(iter(batch.values())).new_zeros((), dtype=like.dtype)
+        return nn.Parameter(zero.expand(like.shape), requires_grad=False)
 
     def _bring_buffers(self, device: torch.device) -> None:
         """Tables around the pieces come to the device that computes."""
@@ -138,7 +182,7 @@ class OwnEmbed(_OwnOuter):
     """The module's forward before its first block."""
 
     def forward(self, **batch: Tensor) -> Tensor:
-        x: Tensor = self.frame.run(self.running(0, stop), batch)
+        x: Tensor = self.frame.run(self.running(0, stop), batch, self)
         return x
 
 
@@ -151,11 +195,11 @@ class OwnHead(_OwnOuter):
         super().__init__(frame, children)
         self.last = last
 
-    def forward(self, x: Tensor, **batch: Tensor) -> Any:
+    def forward(self, x: Tensor, /, **batch: Tensor) -> Any:
         return self.frame.run(self.running(self.last, lambda *_, **__: x), batch)
 
 
-def _block_forward(self: Any, x: Tensor, **batch: Tensor) -> Tensor:
+def _block_forward(self: Any, x: Tensor, /, **batch: Tensor) -> Tensor:
     """A block as a piece: with the other arguments that the forward around it makes."""
     if self._alone is not None:
         args, kwargs = self._alone
@@ -215,13 +259,11 @@ def _taken_apart(module: nn.Module, example: Batch, plan: Plan) -> Apart:
     path, layers = blocks_of(module)
     blocks = list(layers.children())
     names = {owner: name for name, owner in module.named_modules()}
-    refuse(
-        {
-            f"it has weights outside of its modules ({name})": True
-            for owner in path
-            for name, _ in owner.named_parameters(recurse=False)
-        }
-    )
+    bare = [
+        (owner, key, weight)
+        for owner in path
+        for key, weight in owner.named_parameters(recurse=False)
+    ]
 
     def named(owner: nn.Module, child: str) -> str:
         return f"{names[owner]}.{child}".lstrip(".").replace(".", "_")
@@ -246,6 +288,10 @@ def _taken_apart(module: nn.Module, example: Batch, plan: Plan) -> Apart:
         # a frame is left by an exception
         block.__dict__["uncompiled"] = alone is None
     embed = OwnEmbed(frame, around.before)
+    for owner, key, weight in bare:
+        name = named(owner, key)
+        embed.register_parameter(name, weight)
+        frame.bare.append((owner, key, name))
     head = OwnHead(frame, around.after, len(blocks) - 1)
     inner = tuple((f"blocks.{n}", block) for n, block in enumerate(blocks))
     pieces = (("embed", embed), *inner, ("head", head))
@@ -422,7 +468,8 @@ class _RunOnMeta:
         refuse(
             {
                 f"its blocks ({kind}) do not take activations first": not args
-                or not isinstance(args[0], Tensor),
+                or not isinstance(args[0], Tensor)
+                or not args[0].is_floating_point(),
                 f"its blocks ({kind}) return a {type(y).__name__}": not isinstance(
                     y, Tensor
                 ),

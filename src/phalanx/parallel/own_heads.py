@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -23,12 +25,19 @@ class Heads:
 def heads_of(module: nn.Module) -> Heads:
     """The heads that a module, or the first one inside of it, keeps in an attribute."""
     for each in module.modules():
-        if query := _number(each, HEADS):
-            return Heads(query, _number(each, KEYS) or query, each)
+        for own in (vars(each), _config_of(each)):
+            if query := _number(own, HEADS):
+                return Heads(query, _number(own, KEYS) or query, each)
     return Heads()
 
 
-def _number(module: nn.Module, names: tuple[str, ...]) -> int:
-    own = vars(module)
+def _config_of(module: nn.Module) -> Mapping[str, Any]:
+    """The configuration of an attention that reads its numbers of heads there, as those of transformers."""
+    attends = "attn" in (name := type(module).__name__.lower()) or "attention" in name
+    config = getattr(module, "config", None)
+    return vars(config) if attends and hasattr(config, "__dict__") else {}
+
+
+def _number(own: Mapping[str, Any], names: tuple[str, ...]) -> int:
     found = (own[name] for name in names if type(own.get(name)) is int)
     return next((number for number in found if number > 0), 0)

@@ -186,7 +186,7 @@ def _by_itself(self: Any, **batch: Tensor) -> dict[str, Tensor]:
     return _with_loss(self, run, None, batch)
 
 
-def _by_the_head(self: Any, x: Tensor, **batch: Tensor) -> dict[str, Tensor]:
+def _by_the_head(self: Any, x: Tensor, /, **batch: Tensor) -> dict[str, Tensor]:
     """The end of a module's forward after its blocks, with the loss of what it returns."""
 
     def run(activations: Tensor | None, entries: Batch) -> Any:
@@ -334,7 +334,7 @@ def arguments_for(forward: Callable[..., Any], batch: Batch) -> dict[str, Tensor
     return named
 
 
-def _by_its_child(self: Any, x: Tensor, **batch: Tensor) -> dict[str, Tensor]:
+def _by_its_child(self: Any, x: Tensor, /, **batch: Tensor) -> dict[str, Tensor]:
     """A head's own forward, with the user's loss in it."""
     here: _LossHere = self._modules["loss"]
     here.batch = batch

@@ -31,7 +31,7 @@ from ..models.experts import TERMS, loss_router
 from .compile import CompiledModule, Factors
 from .data import Unit
 from .low_precision import EightBits, of_expert
-from .model import entries_named
+from .model import EVERY
 from .pool import storage_of
 from .products import MatmulSpec, into_input, multiply
 from .recompute import Selected, giving, keeping
@@ -410,9 +410,11 @@ class Piece:
                 if self.first or self.takes[0] in bundle
                 else ("x", *self.takes[1:])
             )
-            names = entries_named(names, batch)
+            # A piece that takes every entry may get one of the name of its activations.
+            every = tuple(batch) if EVERY in names else ()
             mine = tuple(name for name in names if name in bundle)
-            named = tuple(name for name in names if name in batch and name not in mine)
+            others = (name for name in names if name in batch and name not in mine)
+            named = every or tuple(others)
             past = tuple(name for name in bundle if name not in mine)
             known = self.known[key] = _Taken(mine, named, past)
         return known
@@ -422,8 +424,8 @@ class Piece:
         if mine:
             first = next(iter(mine))
             x = mine[first]
-            named = {**mine, **named}
-            del named[first]
+            others = {name: y for name, y in mine.items() if name != first}
+            named = {**others, **named}
         if self.compiled:
             y = self.compiled(x, named, partial(self._take, self.pending))
         else:

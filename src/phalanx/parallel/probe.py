@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..layout import Layout
 from .batch import DOCUMENTS
-from .model import Model, entries_named
+from .model import EVERY, Model
 from .tensor import Weight, cut_of
 from .whole import TARGETS, TOKENS
 
@@ -160,10 +160,12 @@ def run_pieces(model: Model, batch: Mapping[str, Tensor]) -> ProbeRun:
     for number, (prefix, piece) in enumerate(model.pieces):
         takes = model.takes(number)
         names = takes if not number or takes[0] in bundle else ("x", *takes[1:])
-        names = entries_named(names, batch)
         mine = [bundle[name] for name in names[:1] if name in bundle]
         more = {n: x for n, x in bundle.items() if n in names[len(mine) :]}
-        named = {n: x for n, x in batch.items() if n in names and n not in bundle}
+        every = EVERY in takes
+        named = {
+            n: x for n, x in batch.items() if every or (n in names and n not in bundle)
+        }
         notes = CallNotes(piece)
         try:
             gave = tensors_of(piece(*mine, **more, **named))
