@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,14 @@ def distilled(world: World, layout: str, steps: int) -> dict[str, Tensor]:
 
     with in_float64():
         weights: dict[str, Tensor] = distill.main(world, layout, steps)
+        return weights
+
+
+def example(world: World, name: str, layout: str, steps: int) -> dict[str, Tensor]:
+    """The weights that an example has after so many steps."""
+    with in_float64():
+        module = import_module(name)
+        weights: dict[str, Tensor] = module.main(world, layout, steps)
         return weights
 
 

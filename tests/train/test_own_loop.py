@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from torch.nn import functional as F
 import phalanx
 from phalanx.comm import AloneWorld, RankFailed, World, launch
 from phalanx.generate import GenerateError, Sampling
-from phalanx.layout import Layout, LayoutError, module_recipe
+from phalanx.layout import Layout, LayoutError
+from phalanx.layout.recipe import module_recipe
 from phalanx.models import Decoder
 
 LAYOUTS = (
@@ -368,6 +370,73 @@ def test_a_module_without_a_cache_says_how_it_is_sampled() -> None:
 
 
 # ---- the example
+
+
+def _preferring_by_hand(steps: int) -> dict[str, Tensor]:
+    """The model of examples/dpo.py by a script in plain torch, with the loss as its paper has it."""
+    import dpo
+
+    torch.manual_seed(0)
+    model = dpo.Pairs(dpo.Language(32, 2))
+    start = {name: x.clone() for name, x in model.state_dict().items()}
+    reference = dpo.Pairs(dpo.Language(32, 2))
+    reference.load_state_dict(start)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def logp(which: Any, batch: dict[str, Tensor], answer: int) -> Tensor:
+        spoken = which(batch["pairs"])[:, answer].log_softmax(-1)
+        targets = batch["answers"][:, answer]
+        mine = spoken.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+        return (mine * (targets != -100)).sum(-1)
+
+    for batch in dpo.pairs(steps):
+        ratios = []
+        for answer in (0, 1):
+            with torch.no_grad():
+                known = logp(reference, batch, answer)
+            ratios.append(logp(model, batch, answer) - known)
+        loss = -torch.sigmoid(0.5 * (ratios[0] - ratios[1])).log().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    weights: dict[str, Tensor] = model.state_dict()
+    return weights
+
+
+def _denoising_by_hand(steps: int) -> dict[str, Tensor]:
+    """The model of examples/diffusion.py by a script in plain torch."""
+    import diffusion
+
+    torch.manual_seed(0)
+    model = diffusion.Denoiser(4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    for batch in diffusion.noised(steps):
+        away = model(batch["points"], batch["times"]) - batch["noise"]
+        optimizer.zero_grad()
+        away.square().sum(-1).mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    weights: dict[str, Tensor] = model.state_dict()
+    return weights
+
+
+@pytest.mark.parametrize("layout", ["", "dp2 zero1", "pp2 1f1b:2"])
+@pytest.mark.parametrize(
+    ("name", "by_hand"),
+    [("dpo", _preferring_by_hand), ("diffusion", _denoising_by_hand)],
+)
+def test_an_example_is_its_plain_script(
+    name: str, by_hand: Callable[[int], dict[str, Tensor]], layout: str
+) -> None:
+    with loops.in_float64():
+        wanted = by_hand(4)
+    ranks = Layout.parse(layout).ranks
+    given = name, layout, 4
+    for weights in launch(loops.example, ranks, *given, backend="gloo", timeout=60.0):
+        for key, weight in wanted.items():
+            torch.testing.assert_close(weights[key], weight, rtol=1e-8, atol=1e-9)
+    text = Path(loops.EXAMPLES, f"{name}.py").read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 80
 
 
 def _distilled_by_hand(steps: int) -> dict[str, Tensor]:

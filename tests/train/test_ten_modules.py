@@ -1,4 +1,4 @@
-"""Twelve modules that nobody adapted equal their plain scripts, or are refused with the reason in the docs."""
+"""Twelve modules that nobody adapted equal their plain scripts, or are refused as the docs say."""
 
 from __future__ import annotations
 

@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from ..comm import World, agreement, join
 from ..comm.agree import exchange
 from ..generate import Generator, Sampling
-from ..layout import Layout, LayoutError, legal, module_recipe
+from ..layout import Layout, LayoutError, legal
 from ..layout.choices import FP16, FP32, FP64
 from ..layout.host import available_memory
+from ..layout.recipe import module_recipe
 from ..parallel import (
     Model,
     UntriedPieces,

@@ -5,7 +5,7 @@ from .layout import Layout
 from .legal import Violation, legal, nearest
 from .mesh import Axis, LayoutError, Mesh
 from .pieces import PieceRow, StagedPieces, plain_pieces, stage_pieces, staged_pieces
-from .recipe import module_recipe, recipe
+from .recipe import recipe
 from .rules import Rules
 from .run import Run, RunError
 from .shape import Shape
@@ -28,7 +28,6 @@ __all__ = [
     "nearest",
     "one_block_of_each",
     "piece_layout",
-    "module_recipe",
     "recipe",
     "plain_pieces",
     "stage_pieces",

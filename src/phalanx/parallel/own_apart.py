@@ -65,11 +65,9 @@ class WeightOutside(Tensor):
     """A weight of another piece, of which a forward may read the dtype, device and shape alone."""
 
     reason = ""
+    # attributes and methods of tensors, as torch hands them to __torch_function__
     _FACTS = (
-        Tensor.dtype.__get__,
-        Tensor.device.__get__,  # type: ignore[attr-defined]
-        Tensor.shape.__get__,  # type: ignore[attr-defined]
-        Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
+        *(getattr(Tensor, name).__get__ for name in ("dtype", "device", "shape")),
         Tensor.size,
         Tensor.dim,
     )
