@@ -156,6 +156,18 @@ def test_an_error_of_the_recorder_is_told_and_the_program_goes_on(
         load(tmp_path)
 
 
+class FlatParameter(nn.Parameter):
+    """Has the name of FSDP1's class."""
+
+
+def test_flat_parameters_are_refused_with_a_way_out(tmp_path: Path) -> None:
+    flat = FlatParameter(torch.ones(4))
+    flat.grad = torch.ones(4)
+    recorded(tmp_path, lambda: torch.optim.SGD([flat], lr=0.1).step())
+    with pytest.raises(RecordError, match=r"FSDP1 keeps .* \(fully_shard\)"):
+        load(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("name", "plain"),
     [

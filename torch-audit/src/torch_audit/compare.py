@@ -5,7 +5,14 @@ from dataclasses import dataclass, field
 
 from .causes import likely_causes
 from .checks import parameters_apart, told_norms
-from .precision import Limits, difference, limit_of_norm, precision_of, quantity
+from .precision import (
+    FLOAT32_INSIDE,
+    Limits,
+    difference,
+    limit_of_norm,
+    precision_of,
+    quantity,
+)
 from .records import CLIPPED, GRADIENT, UPDATED, WEIGHT
 from .runs import Names, Parameter, Run, Step
 from .sketch import norm_of
@@ -47,6 +54,7 @@ class Verdict:
     )
     worst_name: str = ""
     precision: str = ""
+    inside: bool = False  # a float64 model computes partly in float32
     measured: int = 0  # perturbed runs behind the limits
     equal_before: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -83,7 +91,8 @@ def compare(reference: Run, run: Run, perturbed: list[Run] | None = None) -> Ver
             reference.steps[number],
         )
         verdict.parameters = len(pair.theirs)
-        verdict.precision = precision_of(pair.their_step, pair.theirs)
+        if not verdict.inside:
+            verdict.precision = precision_of(pair.their_step, pair.theirs)
         comparison = _Comparison(pair, verdict, perturbed, names)
         comparison.conduct()
         if verdict.result != EQUAL:
@@ -298,10 +307,22 @@ class _Comparison:
 
     def _quantity(self, kind: str) -> None:
         different = self._differing(kind)
-        if different:
+        largest = max((each.relative for each in different), default=0.0)
+        if different and self._is_float32_rounding(largest):
+            self._note(
+                f"step {self.pair.number}: the {_SHOWN[kind]} differs by up to {largest:.1e} of its size,"
+                " which is the rounding of float32: a part of the model computes in it"
+            )
+            self.verdict.precision, self.verdict.inside = "float32", True
+            self.passed.append(_SHOWN[kind])
+        elif different:
             self._refute(kind, different)
         elif any(x.sketch(kind) is not None for x in self.pair.theirs.values()):
             self.passed.append(_SHOWN[kind])
+
+    def _is_float32_rounding(self, largest: float) -> bool:
+        """True for the size of differences that float32 inside a float64 model explains."""
+        return self.verdict.precision == "float64" and largest < FLOAT32_INSIDE
 
     def _refute(self, kind: str, different: list[Different]) -> None:
         self.verdict.different = different

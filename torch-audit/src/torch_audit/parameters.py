@@ -37,6 +37,18 @@ def plain_name(name: str) -> str:
     return ".".join(parts)
 
 
+def refusal(tensor: Tensor) -> str:
+    """The reason why a parameter cannot be placed in the whole model; empty if it can."""
+    if type(tensor).__name__ == "FlatParameter" or hasattr(tensor, "_is_flat_param"):
+        return (
+            "FSDP1 keeps parameters in flat buffers, which are not read yet. Record the same model with"
+            " FSDP2 (fully_shard), or with DDP."
+        )
+    if hasattr(tensor, "ds_id") or hasattr(tensor, "_hp_mapping"):
+        return "DeepSpeed keeps gradients and updates in flat buffers, which are not read yet."
+    return ""
+
+
 def roots_of(tensors: Iterable[Tensor]) -> list[Module]:
     """The outermost modules that hold any of these parameters."""
     wanted = {id(tensor) for tensor in tensors}

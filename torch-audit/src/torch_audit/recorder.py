@@ -31,11 +31,15 @@ from torch.optim.optimizer import (
 
 from . import records
 from .batches import batch_of
-from .parameters import Named, named_parameters
+from .parameters import Named, named_parameters, refusal
 from .perturb import perturb
 from .records import BatchRecord, ClipRecord, ParameterRecord, StepRecord
 from .shards import local_of, place_of, whole_place
 from .sketch import sketch
+
+
+class Refused(Exception):
+    """Raised for a program whose parameters the recorder cannot place."""
 
 
 class Recorder:
@@ -103,6 +107,10 @@ class Recorder:
         try:
             with torch.no_grad():
                 act(*args)
+        except Refused as refused:
+            self.finish()
+            self._record.refused = str(refused)
+            self._write()
         except Exception as error:
             self.finish()
             traceback.print_exc()
@@ -270,6 +278,8 @@ class Recorder:
         The parameters are kept, so their ids stay theirs.
         """
         for each in named_parameters(unnamed):
+            if reason := refusal(each.tensor):
+                raise Refused(reason)
             if id(each.tensor) not in self._index:
                 self._index[id(each.tensor)] = len(self._named)
                 self._named.append(each)

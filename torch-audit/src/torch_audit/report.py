@@ -28,7 +28,7 @@ def verdict_text(verdict: Verdict, run: str, reference: str) -> str:
     if verdict.result == EQUAL:
         lines.append(
             f"{run} equals {reference}: {verdict.parameters} parameters, {verdict.steps} steps,"
-            f" {verdict.precision}"
+            f" {'float64, in part float32' if verdict.inside else verdict.precision}"
         )
         if verdict.worst:
             lines.append(
@@ -43,13 +43,14 @@ def verdict_text(verdict: Verdict, run: str, reference: str) -> str:
         if verdict.equal_before:
             lines.append(f"  equal before it: {', '.join(verdict.equal_before)}")
         lines += [f"  likely: {cause}" for cause in verdict.causes]
-        if verdict.precision == "float64" and verdict.result != NOT_COMPARABLE:
+        in_float64 = verdict.precision == "float64" or verdict.inside
+        if in_float64 and verdict.result != NOT_COMPARABLE:
             lines.append(
                 "  These runs compute in float64. Repeat them in the dtype that you train in before you"
                 " report this: libraries take other code paths in float64."
             )
     lines += [f"  note: {note}" for note in verdict.notes]
-    if not verdict.measured and verdict.precision != "float64":
+    if not verdict.measured and verdict.precision != "float64" and not verdict.inside:
         lines.append(
             f"  Limits are those usual for {verdict.precision}. Record perturbed runs of the reference"
             " (--perturb 3) to measure them."

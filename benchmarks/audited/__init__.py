@@ -1,0 +1,1 @@
+"""Layouts of released libraries, recorded and compared with one process: the table of docs/audited.md."""
