@@ -123,7 +123,7 @@ BAD = {
     "bench": "WHAT is one of collectives, matmul",
     "bench matmull": "Did you mean matmul?",
     "bench collectives --ranks 1": "--ranks is 1; write 2 to 256",
-    "bench collectives --ops all_redcue": "--ops: all_redcue: there are all_reduce",
+    "bench collectives --ops all_redcue": "--ops: unknown operation 'all_redcue'; choose from all_reduce",
     "bench collectives --sizes 1K:1X": "'1X' is not a size",
     "bench collectives --groups 8": "--groups '8'",
     "bench collectives --groups two": "write 4 for neighbours",

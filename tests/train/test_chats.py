@@ -421,7 +421,7 @@ def test_what_is_no_example_is_counted_and_what_is_no_chat_is_named(
             "its messages are no list",
             "message 1 is not an object",
             "message 0 has no role; it has 'content'",
-            "message 0 is from 'stranger', which is no role known",
+            "message 0 is from 'stranger', which is an unknown role",
             "message 0: character 1 is half of a surrogate pair",
             "the content of message 0 is not text",
         ),
@@ -536,7 +536,7 @@ def test_templates_that_cannot_be_used_say_why(folder: Path, tmp_path: Path) -> 
     assert done.skipped == 1
     named = (tmp_path / "a.jsonl.tokens" / "skipped.txt").read_text()
     assert (
-        "line 2: the chat template writes message 1 otherwise when it is the last"
+        "line 2: the chat template renders message 1 differently when it is the last"
         in named
     )
     # The template's own words, and code that the sandbox does not run.

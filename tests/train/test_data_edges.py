@@ -48,7 +48,7 @@ def test_a_token_as_large_as_the_vocabulary_or_below_0_is_refused(
 def test_a_vocabulary_of_one_more_than_the_model_s_is_refused() -> None:
     corpora = (replace(corpus_of([9])[0], vocab=100),)
     Batches(corpora, 3, 1, vocab=100)
-    with pytest.raises(DataError, match="a vocabulary of 100, the model knows 99"):
+    with pytest.raises(DataError, match="a vocabulary of 100, but the model's is 99"):
         Batches(corpora, 3, 1, vocab=99)
 
 

@@ -180,7 +180,7 @@ def test_a_tokenizer_json_gives_its_tokens_and_closes_documents(
         assert words.decode(tokens[:-1]) in TEXTS.values()
     assert corpus.bytes_per_token is not None
     assert 1.5 < corpus.bytes_per_token < 30
-    with pytest.raises(DataError, match="knows no token 'none'"):
+    with pytest.raises(DataError, match="has no token 'none'"):
         open_vocabulary(tmp_path / "tokenizer.json", "none")
 
 

@@ -267,7 +267,7 @@ def test_tokens_that_the_model_does_not_know_are_refused() -> None:
         DataError, match=r"holds the token \d+; the vocabulary is 0 to 9"
     ):
         list(map(Batches(corpus_of([40]), 4, 2, vocab=10).batch, range(9)))
-    with pytest.raises(DataError, match="a vocabulary of 256, the model knows 100"):
+    with pytest.raises(DataError, match="a vocabulary of 256, but the model's is 100"):
         Batches((open_library(),), 4, 2, vocab=100)
     with pytest.raises(DataError, match="sequence=0"):
         Batches(corpus_of([40]), 0, 2)

@@ -65,7 +65,7 @@ def refuse_large(need: float, what: str, way_out: str) -> None:
     have = max(machine_memory(), 2.0**40 if _has_gpu() else 0)
     if need > have:
         raise UsageError(
-            f"{what} needs at least {need / GIB:,.0f} GiB, and this machine has"
+            f"{what} needs at least {need / GIB:,.0f} GiB, but this machine has"
             f" {have / GIB:,.0f} GiB. {way_out}."
         )
 

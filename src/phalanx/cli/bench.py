@@ -191,7 +191,7 @@ def _collectives(argv: list[str]) -> int:
         choices=[x for x in PRECISIONS if x != TF32],
         help="dtype of the data",
     )
-    add("--repeats", type=whole(), default=7, help="measurements of each")
+    add("--repeats", type=whole(), default=7, help="number of measurements of each")
     more = "no larger size starts after this time"
     add("--total", type=POSITIVE, default=600.0, metavar="SECONDS", help=more)
     parser.add_output(
@@ -252,7 +252,9 @@ def _operations(text: str) -> tuple[str, ...]:
     ops = tuple(FACTORS) if text == "all" else tuple(text.split(","))
     for op in ops:
         if op not in FACTORS:
-            raise UsageError(f"{op[:60]}: there are {', '.join(FACTORS)}.")
+            raise UsageError(
+                f"unknown operation {op[:60]!r}; choose from {', '.join(FACTORS)}."
+            )
     return ops
 
 

@@ -24,7 +24,7 @@ def run(argv: list[str]) -> int:
         "--system",
         default="",
         metavar="TEXT",
-        help="a first message that sets the tone",
+        help="system message at the start of the conversation",
     )
     add_sampling(parser, tokens=512)
     args = parser.read(argv)
@@ -35,8 +35,8 @@ def run(argv: list[str]) -> int:
     vocabulary = vocabulary_of(source, args.tokenizer)
     if isinstance(vocabulary, Bytes):
         raise UsageError(
-            "a chat needs a tokenizer with a chat template: --tokenizer FOLDER. Text without one is"
-            " for phalanx sample."
+            "a chat needs a tokenizer with a chat template: --tokenizer FOLDER. Without one, use"
+            " phalanx sample."
         )
     vocabulary.refuse_chats()
     generator = open_generator(source)

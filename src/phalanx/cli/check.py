@@ -112,10 +112,10 @@ def _from_flags(parser: Parser) -> None:
         help="Megatron-LM's script, torchtitan's TOML, DeepSpeed's JSON, accelerate's or NeMo's YAML",
     )
     names = ", ".join(trainers())
-    help = f"default: by its keys; of {names}"
+    help = f"trainer of the file: {names}; default: guessed from its keys"
     add("--trainer", choices=trainers(), metavar="NAME", help=help)
-    add("--ranks", type=whole(), help="where the file does not say it")
-    add("--microbatches", help="where the file does not say it")
+    add("--ranks", type=whole(), help="number of ranks, if not in the file")
+    add("--microbatches", help="microbatches in a step, if not in the file")
 
 
 def _trainers_file(args: argparse.Namespace) -> int:

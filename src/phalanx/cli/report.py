@@ -65,7 +65,7 @@ def run(argv: list[str]) -> int:
     add(
         "--machine",
         metavar="FILE",
-        help="the machine it ran on: the file that doctor --out wrote there",
+        help="machine file of the run, written there by doctor --out",
     )
     add("--cluster", metavar="NAME", help="the cluster it ran on, such as h100x8")
     add(

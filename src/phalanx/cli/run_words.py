@@ -56,7 +56,7 @@ def adopted(run: Run) -> tuple[Run, str]:
     path, manifest = saved
     if own := own_model(manifest):
         raise UsageError(
-            f"{path} is of the model {own!r}, and the run names none. Write model={own!r}: code is"
+            f"{path} has the model {own!r}, but the run names none. Write model={own!r}: code is"
             " never run because a checkpoint names it."
         )
     shape = manifest.shape

@@ -21,7 +21,7 @@ def run(argv: list[str]) -> int:
         "--prompt", default="\n", metavar="TEXT", help="the beginning of the text"
     )
     parser.add(
-        "--samples", type=whole(1, 1024), default=1, help="how many texts to write"
+        "--samples", type=whole(1, 1024), default=1, help="number of texts to write"
     )
     add_sampling(parser, tokens=200)
     args = parser.read(argv)

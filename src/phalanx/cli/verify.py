@@ -90,7 +90,7 @@ def run(argv: list[str]) -> int:
     add(
         "--cover",
         type=whole(),
-        help="only N or more layouts that cover every pair of choices",
+        help="select at least N layouts that cover every pair of choices",
     )
     add("--backend", default=THREADS)
     add("--steps", type=whole(1, STEPS), default=3, help="training steps")
@@ -214,7 +214,7 @@ def _axes(text: str) -> str:
     wrong = [axis for axis in text.split() if axis not in AXES]
     if wrong or not text.split():
         shown = repr(wrong[0][:60]) if wrong else "nothing"
-        raise UsageError(f"names {shown}; choose of {' '.join(AXES)}.")
+        raise UsageError(f"names {shown}; choose from {' '.join(AXES)}.")
     return text
 
 

@@ -464,7 +464,7 @@ class Outbox:
         if message is None:
             raise CommError(
                 f"there is no room for a message of {size} bytes in shared memory; its receiver is "
-                "far behind, or the machine has no growable memory: use backend gloo."
+                "far behind, or the machine's shared memory cannot grow: use backend gloo."
             )
         word = message >> 3
         self._words[word + NEXT], self._words[word + STATE], self._words[word + TAG] = (

@@ -72,7 +72,7 @@ class Batches:
     def __post_init__(self) -> None:
         if self.sequence < 1 or self.size < 1:
             raise DataError(
-                f"sequence={self.sequence}, size={self.size}: both are 1 or more."
+                f"sequence={self.sequence}, size={self.size}: both must be at least 1."
             )
         self._refuse_mixed_pairs()
         for cut in self._train:
@@ -88,8 +88,8 @@ class Batches:
                 )
             if self.vocab and corpus.vocab > self.vocab:
                 raise DataError(
-                    f"{corpus.name} has a vocabulary of {corpus.vocab}, the model knows"
-                    f" {self.vocab}; give the model as many, or prepare with its tokenizer."
+                    f"{corpus.name} has a vocabulary of {corpus.vocab}, but the model's is"
+                    f" {self.vocab}. Enlarge the model's, or prepare the data with its tokenizer."
                 )
 
     def _refuse_mixed_pairs(self) -> None:

@@ -342,7 +342,7 @@ def _results(
     except BrokenProcessPool:
         raise DataError(
             "a tokenizing process was killed, perhaps because memory ran out. The same command"
-            " goes on from there; --workers 1 takes the least memory."
+            " continues from there; --workers 1 uses the least memory."
         ) from None
 
 

@@ -471,7 +471,7 @@ def _message(number: int, message: Any) -> Message:
         role = _ROLES.get(str(plain.pop("from")).lower())
         if role is None:
             raise BadRow(
-                f"message {number} is from {message['from']!r}, which is no role known"
+                f"message {number} is from {message['from']!r}, which is an unknown role"
             )
         plain = {"role": role, "content": plain.pop("value", ""), **plain}
     if not isinstance(plain.get("role"), str):

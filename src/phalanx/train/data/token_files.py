@@ -510,7 +510,7 @@ def open_library(share: float = HELD_OUT) -> Corpus:
     }
     if not texts:
         raise DataError(
-            f"no text of the Python library is in {root}; name a file or folder."
+            f"{root} has no source files of the Python library; name a file or folder."
         )
     whole = b"".join(texts.values())
     ends = np.cumsum([0, *map(len, texts.values())])

@@ -126,7 +126,7 @@ class Tokenizer:
             self.end = self._tokenizer.token_to_id(end)
             if self.end is None:
                 raise DataError(
-                    f"{path}: knows no token {end!r} to close a document with."
+                    f"{path}: has no token {end!r} to close a document with."
                 )
         elif self.folder:
             self.end = self._end_of_folder(self.folder)
@@ -277,7 +277,7 @@ class Tokenizer:
             upto = self._written(plain[: n + 1], tools)
             if not (text.startswith(upto) and upto.startswith(prompt)):
                 raise BadRow(
-                    f"the chat template writes message {n} otherwise when it is the last one;"
+                    f"the chat template renders message {n} differently when it is the last one;"
                     " mark answers in it with {% generation %} and {% endgeneration %}"
                 )
             spans.append((len(prompt), len(upto)))
