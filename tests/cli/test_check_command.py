@@ -196,7 +196,7 @@ def test_a_program_file_is_checked_too(capsys: Capture, tmp_path: Path) -> None:
     place.write_text(place.read_text().replace(" 1F1<0", ""))
     assert main(["check", str(place), "--json"]) == 1
     faults = json.loads(capsys.readouterr().out)["faults"]
-    assert "rank 1: 1F1 needs 1F1<0, which is not there." in faults
+    assert "rank 1: 1F1 needs 1F1<0, which is missing." in faults
     assert main(["draw", "program", str(place)]) == 2
     assert "1F1<0" in capsys.readouterr().err
 

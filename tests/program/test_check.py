@@ -143,7 +143,7 @@ BROKEN: dict[str, tuple[Callable[[], Program], tuple[str, ...]]] = {
     ),
     "a gather is missing": (
         lambda: without(_zero3(), 0, "2G#1"),
-        ("rank 0 (and 1 more): 2B0 needs the weights of unit 2: a 2G must stand before it",),
+        ("rank 0 (and 1 more): 2B0 needs the weights of unit 2: a 2G must come before it",),
     ),
     "scales are agreed on after the gather that needs them": (
         lambda: moved(_narrow(), 0, "1M", after="1G"),
@@ -155,7 +155,7 @@ BROKEN: dict[str, tuple[Callable[[], Program], tuple[str, ...]]] = {
     ),
     "the choices of a microbatch are not summed": (
         lambda: without(_balanced(), 0, "2C1"),
-        ("rank 0 (and 1 more): 2B1 needs 2C1, which is not there",),
+        ("rank 0 (and 1 more): 2B1 needs 2C1, which is missing",),
     ),
     "a unit is used after its drop": (
         lambda: moved(_zero3(), 0, "1D", after="0F0"),
@@ -211,7 +211,7 @@ BROKEN: dict[str, tuple[Callable[[], Program], tuple[str, ...]]] = {
     ),
     "a tied gradient is not summed over its stages": (
         lambda: without(_tied(), 1, "0T"),
-        ("rank 1 (and 1 more): pieces 0 and 3 use unit 0; 0T must stand 1 times, not 0",),
+        ("rank 1 (and 1 more): pieces 0 and 3 use unit 0; 0T must occur 1 times, not 0",),
     ),
     "a tied gradient is summed before its sum is finished": (
         lambda: put(put(without(_tied(), 0, "0S", "0T"), 0, "0S", after="0B0"), 0, "0T", after="0S"),
@@ -235,7 +235,7 @@ BROKEN: dict[str, tuple[Callable[[], Program], tuple[str, ...]]] = {
     ),
     "what never went out is brought back": (
         lambda: without(_away(), 0, "1O0"),
-        ("rank 0: 1Z0 needs 1O0, which is not there",),
+        ("rank 0: 1Z0 needs 1O0, which is missing",),
     ),
     "one member of a group does not call": (
         lambda: without(_each("dp2 zero1"), 1, "1S", "1U"),

@@ -259,12 +259,12 @@ MODULE = sys.modules["phalanx.verify.verify"]
 def test_a_program_that_check_refuses_fails_with_the_reason(
     layout: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    error = ProgramError("rank 0: 1F0 needs 1G, which is not there.")
+    error = ProgramError("rank 0: 1F0 needs 1G, which is missing.")
     monkeypatch.setattr(MODULE, "program_in", refused(error))
     assert main(["verify", "--layouts", f"tp2; {layout}; dp2", "--steps", "1"]) == 1
     shown = capsys.readouterr().out
     assert f"FAIL      inf  {layout} fp64" in shown
-    assert "ProgramError: rank 0: 1F0 needs 1G, which is not there." in shown
+    assert "ProgramError: rank 0: 1F0 needs 1G, which is missing." in shown
     assert "2 of 3 layouts of gqa agree" in shown
     assert "cannot fit" not in shown
     assert main(["verify", "--layouts", layout, "--steps", "1", "--json"]) == 1

@@ -173,7 +173,7 @@ def decode(
     return value
 
 
-_WRONG: Any = object()  # stands for a value with a mistake
+_WRONG: Any = object()  # marks a value with a mistake
 
 
 class Reader:

@@ -23,7 +23,7 @@ from .mesh import LayoutError
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"  # the name of that folder
-LINKED = "phalanx"  # the folder beside the snapshots
+LINKED = "phalanx"  # the folder next to the snapshots
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _MODEL = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 _DATA = ("*.parquet", "*.json", "*.jsonl", "*.jsonl.*", "*.json.*", "*.txt", "*.arrow")

@@ -23,7 +23,7 @@ from .files import open_regular, reason
 
 Refusal = Callable[[str], Exception]
 OWN = r"[^;]+\.py:\w+"  # FILE.py:NAME; a `;` separates layouts
-# FILE.py:NAME, and what it is called with, as in model.py:GPT(n_layer=6).
+# FILE.py:NAME with arguments, as in model.py:GPT(n_layer=6).
 _CALL = re.compile(r"([^;]+?\.py):(\w+)(?:\((.*)\))?", re.DOTALL)
 LIMIT = 1 << 24  # bytes of a source file
 MODULES = 1000  # the most that are searched from one file
@@ -46,7 +46,7 @@ def names_source(text: str) -> bool:
 
 
 def arguments_text(text: str) -> str:
-    """The text between the parentheses of FILE.py:NAME(key=value); "" where there are none."""
+    """The text between the parentheses of FILE.py:NAME(key=value); "" without."""
     match = _CALL.fullmatch(text)
     return (match[3] or "") if match else ""
 
@@ -74,7 +74,7 @@ def _literal(keyword: ast.keyword) -> Any:
 
 
 def with_arguments(text: str, arguments: Mapping[str, Any]) -> str:
-    """FILE.py:NAME called with these arguments beside those that it names."""
+    """FILE.py:NAME(...) with these arguments added to its own."""
     if not names_source(text):
         return text
     written = [f"{name}={value!r}" for name, value in arguments.items()]

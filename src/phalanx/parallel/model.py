@@ -41,7 +41,7 @@ COLUMNS, NUMBERS = 256, 1 << 16
 
 
 def entries_named(names: tuple[str, ...], batch: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names that a piece takes, with those of all entries of a batch if it takes every one."""
+    """The names that a piece takes, including all entries of a batch if it takes `EVERY`."""
     return (*names, *batch) if EVERY in names else names
 
 

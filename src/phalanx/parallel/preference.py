@@ -1,15 +1,16 @@
-"""Direct Preference Optimization (Rafailov et al. 2023): the loss of pairs of answers to one prompt, of which
-one is preferred.
+"""Direct Preference Optimization (Rafailov et al. 2023): a loss of pairs of answers.
 
-A row of the batch is a pair: the chosen document, then the rejected one, kept apart by masks. With L the
-log-probability of a document's answer under the model and R the same under the reference model, which is
-the model before its first step, the loss of a pair (their equation 7) is
+A pair is two answers to one prompt, one of them preferred. A row of the batch is a
+pair: the chosen document, then the rejected one, separated by masks. L is the
+log-probability of a document's answer under the model, R the same under the reference
+model, which is the model before its first step. The loss of a pair (their equation 7)
+is
 
     -log sigmoid(beta ((L_chosen - R_chosen) - (L_rejected - R_rejected)))
 
-So a pair needs two numbers: its margin L_chosen - L_rejected, a sum over its tokens with a sign for each,
-and the reference's margin, which the batch brings. Over cp the tokens of a pair lie on several ranks:
-their margins are summed there before the loss is taken.
+So a pair needs two numbers. Its margin L_chosen - L_rejected is a sum over its tokens
+with signs. The reference's margin is in the batch. Over cp a pair's tokens are on
+several ranks, which sum their margins before the loss.
 """
 
 from __future__ import annotations
@@ -28,26 +29,27 @@ from ..models.loss import token_losses
 from .model import Model
 from .own_loss import METRICS, Measure
 
-# Entries of a batch, a number for each token, zero where there is nothing to say.
+# Entries of a batch: one number for each token, 0 where it does not apply.
 SIGNS = "signs"  # 1 in a chosen document, -1 in a rejected one
 PAIR = "pair"  # at the first token of a row: the number of its pair, counted from 1
 REFERENCE = "reference"  # at the first token of a row: the reference model's margin
 
 
 def count_pairs(batch: Mapping[str, Tensor]) -> Tensor:
-    """Number of pairs in a batch, by which the loss is divided."""
+    """The number of pairs in a batch, which divides the loss."""
     return (batch[PAIR] > 0).sum()
 
 
-# accuracy: the share of pairs whose chosen answer gained on the rejected one; margin: by how much, times beta
+# accuracy: the share of pairs whose chosen answer gained on the rejected one; margin:
+# by how much, times beta
 BY_PAIRS = Measure(count_pairs, ("accuracy", "margin"))
 
 
 class _PairLoss(torch.autograd.Function):
     """The summed loss of rows, from this rank's parts of their margins.
 
-    Every rank of cp computes the losses of whole rows. Each counts its share of them, 1 / cp, and passes
-    the whole gradient to its own tokens.
+    Every rank of cp computes the losses of whole rows. It counts 1 / cp of them, and
+    passes the whole gradient to its own tokens.
     """
 
     @staticmethod
@@ -69,7 +71,7 @@ class _PairLoss(torch.autograd.Function):
 
 
 class _SumOfParts(torch.autograd.Function):
-    """A sum over the ranks of cp, each of which has its own part of the terms."""
+    """A sum over ranks of cp, each of which has a part of the terms."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, groups: Sequence[Group]) -> Tensor:

@@ -158,7 +158,7 @@ def _needs(made: Graph) -> Iterator[str]:
     """Yield needs that no operation meets, or only one that is listed later."""
     for i, what in made.lacks:
         row, op = made.ops[i]
-        yield f"{_rank(made.program, row)}: {op} needs {what}, which is not there."
+        yield f"{_rank(made.program, row)}: {op} needs {what}, which is missing."
     for i, (row, op) in enumerate(made.ops):
         for j in made.before[i]:
             if j > i and made.ops[j][0] == row:
@@ -295,7 +295,11 @@ def _weights(program: Program, number: int, now: State) -> Iterator[str]:
 
 
 def _pairs(program: Program, number: int) -> Iterator[str]:
-    """Sums over shards go on over the replicas, and matrices that go to their owners come back."""
+    """Yield operations whose counterpart is missing from the step.
+
+    With replicas, a sum over shards needs one over replicas. Matrices sent to owners
+    must return.
+    """
     who, row = _rank(program, number), program.rows[number]
     have = set(row)
     pairs = [(ops.TO_OWNERS, ops.FROM_OWNERS), (ops.FROM_OWNERS, ops.TO_OWNERS)]
@@ -305,7 +309,7 @@ def _pairs(program: Program, number: int) -> Iterator[str]:
         for op in row:
             partner = op._replace(kind=other)
             if op.kind == kind and partner not in have:
-                yield f"{who}: {op} needs {partner} in the same step, which is not there."
+                yield f"{who}: {op} needs {partner} in the same step, which is missing."
 
 
 def _step_ends(who: str, now: State) -> Iterator[str]:
@@ -329,7 +333,7 @@ def _ties(program: Program) -> Iterator[str]:
             wanted = steps if len(rows) > 1 and number in rows else 0
             if times != wanted:
                 used = f"pieces {' and '.join(map(str, program.users(unit)))} use unit {unit}"
-                must = f"{Op(ops.TIE, unit)} must stand {wanted} times, not {times}."
+                must = f"{Op(ops.TIE, unit)} must occur {wanted} times, not {times}."
                 yield f"{_rank(program, number)}: {used}; {must}"
 
 

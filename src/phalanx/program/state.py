@@ -302,7 +302,7 @@ class State:
             elif ops.GATHER in self.has and unit not in self.at_home:
                 # If weights are gathered, no unit is whole at home.
                 last = f"the last {unit}{ops.DROP} and {unit}{ops.UPDATE}"
-                must = f"a {unit}{ops.GATHER} must stand before it, after {last}"
+                must = f"a {unit}{ops.GATHER} must come before it, after {last}"
                 needs.append(f"the weights of unit {unit}: {must}")
             elif unit in self.updated:
                 needs.append(self.updated[unit])
