@@ -159,6 +159,8 @@ def test_python_reads_and_writes_files_too(script: Path) -> None:
     [
         (["plan", "--layout", "dp2"], "--layout goes with --for"),
         (["plan", "--for", "horovod"], "horovod"),
+        ([*PLAN, "--for", "nemo", "--page", "a.html"], "--page does not go with --for"),
+        ([*PLAN, "--for", "nemo", "--explain", "dp8"], "--explain does not go"),
         ([*PLAN, "--for", "nemo", "--layout", "dp2"], "is for 2 ranks"),
         (["check", "dp2", "--from", "x.sh"], "one too many"),
         (["check", "--from", "x.sh", "--device", "h100"], "--device does not go with"),

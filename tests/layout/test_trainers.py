@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import random
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from phalanx.layout.trainer_read import (
     Given,
     Reading,
     blocks_of_text,
+    read_options,
     read_trainer_file,
 )
 from phalanx.layout.trainer_table import FLAGS, JSON, TOML, trainer_named, trainers
@@ -431,6 +433,69 @@ def test_a_contradiction_is_named_with_its_key(
     ranks = 0 if name == "a.yaml" else ranks
     reading = read(tmp_path, text, name, ranks=ranks)
     assert any(told in str(fault) for fault in reading.faults), reading.faults
+
+
+VALUES = [
+    0, -1, 1, 2, 3, 8, 64, 100000, 2**40, "auto", "x", "", "8", True, False, None, [], [1, 2], 1.5,
+    float("nan"), float("inf"), "1e3", "Et*3|tL", "([0]*3+[1]*5)", "full", {},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(trainers()))
+def test_no_value_of_an_option_ends_in_another_error(name: str) -> None:
+    trainer = trainer_named(name)
+    said: dict[str, list[Any]] = {
+        key: [] for names in trainer.read.values() for key in names
+    }
+    rows = [x for g in trainer.words.values() for each in g.values() for x in each]
+    for row in rows:
+        for key, value in row.items():
+            said.setdefault(key, []).append(value)
+    chance = random.Random(1)
+    sizes = {"layers": 4, "hidden": 64, "heads": 4, "vocab": 100, "sequence": 128}
+    known = {trainer.key(q): size for q, size in sizes.items() if q in trainer.read}
+    for number in range(300):
+        some = chance.sample(sorted(said), chance.randint(1, len(said)))
+        options = {key: chance.choice([*said[key], *VALUES]) for key in some}
+        given = Given(8, 16, 128, 2, Shape.load("tiny")) if number % 2 else Given()
+        try:
+            reading = read_options(options | known, trainer, given)
+        except LayoutError:
+            continue
+        assert Layout.parse(str(reading.job.layout)) == reading.job.layout
+
+
+def test_sizes_below_one_are_faults(tmp_path: Path) -> None:
+    text = "model: {tensor_model_parallel_size: 0, pipeline_model_parallel_size: -1}"
+    reading = read(tmp_path, text, "n.yaml", ranks=8)
+    for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        assert any(f"model.{key}" == fault.key for fault in reading.faults)
+
+
+def test_what_is_left_to_a_script_is_no_fault(tmp_path: Path) -> None:
+    text = """{"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto", "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto"}, "zero_optimization": {"stage": 3, "stage3_max_live_parameters": 1e9}}"""
+    given = {"ranks": 16, "batch": 64, "microbatches": 4}
+    reading = read(tmp_path, text, "ds.json", model=Shape.load("1b"), **given)
+    assert reading.faults == ()
+    assert str(reading.job.layout) == "dp16 zero3 accum:4 bf16"
+    left = (
+        "The training script decides train_batch_size, train_micro_batch_size_per_gpu,"
+    )
+    assert reading.notes[0].startswith(left)
+    assert "bf16 is assumed." in reading.notes
+    text = """
+compute_environment: LOCAL_MACHINE
+deepspeed_config: {gradient_accumulation_steps: 2, zero_stage: 2, offload_optimizer_device: none}
+distributed_type: DEEPSPEED
+mixed_precision: bf16
+num_machines: 2
+num_processes: 16
+"""
+    reading = read(tmp_path, text, "a.yaml", batch=64)
+    assert reading.faults == ()
+    assert str(reading.job.layout) == "dp16 zero2 accum:2 bf16"
 
 
 def test_what_a_layout_has_no_word_for_is_noted(tmp_path: Path) -> None:

@@ -82,6 +82,9 @@ def run(argv: list[str]) -> int:
         )
     if args.layout is not None and not args.trainer:
         raise UsageError("--layout goes with --for; to see one layout, use --explain.")
+    beside = [x for x in ("explain", "out", "page") if getattr(args, x) is not None]
+    if args.trainer and beside:
+        raise UsageError(f"--{beside[0]} does not go with --for.")
     request = request_of(args)
     if args.trainer:
         from .plan_trainer import write_for

@@ -14,7 +14,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .choices import ACCUM, COMPILE, COMPILE_MAX, FP32, INTERLEAVED, ONE_F_ONE_B, traits
+from .choices import (
+    ACCUM,
+    BF16,
+    COMPILE,
+    COMPILE_MAX,
+    FP32,
+    INTERLEAVED,
+    ONE_F_ONE_B,
+    traits,
+)
 from .codec import FileError
 from .files import read_text
 from .layout import Layout
@@ -26,6 +35,11 @@ from .trainer_text import SUFFIXES, options_of
 
 VOCAB = 128_256  # tokens, if a file leaves the vocabulary to its tokenizer: Llama 3's
 _COUNT = 1 << 28
+# Whole numbers start at 0, but for these; -1 takes the ranks that are left.
+_LEAST = {"dp_shard": -1, "shard_size": -1} | dict.fromkeys(
+    ("tp", "pp", "cp", "ring", "ulysses", "ep", "dp_replicate", "microbatch", "batch"),
+    1,
+)
 _SPARSE = re.compile(r"\[([01])\]\*(\d{1,5})")
 _REPEATED = re.compile(r"\(([^()*]{1,2000})\)\*(\d{1,4})|([a-zA-Z])\*(\d{1,4})")
 
@@ -127,7 +141,10 @@ class _FileReader:
     """Reads one file."""
 
     def __init__(self, options: Options, trainer: Trainer, given: Given) -> None:
-        self.options, self.trainer, self.given = options, trainer, given
+        self.trainer, self.given = trainer, given
+        # What the training script fills in, as transformers does.
+        self.left = [key for key, value in options.items() if same(value, "auto")]
+        self.options = {k: v for k, v in options.items() if k not in self.left}
         self.faults: list[Fault] = []
         self.notes: list[str] = []
         self.numbers = dict(self._numbers())
@@ -135,6 +152,7 @@ class _FileReader:
         self.numbers |= {name: value for name, value in asked.items() if value}
         self.chosen = {group: self._choice(group) for group in trainer.words}
         self._note_others()
+        self._note_left()
         self.offload = [w for w in trainer.words["offload"] if self._made("offload", w)]
 
     # ---- options
@@ -143,7 +161,7 @@ class _FileReader:
         for quantity, names in self.trainer.read.items():
             for name in names:
                 value = self.options.get(name, self.trainer.defaults.get(name))
-                if value is not None and not same(value, "auto"):
+                if value is not None:
                     yield quantity, self._number(name, value, quantity)
                     break
 
@@ -157,9 +175,11 @@ class _FileReader:
         except (TypeError, ValueError):
             number = math.nan
         if quantity not in ("rope_theta", "eps"):
-            if not number.is_integer() or not -1 <= number <= _COUNT:
+            least = _LEAST.get(quantity, 0)
+            if not number.is_integer() or not least <= number <= _COUNT:
                 what = f"is {str(value)[:60]!r}"
-                self.faults.append(Fault(name, what, "it is a whole number"))
+                rule = f"it is a whole number from {least}"
+                self.faults.append(Fault(name, what, rule))
                 return 0
             return int(number)
         return number if math.isfinite(number) else 0.0
@@ -205,6 +225,19 @@ class _FileReader:
                 continue
             if not any(self._is(key, value) for value in values):
                 self._note(f"{key} {_shown(given)} has no word in a layout.")
+
+    def _note_left(self) -> None:
+        """Notes options that the script fills in; bf16 is assumed where it fills in the precision."""
+        if not self.left:
+            return
+        known = set(self.trainer.options)
+        if names := [key for key in self.left if key in known]:
+            self._note(f"The training script decides {', '.join(names)}.")
+        rows = self.trainer.words["precision"][BF16]
+        keys = {key for row in rows for key in row}
+        if self.chosen["precision"] in ("", FP32) and not keys.isdisjoint(self.left):
+            self.chosen["precision"] = BF16
+            self._note("bf16 is assumed.")
 
     def _note(self, text: str) -> None:
         if text not in self.notes:

@@ -65,6 +65,18 @@ class Trainer:
         return "layers" in self.written
 
     @cached_property
+    def options(self) -> frozenset[str]:
+        """Every option of the table."""
+        names = {name for each in self.read.values() for name in each}
+        rows = (
+            row
+            for words in self.words.values()
+            for each in words.values()
+            for row in each
+        )
+        return frozenset(names.union(*rows))
+
+    @cached_property
     def values(self) -> Mapping[str, list[Any]]:
         """Values of the options that make choices, except flags without a value."""
         found: dict[str, list[Any]] = {}
