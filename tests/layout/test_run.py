@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.layout import Layout, Shape, legal
+from phalanx.layout.choices import elsewhere
 from phalanx.layout.codec import every_key, schema
 from phalanx.layout.recipe import recipe
 from phalanx.layout.run import Run, RunError, refuse_random_by_name
@@ -304,6 +305,21 @@ def test_the_docs_list_every_key_of_the_run_file_with_its_description() -> None:
     rows = re.findall(r"^\| `([\w.]+)` \| .*? \| (.*) \|$", section, re.MULTILINE)
     assert dict(rows) == descriptions(schema(Run, "phalanx run file"))
     assert [key for key, _ in rows] == list(every_key(Run))
+
+
+def test_the_docs_list_every_size_of_a_model_with_the_words_of_others() -> None:
+    page = Path(__file__).parents[2] / "docs" / "model-keys.md"
+    line = re.compile(r"^\| `(\w+)` \| .*? \| (.*?) \| (.*?) \|$", re.MULTILINE)
+    rows = {key: (text, words) for key, text, words in line.findall(page.read_text())}
+    of_run = {"name", "kind", "freeze", "lora_r", "lora_alpha", "lora_targets"}
+    sizes = schema(Shape, "shape")["properties"]
+    assert set(rows) == set(sizes) - of_run
+    words = elsewhere("model")
+    assert set(words.values()) <= set(rows)
+    for key, (text, others) in rows.items():
+        assert text == (sizes[key].get("description") or text), key
+        known = [other for other, ours in words.items() if ours == key]
+        assert others == ", ".join(f"`{other}`" for other in known), key
 
 
 @pytest.mark.parametrize("name", [n for n in Shape.names() if n != "mlp"])
