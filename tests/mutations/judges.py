@@ -187,7 +187,7 @@ def by_tests(tree: Tree, mutation: Mutation, files: Sequence[Path]) -> Finding |
                     "hung", f"pytest {path}", f"not done after {ran.seconds:.0f} s"
                 )
             continue
-        failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", ran.output, re.MULTILINE)
+        failed = re.findall(FAILED, ran.output, re.MULTILINE)
         right = tree.run([*PYTEST, *(failed or some)], TESTS_LIMIT)
         if right.code in GREEN:
             return Finding(
@@ -196,6 +196,8 @@ def by_tests(tree: Tree, mutation: Mutation, files: Sequence[Path]) -> Finding |
     return None
 
 
+# the name of a test, in which there may be spaces, and its error
+FAILED = r"^(?:FAILED|ERROR) (\S+?::.+?|\S+)(?: - .*)?$"
 GREEN = (0, 5)  # 5: no test is left, as all of the file are slow ones
 PYTEST = (sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-rfE")
 # Of these files the tests that are not long runs of `verify` themselves.

@@ -269,6 +269,13 @@ def test_a_test_that_fails_with_the_mutation_only_has_noticed_it() -> None:
     assert found == Finding("failed", f"pytest {FILE}", TEST)
 
 
+def test_a_test_whose_name_has_spaces_is_run_again_by_its_whole_name() -> None:
+    name = f"{TEST}[a hook on a weight's gradient]"
+    failed = Ran(1, f"FAILED {name} - AssertionError: 1 - 2\n", 1.0)
+    found = _tested({(str(FILE), True): failed, (name, False): FINE})
+    assert found == Finding("failed", f"pytest {FILE}", name)
+
+
 def test_a_test_that_fails_without_the_mutation_says_nothing() -> None:
     assert _tested({(str(FILE), True): FAILED, (TEST, False): FAILED}) is None
 
