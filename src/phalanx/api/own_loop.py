@@ -49,13 +49,14 @@ from ..parallel.own_loss import (
 from ..parallel.own_module import Describe, OwnModule
 from ..parallel.own_tp import Plan
 from ..program import Program
-from ..train.checkpoint import Saver, owned
-from ..train.checkpoint_format import WEIGHT, CheckpointError, Progress
+from ..train.checkpoint import Saver
+from ..train.checkpoint_format import CheckpointError, Progress
 from ..train.checkpoint_load import load
 from ..train.own_optimizer import OwnOptimizer, refuse_other_than_elementwise
 from ..train.parallelize import ModelPart, parallelize
 from ..train.precision import precision_on
 from ..train.program import program_of
+from ..train.whole_weights import whole_weights
 
 Count = Callable[[Mapping[str, Tensor]], Any]
 # A batch of a loader: named tensors, or an input with its targets.
@@ -294,19 +295,10 @@ class PreparedRun:
     def state_dict(self) -> dict[str, Tensor]:
         """Return the whole weights on every rank, on the CPU, by the names in the
         module's `state_dict`."""
-        group = self.part.everyone
         wholes: dict[str, Tensor] = {}
-        mine: dict[str, list[tuple[Any, Tensor]]] = {}
-        for tensor, numbers in owned(self.part.local, self.part.updates):
-            if tensor.kind == WEIGHT:
-                mine.setdefault(tensor.name, []).append((tensor.shards[0], numbers))
-        for name in sorted(self._names):
-            like = self._own.names[self._names[name]]
-            whole = torch.zeros(like.shape, dtype=self._master, device=group.device)
-            for shard, numbers in mine.get(name, ()):
-                _put(whole, shard, numbers)
-            group.all_reduce(whole)
-            wholes[self._names[name]] = whole.to("cpu", like.dtype)
+        for name, whole in whole_weights(self.part):
+            theirs = self._names[name]
+            wholes[theirs] = whole.to("cpu", self._own.names[theirs].dtype)
         by_weight = {self._own.names[name]: whole for name, whole in wholes.items()}
         every = self._own.module.state_dict(keep_vars=True)
         return {
@@ -583,12 +575,3 @@ def _input_name(x: Tensor) -> str:
 
 def _rows(entries: Mapping[str, Tensor]) -> int:
     return next(iter(entries.values())).shape[0]
-
-
-def _put(whole: Tensor, shard: Any, numbers: Tensor) -> None:
-    """Copy a rank's elements of a weight to their place in the whole weight."""
-    local = torch.zeros(shard.local, dtype=whole.dtype, device=whole.device)
-    local.view(-1)[shard.start : shard.stop] = numbers.to(whole.device)
-    inside = tuple(slice(0, stop - start) for start, stop in shard.box)
-    place = tuple(slice(start, stop) for start, stop in shard.box)
-    whole[place] += local[inside]
