@@ -211,8 +211,11 @@ def _memory(request: Request, layout: Layout, pieces: StagedPieces) -> dict[str,
 def _one_sequence(
     request: Request, layout: Layout, memory_gb: float
 ) -> dict[str, Any] | None:
-    """The layout with one sequence in each microbatch, and its memory, if its batch is
-    not divided into microbatches and that takes less than half the memory."""
+    """Return the layout with one sequence per microbatch, and its memory.
+
+    None if the batch is divided into microbatches already, or if dividing it takes at least
+    half the memory.
+    """
     rows = request.batch // layout.data
     if layout.microbatches > 1 or rows < 2:
         return None

@@ -71,7 +71,7 @@ class Planned:
 
     @cached_property
     def file(self) -> Written:
-        """The best layout as a file of the trainer that was named."""
+        """The best layout, as a file of the named trainer."""
         if self.best is None:
             raise UsageError("\n".join(self.reasons))
         return trainer_file(self.request, self.best)

@@ -1,7 +1,7 @@
-"""Files of other trainers: one written for a layout, and one read, checked and priced.
+"""Configuration files of other trainers: written for a layout, or read, checked and priced.
 
-A file that is read becomes a layout, a model and a batch. Its memory and its step are those of a plan
-under the trainer's software profile.
+Reading a file yields a layout, a model and a batch. Memory and step time are planned with the
+trainer's software profile.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ALIKE = 0.98  # of a step: what is less than 2 % faster is not named
 
 
 def trainer_file(request: Request, layout: Layout) -> Written:
-    """A layout of a request as a file of the request's trainer."""
+    """Write a layout of a request as a file of the request's trainer."""
     if not request.trainer:
         raise UsageError('Name whose file it is: plan(..., trainer="megatron").')
     shape = request.shape
@@ -43,7 +43,7 @@ def trainer_file(request: Request, layout: Layout) -> Written:
 
 
 def file_figures(file: Written) -> dict[str, Any]:
-    """A written file and its sentences, as `phalanx plan --for X --json` prints them."""
+    """Return a written file and its notes, as printed by `phalanx plan --for X --json`."""
     return {
         "trainer": file.trainer.name,
         "versions": file.trainer.versions,
@@ -57,11 +57,11 @@ def file_figures(file: Written) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class CheckedFile:
-    """A trainer's file: the layout that it holds, what is wrong in it, its memory and its step.
+    """Result of checking a trainer's file: its layout, faults, memory and step time.
 
-    It prints as `phalanx check --from` does; `figures` are those of `--json`. `choice` is None where
-    the model is not known or the layout cannot run; its step is 0 without a cluster. `faster` are
-    layouts that the same trainer can run, best first.
+    Prints like `phalanx check --from`; `figures` are those of `--json`. `choice` is None if
+    the model is unknown or the layout cannot run; its step is 0 without a cluster. `faster`
+    lists layouts that the same trainer can run, best first.
     """
 
     path: str
@@ -85,12 +85,12 @@ class CheckedFile:
 
     @property
     def faults(self) -> tuple[Fault, ...]:
-        """Contradictions in the file, and what no layout could do."""
+        """Contradictions in the file, and settings that no layout can meet."""
         return (*self.reading.faults, *self.impossible)
 
     @property
     def fits(self) -> bool:
-        """True if a device of the cluster has the memory; also without a cluster."""
+        """True if the layout fits on a device of the cluster, or if there is no cluster."""
         if self.choice is None or self.request is None:
             return not self.impossible
         return (
@@ -172,7 +172,7 @@ class CheckedFile:
         return told + "."
 
     def _advice(self) -> Iterator[str]:
-        """Faster layouts that the same trainer can run, and how to write one."""
+        """Describe faster layouts that the same trainer can run, and how to write one."""
         assert self.request is not None
         assert self.choice is not None
         if not self.faster:
@@ -212,12 +212,12 @@ def check_file(
     sequence: int = 0,
     microbatches: int = 0,
 ) -> CheckedFile:
-    """Checks another trainer's file: its layout, contradictions, memory, and with a cluster its step.
+    """Check another trainer's file: its layout, contradictions, memory and, with a cluster, its step.
 
     `path` is a shell script with Megatron-LM's arguments, torchtitan's TOML, DeepSpeed's JSON,
-    accelerate's YAML or that of NeMo. The trainer is known by the keys, or named. `model`, `ranks`,
-    `batch`, `sequence` and `microbatches` say what the file leaves open; a model takes the place of
-    sizes in the file.
+    accelerate's or NeMo's YAML. The trainer is guessed from the keys unless it is named. `model`,
+    `ranks`, `batch`, `sequence` and `microbatches` supply what the file leaves open; a model
+    replaces the sizes in the file.
 
         check_file("pretrain.sh", cluster="h100x64").faults
         check_file("ds_config.json", "8b", ranks=64).layout
@@ -254,7 +254,7 @@ def _plain(way_out: str) -> str:
 
 
 def _quantity(rule: str) -> str:
-    """The quantity of ours whose option a rule of a layout is about."""
+    """Return the quantity whose option a rule about layouts refers to."""
     known = {"ffn": "tp", "heads": "tp", "kv_heads": "tp", "stages": "pp"}
     return known.get(rule, rule)
 
@@ -278,7 +278,7 @@ def _request(reading: Reading, cluster: str, *, batch: int, sequence: int) -> Re
 
 
 def _hardware(layout: Layout, cluster: str) -> Hardware:
-    """The cluster's devices; without one, devices of unlimited memory."""
+    """Return the cluster's devices or, without a cluster, devices with unlimited memory."""
     if cluster:
         return where(cluster, None, layout.ranks).hardware
     hardware = hardware_of(whole_servers("h100", layout.ranks), layout.ranks)
@@ -286,6 +286,6 @@ def _hardware(layout: Layout, cluster: str) -> Hardware:
 
 
 def _faster(request: Request, choice: Choice) -> tuple[Choice, ...]:
-    """Layouts of the same trainer that are faster by more than they differ in noise."""
+    """Return layouts of the same trainer that are faster by more than the noise."""
     found = search(request, top=_FASTER).layouts
     return tuple(each for each in found if each.step < _ALIKE * choice.step)

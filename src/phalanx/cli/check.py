@@ -119,7 +119,7 @@ def _from_flags(parser: Parser) -> None:
 
 
 def _trainers_file(args: argparse.Namespace) -> int:
-    """Checks a file of another trainer."""
+    """Check a file of another trainer."""
     if args.what:
         raise UsageError(
             f"--from names what is checked; {args.what[0][:60]!r} is one too many."

@@ -1,4 +1,5 @@
-"""A layout as the file of another trainer: the file on standard output, and what it leaves out beside it."""
+"""A layout as a file of another trainer: the file goes to standard output, omissions to standard
+error."""
 
 from __future__ import annotations
 
@@ -15,9 +16,10 @@ from .usage import UsageError, complain, print_json, say
 
 
 def write_for(args: argparse.Namespace, request: Request) -> int:
-    """Prints the trainer's file for the layout that was named, or for the fastest that it can run.
+    """Print the trainer's file for the named layout, or for the fastest that it can run.
 
-    The exit code is 1 if the file does not say all of the layout, or nothing fits."""
+    The exit code is 1 if the file cannot express the whole layout, or if nothing fits.
+    """
     told = ""
     if args.layout is not None:
         layout = _named(args.layout, request)

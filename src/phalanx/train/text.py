@@ -1,4 +1,5 @@
-"""Text that a trained model writes: its weights and its tokenizer, from a checkpoint or a folder."""
+"""Text generation with a saved model: its weights and tokenizer, from a checkpoint or a Hugging
+Face folder."""
 
 from __future__ import annotations
 
@@ -23,12 +24,12 @@ Weights = dict[str, torch.Tensor]
 
 
 def open_generator(source: Path | str, dtype: torch.dtype = torch.float32) -> Generator:
-    """The model of a checkpoint in any layout, or of a folder of Hugging Face named as hf:FOLDER."""
+    """Open the model of a checkpoint in any layout, or of a Hugging Face folder, hf:FOLDER."""
     return Generator.of(*model_of(source), dtype)
 
 
 def model_of(source: Path | str) -> tuple[Model, Weights]:
-    """A saved decoder on the meta device, and its weights by name."""
+    """Return a saved decoder on the meta device, and its weights by name."""
     name = str(source)
     reader = (
         HubReader(Path(model_folder(name.removeprefix(HUB))))
@@ -39,7 +40,7 @@ def model_of(source: Path | str) -> tuple[Model, Weights]:
         shape = reader.manifest.shape
         if shape is None or shape.kind != "decoder":
             raise GenerateError(
-                f"{source} holds no decoder: there is nothing to sample from."
+                f"{source} is not a decoder, so it cannot generate text."
             )
         model = build_model(shape)
         weights = {
@@ -51,7 +52,7 @@ def model_of(source: Path | str) -> tuple[Model, Weights]:
 
 
 def run_of(source: str) -> Run:
-    """What a checkpoint's run was trained on, with which model, and how its text was cut."""
+    """Return a run with the model, data and sequence settings of a checkpoint's run."""
     settings: Any = read_manifest(Path(source)).config.get("run", {})
     plain = Run()
     return Run(
@@ -64,19 +65,19 @@ def run_of(source: str) -> Run:
 
 
 def vocabulary_of(source: str, tokenizer: str = "") -> Vocabulary:
-    """The tokenizer that a checkpoint's run was trained with, or a folder of Hugging Face brings.
+    """Return the tokenizer of a checkpoint's run, or of a Hugging Face folder.
 
-    `tokenizer`: a tokenizer.json or its folder, which is taken instead.
+    `tokenizer`: a tokenizer.json or its folder, to be used instead.
     """
     if (vocabulary := vocabulary_if_known(source, tokenizer)) is None:
         raise GenerateError(
-            f"{source}: the tokenizer of its data is not known. Name it: --tokenizer FOLDER."
+            f"{source}: the tokenizer of its data is unknown. Name it: --tokenizer FOLDER."
         )
     return vocabulary
 
 
 def vocabulary_if_known(source: str, tokenizer: str = "") -> Vocabulary | None:
-    """The same, or None where the run's data does not name its tokenizer."""
+    """Return the same, or None if the run's data does not name its tokenizer."""
     if source.startswith(HUB) and not tokenizer:
         return open_vocabulary(Path(model_folder(source.removeprefix(HUB))))
     run = Run() if tokenizer else run_of(source)
@@ -84,7 +85,7 @@ def vocabulary_if_known(source: str, tokenizer: str = "") -> Vocabulary | None:
 
 
 def vocabulary_of_run(run: Run, tokenizer: str = "") -> Vocabulary | None:
-    """The tokenizer of a run's model or data, or the one that is named; None if it is not known."""
+    """Return the named tokenizer, or that of a run's model or data; None if unknown."""
     if tokenizer or run.hub:
         return open_vocabulary(Path(tokenizer) if tokenizer else run.hub_folder)
     names = {tokenizer_of(path) for path, _ in run.sources}
@@ -92,7 +93,7 @@ def vocabulary_of_run(run: Run, tokenizer: str = "") -> Vocabulary | None:
 
 
 def refuse_unknown_vocabulary(run: Run) -> None:
-    """Raise if a run is to write text and nobody knows how its tokens become text."""
+    """Raise if a run is to write samples but its tokenizer is unknown."""
     wanted = run.sample
     if wanted.every and vocabulary_of_run(run, wanted.tokenizer) is None:
         raise GenerateError(
@@ -102,7 +103,7 @@ def refuse_unknown_vocabulary(run: Run) -> None:
 
 
 def prompt_of(vocabulary: Vocabulary, text: str, *, chat: bool) -> list[int]:
-    """The tokens of a prompt; for a model of chats it is a message of the user's."""
+    """Tokenize a prompt; for a chat model, as a message of the user."""
     if chat and isinstance(vocabulary, Tokenizer):
         return vocabulary.chat_prompt([{"role": "user", "content": text}])
     return vocabulary.prompt(text)
@@ -119,9 +120,9 @@ def continued(
     count: int,
     sampling: Sampling,
 ) -> Iterator[str]:
-    """Yields the text of a continuation piece by piece; together they are the whole text.
+    """Yield the text of a continuation piece by piece.
 
-    A character of several tokens comes with its last one.
+    A character made of several tokens is yielded with the last of them.
     """
     tokens: list[int] = []
     shown = ""
