@@ -109,7 +109,7 @@ MISTAKES = {
         "out * (log_sum - total).exp()",
         "out * (total - log_sum).exp()",
     ),
-    "ulysses": ("out = masked(q @ k.mT", "out = (q @ k.mT"),
+    "ulysses": ("out = masked(scores)", "out = scores"),
     "experts": ("x[order // CHOSEN]", "x[order % len(x)]"),
     "muon": ("owned = torch.stack([orthogonal(x) for x in owned])", "pass"),
     "model-sharding": (

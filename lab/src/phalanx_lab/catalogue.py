@@ -112,7 +112,8 @@ def experiment(name: str) -> Experiment:
         rows = _DATA["chapters"].items()
         also = {x: ours for ours, row in rows for x in row.get("also", "").split()}
         close = difflib.get_close_matches(name[:60].lower(), NAMES, n=1, cutoff=0.4)
-        near = also.get(name.lower()) or also.get(word) or next(iter(close), "")
+        nearest = next(iter(close), "")
+        near = also.get(name.lower()) or also.get(word) or nearest
         hint = f" Did you mean {near!r}?" if near else ""
         raise LabError(
             f"unknown experiment {name[:60]!r}.{hint} `phalanx lab` lists them."

@@ -127,7 +127,8 @@ class Adam:
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self.count = 0
-        self.m, self.v = ([torch.zeros_like(w) for w in weights] for _ in range(2))
+        self.m = [torch.zeros_like(w) for w in weights]
+        self.v = [torch.zeros_like(w) for w in weights]
 
     @torch.no_grad()
     def update(self, weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:

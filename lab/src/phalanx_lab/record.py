@@ -121,7 +121,8 @@ def compared(says: str, got: Any, want: Any, within: float = 1e-10) -> Claim:
         return Claim(says, False, f"{ours.numel()} numbers, not {theirs.numel()}")
     if not ours.numel():
         return Claim(says, True, "nothing on either side")
-    largest = max(theirs.abs().max().item(), torch.finfo(torch.float64).tiny)
+    least = torch.finfo(torch.float64).tiny
+    largest = max(theirs.abs().max().item(), least)
     apart = (ours - theirs).abs().max().item()
     fits = apart <= within * largest  # false for NaN
     if ours.numel() == 1:

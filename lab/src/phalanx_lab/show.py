@@ -175,7 +175,8 @@ def lab_page(trials: Sequence[LabTrial]) -> str:
     for t in trials:
         check = tag("span", verdict(t), cls="good" if t.holds else "bad")
         rows.append((_chapter(t.experiment.name), check, t.experiment.title))
-    names, shown = [t.experiment.name for t in trials], dict[tuple[str, str], str]()
+    names = [trial.experiment.name for trial in trials]
+    shown = dict[tuple[str, str], str]()
     if strategies := [t for t in trials if t.experiment.chapter.when]:
         title = "All strategies: memory, bytes, and when to use them."
         rows.append((_chapter("strategies"), "", title))
@@ -268,7 +269,8 @@ def _code(code: Sequence[str]) -> Html:
     """Render lines of code with coloured comments, strings and keywords."""
     text, parts, at = _trimmed(code), list[object](), 0
     for found in _SYNTAX.finditer(text):
-        parts += [text[at : found.start()], tag(str(found.lastgroup), found[0])]
+        parts.append(text[at : found.start()])
+        parts.append(tag(str(found.lastgroup), found[0]))
         at = found.end()
     return tag("pre", *parts, text[at:])
 
@@ -373,7 +375,8 @@ def _timeline(trial: LabTrial, title: str, steps: Steps) -> Html:
             ]
             rows.append(Row(name, drawn, main=lane == "compute"))
         name = f"  at most {bytes_text(max(size for _, size in levels[rank]))}"
-        rows.append(Row(name, main=False, areas=[Area("", levels[rank])], most=most))
+        areas = [Area("", levels[rank])]
+        rows.append(Row(name, main=False, areas=areas, most=most))
     return gantt(title, rows, 0.0, 1e3 * (end - start) or 1.0, clock=" ms")
 
 

@@ -248,5 +248,8 @@ class LatentAttention(HeadsAttention):
         k = torch.cat((k, k_turned), -1)
         q = q * self.query_scale if self.query_scale != 1 else q
         # each (B, T, heads, size): kernels take heads of one size only
-        q, k, v = (F.pad(each, (0, self.size - each.shape[-1])) for each in (q, k, v))
+        q, k, v = (
+            F.pad(each, (0, self.size - each.shape[-1]))  # zeros at the end
+            for each in (q, k, v)
+        )
         return q, k, v

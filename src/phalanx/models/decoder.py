@@ -473,4 +473,5 @@ def describe(model: Decoder) -> tuple[tuple[tuple[str, nn.Module], ...], str]:
         for line in RULES.splitlines()
         if fnmatch.filter(names, line.split(" : ")[0])
     ]
-    return (("embed", model.embed), *blocks, ("head", model.head)), "\n".join(lines)
+    pieces = (("embed", model.embed), *blocks, ("head", model.head))
+    return pieces, "\n".join(lines)

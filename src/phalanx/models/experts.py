@@ -371,7 +371,8 @@ class ExpertProducts(nn.Module):
             return self.grouped(tokens, counts)
         # Unbind at once: the gradient of `weight[e]` would have the size of all
         # experts.
-        parts: list[Any] = [x.unbind() for x in (self.gate, self.up, self.down)]
+        weights = (self.gate, self.up, self.down)
+        parts: list[Any] = [x.unbind() for x in weights]
         parts += [
             (x,) * len(self.up) if x is None else x.unbind() for x in self.biases()
         ]
@@ -411,7 +412,8 @@ class ExpertProducts(nn.Module):
         """Apply the experts to equal numbers of tokens: meta tensors have no counts."""
         each = -(-len(tokens) // len(self.up))
         # padded: (experts * each, hidden)
-        padded = F.pad(tokens, (0, 0, 0, each * len(self.up) - len(tokens)))
+        missing = each * len(self.up) - len(tokens)
+        padded = F.pad(tokens, (0, 0, 0, missing))
         runs = padded.view(len(self.up), each, -1)  # (experts, each, hidden)
 
         def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -110,7 +110,8 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, T
     if sinks is None:
         return out, lse
     total = torch.logaddexp(lse, sinks.to(lse.dtype))  # (B, T, heads)
-    return (out * (lse - total).exp().unsqueeze(-1)).to(out.dtype), total
+    share = (lse - total).exp().unsqueeze(-1)
+    return (out * share).to(out.dtype), total
 
 
 def sink_gradients(
@@ -240,7 +241,8 @@ def own_gradients(
     if _by_lengths(q, k, documents, window, softcap):
         return _varlen_back(gradient, qkv, documents, out, lse, window)
     blocks = _own_blocks(q, k, documents, window)
-    once = q.shape[1] == k.shape[1] and all(block.band is None for block in blocks)
+    plain = all(block.band is None for block in blocks)
+    once = q.shape[1] == k.shape[1] and plain
     if once and len(blocks) == 1 and blocks[0].causal:
         return attend_gradients(gradient, qkv, out, lse, blocks[0], softcap, whole=True)
     # Each row is in one block, so its gradient is assigned. Keys shared by strips need
@@ -327,7 +329,8 @@ def _varlen(
     ends = starts, starts, longest, longest
     # lse: (heads, tokens)
     out, lse = op(*flat, *ends, 0.0, True, False, **_within(window))[:2]
-    return out.view(q.shape), lse.T.contiguous().view(q.shape[:-1])
+    lse = lse.T.contiguous()
+    return out.view(q.shape), lse.view(q.shape[:-1])
 
 
 def _varlen_back(
@@ -340,7 +343,8 @@ def _varlen_back(
 ) -> list[Tensor]:
     starts, longest = _starts(documents, out)
     # each (B * T, heads, size)
-    g, q, k, v, o = (x.reshape(-1, *x.shape[2:]) for x in (gradient, *qkv, out))
+    given = (gradient, *qkv, out)
+    g, q, k, v, o = (x.reshape(-1, *x.shape[2:]) for x in given)
     op = torch.ops.aten._flash_attention_backward
     ends = starts, starts, longest, longest
     heads_first = lse.flatten(0, 1).T.contiguous()  # (heads, tokens)

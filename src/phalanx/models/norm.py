@@ -30,7 +30,8 @@ class _RootMeanSquare(torch.autograd.Function):
         normed, g = x * scale, gradient.to(scale.dtype)  # (..., size)
         product = g * normed
         # (..., 1): the component along x
-        along = (product @ weight.to(scale.dtype)).unsqueeze(-1) / x.shape[-1]
+        along = product @ weight.to(scale.dtype)
+        along = along.unsqueeze(-1) / x.shape[-1]
         into_x = (g * weight - normed * along) * scale
         into_weight = product.flatten(0, -2).sum(0)
         return into_x.to(x.dtype), into_weight.to(weight.dtype), None

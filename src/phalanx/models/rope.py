@@ -59,10 +59,12 @@ class RopeScaling:
             start, stop = max(first, 0), min(last, dim - 1)
             # (head_dim / 2)
             index = torch.arange(dim // 2, device=half.device, dtype=half.dtype)
-            blend = 1 - ((index - start) / ((stop - start) or 0.001)).clamp(0.0, 1.0)
+            along = (index - start) / ((stop - start) or 0.001)
+            blend = 1 - along.clamp(0.0, 1.0)
         else:
             turned = self.sequence * frequency / (2 * math.pi)
-            blend = ((turned - self.low) / (self.high - self.low)).clamp(0.0, 1.0)
+            along = (turned - self.low) / (self.high - self.low)
+            blend = along.clamp(0.0, 1.0)
         return frequency * (blend + (1 - blend) / self.factor)
 
 

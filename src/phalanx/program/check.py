@@ -50,7 +50,8 @@ def held(program: Program) -> tuple[float, ...]:
     """The most microbatches between forward and (last) backward on each row."""
     most = []
     for row in program.rows:
-        share = 1 / max(1, len({op.piece for op in row if op.kind == ops.FORWARD}))
+        computed = {op.piece for op in row if op.kind == ops.FORWARD}
+        share = 1 / max(1, len(computed))
         steps = ((op.kind == ops.FORWARD) - (op.kind in ops.CONTRIBUTES) for op in row)
         most.append(round(max(accumulate(steps, initial=0)) * share, 9))
     return tuple(most)
@@ -135,11 +136,12 @@ def _names(program: Program) -> Iterator[str]:
 
 
 def _astray(program: Program, number: int, op: Op) -> Iterator[str]:
+    upwards = op.peer > op.piece
     if abs(op.peer - op.piece) != 1:
         yield f"is between pieces {op.piece} and {op.peer}, which are not neighbours."
     elif program.homes[number].get(op.peer) in (None, number):
         yield f"goes to piece {op.peer}, which is not on another rank."
-    elif ((op.peer > op.piece) != (op.of == ops.FORWARD)) == (op.kind == ops.SEND):
+    elif (upwards != (op.of == ops.FORWARD)) == (op.kind == ops.SEND):
         yield "runs the wrong way: activations go up, gradients down."
 
 

@@ -147,5 +147,6 @@ def _group(program: Program, row: int, op: Op) -> tuple[int, ...]:
     """The rows that take part in a collective of this row."""
     if op.kind == ops.TIE:
         homes = program.homes[row]
-        return tuple(sorted({homes[p] for p in program.users(op.piece) if p in homes}))
+        users = program.users(op.piece)
+        return tuple(sorted({homes[user] for user in users if user in homes}))
     return program.members(row, group_axes(op, program))

@@ -225,7 +225,8 @@ def _peak(program: Program, sizes: Sizes, row: int, walked: State) -> Peak:
         now = _running(always.get(kind, 0.0), list(map(sum, own)), walked.flow)
         # A bundle may take before it gives back.
         most = [max(accumulate(each), default=0.0) for each in own]
-        kinds[kind] = max([now[0], *map(add, now, map(most.__getitem__, walked.flow))])
+        peaks = map(most.__getitem__, walked.flow)
+        kinds[kind] = max([now[0], *map(add, now, peaks)])
     return Peak(total, walked.ops[at] if at >= 0 else None, kinds, then)
 
 

@@ -23,7 +23,8 @@ def _woven(
     """Insert operations before and after given positions (-1: the start of the row)."""
     out, done = list(before.get(-1, ())), 0
     for i in sorted({*before, *after} - {-1}):
-        out += (*row[done:i], *before.get(i, ()), row[i], *after.get(i, ()))
+        out += row[done:i]
+        out += (*before.get(i, ()), row[i], *after.get(i, ()))
         done = i + 1
     return [*out, *row[done:]]
 
@@ -317,7 +318,8 @@ def gather(
     from the host as far ahead, and they are gathered one unit later. Frozen weights
     that are never dropped stay whole at home, as they never become stale.
     """
-    leads = [(prefetch, ops.LOAD)] * load + [(max(0, prefetch - load), ops.GATHER)]
+    gathers = (max(0, prefetch - load), ops.GATHER)
+    leads = [(prefetch, ops.LOAD)] * load + [gathers]
     rows = []
     for row in program.rows:
         uses = _uses(program, row, each_use)
@@ -330,7 +332,8 @@ def gather(
             # No earlier than its own drop, or the pool would hold two copies of one
             # unit.
             for lead, kind in leads:
-                at = max(uses[n - lead][1] if n >= lead else -1, dropped[unit] + 1)
+                earliest = uses[n - lead][1] if n >= lead else -1
+                at = max(earliest, dropped[unit] + 1)
                 before[min(at, first)].append(Op(kind, unit, times[unit]))
             if drop:
                 after[last].append(Op(ops.DROP, unit, times[unit]))
@@ -469,7 +472,8 @@ def matrices(program: Program, units: Collection[int]) -> Program:
         updates = [
             i for i, op in enumerate(row) if op.kind == ops.UPDATE and op.piece in units
         ]
-        agreed = next((i for i, op in enumerate(row) if op.kind == ops.AGREE), len(row))
+        agreements = (i for i, op in enumerate(row) if op.kind == ops.AGREE)
+        agreed = next(agreements, len(row))
         before: dict[int, list[Op]] = defaultdict(list)
         after = {}
         for n, i in enumerate(updates):

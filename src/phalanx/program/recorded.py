@@ -83,7 +83,8 @@ class Recorded:
         }
         kinds = {"send": times.pop((RECEIVE, -1), 0.0)}
         kinds |= {kind: time for (kind, piece), time in times.items() if piece < 0}
-        return Costs(kinds, {key: time for key, time in times.items() if key[1] >= 0})
+        exceptions = {key: time for key, time in times.items() if key[1] >= 0}
+        return Costs(kinds, exceptions)
 
     def predicted(
         self, sizes: Sizes | None = None, costs: Costs | None = None
@@ -97,10 +98,14 @@ class Recorded:
         A message lasts from its send to its receipt. Its sender looks after it much
         later, often at the end of the step, and its receiver asks for it long before.
         """
-        shown = {self.program.owner.index(row) for row in range(len(self.program.rows))}
+        rows = range(len(self.program.rows))
+        shown = {self.program.owner.index(row) for row in rows}
         spans = [s for s in self._spans if s.rank in shown]
         zero = min(s.start for s in spans)
-        moved = tuple(s._replace(start=s.start - zero, end=s.end - zero) for s in spans)
+        moved = tuple(
+            span._replace(start=span.start - zero, end=span.end - zero)
+            for span in spans
+        )
         return Timeline(
             moved, memory_over(self.program, sizes, moved) if sizes else None
         )

@@ -67,7 +67,8 @@ def _candidates(
         [2 * stages - 1] * stages,
         [2 * n - 1 for n in behind],
     )
-    rooms = [most, *([min(a, b) for a, b in zip(most, x, strict=True)] for x in shapes)]
+    both = [zip(most, shape, strict=True) for shape in shapes]
+    rooms = [most, *([min(a, b) for a, b in pairs] for pairs in both)]
     for choice in product(ways, _ORDERS, rooms, whole):
         yield _Listing(stages, microbatches, chunks, costs, *choice).run()
 

@@ -245,7 +245,8 @@ def repeating(made: Compiled, period: int, tail: int) -> Repeat | None:
     before, after = (_cut(made, place, ends[index], index) for index in (first, last))
     if before[:2] != after[:2]:
         return None
-    inside = bytearray(b and not a for a, b in zip(before[3], after[3], strict=True))
+    flags = zip(before[3], after[3], strict=True)
+    inside = bytearray(is_now and not was for was, is_now in flags)
     each: Counter[tuple[int, str, int]] = Counter()
     for i, (row, op) in enumerate(graph.ops):
         if op.kind in ops.COMPUTES:
@@ -340,7 +341,8 @@ def critical(
     """The summed `weight` of each entry of `priced` on the path to event `at`."""
     path: dict[int, float] = {}
     while at >= 0:
-        path[made.price[at]] = path.get(made.price[at], 0.0) + weight[at]
+        price = made.price[at]
+        path[price] = path.get(price, 0.0) + weight[at]
         at = max(made.before[at], key=ends.__getitem__, default=-1)
     return path
 

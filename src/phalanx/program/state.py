@@ -158,7 +158,8 @@ class State:
             self.needed.append(needs)
             self.flow += self.apply(op, needs)
         if self.flow:
-            self.flow[-1] = self._number((*self.bundles[self.flow[-1]], *self._rest()))
+            bundle = self.bundles[self.flow[-1]]
+            self.flow[-1] = self._number((*bundle, *self._rest()))
 
     def follow(self) -> State:
         """Walk to the end of the list and return the state."""
@@ -206,7 +207,8 @@ class State:
     def _of_backward(self, op: Op) -> Needs:
         again = self.again.get((op.piece, op.index))
         kept = [again] if again else self._kept(op)
-        needs = [*self._weights(op.piece), *kept, *self._gradient(op.piece, op.index)]
+        gradient = self._gradient(op.piece, op.index)
+        needs = [*self._weights(op.piece), *kept, *gradient]
         if op.piece in self.chooses:
             needs.append(self._one_of(op, ops.SUM_CHOICES))
         return needs

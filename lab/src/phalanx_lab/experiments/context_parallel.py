@@ -36,7 +36,8 @@ def attend(
     lab.group.all_reduce(loss)
     lab.after(gradients=gradients, loss=loss)
 
-    plain = masked(q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    plain = masked(scores).softmax(-1) @ v
     mean = plain.square().mean()
     lab.claim("the loss is one process's", loss, mean)
     lab.claim("the output is that of its tokens", out, plain[:, own])
@@ -49,7 +50,8 @@ def attend(
 def masked(s: Tensor, first: int = 0) -> Tensor:
     """Mask scores (heads, tokens, keys) of later keys; the first query is at position
     `first`."""
-    return s.masked_fill(torch.ones(s.shape[1:]).triu(1 + first).bool(), -torch.inf)
+    later = torch.ones(s.shape[1:]).triu(1 + first).bool()
+    return s.masked_fill(later, -torch.inf)
 
 
 def block(
@@ -70,7 +72,8 @@ def block(
     q = heads(h @ w["q"])
     k = heads(collect(h @ w["k"]))
     v = heads(collect(h @ w["v"]))
-    p = masked(q @ k.mT / q.shape[-1] ** 0.5, first).softmax(-1)
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    p = masked(scores, first).softmax(-1)
     x = x + (p @ v).transpose(0, 1).flatten(1) @ w["out"]
     return (
         x + torch.nn.functional.gelu(normed(x, w["norm of mlp"]) @ w["up"]) @ w["down"]
@@ -79,7 +82,8 @@ def block(
 
 def normed(x: Tensor, weight: Tensor) -> Tensor:
     """RMSNorm of each token."""
-    return x * x.square().mean(1, keepdim=True).add(1e-6).rsqrt() * weight
+    mean_square = x.square().mean(1, keepdim=True)
+    return x * mean_square.add(1e-6).rsqrt() * weight
 
 
 def context_parallel(lab: Lab) -> None:
@@ -265,7 +269,8 @@ def ulysses(lab: Lab) -> None:
         q, k, v = (exchange(x, lab.group, 0, 1) for x in own)
         lab.after(all_tokens_of_some_heads=q)
         with lab.doing("attention"):
-            out = masked(q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
+            scores = q @ k.mT / q.shape[-1] ** 0.5
+            out = masked(scores).softmax(-1) @ v
         return exchange(out, lab.group, 1, 0)
 
     # Three tensors went to heads and one came back, in forward and in backward: eight exchanges.

@@ -210,7 +210,8 @@ def sampler(lab: Lab) -> None:
             )
             if len(rows):
                 loss, gradients = gradients_of(weights, data[rows])
-            total = torch.stack([loss * len(rows), torch.tensor(float(len(rows)))])
+            count = torch.tensor(float(len(rows)))
+            total = torch.stack([loss * len(rows), count])
             lab.group.all_reduce(total)
             mean = loss.clone()
             lab.group.all_reduce(mean, "average")
@@ -475,11 +476,13 @@ def hybrid_sharding(lab: Lab) -> None:
     what leaves the machine is small: that is the point of the scheme.
     """
     # K x M ranks form a grid: K inside and M across, as square as n allows, the inside larger.
-    size, m = lab.size, next(m for m in range(int(lab.n**0.5), 0, -1) if lab.n % m == 0)
+    size, upwards = lab.size, range(1, int(lab.n**0.5) + 1)
+    m = max(count for count in upwards if lab.n % count == 0)
     k = lab.n // m
     neighbours = [range(i * k, (i + 1) * k) for i in range(m)]
     inside = lab.split("inside", neighbours)
-    across = lab.split("across", [range(i, lab.n, k) for i in range(k)])
+    copies = [range(i, lab.n, k) for i in range(k)]
+    across = lab.split("across", copies)
     rows = size.part("width", inside.rank, k)
     shards = [w[rows].clone() for w in start(size)]
 

@@ -20,7 +20,8 @@ def experts(lab: Lab) -> None:
     """
     width, n = lab.size.width, lab.n
     every = [draw(500 + e, width, width) / width**0.5 for e in range(OWN * n)]
-    mine, x = every[OWN * lab.rank : OWN * (lab.rank + 1)], lab.rows(0)
+    mine = every[OWN * lab.rank : OWN * (lab.rank + 1)]
+    x = lab.rows(0)
     bias = torch.zeros(OWN * n, dtype=torch.float64)
 
     # A token's scores choose two of all experts. Tokens are sorted by expert, so that those for one
@@ -69,7 +70,8 @@ def experts(lab: Lab) -> None:
     lab.step("balancing, without an auxiliary loss", bias=bias)
     most = int(total.max())
     for _ in range(ROUNDS):
-        counts = routed(x, bias)[0].flatten().bincount(minlength=OWN * n).double()
+        chosen = routed(x, bias)[0].flatten()
+        counts = chosen.bincount(minlength=OWN * n).double()
         # over all tokens, or ranks would choose differently
         lab.group.all_reduce(counts)
         bias -= STEP * (counts - counts.mean()).sign()

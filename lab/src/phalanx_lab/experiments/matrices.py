@@ -16,7 +16,8 @@ def muon(lab: Lab) -> None:
     values near one, and moves the weight by that. So a part of a matrix cannot be updated by itself:
     orthogonal parts are not parts of the orthogonal matrix, though every gradient was right.
     """
-    size, n, rows, mine = lab.size, lab.n, lab.part("width"), lab.part("layers")
+    size, n = lab.size, lab.n
+    rows, mine = lab.part("width"), lab.part("layers")
     weights, one = start(size), start(size)
     high, layers = rows.stop - rows.start, mine.stop - mine.start
     momentum = torch.zeros(size.layers, high, size.width, dtype=torch.float64)

@@ -251,7 +251,8 @@ def mixed_precision(lab: Lab) -> None:
         gradients_in(dtype, weights, x) for dtype in (torch.float16, torch.float64)
     )
     pairs = zip(halves, wide, strict=True)
-    lost = sum(int(((half == 0) & (full != 0)).sum()) for half, full in pairs)
+    vanished = [(half == 0) & (full != 0) for half, full in pairs]
+    lost = sum(int(each.sum()) for each in vanished)
     lab.after(gradients_that_became_zero=lost, of=sum(w.numel() for w in weights))
     lab.claim(f"some gradients became zero: {lost}", lost > 0)
 
@@ -263,7 +264,8 @@ def mixed_precision(lab: Lab) -> None:
     skipped = 0
     while True:
         gradients = gradients_in(torch.float16, weights, x, scale)
-        finite = torch.tensor([float(all(g.isfinite().all() for g in gradients))])
+        whole = all(g.isfinite().all() for g in gradients)
+        finite = torch.tensor([float(whole)])
         lab.group.all_reduce(finite)  # a sum: one rank that overflows is enough
         if finite.item() == lab.n:
             break
@@ -314,7 +316,8 @@ def formats(lab: Lab) -> None:
         bool(half[0].isinf() and half[1] == 0),
     )
     lab.claim("bf16 can represent both", bool(brain[0].isfinite() and brain[1] != 0))
-    bf16, fp16 = (one + 2**-8).bfloat16(), (one + 2**-8).half()
+    bf16 = (one + 2**-8).bfloat16()
+    fp16 = (one + 2**-8).half()
     lab.claim("bf16: 1 + 2^-8 is 1, in fp16 it is not", bool(bf16 == 1 and fp16 != 1))
     tf32, more = to_tf32(one + 2**-12), to_tf32(one + 2**-10)
     lab.claim(
@@ -358,7 +361,8 @@ def adam_in_torch(weights: list[Tensor]) -> float:
     for w in leaves:
         w.grad = torch.ones_like(w)
     adam.step()
-    states = [t for s in adam.state.values() for t in s.values() if t.numel() > 1]
+    tensors = [t for state in adam.state.values() for t in state.values()]
+    states = [t for t in tensors if t.numel() > 1]
     gradients = [w.grad for w in leaves if w.grad is not None]
     counted: int = sum(t.nbytes for t in (*leaves, *gradients, *states))
     return counted / sum(w.numel() for w in leaves)

@@ -208,7 +208,8 @@ def point_to_point(lab: Lab) -> None:
     # Everyone sends before anyone receives, so the ring does not block.
     group.send(first, to=(rank + 1) % n)
     group.send(second, to=(rank + 1) % n)
-    arrived, before = [torch.empty(1), torch.empty(1)], (rank - 1) % n
+    arrived = [torch.empty(1), torch.empty(1)]
+    before = (rank - 1) % n
     for message in arrived:
         group.receive(message, source=before)
     lab.after(arrived_first=arrived[0], arrived_second=arrived[1])
@@ -378,7 +379,8 @@ def grid(lab: Lab) -> None:
     lab.claim(
         "the sums along every axis are the sum over all", gradient, lab.whole_gradient()
     )
-    rows = [(axis, *groups_along(i, (2, 2, 2, 2))) for i, axis in enumerate(AXES)]
+    four = (2, 2, 2, 2)
+    rows = [(axis, *groups_along(i, four)) for i, axis in enumerate(AXES)]
     lab.table("groups of dp2 pp2 cp2 tp2", ("axis", *[""] * 8), rows)
 
 

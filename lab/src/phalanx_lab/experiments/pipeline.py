@@ -114,7 +114,8 @@ class PipelineStage:
 
     def __init__(self, lab: Lab) -> None:
         self.lab, self.group, self.size = lab, lab.group, lab.size
-        self.weights = [w.requires_grad_() for w in start(lab.size)[lab.part("layers")]]
+        own = start(lab.size)[lab.part("layers")]
+        self.weights = [w.requires_grad_() for w in own]
         self.first, self.last = lab.rank == 0, lab.rank == lab.n - 1
         self.most = 0
 

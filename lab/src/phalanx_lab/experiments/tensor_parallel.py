@@ -51,7 +51,8 @@ def tensor_parallel(lab: Lab) -> None:
     lab.claim(
         "the gradient of the input is right in its columns", to_x[0], want[:, columns]
     )
-    formula = size.steps * size.layers * 2 * (n - 1) / n * 8 * size.batch * size.width
+    activations = 8 * size.batch * size.width  # bytes
+    formula = size.steps * size.layers * 2 * (n - 1) / n * activations
     lab.claim("it sent 2(n-1)/n of every layer's output", lab.sent(), formula)
 
 
