@@ -182,7 +182,8 @@ def test_every_step_is_shown_below_the_code_that_recorded_it(
     for cell, steps in collectives.blocks():
         for title, _ in steps:
             if not title.startswith("the gradient"):
-                assert f'show("{title}"' in "\n".join(cell.lines)
+                code = "".join(line.strip() for line in cell.lines)
+                assert f'show("{title}"' in code
 
 
 def test_without_a_name_the_verb_lists_every_experiment(
