@@ -498,6 +498,30 @@ num_processes: 16
     assert str(reading.job.layout) == "dp16 zero2 accum:2 bf16"
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "recompute", "told"),
+    [
+        ("t.toml", "", "none", "activation_checkpoint.selective_ac_option 2: a layout has no word"),
+        ("t.toml", '[activation_checkpoint]\nmode = "none"\n[model]\nconverters = []', "none", ""),
+        ("t.toml", '[activation_checkpoint]\nmode = "selective"\nselective_ac_option = "1"', "all", ""),
+        ("t.toml", '[training]\nmixed_precision_param = "float16"\n[activation_checkpoint]\nmode="full"',
+         "all", "training.mixed_precision_param float16: a layout has no word"),
+        ("n.yaml", "model: {tensor_model_parallel_size: 1}", "none", "The precision is the recipe's"),
+    ],
+)  # fmt: skip
+def test_a_default_that_no_word_stands_for_is_noted(
+    name: str, text: str, recompute: str, told: str, tmp_path: Path
+) -> None:
+    """torchtitan recomputes every second layer where its file does not say otherwise."""
+    text = (
+        f"[parallelism]\ntensor_parallel_degree = 1\n{text}" if "t." in name else text
+    )
+    reading = read(tmp_path, text, name, ranks=8, model=Shape.load("tiny"))
+    assert reading.job.layout.recompute == recompute
+    notes = " ".join(reading.notes)
+    assert told in notes if told else not notes
+
+
 def test_what_a_layout_has_no_word_for_is_noted(tmp_path: Path) -> None:
     text = SCRIPT + " --recompute-granularity full --recompute-method block"
     notes = read(tmp_path, text + " --mtp-num-layers 1", "train.sh").notes

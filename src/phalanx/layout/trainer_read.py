@@ -150,6 +150,7 @@ class _FileReader:
         self.numbers = dict(self._numbers())
         asked = {"batch": given.batch, "sequence": given.sequence}
         self.numbers |= {name: value for name, value in asked.items() if value}
+        self.unmatched: set[str] = set()
         self.chosen = {group: self._choice(group) for group in trainer.words}
         self._note_others()
         self._note_left()
@@ -213,7 +214,25 @@ class _FileReader:
             for word, rows in words.items()
             if any(map(self._holds, rows))
         }
+        if not held:
+            self._note_unmatched(group)
         return max(held, key=held.__getitem__) if held else ""
+
+    def _note_unmatched(self, group: str) -> None:
+        """Notes the values of a group's options, if together they make none of its words."""
+        rows = [row for each in self.trainer.words[group].values() for row in each]
+        known = {**self.trainer.defaults, **self.options}
+        keys = dict.fromkeys(key for row in rows for key in row)
+        values = [f"{key} {_shown(known[key])}" for key in keys if key in known]
+        known_values = self.trainer.values
+        strange = any(
+            not any(self._is(key, value) for value in known_values[key])
+            for key in keys
+            if key in known and key in known_values
+        )
+        if strange:
+            self.unmatched |= set(keys)
+            self._note(f"{', '.join(values)}: a layout has no word for it.")
 
     def _note_others(self) -> None:
         """Note options whose value has no word in a layout."""
@@ -221,13 +240,21 @@ class _FileReader:
         numbers = {name for names in self.trainer.read.values() for name in names}
         for key, given in self.options.items():
             values = known.get(key)
-            if not values or key in numbers or same(given, "no"):
+            if not values or key in numbers or same(given, "no") or given in ("", []):
+                continue
+            if key in self.unmatched:
                 continue
             if not any(self._is(key, value) for value in values):
                 self._note(f"{key} {_shown(given)} has no word in a layout.")
 
     def _note_left(self) -> None:
         """Notes options that the script fills in; bf16 is assumed where it fills in the precision."""
+        precisions = self.trainer.words["precision"].values()
+        keys = {key for rows in precisions for row in rows for key in row}
+        told = self.trainer.elsewhere.get("precision")
+        if told and keys.isdisjoint(self.options):
+            self.chosen["precision"] = BF16
+            self._note(told)
         if not self.left:
             return
         known = set(self.trainer.options)
