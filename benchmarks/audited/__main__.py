@@ -63,24 +63,25 @@ def cells() -> list[Cell]:
 
 def _torch() -> list[Cell]:
     """Plain torch, by the small model of torch-audit's tests."""
-    corner = "accumulation 2, uneven labels, clip; float64"
     found = []
     for name, layout, ranks in (
         ("ddp", "DDP 2", 2), ("fsdp2", "FSDP2 2", 2), ("hsdp", "HSDP 2x2", 4), ("tp", "TP 2", 2),
         ("tp_sequence", "TP 2 with sequence parallelism", 2), ("fsdp2_tp", "FSDP2 2 x TP 2", 4),
         ("cp", "context parallel 2", 2), ("pipeline", "GPipe 2, tied", 2),
     ):  # fmt: skip
-        bug = "tied" if name == "pipeline" else ""
-        reference = partial(_lm, "one", bug)
-        program = partial(_lm, name)
-        found.append(
-            Cell("torch", "small LM", layout, corner, ranks, reference, program)
-        )
+        for dtype in (FLOAT64, FLOAT32, torch.bfloat16):
+            corner = f"accumulation 2, uneven labels, clip; {_name(dtype)}"
+            bug = "tied" if name == "pipeline" else ""
+            reference = partial(_lm, dtype, "one", bug)
+            program = partial(_lm, dtype, name)
+            found.append(
+                Cell("torch", "small LM", layout, corner, ranks, reference, program)
+            )
     return found
 
 
-def _lm(layout: str, bug: str = "") -> None:
-    torch.set_default_dtype(FLOAT64)
+def _lm(dtype: torch.dtype, layout: str, bug: str = "") -> None:
+    torch.set_default_dtype(dtype)
     try:
         audited_lm.LAYOUTS[layout](bug)
     finally:

@@ -11,10 +11,12 @@ from torch.nn.functional import cross_entropy
 
 from torch_audit.batches import batch_of
 from torch_audit.command import main
+from torch_audit.compare import compare
 from torch_audit.parameters import plain_name
 from torch_audit.recorder import Recorder
 from torch_audit.records import CLIPPED, GRADIENT, UPDATED, WEIGHT, RecordError, read
-from torch_audit.runs import load
+from torch_audit.runs import Names, load
+from torch_audit.sketch import norm_of
 
 
 class Tied(nn.Module):
@@ -97,6 +99,32 @@ def test_the_norm_told_to_the_clip_is_that_of_the_gradients(tmp_path: Path) -> N
     assert clip.told == pytest.approx(norms[0])
     squares = sum(rows[0] for rows in record.sketches[GRADIENT].values())
     assert squares**0.5 == pytest.approx(norms[0], rel=1e-6)
+
+
+def test_a_perturbed_run_starts_one_unit_in_the_last_place_away(tmp_path: Path) -> None:
+    runs = {}
+    for seed in (0, 1, 2):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        recorder = Recorder(folder, 3, perturbed=seed)
+        recorder.install()
+        train(new_model())
+        recorder.finish()
+        runs[seed] = load(folder)
+    assert [run.first.perturbed for run in runs.values()] == [0, 1, 2]
+    weights = [
+        run.first.parameters(Names())["embed.weight"].sketch(WEIGHT)
+        for run in runs.values()
+    ]
+    eps = torch.finfo(torch.float32).eps
+    for a, b in ((0, 1), (0, 2), (1, 2)):
+        first, second = weights[a], weights[b]
+        assert first is not None
+        assert second is not None
+        apart = [x - y for x, y in zip(first, second, strict=True)]
+        assert 0.1 * eps < norm_of(apart) / norm_of(first) < 10 * eps
+    verdict = compare(runs[0], runs[0], [runs[1], runs[2]])
+    assert (verdict.result, verdict.measured) == ("equal", 2)
 
 
 def test_each_step_of_two_optimizers_is_one_record(tmp_path: Path) -> None:

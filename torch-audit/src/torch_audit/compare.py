@@ -363,7 +363,7 @@ class _Comparison:
             found_difference = _compared(ours, theirs, kind, limits[name])
             if found_difference is not None:
                 different.append(found_difference)
-            elif kind == GRADIENT and norm_of(expected) > 100 * limits[name]:
+            elif kind == GRADIENT and norm_of(expected) > 4 * limits[name]:
                 relative = norm_of(difference(found, expected)) / norm_of(expected)
                 if relative > self.verdict.worst:
                     self.verdict.worst, self.verdict.worst_name = relative, name
