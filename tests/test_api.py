@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import os
@@ -175,19 +176,49 @@ def test_a_wrong_call_gets_a_sentence(call: object, sentence: str) -> None:
 
 
 class _Mine:
-    """A class of a notebook."""
+    """An instance is no model by name."""
 
 
-@pytest.mark.parametrize("model", [_Mine, _Mine()])
-def test_a_class_where_a_name_is_asked_for_is_told_its_ways(model: object) -> None:
+def _in_a_function() -> type:
+    class Inner:
+        """No name reaches it from outside."""
+
+    return Inner
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        (_Mine(), r"FILE.py:_Mine\(n_layer=6\).*phalanx.prepare"),
+        (_in_a_function(), "FILE.py:Inner.*phalanx.verify takes a class"),
+    ],
+)
+def test_a_module_where_a_name_is_asked_for_is_told_its_ways(
+    model: object, sentence: str
+) -> None:
     calls = (
         lambda: phalanx.check("dp2", model),
         lambda: phalanx.draw("dp2 pp2 1f1b:2", model),
         lambda: phalanx.plan(model, "h100x8"),
     )
     for call in calls:
-        with pytest.raises(UsageError, match=r"FILE.py:_Mine.*phalanx.prepare"):
+        with pytest.raises(UsageError, match=sentence):
             call()
+
+
+def test_a_class_is_the_model_of_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = Path(__file__).parents[1].joinpath("examples", "stranger.py").read_text()
+    (tmp_path / "known_by_name.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    kind = importlib.import_module("known_by_name").Stranger
+    named = f"{tmp_path / 'known_by_name.py'}:Stranger"
+    assert phalanx.Run(model=kind).own == named
+    layout = "dp2 tp2"
+    assert str(phalanx.check(layout, kind)) == str(phalanx.check(layout, named))
+    drawn = (phalanx.draw("pp2 1f1b:2", each) for each in (kind, named))
+    assert len({str(each) for each in drawn}) == 1
 
 
 def test_a_model_of_standard_input_is_verified_and_its_processes_are_refused() -> None:

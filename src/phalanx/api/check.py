@@ -80,7 +80,7 @@ class Checked:
 
 def check(
     layout: str | Layout | Run,
-    model: str | Shape = "",
+    model: str | Shape | type = "",
     *,
     batch: int = 0,
     sequence: int = 0,

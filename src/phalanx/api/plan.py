@@ -17,7 +17,7 @@ from ..plan.search import Baseline, Plan, baselines, search
 from ..plan.step import Choice, Request
 from . import UsageError
 from .plan_text import plan_figures, plan_text
-from .request import model_of, refuse_unnamed, request_for, ways_refused, where
+from .request import model_of, named_model, request_for, ways_refused, where
 from .signature import with_keywords
 from .trainers import trainer_file
 
@@ -93,7 +93,7 @@ class Planned:
 
 @with_keywords(PlanTerms)
 def plan(
-    model: str | Shape = "8b",
+    model: str | Shape | type = "8b",
     cluster: str = "h100x64",
     *,
     top: int = 10,
@@ -168,9 +168,11 @@ def _ways_out(request: Request, least: float, room: float) -> list[str]:
     return found
 
 
-def request(model: str | Shape, cluster: str, **terms: Unpack[PlanTerms]) -> Request:
+def request(
+    model: str | Shape | type, cluster: str, **terms: Unpack[PlanTerms]
+) -> Request:
     """Build the planner's request from these arguments; raise if they are invalid."""
-    refuse_unnamed(model)
+    model = named_model(model)
     shape, make = (model, None) if isinstance(model, Shape) else model_of(model)
     machine, tokens = terms.get("machine"), terms.get("batch_tokens")
     hardware = where(

@@ -27,7 +27,7 @@ from ..layout.choices import ADAMW, BF16, FP32, MATMUL_WORDS
 from ..layout.families import code_of
 from ..layout.numbers import bytes_text
 from ..layout.run import run_file, shape_named
-from ..layout.source import names_source, refuse_broken
+from ..layout.source import name_of_class, names_source, refuse_broken
 from ..plan import Machine, cluster
 from ..plan.hardware import Hardware, hardware_of
 from ..plan.local import hardware_of_machine, profile_for
@@ -73,14 +73,16 @@ def in_precision(words: str, precision: str) -> Layout:
     )
 
 
-def refuse_unnamed(model: object) -> None:
-    """Raise if a model was passed as a class or module where a name is needed."""
+def named_model(model: object) -> str | Shape:
+    """Return a model's name or shape; of a class FILE.py:Class."""
     if isinstance(model, str | Shape):
-        return
-    kind = model if isinstance(model, type) else type(model)
+        return model
+    if isinstance(model, type):
+        return name_of_class(model, UsageError)
+    kind = type(model).__name__
     raise UsageError(
-        f"a model is a name or a Shape here, and this is {kind.__name__} itself. Name the class by its"
-        f" file, 'FILE.py:{kind.__name__}'; phalanx.verify takes a class, and phalanx.prepare a module."
+        f"a model is a name, a Shape or a class here, and this is a {kind}. Name how it is made,"
+        f" 'FILE.py:{kind}(n_layer=6)'; phalanx.prepare takes a module."
     )
 
 
@@ -198,7 +200,7 @@ def step_of_run(run: Run) -> RunStep:
 
 def step_of_layout(
     layout: str | Layout,
-    model: str | Shape,
+    model: str | Shape | type,
     *,
     optimizer: str = "",
     batch: int = 0,
@@ -206,7 +208,7 @@ def step_of_layout(
 ) -> RunStep:
     """Return the step of a layout for a model. The optimizer is that of a run file that
     names the model."""
-    refuse_unnamed(model)
+    model = named_model(model)
     run = None if isinstance(model, Shape) else run_file(model)
     shape, make = (model, None) if isinstance(model, Shape) else model_of(model)
     optimizer = optimizer or (run.optimizer.name if run else ADAMW)

@@ -107,7 +107,7 @@ class StepProgram:
 @with_keywords(StepTerms)
 def simulate(
     what: str | Layout | Program | Run,
-    model: str | Shape = "",
+    model: str | Shape | type = "",
     **terms: Unpack[StepTerms],
 ) -> Timeline:
     """Return the timeline of a step: each rank's operations over time, the makespan and the bubble.
@@ -127,7 +127,7 @@ def simulate(
 @with_keywords(StepTerms)
 def draw(
     what: str | Layout | Program | Run,
-    model: str | Shape = "",
+    model: str | Shape | type = "",
     **terms: Unpack[StepTerms],
 ) -> Picture | MeshPicture:
     """Return the picture of a step, a mesh (`mesh LAYOUT`), or a recorded step (`run FILE`).
@@ -185,7 +185,7 @@ def _names_step(what: object, model: object) -> bool:
 
 
 def step_of(
-    what: str | Layout | Program | Run, model: str | Shape, terms: StepTerms
+    what: str | Layout | Program | Run, model: str | Shape | type, terms: StepTerms
 ) -> StepProgram:
     known = StepTerms.__annotations__
     if unknown := ", ".join(sorted(set(terms) - set(known))):
@@ -306,7 +306,7 @@ def _of_run_step(step: RunStep, terms: StepTerms) -> StepProgram:
     return StepProgram(title, program, costs, layout.pp, layout.chunks, free=free)
 
 
-def _step_asked(what: object, model: str | Shape, terms: StepTerms) -> RunStep:
+def _step_asked(what: object, model: str | Shape | type, terms: StepTerms) -> RunStep:
     """Return the step of a run or a layout; refuse an illegal one with the nearest
     legal ones."""
     if given := _given(terms, OF_A_SCHEDULE):

@@ -25,7 +25,7 @@ from .layout import Layout
 from .mesh import LayoutError
 from .run_checks import mistakes_of
 from .shape import HUB, Shape, published
-from .source import with_arguments
+from .source import name_of_class, with_arguments
 from .url import Url
 
 CLASS = "class"  # key of [model] for the user's own class; the others are its arguments
@@ -362,6 +362,11 @@ class Run:
     hang: Hangs = key(
         Hangs(), "when a run is taken to hang, and which ranks are reported as slow"
     )
+
+    def __post_init__(self) -> None:
+        if isinstance(self.model, type):  # Run(model=GPT)
+            name = name_of_class(self.model, LayoutError)
+            object.__setattr__(self, "model", name)
 
     @classmethod
     def parse(

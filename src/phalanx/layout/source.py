@@ -6,6 +6,7 @@ traceback of our own code around it would hide that.
 
 import ast
 import importlib.util
+import inspect
 import os
 import re
 import sys
@@ -71,6 +72,20 @@ def _literal(keyword: ast.keyword) -> Any:
     if keyword.arg is None:  # **
         raise ValueError
     return ast.literal_eval(keyword.value)
+
+
+def name_of_class(kind: type, error: Refusal) -> str:
+    """FILE.py:Class of a class that stands in a file."""
+    try:
+        file = inspect.getsourcefile(kind)
+    except TypeError:  # of a notebook, or built in
+        file = None
+    if file is None or not Path(file).is_file() or "." in kind.__qualname__:
+        raise error(
+            f"the class {kind.__name__} stands in no file of its own. Write it into one and name it"
+            f" 'FILE.py:{kind.__name__}'; phalanx.verify takes a class of a notebook."
+        )
+    return f"{file}:{kind.__name__}"
 
 
 def with_arguments(text: str, arguments: Mapping[str, Any]) -> str:
