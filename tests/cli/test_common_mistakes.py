@@ -254,7 +254,7 @@ ROWS: list[tuple[list[str], tuple[str, ...]]] = [
     (["verify", "--model", "pipe.py:Net"], ("pipe.py", "a named pipe")),
     (["verify", "--layouts", "dp2 tp3"], ("tp=3", "Nearest")),
     (["bench", "collectives", "--backend", "zz"], ("--backend", "'zz'", "gloo")),
-    (["bench", "collectives", "--ops", "zz"], ("--ops: zz", "all_reduce")),
+    (["bench", "collectives", "--ops", "zz"], ("--ops: unknown operation 'zz'", "all_reduce")),
     (["bench", "collectives", "--groups", "2x9", "--ranks", "2"], ("--groups '2x9'", "fits into the 2")),
     (["bench", "matmul", "--device", "tpu"], ("--device", "'tpu'", "cuda")),
     (["bench", "matmul", "--dtype", "fp32,zz"], ("--dtype", "'zz'", "bf16")),
