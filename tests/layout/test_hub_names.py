@@ -77,6 +77,21 @@ def test_a_name_that_is_not_in_the_cache_is_one_sentence(
     assert "hf download Some/Data --repo-type dataset" in capsys.readouterr().err
 
 
+def test_a_network_that_is_not_there_is_asked_once(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def unreachable(name: str, file: str) -> str:
+        asked.append(name)
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
+    words = ["batch=2", "sequence=16", f"out={tmp_path}/run", "layout="]
+    assert main(["train", "model=hf:Some/Far", *words]) == 2
+    assert asked == ["Some/Far"]
+
+
 def test_of_a_model_for_a_check_its_configuration_is_enough(
     cache: Path, tmp_path: Path
 ) -> None:

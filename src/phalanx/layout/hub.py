@@ -50,7 +50,10 @@ def config_folder(name: str) -> str:
     """A folder with a model's config.json: the one named, or one in the hub's cache."""
     if not is_hub_name(name):
         return name
-    return str(_linked(Path(_config_file(name)).parent))
+    found = _config_file(name)
+    if isinstance(found, HubError):
+        raise found
+    return str(_linked(Path(found).parent))
 
 
 @cache
@@ -117,7 +120,10 @@ def _hub() -> Any:
         ) from error
 
 
-def _config_file(name: str) -> str:
+@cache
+def _config_file(name: str) -> str | HubError:
+    """The path of a model's configuration in the cache, or the reason why it is not there. The
+    reason is kept too: without a network it takes half a minute to find."""
     hub = _hub()
     known = hub.try_to_load_from_cache(name, CONFIG)
     if isinstance(known, str):
@@ -125,7 +131,7 @@ def _config_file(name: str) -> str:
     try:
         found: str = hub.hf_hub_download(name, CONFIG)
     except Exception as error:
-        raise _unreachable(name, "model", error) from error
+        return _unreachable(name, "model", error)
     return found
 
 
