@@ -39,7 +39,7 @@ words=(phalanx {words}); CURRENT={current}; _phalanx
         (["plan", "c"], ["calibrate", "cost"]),
         (["plan", "cost", "--pri"], ["--price"]),
         (["checkpoint", "export", "--fam"], ["--family"]),
-        (["check", "--device", "h2"], ["h200"]),
+        (["check", "--device", "h2"], ["h20", "h200"]),
         (["nonsense", ""], []),
         (["check", "--batch", ""], []),
     ],
