@@ -126,6 +126,27 @@ def test_a_module_that_nobody_described_is_one_piece_with_its_own_loss(
         torch.testing.assert_close(fresh.out.weight, model.out.weight)
 
 
+def test_a_fused_optimizer_divides_clipped_gradients_itself() -> None:
+    model, mine = _guesser(), _guesser()
+    optimizer, fused = (
+        torch.optim.AdamW(each.parameters(), lr=0.1, fused=True)
+        for each in (model, mine)
+    )
+    run = phalanx.prepare(mine, fused, "", world=AloneWorld("cpu"), clip=0.05)
+    for idx, targets in _guesses():
+        optimizer.zero_grad()
+        model(idx, targets)[1].backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        assert norm > 0.05
+        optimizer.step()
+    for batch in run.shard(_guesses()):
+        run.step(batch)
+    weights = run.state_dict()
+    # The kernel divides by the factor's reciprocal, which has 32 bits.
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(weights[name], weight.detach(), rtol=1e-6, atol=1e-8)
+
+
 # ---- checkpoints
 
 

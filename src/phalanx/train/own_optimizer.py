@@ -201,8 +201,9 @@ class OwnUpdate(Update):
         skips = False
         if scale is not None and all(group.get("fused") for group in options):
             # As torch's GradScaler passes them to fused optimizers, without a read on
-            # the host.
-            instance.grad_scale, instance.found_inf = scale.divisor, scale.skip
+            # the host. AdamW takes scalars only, where gradients are checked at once.
+            instance.grad_scale = scale.divisor.view(())
+            instance.found_inf = scale.skip.view(())
         elif scale is not None:
             skips = bool(scale.skip)
             if self.own.scaled:
