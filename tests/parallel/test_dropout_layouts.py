@@ -69,7 +69,7 @@ def on_one_process(name: str) -> tuple[float, dict[str, Tensor]]:
     plain = Decoder(
         vocab=shape.vocab, hidden=shape.hidden, layers=shape.layers, heads=shape.heads,
         kv_heads=shape.kv_heads, head_dim=shape.head_dim, ffn=shape.ffn, sequence=shape.sequence,
-        norm=shape.norm, positions=shape.positions, gated=shape.gated, tied=shape.tied,  # type: ignore[arg-type]
+        norm=shape.norm, eps=shape.eps, positions=shape.positions, gated=shape.gated, tied=shape.tied,  # type: ignore[arg-type]
         bias=shape.bias, qk_norm=shape.qk_norm, dropout=RATE,  # type: ignore[arg-type]
     ).double()  # fmt: skip
     model = build_model(shape)
