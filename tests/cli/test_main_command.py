@@ -58,7 +58,7 @@ BAD = {
     "draw pp2 --model tiny --zero 3": "--zero is part of the layout",
     "draw pp2 tp3 --model tiny": "tp=3 does not divide heads=4",
     "draw pp2 zzz --model tiny": "'zzz' is not a word of a layout",
-    "check": "required: LAYOUT",
+    "check": "name a layout",
     "check dp2": "needs a model",
     "check dp2 zerro3 --model tiny": "Did you mean 'zero3'",
     "check dp0 --model tiny": "dp",

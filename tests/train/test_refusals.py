@@ -13,6 +13,7 @@ from loop_worlds import small, trained
 
 import phalanx
 from phalanx.api.own_loop import LoopError
+from phalanx.cli.eval_tasks import TaskError
 from phalanx.cli.main import main
 from phalanx.cli.train_verify import RunDiffers
 from phalanx.comm import CommError, RankFailed, Report, World, launch
@@ -58,6 +59,7 @@ BEGUN = {
     FolderReplaced,
     RunDiffers,
     LoopError,
+    TaskError,
 }
 # sentences, though they are errors between ranks
 AMONG_RANKS = {RanksDiffer, PeerFailed}

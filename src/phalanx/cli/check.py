@@ -22,7 +22,6 @@ from typing import Any
 
 from ..api.check import check as check_layout
 from ..api.step import many
-from ..api.trainers import check_file
 from ..layout import Layout, Shape
 from ..layout.choices import OPTIMIZERS
 from ..layout.trainer_table import trainers
@@ -128,6 +127,9 @@ def _trainers_file(args: argparse.Namespace) -> int:
     beside["layout"] = args.layout
     if wrong := [name for name, value in beside.items() if value]:
         raise UsageError(f"--{wrong[0]} does not go with --from.")
+    # It needs numpy, which takes long to load.
+    from ..api.trainers import check_file
+
     checked = check_file(
         args.file,
         args.model or "",

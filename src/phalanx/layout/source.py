@@ -14,7 +14,7 @@ import sysconfig
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from types import ModuleType
@@ -250,7 +250,11 @@ def _parsed(file: Path) -> ast.Module:
     with open_regular(file) as opened:
         text = opened.read(LIMIT)
     with _PARSING:
-        return ast.parse(text, str(file))
+        while True:
+            # Python 3.11 counts the depth of a tree for all threads at once, and an
+            # import in another thread parses without this lock.
+            with suppress(SystemError):
+                return ast.parse(text, str(file))
 
 
 @contextmanager
