@@ -253,7 +253,7 @@ class Reader:
         self._arguments[".".join(path)] = f"argument {shown!r}"
 
     def place(self, path: str) -> str:
-        """Where a key is set: the line or argument, else its table, else the file."""
+        """The place where a key is set: the line or argument, else its table, else the file."""
         whole = path
         while path:
             for name, argument in self._arguments.items():

@@ -1,4 +1,4 @@
-"""How often ZeRO stages send weights and gradients, and stages that send less often.
+"""Frequency of ZeRO's messages, and the stages that send less often.
 
 Lower stages hold more. ZeRO-3 with `gather:step` equals ZeRO-2 in time and memory, and
 with `reduce:step` as well it equals ZeRO-1, so only stages are compared.

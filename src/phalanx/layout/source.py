@@ -32,6 +32,7 @@ _INSTALLED = {"site-packages", "dist-packages"}
 # Python 3.11 counts a tree's depth for all threads at once: two that parse raise
 # SystemError.
 _PARSING = threading.Lock()
+_TRIES = 20  # to parse a file while other threads import
 _loads = count()
 
 
@@ -250,11 +251,12 @@ def _parsed(file: Path) -> ast.Module:
     with open_regular(file) as opened:
         text = opened.read(LIMIT)
     with _PARSING:
-        while True:
-            # Python 3.11 counts the depth of a tree for all threads at once, and an
-            # import in another thread parses without this lock.
+        # Python 3.11 counts the depth of a tree for all threads at once, and an import
+        # in another thread parses without this lock: then try again.
+        for _ in range(_TRIES):
             with suppress(SystemError):
                 return ast.parse(text, str(file))
+        return ast.parse(text, str(file))
 
 
 @contextmanager

@@ -176,7 +176,7 @@ def choices_of(job: Job) -> dict[str, tuple[str, ...]]:
 
 
 def _frequencies(layout: Layout) -> Iterator[tuple[str, tuple[str]]]:
-    """How often weights are gathered and gradients reduced, if not the default."""
+    """Frequency of gathers and reductions, if not the default."""
     usual = Layout(mesh=layout.mesh, zero=layout.zero, offload=layout.offload)
     for name in ("gather", "reduce", "prefetch"):
         value = getattr(layout, name)

@@ -57,7 +57,7 @@ class Fault(NamedTuple):
 
 @dataclass(frozen=True)
 class Given:
-    """What the user states besides the file; 0 and None if not stated."""
+    """Facts that the user states besides the file; 0 and None if not stated."""
 
     ranks: int = 0
     batch: int = 0

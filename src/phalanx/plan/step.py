@@ -534,7 +534,7 @@ def predicted(priced: Priced, most: int = 0) -> Timeline:
 
 
 def longest(priced: Priced) -> dict[tuple[int, Op], float]:
-    """How often each (rank, operation) occurs on the step's critical path."""
+    """Number of times that each (rank, operation) occurs on the step's critical path."""
     costs = priced.costs()
     for built, stretch in _programs(priced):
         if not (played := _played(priced, built, stretch, costs)):

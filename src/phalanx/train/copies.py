@@ -89,7 +89,7 @@ def _at_least(count: int) -> int:
 
 
 class CopyOf(NamedTuple):
-    """What a checksum covers: one kind of a unit's values, or a buffer by its index."""
+    """The object of a checksum: one kind of a unit's values, or a buffer by its index."""
 
     kind: str
     unit: int

@@ -1,4 +1,4 @@
-"""How far two runs that compute the same may be apart: limits by precision, and measured ones."""
+"""Tolerances between two runs that compute the same, by precision or measured."""
 
 from dataclasses import dataclass
 

@@ -25,7 +25,7 @@ _GRADIENTS = (GRADIENT, CLIPPED)
 
 @dataclass(frozen=True)
 class Held:
-    """What one rank holds of a parameter."""
+    """The part of a parameter that one rank holds."""
 
     rank: int
     record: ParameterRecord

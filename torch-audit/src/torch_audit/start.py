@@ -9,7 +9,7 @@ _HOOK = Path(__file__).resolve().parent / "hook"
 
 @dataclass(frozen=True)
 class Settings:
-    """What to record, and where."""
+    """The quantities to record, and the folder for them."""
 
     out: Path
     steps: int = 3
